@@ -46,9 +46,11 @@ test:
 	@$(MAKE) --no-print-directory lint c-test fuzz-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
-# The plain build's C tests are the sanitized ones' without the checkers: `make c-test` has all three.
-test: BUILDS := asan tsan
-test: lint c-test fuzz-short matrix-short pytest
+# Installing takes one processor, and the C tests need nothing of it: both run at once. The plain build's C tests are
+# the sanitized ones' without the checkers: `make c-test` has all three.
+test:
+	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target $(VENV)/test-installed c-test BUILDS="asan tsan"
+	@$(MAKE) --no-print-directory lint fuzz-short matrix-short pytest
 endif
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
@@ -59,7 +61,7 @@ pytest: $(VENV)/test-installed
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
 C_FILES := $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] perf/*.[ch])
-# What people read, and Python. Decisions keep the words of their day (pyproject.toml).
+# Text for people, and Python. Decisions keep the words of their day (pyproject.toml).
 PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
@@ -103,7 +105,7 @@ fuzz: libssl
 	@command -v clang >/dev/null || { apt-get update -q && apt-get install -y -q clang; }
 	@$(MAKE) --no-print-directory -C tests/engine/fuzz long RUNS=$(RUNS)
 
-# The tests of verbs, and those of every transport over verbs. Where there is no RDMA device (or VM=1) in a virtual machine with two
+# The tests of verbs, and those of every transport over verbs. Without an RDMA device (or with VM=1) in a virtual machine with two
 # soft ones; it installs what it needs (Debian packages, root or sudo). LONG=1: all of the latter, not just what covers each
 # operation. One of them: make verbs TESTS=tests/verbs/test_device_limits.py
 verbs: $(VENV)/test-installed
@@ -116,7 +118,7 @@ fault: $(VENV)/test-installed
 model: $(VENV)/test-installed spin
 	$(BIN)/python tests/engine/model/run_models.py
 
-# What no package index has: a model checker. Without it its test is reported as not run.
+# A model checker, which no package index has. Without it its test is reported as not run.
 spin:
 	@command -v spin >/dev/null || { apt-get update -q && apt-get install -y -q spin; } >/dev/null 2>&1 || \
 		echo "spin is not here and could not be installed: the models are not run"
@@ -131,12 +133,12 @@ tmux:
 	@command -v tmux >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends tmux; } \
 		>/dev/null 2>&1 || echo "tmux is not here and could not be installed: smb top is not tried in a terminal"
 
-# What the engine's TLS is compiled with; csrc/check-build-needs.sh asks for it where the package is built.
+# OpenSSL, for the engine's TLS; csrc/check-build-needs.sh asks for it where the package is built.
 libssl:
 	@[ -e /usr/include/openssl/ssl.h ] || { apt-get update -q && apt-get install -y -q libssl-dev; } >/dev/null 2>&1 || \
 		echo "libssl-dev is not here and could not be installed: the engine does not compile"
 
-# What checks units. Without it these tests are reported as not run.
+# systemd, which checks units. Without it these tests are reported as not run.
 systemd:
 	@command -v systemd-analyze >/dev/null || { apt-get update -q && apt-get install -y -q systemd; } >/dev/null 2>&1 || \
 		echo "systemd is not here and could not be installed: units are not checked"
@@ -197,7 +199,7 @@ metrics-page: $(VENV)/installed
 	$(BIN)/python deploy/grafana/make_dashboards.py
 	$(BIN)/python deploy/kubernetes/make_rules.py
 
-# What smb mount needs of the system. Without it, or without /dev/fuse, its tests are reported as not run.
+# FUSE, which smb mount needs of the system. Without it, or without /dev/fuse, its tests are reported as not run.
 fuse3:
 	@command -v fusermount3 >/dev/null || { apt-get update -q && apt-get install -y -q fuse3; } >/dev/null 2>&1 || \
 		echo "fuse3 is not here and could not be installed: nothing is mounted"
@@ -221,7 +223,7 @@ soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
 
-# What cuts a network in the soak. Without it, or without root, that fault is named as not done.
+# nftables, which cuts a network in the soak. Without it, or without root, that fault is named as not done.
 nftables:
 	@command -v nft >/dev/null || { apt-get update -q && apt-get install -y -q nftables; } >/dev/null 2>&1 || \
 		echo "nftables is not here and could not be installed: the soak cuts no network"

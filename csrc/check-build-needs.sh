@@ -18,7 +18,7 @@ missing() {
     debian="$debian${3:+ $3}" fedora="$fedora${4:+ $4}"
 }
 
-# What the compiler said, for a message: the first line that tells of an error.
+# The compiler's message: the first line that reports an error.
 said() { { grep -E 'error|cannot' "$work/said" || cat "$work/said"; } | sed "s|$work/||g; q"; }
 
 # header FILE WHY DEBIAN'S FEDORA'S [FOLDER...]: one more header that the build needs is one more line below.

@@ -113,7 +113,7 @@ enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
  *             beta1^step)) * (m' / (sqrt(v')*(1/sqrt(1 - beta2^step)) + eps))
  *   adamw     the same with g' = scale*g, after b is multiplied by 1 - lr*weight_decay
  *   elastic   b + alpha*(g - b)
- * What has no element in it (1 - beta1, lr/(1 - beta1^step), ...) is computed in float64 and
+ * Terms without an element (1 - beta1, lr/(1 - beta1^step), ...) are computed in float64 and
  * rounded once. These are torch.optim's rules (dampening 0), Adam of Kingma and Ba 2015, decoupled
  * decay of Loshchilov and Hutter 2019. */
 enum smb_rule {
@@ -237,7 +237,7 @@ void smb_hmac_sha256(const void *key, uint64_t key_bytes, const void *text, uint
                      uint8_t mac[32]);
 /* Bytes per element, 0 for a number that is no dtype. */
 uint32_t smb_dtype_bytes(int dtype);
-/* 1 where op is defined for dtype with this scale (integers: scale integral and in the dtype's
+/* 1 if op is defined for dtype with this scale (integers: scale integral and in the dtype's
  * range), else 0. */
 int smb_op_accepts(int dtype, int op, double scale);
 /* target[i] = op(target[i], source[i]) for count elements. Pointers need no alignment beyond the
@@ -246,10 +246,10 @@ int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64
                      double scale);
 /* How many state arrays a rule has; -1 for a number that is no rule. */
 int smb_rule_states(int rule);
-/* 1 where the rule's numbers are finite as float32, 0 <= beta1, beta2 < 1, eps >= 0, and step is
+/* 1 if the rule's numbers are finite as float32, 0 <= beta1, beta2 < 1, eps >= 0, and step is
  * whole and at least 1. */
 int smb_rule_accepts(int rule, const struct smb_hyper *hyper);
-/* The rule for count elements. m and v are NULL where the rule has none; no two of the arrays
+/* The rule for count elements. m and v are NULL if the rule has none; no two of the arrays
  * overlap. */
 int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count,
                     const struct smb_hyper *hyper);
@@ -274,15 +274,15 @@ struct smb_delta {
     uint64_t changes; /* elements */
     uint64_t sum;     /* what they add to the state's sum, modulo 2^64 */
 };
-/* One part of what makes `fresh` of `old`, count elements of `width` bytes (1, 2, 4, 8), of which
- * the first is element `first` of the state, whole 64-bit words; `old` becomes it. Bits are compared, not values.
- * SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has become it all the same. The format
- * is in csrc/memory/delta.h. */
+/* Encodes one part of the delta from `old` to `fresh`: count elements of `width` bytes (1, 2, 4,
+ * 8), whole 64-bit words. The first of them is element `first` of the state. `old` becomes `fresh`.
+ * Bits are compared, not values. SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has
+ * become it all the same. The format is in csrc/memory/delta.h. */
 int smb_delta_encode(uint32_t width, void *old, const void *fresh, uint64_t count, uint64_t first,
                      void *to, uint64_t room, struct smb_delta *delta);
-/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words. SMB_INVALID: it is none; the
- * state may have changed. Whatever the bytes are, nothing outside of the state is touched. *sum
- * becomes what it is by then. */
+/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words.
+ * SMB_INVALID: it is none; the state may have changed. Any bytes are safe: nothing outside of the
+ * state is touched. *sum becomes what it is by then. */
 int smb_delta_apply(uint32_t width, void *state, uint64_t count, const void *delta, uint64_t bytes,
                     uint64_t *sum);
 /* The sum of a state of so many 64-bit words. */
@@ -348,8 +348,8 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
 /* Maps an existing file; every field of its header is checked against the file's real size before
  * it is used. */
 int smb_segment_open(const char *path, struct smb_segment **segment);
-/* The same from a descriptor, which is duplicated. SMB_VERSION where another build's locks make
- * sharing impossible, SMB_NAMESPACE where another PID namespace than the server's does. */
+/* The same from a descriptor, which is duplicated. SMB_VERSION if another build's locks make
+ * sharing impossible, SMB_NAMESPACE if another PID namespace than the server's does. */
 int smb_segment_open_fd(int fd, struct smb_segment **segment);
 /* 0 once its server has been started in another PID namespace: every operation gets
  * SMB_NAMESPACE. */
@@ -517,10 +517,10 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
 /* Until when this server may take itself for the primary unasked: of CLOCK_BOOTTIME. */
 void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
 /* To the primary: a connected stream socket to the backup's data address, which is the engine's
- * from here on, also where this fails; and that server's instance. */
+ * from here on, also if this fails; and that server's instance. */
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
                     uint64_t instance);
-/* What waits for the backup's word is sent to ask elsewhere. */
+/* Requests that wait for the backup are sent elsewhere. */
 int smb_server_suspend(struct smb_server *server, uint64_t id);
 /* Fills in at most `most`; returns how many there are. */
 uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,
@@ -587,7 +587,7 @@ void smb_client_want_proof(struct smb_client *client);
 uint64_t smb_client_spoilt(struct smb_client *client);
 /* Counts of this client since smb_client_count (before that nothing is counted, and nothing is lost
  * to counting). SHM: on its own mapping; TCP and UNIX: calls over links of that kind, counted once,
- * also where they took several frames or several servers. Latencies are of whole calls; of those
+ * also if they took several frames or several servers. Latencies are of whole calls; of those
  * that took no wait at all one in 64 is timed, and stands for 64. */
 struct smb_client_counters {
     uint64_t operations[4][25];
@@ -731,7 +731,7 @@ void smb_buffer_destroy(struct smb_buffer *buffer);
 /* One call. Range in bytes of the buffer, both multiples of the element size.
  *   READ            sink
  *   WRITE           source
- *   ACCUMULATE      source, op, scale; sink too where the new values are wanted
+ *   ACCUMULATE      source, op, scale; sink too if the new values are wanted
  *   FILL            argument: the element's bits in its low bytes
  *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers
  *   FETCH_ADD       8 bytes; argument: what to add; outcome.result: the old value
@@ -759,7 +759,7 @@ struct smb_request {
      * source; */
     const int64_t *indices;
     uint64_t count; /* offset and bytes are from the first to the last. No sink */
-    /* enum smb_wire; READ, WRITE and ACCUMULATE of float32: each piece is rounded so, also where it
+    /* enum smb_wire; READ, WRITE and ACCUMULATE of float32: each piece is rounded so, also if it
      * is local. The new values that an ACCUMULATE fetches are exact */
     int wire;
     uint32_t timeout_ms;
@@ -797,7 +797,7 @@ int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t by
              uint64_t expected, uint32_t timeout_ms, struct smb_outcome *outcome);
 
 /* A contiguous view of a buffer all of whose segments are local: stripes mapped side by side. bytes
- * = the layout's, rounded up to pages. SMB_INVALID where a segment is not local. */
+ * = the layout's, rounded up to pages. SMB_INVALID if a segment is not local. */
 int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes);
 void smb_buffer_unmap(void *address, uint64_t bytes);
 

@@ -34,16 +34,16 @@ process runs. Give Prometheus these addresses in a file of `deploy/prometheus/ta
     echo '[{{"targets": ["127.0.0.1:9480"], "labels": {{"smb_role": "client"}}}}]' \\
         > deploy/prometheus/targets/training.json
 
-**Names are on these pages**: of buffers, of clients (by default host and process id) and of servers, for whoever may
-scrape, of all namespaces. Who that is: [operating.md](operating.md#who-sees-the-pages).
+**Names are on these pages**: of buffers, of clients (by default host and process id) and of servers, of all namespaces,
+for everybody who may scrape. See [operating.md](operating.md#who-sees-the-pages).
 
 ## Labels are bounded
 
 `kind` is an operation (read, write, accumulate, ...), `transport` one of shm, tcp, unix, `class` a status of the
 engine, `method` and `code` gRPC's. A memory server tells {NAMED_MAX} buffers and {NAMED_MAX} clients apart by name,
 those that it sees first; all later ones are `other`, until one that is gone makes room for a new one. So no counter
-falls. What local clients do on memory that they have mapped is counted by buffer, not by client: no server can tell who
-it was. Names reach a server with its renewals, within 2 s; until then a new buffer is not shown, and then with all that
+falls. Changes by local clients in mapped memory are counted by buffer, not by client: no server sees which client it
+was. Names reach a server with its renewals, within 2 s; until then a new buffer is not shown, and then with all that
 was done before.
 
 ## What it costs

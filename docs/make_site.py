@@ -1,8 +1,8 @@
 """A hook of mkdocs (mkdocs.yml): the site is README.md as its first page, docs/, and all that these link to.
 
 Pages link to sources, results and other pages of the repository by relative paths, which work wherever the repository
-is shown. What lies outside docs/ comes into the site below repository/, pages as pages and the rest as it is, and links
-are rewritten to that. A link to what is not there stays as it is, so mkdocs warns of it.
+is shown. Linked files outside docs/ come into the site below repository/: pages as pages, the rest as it is. Links are
+rewritten to match. A link to what is not there stays as it is, so mkdocs warns of it.
 """
 
 from __future__ import annotations

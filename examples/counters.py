@@ -1,4 +1,4 @@
-"""Work shared out by a counter: each task is done once, by whoever comes first.
+"""Work shared out by a counter: each task is done once, by the first process to claim it.
 
 Run it: python examples/counters.py
 """

@@ -69,7 +69,7 @@ def prepare(small: bool) -> tuple[Classifier, torch.Tensor, torch.Tensor]:
 
 
 def train(address: str, number: int, steps: int, small: bool) -> None:
-    """Train on this worker's share of the examples, together with whoever else does."""
+    """Train on this worker's share of the examples, together with all other processes."""
     torch.set_num_threads(1)
     model, tokens, labels = prepare(small)
     mine = torch.tensor([i for i in range(len(labels)) if i % 4 and i % WORKERS == number])

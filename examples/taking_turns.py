@@ -18,7 +18,7 @@ def work(address: str, number: int) -> None:
         buffer = client.open("shared")
         index = client.barrier("start", WORKERS, timeout=60)  # nobody begins before all are there
         for _ in range(TURNS):
-            with buffer.lock(ttl=10) as lock:  # whoever waited longest is next; a dead holder is rid of it within ttl
+            with buffer.lock(ttl=10) as lock:  # first come, first served; a dead holder loses it within ttl
                 values = buffer.read()
                 buffer.write(values + 1, fence=lock)  # refused if the lock was lost meanwhile: LockLostError
         print(f"worker {number}, {index + 1}. to arrive, is done")

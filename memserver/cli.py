@@ -80,7 +80,7 @@ def memserver(
 
 
 def main() -> None:
-    """Run the command. Exits with 0 after a clean stop, 1 where it could not serve, 2 for wrong usage."""
+    """Run the command. Exits with 0 after a clean stop, 1 if it could not serve, 2 for wrong usage."""
     try:
         app()
     except Error as error:  # of the configuration

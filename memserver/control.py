@@ -1,7 +1,7 @@
 """The gRPC service: segments and the end of sessions, for the coordinator; queue pairs and keys of RDMA, for clients.
 
-Runs in a few threads of gRPC's pool. Where tokens are asked for, a client proves one with each call about RDMA, as it
-does on every connection of its data: its certificate alone gives it nothing.
+Runs in a few threads of gRPC's pool. With access control a client proves a token with each call about RDMA, as on every
+connection of its data: its certificate alone gives it nothing.
 """
 
 # gRPC calls methods by the names of the .proto.
@@ -132,7 +132,9 @@ class ControlService(MemoryServerServicer):
             client = request.client
             theirs = End(client.number, client.gid, client.lid, client.packet_sequence, client.mtu, client.reads)
             end, slots = self._rdma.connect(request.session_id, theirs)
-            if self._segments.has_ended(request.session_id):  # meanwhile: whoever told us missed the connection
+            if self._segments.has_ended(
+                request.session_id
+            ):  # meanwhile: the coordinator's message missed the connection
                 self._rdma.end_session(request.session_id)
             return pb.ConnectVerbsReply(
                 server=pb.VerbsEnd(

@@ -25,12 +25,12 @@ from prometheus_client import CollectorRegistry
 from memserver import tls
 from memserver.control import ControlServer
 from memserver.engine import LOOPS_MAX, Engine
-from memserver.load import Told, load_of
+from memserver.load import LastLook, load_of
 from memserver.memory_dir import Place
 from memserver.metrics import EngineMetrics, Life
 from memserver.rdma_target import Rdma
 from memserver.recovery import recover
-from memserver.registration import Asking, Identity, Registration
+from memserver.registration import Identity, MissingNames, Registration
 from memserver.replication import Replication
 from memserver.segments import Segments
 from memserver.usage_by_client import Names
@@ -133,7 +133,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     host, port = parse_address(options.listen)
-    numeric = _numeric(host)  # a name that is none is told as that
+    numeric = _numeric(host)  # an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)
     place = Place(options.memory_dir.resolve(), options.name)
     leaving.callback(place.close)
@@ -218,13 +218,13 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     def take_keys(access: pb.AccessKeys) -> None:
         engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
-    told = Told()
+    last = LastLook()
     health.registration = Registration(
         options.coordinator,
         identity,
         segments,
-        lambda: load_of(engine, place, told, limit),
-        Asking(engine, buffers, clients),
+        lambda: load_of(engine, place, last, limit),
+        MissingNames(engine, buffers, clients),
         decided,
         options.credentials,
         take_keys,

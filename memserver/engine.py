@@ -171,7 +171,7 @@ class Engine:
     """The engine's server: listeners, loops and segments. `close` it."""
 
     def __init__(self, instance_id: int, loops: int, capacity_bytes: int) -> None:
-        """Start the loops; nothing listens yet. Raises UnavailableError where threads cannot be had."""
+        """Start the loops; nothing listens yet. Raises UnavailableError if threads cannot be had."""
         made = ffi.new("struct smb_server **")
         check_isa()
         _check(lib.smb_server_create(instance_id, loops, capacity_bytes, made), "start the engine")
@@ -189,7 +189,7 @@ class Engine:
         _check(lib.smb_server_listen_unix(self._server, os.fsencode(path)), f"listen on {path}")
 
     def use_tls(self, tls: Tls) -> None:
-        """Speak TLS with whoever connects over TCP from here on."""
+        """Speak TLS on all new connections over TCP."""
         lib.smb_server_use_tls(self._server, tls.pointer)
 
     def take_slots(self, count: int) -> Slots:
@@ -199,7 +199,7 @@ class Engine:
         return Slots(made[0], count)
 
     def adopt_reference(self, fd: int, slots: Slots) -> None:
-        """Serve one more peer over a connected stream socket, which is the engine's from here on, also where this
+        """Serve one more peer over a connected stream socket, which is the engine's from here on, also if this
         fails; its requests travel by reference, with payloads in these slots. Raises OutOfMemoryError,
         UnavailableError.
         """
@@ -312,14 +312,14 @@ class Engine:
         lib.smb_server_serve_until(self._server, int(boot_s * 1e9))
 
     def feed(self, segment_id: int, epoch: int, fd: int, instance_id: int) -> None:
-        """Forward changes over a socket that is connected to the backup, which is the engine's from here on, also where
+        """Forward changes over a socket that is connected to the backup, which is the engine's from here on, also if
         this fails. Raises NotFoundError, UnavailableError.
         """
         status = lib.smb_server_feed(self._server, segment_id, epoch, fd, instance_id)
         _check(status, f"forward changes of {segment_id:016x}")
 
     def suspend(self, segment_id: int) -> None:
-        """Send whoever waits for the backup's word elsewhere."""
+        """Send requests that wait for the backup elsewhere."""
         lib.smb_server_suspend(self._server, segment_id)
 
     def replicas(self) -> list[ReplicaStatus]:

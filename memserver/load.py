@@ -23,20 +23,20 @@ class Shortage:
     """Says in the log that the daemon is out of file descriptors, once for all that were turned away since."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._logged = 0
 
     def look(self, turned_away_total: int) -> None:
-        """Tell it, if connections were turned away since the last look."""
-        if turned_away_total > self._told:
+        """Log it, if connections were turned away since the last look."""
+        if turned_away_total > self._logged:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             _log.error(
                 "out of file descriptors: %d connections were closed as soon as they came; the limit is %d (at most "
                 "%d): raise it (ulimit -n, LimitNOFILE= of systemd), or see who holds so many",
-                turned_away_total - self._told,
+                turned_away_total - self._logged,
                 soft,
                 hard,
             )
-            self._told = turned_away_total
+            self._logged = turned_away_total
 
 
 class Busy:
@@ -46,7 +46,7 @@ class Busy:
         self._before: dict[int, tuple[int, int]] = {}
 
     def look(self, shares: Mapping[int, Share]) -> list[pb.BusyLoad]:
-        """Return at most BUSY_MAX; whoever is seen first has done nothing yet."""
+        """Return at most BUSY_MAX; one seen for the first time has no load yet."""
         now = {number: (int(share[0].sum()), int(share[1].sum())) for number, share in shares.items()}
         before, self._before = self._before, now
         done = [
@@ -60,17 +60,17 @@ class Busy:
         ]
 
 
-class Told:
+class LastLook:
     """The counters of the last renewal, which the next one is compared with."""
 
     def __init__(self) -> None:
         self.shortage, self.segments, self.sessions = Shortage(), Busy(), Busy()
 
 
-def load_of(engine: Engine, place: Place, told: Told, limit: MemoryLimit | None = None) -> pb.ServerLoad:
+def load_of(engine: Engine, place: Place, last: LastLook, limit: MemoryLimit | None = None) -> pb.ServerLoad:
     """Return the counters since the start, what is held and waits now, and who was busy since the last time."""
     counters = engine.counters()
-    told.shortage.look(counters.turned_away_total)
+    last.shortage.look(counters.turned_away_total)
     waits, found = engine.waits(WAITS_MAX)
     operations = [
         pb.OperationLoad(transport=transport, kind=kind, count=count, bytes=counters.transferred_bytes[transport, kind])
@@ -101,8 +101,8 @@ def load_of(engine: Engine, place: Place, told: Told, limit: MemoryLimit | None 
             for wait in waits
         ],
         waits_left_out=found - len(waits),
-        segments=told.segments.look(engine.segment_shares()),
-        sessions=told.sessions.look(engine.session_shares()),
+        segments=last.segments.look(engine.segment_shares()),
+        sessions=last.sessions.look(engine.session_shares()),
     )
 
 

@@ -20,7 +20,7 @@ class Place:
     """The files of one server name in one directory, ours as long as we hold the lock file. `close` it."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        """Take the name. Raises AlreadyExistsError where another daemon has it, UnavailableError where nothing can be
+        """Take the name. Raises AlreadyExistsError if another daemon has it, UnavailableError if nothing can be
         written.
         """
         self.directory = directory
@@ -51,7 +51,7 @@ class Place:
         return complete, unfinished
 
     def check_capacity(self, capacity_bytes: int) -> None:
-        """Raise InvalidArgumentError where the file system can never hold the capacity; warn where it is no memory."""
+        """Raise InvalidArgumentError if the file system can never hold the capacity; warn where it is no memory."""
         kind = file_system_of(self.directory)
         if kind not in MEMORY_FILE_SYSTEMS:
             _log.warning("%s is on %s, not on memory (tmpfs or hugetlbfs): segments will be slow", self.directory, kind)

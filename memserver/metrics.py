@@ -23,7 +23,7 @@ WAITS_MAX = 4096  # locks and queues that one scrape looks at
 
 @dataclass(slots=True)
 class Life:
-    """What a run of the daemon knows of itself. Written by its threads, read by scrapes: one number at a time."""
+    """Counters of one run of the daemon. Written by its threads, read by scrapes: one number at a time."""
 
     connected: bool = False
     leases_lost: int = 0

@@ -1,12 +1,13 @@
 """RDMA for the daemon: a queue pair for each session that comes with it, its keys, and the thread that moves messages.
 
-A session has a protection domain of its own. In it are registered the journal slots of its connection, which it writes
-payloads to and reads answers from, and of the segments that it opened the data (read-only unless it may write) and the
-chunks' states (read-only). All that the server's CPU has to do comes as a message: the record goes to the engine's loop
-over a socketpair, its answer back the same way. What a card reads and writes by itself is not seen here.
+A session has a protection domain of its own. The domain registers the journal slots of the session's connection, where
+the session writes payloads and reads answers. Of each segment that the session opened it registers the data (read-only
+unless the session may write) and the chunks' states (read-only). All that the server's CPU has to do comes as a
+message: the record goes to the engine's loop over a socketpair, its answer back the same way. One-sided reads and
+writes of a card are not seen here.
 
-Keys end, before the memory they are for is given back, with the session, with its connection (the slots'), with the
-segment, and where tokens are asked for when the token that they were given for has expired. The daemon's end ends all.
+Keys end before their memory is given back: with the session, with its connection (the slots'), with the segment. With
+access control they end, too, when the token that they were given for has expired. The daemon's end ends all.
 
 Threads: gRPC's make and end connections, under `_lock`; the progress thread has the queues; one ends keys in time,
 from the first that has an end.
@@ -252,7 +253,7 @@ class Rdma:
     def connect(self, session_id: int, client: End) -> tuple[End, list[Place]]:
         """Make the session's connection, ending one that it had.
 
-        Raises UnavailableError where there is no device, or it refuses, InvalidArgumentError, OutOfMemoryError.
+        Raises UnavailableError if there is no device, or it refuses, InvalidArgumentError, OutOfMemoryError.
         """
         if self._device is None:
             raise UnavailableError(f"this memory server has no RDMA: {self.why_not}")

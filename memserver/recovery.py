@@ -20,7 +20,7 @@ def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: in
     """Adopt every segment's file of this server's name. A file that is none is reported and left where it is. Returns
     what was found, for metrics.
 
-    Raises InvalidArgumentError where they take more than the capacity: they are somebody's data, so none is given up.
+    Raises InvalidArgumentError if they take more than the capacity: they are somebody's data, so none is given up.
     """
     begun = time.monotonic()
     complete, unfinished = place.segment_files()
@@ -55,7 +55,7 @@ def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: in
 
 
 def _recover_journal(engine: Engine, place: Place) -> Recovery:
-    """Finish the changes that a kill interrupted. Clients that come back are told that they were made."""
+    """Finish the changes that a kill interrupted. Clients that come back learn that the changes were made."""
     found = engine.open_journal(place.journal_path)
     if found.journal_lost:
         _log.warning("%s was no journal of ours; it was replaced", place.journal_path)

@@ -56,8 +56,8 @@ class Identity:
     data_tls: bool = False
 
 
-class Asking:
-    """Which names to ask for, and where to put them. They are for metrics: nothing depends on them."""
+class MissingNames:
+    """Names that the coordinator is asked for, and where they go. For metrics: nothing depends on them."""
 
     def __init__(self, engine: Engine, buffers: Names, clients: Names) -> None:
         self._engine = engine
@@ -70,7 +70,7 @@ class Asking:
         request.unnamed_sessions.extend(self._clients.unknown(self._engine.session_shares()))
 
     def learn(self, reply: pb.RenewServerReply) -> None:
-        """Take what was told."""
+        """Take the coordinator's reply."""
         self._buffers.learn(reply.segment_names)
         self._clients.learn(reply.session_names)
 
@@ -84,7 +84,7 @@ class Registration:
         identity: Identity,
         segments: Segments,
         load: Callable[[], pb.ServerLoad],
-        pending: Asking,
+        missing_names: MissingNames,
         on_outcome: Callable[[Error | None], None],
         credentials: Credentials | None = None,
         on_keys: Callable[[pb.AccessKeys], None] | None = None,
@@ -100,7 +100,7 @@ class Registration:
         self._identity = identity
         self._segments = segments
         self._load = load
-        self._pending = pending
+        self._missing_names = missing_names
         self.leases_lost = 0  # times that the coordinator did not know us any more
         self._on_outcome = on_outcome
         self._on_keys = on_keys
@@ -202,7 +202,7 @@ class Registration:
             weight=me.weight,
             data_tls=me.data_tls,
         )
-        failpoint("memserver.register.asking")
+        failpoint("memserver.register.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         reply = self._stub.RegisterServer(request, timeout=ANSWER_S)
         failpoint("memserver.register.answered")
@@ -228,15 +228,15 @@ class Registration:
             sessions_seen=self._sessions_seen,
             load=self._load(),
         )
-        self._pending.ask(request)
+        self._missing_names.ask(request)
         if self._replication is not None:
             request.broken.extend(self._replication.broken())
-        failpoint("memserver.renew.asking")
+        failpoint("memserver.renew.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         reply = self._stub.RenewServer(request, timeout=ANSWER_S)
         failpoint("memserver.renew.answered")
         self._take_keys(reply)
-        self._pending.learn(reply)
+        self._missing_names.learn(reply)
         self._end(reply.ended_sessions)
         self._take_roles(reply, asked_s)
         return int(reply.lease_ms)
@@ -254,7 +254,7 @@ class Registration:
     def _end(self, ended: pb.EndedSessions) -> None:
         self._segments.end_sessions(ended.session_ids)
         self._segments.know_ended(not ended.forgotten)
-        # Not before they have ended here: what we say that we have seen we are not told again.
+        # Not before they have ended here: the coordinator does not repeat what we confirm.
         self._sessions_seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 
     def _succeeded(self) -> None:
@@ -265,16 +265,16 @@ class Registration:
 
     def _failed(self, error: grpc.RpcError) -> None:
         code = error.code()
-        told = f"the coordinator {','.join(self._addresses)}"
+        coordinator = f"the coordinator {','.join(self._addresses)}"
         if code == self._complained:
             pass
         elif code == grpc.StatusCode.UNAVAILABLE:
-            _log.warning("%s cannot be reached, or does not lead; serving on and trying again", told)
+            _log.warning("%s cannot be reached, or does not lead; serving on and trying again", coordinator)
         else:
-            _log.error("%s refuses this server: %s", told, error.details())
+            _log.error("%s refuses this server: %s", coordinator, error.details())
         self._connected, self._complained = False, code
         if code in _FATAL:
-            self._decide(_FATAL[code](f"{told} refuses this server: {error.details()}"))
+            self._decide(_FATAL[code](f"{coordinator} refuses this server: {error.details()}"))
 
     def _decide(self, outcome: Error | None) -> None:
         if not self._decided:

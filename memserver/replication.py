@@ -48,7 +48,7 @@ class Replication:
         self.take((part,))
 
     def take(self, parts: Iterable[pb.Replica]) -> None:
-        """Take what the coordinator says of our parts. What it does not mention stays as it is."""
+        """Take the coordinator's roles of our parts. Parts not in `parts` keep theirs."""
         for part in parts:
             with suppress(NotFoundError):  # not here, or not yet
                 self._engine.set_replica(part.segment_id, part.epoch, part.role, paired=bool(part.peer))

@@ -41,7 +41,7 @@ class Segments:
         self._held: dict[int, SegmentForm] = {}
         self._busy: set[int] = set()
         self._dropped: deque[int] = deque(maxlen=DROPPED_MAX)
-        self._ended: dict[int, None] = {}  # in the order in which they were told
+        self._ended: dict[int, None] = {}  # in the order in which they came
         self.on_drop: Callable[[int], None] = lambda _id: None  # once it is served no more
         self.on_end: Callable[[int], None] = lambda _id: None  # once the engine lets it in no more
 
@@ -117,7 +117,7 @@ class Segments:
                     continue
             self._engine.end_session(session_id)
             self.on_end(session_id)
-            # Only now: whoever is told that it has ended may rely on it.
+            # Only now: others may rely on a session's end.
             with self._lock:
                 self._ended[session_id] = None
                 if len(self._ended) > ENDED_MAX:
@@ -125,11 +125,11 @@ class Segments:
             failpoint("memserver.session.ended")
 
     def know_ended(self, all_of_them: bool) -> None:
-        """Say whether end_sessions was told of every session that has ended, also during earlier runs."""
+        """Say whether end_sessions has had every session that has ended, also during earlier runs."""
         self._engine.know_ended(all_of_them)
 
     def has_ended(self, session_id: int) -> bool:
-        """Return whether it was told that this session is over."""
+        """Return whether end_sessions has had this session."""
         with self._lock:
             return session_id in self._ended
 

@@ -1,4 +1,4 @@
-"""Whose work this server does: counts by buffer and by client, with a bounded number of names.
+"""This server's work by buffer and by client, counted under a bounded number of names.
 
 The engine counts by segment and by session; the coordinator knows their names, and tells them with its answers to
 renewals. A segment or session is shown once its name is known, with all that was done for it before.
@@ -18,7 +18,7 @@ ASKED_MAX = 256  # names that one renewal asks for
 
 
 class Names:
-    """The names of ids, as far as they were told. Any thread."""
+    """The names of ids, as far as they are known. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

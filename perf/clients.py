@@ -26,7 +26,7 @@ Array = NDArray[np.float32]
 
 
 class Worker(Protocol):
-    """What runs in a client process. Made there, once, by a callable that pickle can name."""
+    """The function that runs in a client process. Made there, once, by a callable that pickle can name."""
 
     def run(self, case: Case, index: int, wait_for_start: Callable[[], object], **about: Any) -> Run:
         """Do the case's calls as client `index` (perf.contender.run_calls) and check what was read."""

@@ -1,5 +1,5 @@
-"""What a change did to our speed: `python -m perf.compare A B`, of two commits or two results.json. Exit status 1 where
-a cell is slower by more than its rounds differ among themselves.
+"""Compares the speed of two commits or of two results.json: `python -m perf.compare A B`. Exit status 1 where a cell is
+slower by more than its rounds differ among themselves.
 
 Commits are built into temporary worktrees and environments and measured in turns, case by case; the measuring code is
 this checkout's for both.
@@ -94,8 +94,8 @@ class Build:
         _call(sys.executable, "-m", "venv", str(folder / "env"))
         python = folder / "env" / "bin" / "python"
         _call(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", str(worktree))
-        # What the package needs is taken from here. A path in a .pth file comes behind the environment's own packages,
-        # and brings no editable installation along.
+        # The package's dependencies are taken from here. A path in a .pth file comes behind the environment's own
+        # packages, and brings no editable installation along.
         site = subprocess.run(
             [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
             check=True, capture_output=True, text=True,

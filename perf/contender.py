@@ -1,4 +1,4 @@
-"""What is measured, and the one interface of all that is measured: us, the physical limits and the peers.
+"""The cases, and the one interface of all contenders: us, the physical limits and the peers.
 
 A contender is entered once a round; it starts what it needs (daemons, a store, a launcher) and ends it on exit,
 whatever happened in between. `measure` runs one case and checks the bytes: a benchmark of wrong results is none.
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen in one round of one case.
+    """The observations of one round of one case.
 
     `bytes_per_second` sums over the clients: calls done in the common window times nbytes by its length. Latencies are
     per call, of all clients. CPU seconds are per 1e9 bytes moved; `server_cpu` None where no process serves (one-sided)
@@ -97,7 +97,7 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What one client process saw: start and end (time.monotonic) of every `batch` calls that count, and its CPU
+    """One client process's observations: start and end (time.monotonic) of every `batch` calls that count, and its CPU
     seconds."""
 
     starts: list[float]
@@ -113,7 +113,7 @@ _BATCH_SECONDS = 0.001
 
 
 def run_calls(call: Callable[[], object], case: Case, wait_for_start: Callable[[], object]) -> Run:
-    """What every client process of every contender does: warm up, wait for the others, call for about `case.seconds`.
+    """The work of every client process of every contender: warm up, wait for the others, call for about `case.seconds`.
 
     Clocks are read around each call; over shm, as by the limits, around calls of 4 MiB together (1 ms at most): to
     read the clock and keep what it says takes as long as a small call. At least 3 times of it count.
@@ -139,8 +139,8 @@ def run_calls(call: Callable[[], object], case: Case, wait_for_start: Callable[[
 
 
 def sample_of(case: Case, runs: list[Run], server_cpu_seconds: float | None) -> Sample:
-    """Put the clients' runs together. Bandwidth is taken over the window in which all of them were at work, unless that
-    is less than half of the whole (then over the whole)."""
+    """Put the clients' runs together. Bandwidth is taken over the window in which all of them were at work. If that is
+    less than half of the whole, it is taken over the whole."""
     first, last = max(run.starts[0] for run in runs), min(run.ends[-1] for run in runs)
     whole_first, whole_last = min(run.starts[0] for run in runs), max(run.ends[-1] for run in runs)
     if last - first < 0.5 * (whole_last - whole_first):

@@ -1,7 +1,7 @@
 """Files over buffers beside what nothing can beat here: `python -m perf.files`, under a minute, needs FUSE and root.
 
-256 MiB, read and written in order by dd through smb mount and through a pass-through file system of the same binding
-over tmpfs, in turns; and smb.open_file beside the native API. Writes perf/results/files.md.
+dd reads and writes 256 MiB in order through smb mount and through a pass-through file system of the same binding over
+tmpfs, in turns. smb.open_file runs beside the native API. Writes perf/results/files.md.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def mounts(address: str) -> dict[str, tuple[list[float], list[float]]]:
-    """What is measured -> (ours, the pass-through's) in bytes a second, by rounds."""
+    """Case -> (ours, the pass-through's) in bytes a second, by rounds."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         there = Path(place)

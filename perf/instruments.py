@@ -1,4 +1,4 @@
-"""What instruments cost: calls of 8 bytes with another build of the package beside this one, and a scrape.
+"""The cost of instruments: calls of 8 bytes with another build of the package beside this one, and a scrape.
 
     python perf/instruments.py OTHER     OTHER: a folder with a built package, without them
 

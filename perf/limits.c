@@ -20,8 +20,8 @@
  * far as TCP can tell.
  *
  * Processes: this one forks the server (a thread for every connection, or one that polls them all)
- * and the clients (a thread for every connection), starts all clients at once and waits. What they
- * count lies in shared memory; children end with this process.
+ * and the clients (a thread for every connection), starts all clients at once and waits. Their
+ * counters lie in shared memory; children end with this process.
  *
  * Output: a line of JSON (for each client: batches, calls of a batch, calls in all, CPU seconds),
  * then for each client the batches' start times and end times, in seconds of CLOCK_MONOTONIC, as
@@ -85,13 +85,13 @@ static uint32_t hash(uint64_t index)
     return (uint32_t)index * 2654435761u;
 }
 
-/* What is written by each client and read by all: whole numbers below 2^18, exact in float32. */
+/* Values written by each client and read by all: whole numbers below 2^18, exact in float32. */
 static float written(uint64_t index, unsigned client)
 {
     return (float)((hash(index) >> 21) + (plan.transport == SHM ? 2048 * client : 0) + 1);
 }
 
-/* What one accumulate adds: 1 or 2. */
+/* The summand of one accumulate: 1 or 2. */
 static float added(uint64_t index)
 {
     return (float)((hash(index) >> 31) + 1);

@@ -1,4 +1,4 @@
-/* What the files of the measuring program share; limits.c says what it does. */
+/* Shared by the files of the measuring program; limits.c says what it does. */
 #ifndef LIMITS_H
 #define LIMITS_H
 
@@ -32,7 +32,7 @@ struct plan {
     const char *namespace;
 };
 
-/* What all processes share. `ready`, `finished`: released by clients, acquired by the parent; `go`
+/* Shared by all processes. `ready`, `finished`: released by clients, acquired by the parent; `go`
  * the other way. */
 struct shared {
     _Atomic unsigned ready, go, finished;

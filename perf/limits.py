@@ -46,7 +46,7 @@ def _compiler() -> str | None:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """The processor's features, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

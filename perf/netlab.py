@@ -14,9 +14,9 @@ other hosts' traffic on this machine's processors, which bound the sum of all ra
 With direct=True two hosts have one cable between them, a veth pair, and no switch, which would cost processor time for
 every packet. Each end of it is shaped on its way out by its own host's rate.
 
-What can be left behind are named namespaces, and processes in them. A name carries the process that owns it and when
-that started, so that whoever comes later can tell one whose owner is dead; each start, and `--clean`, sweeps those.
-Files, shared memory and Unix sockets are not apart: only the network is.
+Only named namespaces, and processes in them, can be left behind. A name carries the process that owns it and when that
+started, so that whoever comes later can tell one whose owner is dead; each start, and `--clean`, sweeps those. Files,
+shared memory and Unix sockets are not apart: only the network is.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from typing import Any
 PREFIX = "netlab"
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps the names
 HOSTS_MAX = 250  # one /24
-# A bucket smaller than the largest packet that the sending stack hands down (a GSO packet of 64 KiB and its headers)
-# would make the shaper cut it; one larger than some milliseconds of the rate would let a paused sender jump ahead.
+# The largest packet of the sending stack is a GSO packet of 64 KiB and its headers: a smaller bucket would make the
+# shaper cut it. A bucket larger than some milliseconds of the rate would let a paused sender jump ahead.
 BURST_BYTES_MIN = 72 << 10
 BURST_S = 0.002
-# What may wait in front of the bucket: enough for TCP to keep the link full, little enough to keep its delay.
+# The queue in front of the bucket: enough for TCP to keep the link full, little enough to keep its delay.
 QUEUE_BYTES_MIN = 256 << 10
 QUEUE_S = 0.02
 END_S = 5.0  # what a process is given between SIGTERM and SIGKILL
@@ -99,7 +99,7 @@ class Lab:
     """The hosts, and the processes started on them; a context manager, entered once.
 
     Ends all of it with the block: also where SIGTERM or SIGINT comes (the main thread's block then ends by SystemExit
-    or KeyboardInterrupt). What a SIGKILL leaves the next lab sweeps. Raises LabError where there can be no lab.
+    or KeyboardInterrupt). The next lab sweeps the remains after a SIGKILL. Raises LabError where there can be no lab.
     """
 
     def __init__(self, hosts: Sequence[Host], *, direct: bool = False) -> None:

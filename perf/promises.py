@@ -1,4 +1,4 @@
-"""What the promises cost: the figures of docs/promises.md, as ratios within one run. `python perf/promises.py`.
+"""The cost of the promises: the figures of docs/promises.md, as ratios within one run. `python perf/promises.py`.
 
 Needs nothing but the installed package, and 2.5 GiB of /dev/shm.
 """

@@ -4,8 +4,8 @@ Both hosts are this machine: network namespaces and a veth pair (perf/netlab.py,
 rate. Their addresses differ, so nobody takes them for one host by those; processes, files and shared memory are not
 apart, which is why it is counted what the cable carries (perf/turns.py).
 
-The measuring process is on the client's host: `python -m perf.turns`, started by `Hosts`, asked case by case. What it
-and its children start is there too, except within `on_server`. Elsewhere `on_server` changes nothing and gives
+The measuring process is on the client's host: `python -m perf.turns`, started by `Hosts`, asked case by case. Processes
+that it and its children start are there too, except within `on_server`. Elsewhere `on_server` changes nothing and gives
 loopback's address, so that a contender is written once, for the loopback device and for two hosts.
 """
 

@@ -1,4 +1,4 @@
-"""What a run has found: cells of samples, where it was found, and what follows from it. Kept as JSON."""
+"""The results of a run: cells of samples, the machine, and the conclusions. Kept as JSON."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _git(*words: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on. No names."""
+    """The properties of a machine that figures depend on. No names."""
     cpu = _first(_lines("/proc/cpuinfo"), "model name") or platform.processor()
     memory = _first(_lines("/proc/meminfo"), "MemTotal").split()
     return {

@@ -1,7 +1,7 @@
 """A file's bytes over servers behind links of their own: `python -m perf.spread`, about a minute, needs FUSE and root.
 
-The same file read and written by one process, through a mount and by four readers at once, and as a snapshot, over 1, 2
-and 4 servers, beside what bare sockets carry over the same links. Writes perf/results/files-spread.md.
+The same file is read and written by one process, through a mount, by four readers at once, and as a snapshot. Each runs
+over 1, 2 and 4 servers, beside bare sockets over the same links. Writes perf/results/files-spread.md.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _table(seen: dict[int, dict[str, list[float]]], links: dict[tuple[int, str],
 
 
 def _measured(coordinator: str, servers: list[str]) -> dict[str, float]:
-    """What is done -> bytes a second. The files are those of a mount of this process's own."""
+    """Case -> bytes a second. The files are those of a mount of this process's own."""
     nbytes, found = len(servers) * SERVER_BYTES, {}
     with (
         smb.connect(coordinator, timeout=60) as client,

@@ -1,4 +1,4 @@
-"""Who takes part, and a turn of one contender: with a time limit, and a check of what the network device has carried.
+"""The list of contenders, and one's turn: with a time limit, and a check of what the network device has carried.
 
 `python -m perf.turns` is a measuring process: perf.remote starts one on the host of the clients.
 """

@@ -5,8 +5,8 @@
 The first needs an RDMA device and perftest (ib_write_bw, ib_read_bw): real ones, or the virtual machine of tests/verbs.
 Ours and perftest take turns; every figure is the median of the rounds, and the bytes are checked. Afterwards a memory
 server with a silent client by RDMA, and one without any, are watched doing nothing. --posting needs no device: it runs
-the client's side of the transport over a queue that completes at once and moves nothing, which is the processor time
-that Python takes for a transfer, whatever the network.
+the client's side of the transport over a queue that completes at once and moves nothing. The result is the processor
+time that Python takes for a transfer, whatever the network.
 """
 
 from __future__ import annotations

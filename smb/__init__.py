@@ -7,10 +7,11 @@
 ...     latest = weights.read()
 """
 
-from smb.buffer import Buffer
-from smb.buffer_info import BufferInfo
-from smb.client import Client, ServerInfo, connect
-from smb.cluster import LocalCluster
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from smb.errors import (
     AlreadyExistsError,
     BrokenBarrierError,
@@ -24,11 +25,17 @@ from smb.errors import (
     TransportError,
     UnavailableError,
 )
-from smb.feedback import ErrorFeedback
-from smb.files.open_file import open_file
-from smb.layout import Layout
-from smb.lock import Lock
-from smb.tensors import Tensor
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+    from smb.buffer_info import BufferInfo
+    from smb.client import Client, ServerInfo, connect
+    from smb.cluster import LocalCluster
+    from smb.feedback import ErrorFeedback
+    from smb.files.open_file import open_file
+    from smb.layout import Layout
+    from smb.lock import Lock
+    from smb.tensors import Tensor
 
 __all__ = [
     "AlreadyExistsError",
@@ -55,3 +62,31 @@ __all__ = [
     "open_file",
 ]
 __version__ = "0.1.0"
+
+# A daemon and most commands need no client: its modules are imported with the first name that is asked for.
+_MODULES = {
+    "Buffer": "smb.buffer",
+    "BufferInfo": "smb.buffer_info",
+    "Client": "smb.client",
+    "ErrorFeedback": "smb.feedback",
+    "Layout": "smb.layout",
+    "LocalCluster": "smb.cluster",
+    "Lock": "smb.lock",
+    "ServerInfo": "smb.client",
+    "Tensor": "smb.tensors",
+    "connect": "smb.client",
+    "open_file": "smb.files.open_file",
+}
+
+
+if not TYPE_CHECKING:  # else every misspelt name would have a type
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'smb' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

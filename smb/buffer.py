@@ -72,18 +72,18 @@ class Buffer:
 
     Every call may raise UnavailableError (a server was lost; the message says whether the call was applied),
     TimeoutError (outcome unknown), NotFoundError (the buffer was deleted) and InvalidArgumentError (nothing was done).
-    Where the outcome is unknown, settle(error) finds out.
+    If the outcome is unknown, settle(error) finds out.
 
     With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
     LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
 
     A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16" or "int8", of a call or, from
     create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in float32
-    where the memory is; over shared memory they are rounded all the same, so that a result does not depend on the
-    path. bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x| (float16:
-    at most 2**-25 below 2**-14, and infinity from 65520 on). int8 sends blocks of 256 elements, counted from the start
-    of each chunk or of the range, as s = max|x|/127 and the integers nearest to x/s: the error is at most max|x|/254 of
-    the block (a little more by the rounding of s), and a block with an infinity or NaN arrives as NaN.
+    where the memory is. Values are rounded over shared memory too, so that a result does not depend on the path. Types
+    bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x| (float16: at most
+    2**-25 below 2**-14, and infinity from 65520 on). Type int8 sends blocks of 256 elements, counted from the start of
+    each chunk or of the range: s = max|x|/127 and the integers nearest to x/s. The error is at most max|x|/254 of the
+    block, and a little more by the rounding of s. A block with an infinity or NaN arrives as NaN.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_place")  # `_place` is where direct methods look
@@ -135,13 +135,13 @@ class Buffer:
 
     @property
     def info(self) -> BufferInfo:
-        """All that the coordinator told of it, as last heard."""
+        """The coordinator's description of the buffer, as last heard."""
         return self._dispatcher.info
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What it was created with beside its elements: a JSON object, the same for everybody, for good. The dict is
-        made anew at each look; to change it changes nothing here.
+        """The JSON object that the buffer was created with beside its elements. It never changes. The dict is made anew
+        at each look; to change it changes nothing here.
         """
         return metadata.decode(self._dispatcher.info.metadata_json)
 
@@ -156,7 +156,7 @@ class Buffer:
 
     @property
     def table(self) -> TensorTable:
-        """Which elements the named tensors are; empty where there are none. Raises Error where it makes no sense."""
+        """Which elements the named tensors are; empty if there are none. Raises Error if it makes no sense."""
         if self._table is None:
             try:
                 self._table = TensorTable.from_metadata(self.metadata, self.dtype, self.nbytes)
@@ -193,11 +193,11 @@ class Buffer:
     ) -> Array:
         """Return `count` elements from element `offset`, or all.
 
-        The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` (a
-        contiguous, writable array or CPU tensor of the buffer's dtype and of `count` elements) the bytes go straight
-        there and `out` is returned. Of a buffer with versions it is all of one version: the latest published, or the
-        one given as `version=`; NotFoundError where that is overwritten or not published yet. With
-        `wire` other than "exact" it is what the servers' values are when rounded so.
+        The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` the bytes go
+        straight there and `out` is returned: a contiguous, writable array or CPU tensor of the buffer's dtype and of
+        `count` elements. Of a buffer with versions it is all of one version: the latest published, or the one given as
+        `version=`; NotFoundError if that is overwritten or not published yet. With `wire` other than "exact" it is
+        what the servers' values are when rounded so.
         """
         number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
@@ -223,8 +223,7 @@ class Buffer:
     def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
         """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
 
-        Where two writes overlap, the last one wins, element by element.
-        """
+        If two writes overlap, the last one wins, element by element."""
         number = self._arguments.wire(wire, "write")
         place, count, _owner = self._arguments.source(array, "write")
         offset, count = self._arguments.range(offset, count, "write")
@@ -242,11 +241,11 @@ class Buffer:
     def view(self) -> Array:
         """Return the buffer's own memory as one array of its shape: no copy, same host only.
 
-        What is read and written through it is neither atomic nor ordered against other processes. A call on the buffer
-        that takes a part of its view, as its array or as out=, takes and fills a copy, as large as that part. The
-        stripes of several servers are mapped side by side, so the view is contiguous; it stays valid until it is
-        garbage collected; once the buffer is deleted it holds zeros. Raises TransportError where a segment is not on
-        this host, or not reached over shm.
+        Reads and writes through the view are neither atomic nor ordered against other processes. A call on the buffer
+        may get a part of its view as its array or as out=. Such a call works on a copy of that part. The stripes of
+        several servers are mapped side by side, so the view is contiguous; it stays valid until it is garbage
+        collected; once the buffer is deleted it holds zeros. Raises TransportError if a segment is not on this host,
+        or not reached over shm.
         """
         self._check_one_copy(self, "view")
         if self._dispatcher.info.versions > 1:
@@ -295,8 +294,8 @@ class Buffer:
         as this contribution). Otherwise None is returned.
 
         With `wire` the array is rounded before it is scaled and combined; the values that fetch=True brings back are
-        exact. With feedback=, an ErrorFeedback of this buffer, and op="sum", the array is scaled first, and what
-        rounding leaves out is kept and goes along with the next call: ErrorFeedback says exactly how.
+        exact. With op="sum" and feedback=, an ErrorFeedback of this buffer, the array is scaled first. The rounding
+        error is kept and added to the next call's array: ErrorFeedback says exactly how.
         """
         number = self._arguments.op(op, scale, "accumulate")
         wires = self._arguments.wire(wire, "accumulate")
@@ -409,8 +408,8 @@ class Buffer:
         dampening=0): Kingma and Ba 2015 for Adam, Loshchilov and Hutter 2019 for the decoupled decay, Zhang et al. 2015
         for elastic.
 
-        The servers do it, on the same host too: a chunk of weights and state changes as one, and once, whoever is
-        killed in the middle. Blocks, and raises, as accumulate_from does.
+        The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
+        server is killed in the middle. Blocks, and raises, as accumulate_from does.
         """
         asked = self._arguments.asked("apply")
         known = rule_of(rule, asked)
@@ -466,7 +465,7 @@ class Buffer:
     def pin(self, version: int | None = None, *, ttl: float = 5.0) -> Pin:
         """Hold a version of a buffer with versions, by default the one published last, to read it piece by piece: `with
         buffer.pin() as pin: pin.read(...)`. Publishers wait for it where they have no other copy, `ttl` seconds (at
-        most 30) and no longer. See Pin. Entering raises NotFoundError where that version is not there.
+        most 30) and no longer. See Pin. Entering raises NotFoundError if that version is not there.
         """
         self._check_versions("pin")
         if version is not None:
@@ -529,8 +528,8 @@ class Buffer:
         and the call counts exactly once. Afterwards error.outcome says what was found. Of a call with feedback= they go
         back into the residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks
         up to `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then,
-        and it may be called again. UnavailableError where it can't be known any more, as the server has forgotten this
-        session's record. InvalidArgumentError where the error is of no call of this object, or of one whose arguments
+        and it may be called again. UnavailableError if it can't be known any more, as the server has forgotten this
+        session's record. InvalidArgumentError if the error is of no call of this object, or of one whose arguments
         were refused: there is nothing to be done again then.
         """
         asked = self._arguments.asked("settle")
@@ -573,8 +572,8 @@ class Buffer:
 
         Calls of one client on overlapping elements of a buffer take effect in the order in which they were made: this
         one sees what the async calls before it change, and blocking calls wait for the async ones before them. Calls
-        that do not overlap, and reads, run side by side. What other threads call meanwhile is unordered, and so is what
-        a future's callback calls. Leave `out` alone until the future is done.
+        that do not overlap, and reads, run side by side. Calls of other threads, and calls in a future's callback, are
+        unordered. Leave `out` alone until the future is done.
         """
         return self._submit(lambda: self.read(offset, count, out=out, wire=wire), offset, count, changes=False)
 
@@ -601,8 +600,8 @@ class Buffer:
         )
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Run what may change any of this buffer's elements on a thread of the client's, in its turn (read_async). What
-        it calls does not wait for turns.
+        """Run what may change any of this buffer's elements on a thread of the client's, in its turn (read_async).
+        Calls inside `call` do not wait for turns.
         """
         return self._submit(call, 0, None)
 
@@ -687,7 +686,7 @@ _MASK = 2**64 - 1
 
 
 def _elements(array: Any) -> int | None:
-    """Return how many elements an array has, as far as can be told without making one of it; else None."""
+    """Return how many elements an array has, if that is known without converting it; else None."""
     size = getattr(array, "size", None)
     if callable(size):  # torch's
         size = array.numel() if hasattr(array, "numel") else None

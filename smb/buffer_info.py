@@ -1,4 +1,4 @@
-"""What the coordinator tells of a buffer."""
+"""The coordinator's description of a buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smb.transport.base import SegmentPlace
 
 @dataclass(frozen=True, slots=True)
 class BufferInfo:
-    """What the coordinator knows of a buffer. `created` is seconds since 1970, `nbytes` bytes."""
+    """The coordinator's description of a buffer. `created` is seconds since 1970, `nbytes` bytes."""
 
     name: str
     id: int

@@ -91,17 +91,16 @@ def connect(
 
     One that is still open when the interpreter exits is closed then; only a killed one is lost. `address` is the
     coordinator's "host:port", or "host:port,host:port" of those that stand by for each other; default $SMB_COORDINATOR,
-    else 127.0.0.1:7070, where `smb up` listens. `name` is how the
-    page, `smb top` and messages call this client, before its host and process id. `transport` is "auto" (shared memory
-    where the segment's server runs on this host, else RDMA where both ends have a device, else TCP), "shm", "verbs"
-    (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. `timeout`, in seconds, bounds each later call and this one.
-    checksum=True (default: $SMB_CHECKSUM, else what the coordinator was told for all clients) sends a CRC-32C along
-    with every frame, in both directions: what is spoilt on the way breaks its connection and is sent again, and counts
-    once; data in shared memory does not travel and has none. `credentials` is a directory with ca.pem, cert.pem and
-    key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS, or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and
-    $SMB_TLS_KEY; without them only a cluster that asks for none lets us in. Where a variable is not set, the file that
-    $SMB_CONFIG names may say it. Raises UnavailableError where no coordinator answers, InvalidArgumentError,
-    PermissionDeniedError where the certificate's role may not join.
+    else 127.0.0.1:7070, where `smb up` listens. `name` is how the page, `smb top` and messages call this client, before
+    its host and process id. `transport` is "auto", "shm", "verbs" (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. "auto"
+    is shared memory if the segment's server runs on this host, else RDMA if both ends have a device, else TCP.
+    `timeout`, in seconds, bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else the
+    coordinator's setting for all clients) sends a CRC-32C along with every frame, in both directions. A spoilt frame
+    breaks its connection, is sent again and counts once. Data in shared memory does not travel and has no checksum.
+    `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS,
+    or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster that asks for none
+    lets us in. If a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError if no
+    coordinator answers, InvalidArgumentError, PermissionDeniedError if the certificate's role may not join.
     """
     log.start()
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
@@ -144,7 +143,7 @@ class Client:
 
     @property
     def name(self) -> str:
-        """What the cluster calls this client: "host:pid", after the name that connect was given, if it was."""
+        """The cluster's name for this client: "host:pid", after the name that connect was given, if any."""
         return self._session.name
 
     @property
@@ -181,23 +180,23 @@ class Client:
         takes the memory of one), `dtype` one of float16, float32 (default), float64, bfloat16, int32, int64, uint8.
         `servers` says on how many servers (default: as many as pay), or on which, by name. `stripe` is how many bytes
         ("256KiB") lie on one server before the next has its turn, a multiple of 4096; default 256 KiB, and 1 MiB for
-        more than 8 GiB. like= another buffer takes shape, dtype, servers and stripe from it, so that servers can
-        combine the two. exist_ok=True opens an existing buffer of the same shape and dtype instead. versions=K (1 to
-        16) keeps K copies, so that a read never mixes what publish() replaces; such a buffer changes by publish alone,
-        and takes K times the memory. With 2 a reader that holds a version delays the publication after the next, with 3
-        one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on another server:
-        any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes twice the memory
-        and, for changes, one more round trip; all goes through the servers, on the same host too. Such a buffer has no
-        locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel where a call does
-        not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like= takes it along.
-        `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator keeps: whoever
-        opens the buffer finds it in Buffer.metadata. It never changes; like= does not take it along, and a buffer
+        more than 8 GiB. With like= another buffer, shape, dtype, servers and stripe come from it, so that servers can
+        combine the two. With exist_ok=True an existing buffer of the same shape and dtype is opened instead. With
+        versions=K (1 to 16) it keeps K copies, so that a read never mixes two publications; such a buffer changes by
+        publish alone, and takes K times the memory. With 2 a reader that holds a version delays the publication after
+        the next, with 3 one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on
+        another server: any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes
+        twice the memory and, for changes, one more round trip; all goes through the servers, on the same host too. Such
+        a buffer has no locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel
+        where a call does not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like=
+        takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
+        keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
         opened by exist_ok=True has the metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
-        them, for everybody. Where all have one dtype of the above, the buffer has it too; else it is uint8, and can't
-        be added to.
+        them, for everybody. If all have one dtype of the above, the buffer has it too; else it is uint8, and can't be
+        added to.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
         InvalidArgumentError; nothing is left behind then.
@@ -244,7 +243,8 @@ class Client:
         try:
             buffer = Buffer(self._session, BufferInfo.of(self._coordinator.create_buffer(request, self.timeout)))
         except AlreadyExistsError:
-            # Which tensors says more than how many bytes; where it was deleted meanwhile, that is what is told.
+            # An error about tensors says more than one about bytes. If the buffer was deleted meanwhile, the error says
+            # that.
             if table is not None and exist_ok and (existing := self.open(name)).table:
                 _check_tensors(name, table, existing)
             raise
@@ -276,7 +276,7 @@ class Client:
         registered, and moved by the network card without a copy. Elsewhere it has pages of its own, large ones where
         the system has them: up to 13 % faster over TCP than an ordinary array, 3 % over shared memory.
 
-        With transport="verbs" raises TransportError where RDMA can't be used, or so much memory can't be locked.
+        With transport="verbs" raises TransportError if RDMA can't be used, or so much memory can't be locked.
         """
         self._session.check_open()
         extents, element = _extents("empty", shape), dtype_of(dtype)
@@ -290,7 +290,7 @@ class Client:
         return whole_pages(extents, element.numpy)
 
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
-        """Delete a buffer: its name is free at once, its memory too, and whoever still uses it gets NotFoundError.
+        """Delete a buffer. Its name and its memory are free at once; clients that still use it get NotFoundError.
 
         Raises NotFoundError unless missing_ok.
         """
@@ -299,16 +299,16 @@ class Client:
         self._coordinator.delete_buffer(name, missing_ok, self.timeout)
 
     def rename(self, name: str, new_name: str, *, replace: bool = False) -> None:
-        """Give a buffer another name. Its memory stays where it is, and whoever has it open goes on.
+        """Give a buffer another name. Its memory stays where it is, and clients that have it open go on.
 
-        With replace=True a buffer of the new name is deleted in the same step: whoever opens that name finds the one or
+        With replace=True a buffer of the new name is deleted in the same step: an open of that name finds the one or
         the other, never nothing. Raises NotFoundError, and AlreadyExistsError without it.
         """
         self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=replace))
 
     def rename_folder(self, folder: str, new_folder: str) -> None:
-        """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError where there are none,
-        AlreadyExistsError where there is something at the new place.
+        """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError if there are none,
+        AlreadyExistsError if there is something at the new place.
         """
         self._rename(pb.RenameBufferRequest(name=folder, new_name=new_folder, folder=True))
 
@@ -348,7 +348,7 @@ class Client:
 
         The same name is the same lock for every client of the cluster; it is made at its first use. `ttl` in seconds is
         how long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds
-        the waiting (None: none); TimeoutError then. Who waited longest is next.
+        the waiting (None: none); TimeoutError then. The lock goes to the waiter that came first.
         """
         return Lock((self._home(pb.LOCK, name),), self._session.renewals, ttl, timeout)
 
@@ -399,8 +399,8 @@ class Client:
     def close(self) -> None:
         """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing.
 
-        A memory server that is stopped is not waited for, a coordinator that is stopped 2 s at most, a thread that
-        looks up a name 10 s at most. Calls in other threads that are connecting to a server fail within 0.1 s.
+        Does not wait for a stopped memory server. Waits at most 2 s for a stopped coordinator, and at most 10 s for a
+        thread that looks up a name. Calls in other threads that are connecting to a server fail within 0.1 s.
         """
         if self._session.close() and self.pages is not None:
             self.pages.close()
@@ -422,7 +422,7 @@ class Client:
         return self._session.calls.submit(call, Turns(), 0, 0, changes=False)
 
     def serve_metrics(self, address: str) -> None:
-        """Serve /metrics at "host:port" until close(). Where it can't be had that is logged, no more."""
+        """Serve /metrics at "host:port" until close(). If the address can't be had, that is logged, no more."""
         from smb.metrics import serve
 
         try:
@@ -482,7 +482,8 @@ def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     return extents
 
 
-# Those whose programs forget them. What atexit was told last runs first: gRPC, imported above, is there still.
+# Closed at exit, if the program did not. atexit runs the function registered last first: gRPC, imported above, still
+# works then.
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import json
 import os
 import secrets
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from smb.config import settings
+from smb.config.host_address import reachable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address, parse_bytes
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
@@ -32,7 +31,6 @@ _POLL_S = 0.01
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"
 _KEPT = "smb-kept"  # what _sweep leaves alone
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 class Daemon:
@@ -66,8 +64,8 @@ class Daemon:
     def _keep_port(self, option: str) -> None:
         """Choose a port where the option leaves it open, and keep it for as long as the daemon may be started again.
 
-        A socket that is bound and does not listen keeps the port from everybody whom the system gives one (a server on
-        port 0, a connection going out), and lets the daemon, which asks for this very port with SO_REUSEADDR, have it.
+        A socket that is bound and does not listen reserves its port: the system gives it neither to a server on port 0
+        nor to an outgoing connection. The daemon asks for this very port with SO_REUSEADDR and gets it.
         """
         host, port = parse_address(self._options[option])
         if port != 0:
@@ -88,8 +86,8 @@ class Daemon:
         command = [sys.executable, "-m", *self._module.split(), "--ready-file", str(self._ready)]
         for option, value in self._options.items():
             command += [f"--{option.replace('_', '-')}", *([value] if value else [])]
-        # Safe path: -m would look into the working directory first, where somebody else's memserver.py may lie.
-        # Whose credentials we have as a client has no say here: daemons are told theirs.
+        # Safe path: -m would look into the working directory first, where somebody else's memserver.py may lie. Our own
+        # credentials as a client do not count here: daemons get theirs as options.
         taken_away = {*CREDENTIALS_VARIABLES, *settings.file_variables()}
         environment = {name: value for name, value in os.environ.items() if name not in taken_away}
         environment |= {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
@@ -152,11 +150,11 @@ class LocalCluster:
     `capacity` is each server's, in bytes or as text. Other options go to the memory servers: loops=2 becomes --loops
     2. `listen` is the coordinator's address; the memory servers listen on the same host, on ports of their own. With
     0.0.0.0 all are reached at this host's address, `address` too; that takes `credentials`, a directory that `smb
-    certs` made, or insecure=True: whoever reaches them may then read and write.
-    `metrics` is the address of the coordinator's page. `session_lease` (seconds) is how long a silent client counts as
-    alive. The daemons end with the block, or with this process, and leave nothing; with `data_dir`, a directory, what
-    they hold is there again for the next cluster of that directory, as long as this machine runs. Raises
-    UnavailableError, with what the daemon said, where one does not start.
+    certs` made, or insecure=True: every process that reaches them may then read and write. `metrics` is the address of
+    the coordinator's page. `session_lease` (seconds) is how long a silent client counts as alive. The daemons end with
+    the block, or with this process, and leave nothing; with `data_dir`, a directory, what they hold is there again for
+    the next cluster of that directory, as long as this machine runs. Raises UnavailableError, with what the daemon
+    said, where one does not start.
     """
 
     def __init__(
@@ -247,7 +245,7 @@ class LocalCluster:
         return self
 
     def _keep(self, directory: Path) -> None:
-        """Make the data directory ours while we run. Raises InvalidArgumentError where another cluster has it."""
+        """Make the data directory ours while we run. Raises InvalidArgumentError if another cluster has it."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._kept = (directory / "lock").open("wb")
         try:
@@ -286,38 +284,6 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def reachable(host: str) -> str:
-    """Return the host; for 0.0.0.0 or :: the address by which other hosts reach this one, loopback if it has no other.
-
-    The address is that of the default route, else of the first interface that has one. Sends nothing.
-    """
-    try:
-        asked = ipaddress.ip_address(host)
-    except ValueError:  # a name
-        return host
-    if not asked.is_unspecified:
-        return host
-    # Addresses for documentation (RFC 5737, RFC 3849): connecting a datagram socket only picks the route.
-    family, far = (socket.AF_INET, "192.0.2.1") if asked.version == 4 else (socket.AF_INET6, "2001:db8::1")
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        with contextlib.suppress(OSError):
-            probe.connect((far, 9))
-            return str(probe.getsockname()[0])
-        if asked.version == 4:
-            return next(_interface_addresses(probe), "127.0.0.1")
-    return "::1"
-
-
-def _interface_addresses(any_socket: socket.socket) -> Iterator[str]:
-    """The IPv4 addresses of this host's interfaces, loopback left out."""
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):  # one without an address
-            found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            address = ipaddress.IPv4Address(found[20:24])
-            if not address.is_loopback:
-                yield str(address)
 
 
 def _sweep() -> None:

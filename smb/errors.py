@@ -1,4 +1,4 @@
-"""What can go wrong, as the user sees it. Every message says what was asked, of whom, and what to do next."""
+"""The errors that users see. Every message says what was asked, of whom, and what to do next."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ UNKNOWN: CallOutcome = "unknown"
 class Error(Exception):
     """Base of everything that smb raises on purpose.
 
-    `outcome` says what became of the call that raised it: "not applied" (nothing was changed, nor will be), "applied"
-    (all of it counts, only its answer is missing), or "unknown" (some of it may have been applied, or was).
-    Buffer.settle finds out, of a buffer's call, which elements were not.
+    `outcome` says what became of the failed call. "not applied": nothing was changed, nor will be. "applied": all of it
+    counts, only its answer is missing. "unknown": some of it may have been applied. Buffer.settle finds out, of a
+    buffer's call, which elements were not.
     """
 
     _account: Any = None  # smb.call.outcomes.Failed, where it is of a buffer's call

@@ -22,15 +22,15 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class ErrorFeedback:
     """This client's residual for a float32 buffer: of all it wanted to add, what has not been sent yet.
 
-    With r the residual (float32, of the buffer's shape, zeros at first, in the buffer's units: the scale is in it) and
-    Q the rounding of the wire, `buffer.accumulate(a, scale=s, wire=..., feedback=residual)` computes t = s*a + r, each
-    step rounded to float32, has Q(t) added to the buffer, and keeps r = t - Q(t). What was added and what is kept are
-    thus together what was wanted, up to the roundings of float32 (Seide et al. 2014; Karimireddy et al. 2019).
+    Let r be the residual (float32, of the buffer's shape and in its units, zeros at first) and Q the rounding of the
+    wire. Then `buffer.accumulate(a, scale=s, wire=..., feedback=residual)` computes t = s*a + r, each step rounded to
+    float32. It adds Q(t) to the buffer and keeps r = t - Q(t). So the sum of the added values and the residual is
+    exact, up to the roundings of float32 (Seide et al. 2014; Karimireddy et al. 2019).
 
-    A call that fails with nothing applied leaves the residual as it was: make it again. Where a part was applied, Q(t)
-    of the rest is added to the residual, to be sent by the next call. One that fails with its outcome unknown leaves it
-    as if all had been applied; buffer.settle(error) then adds Q(t) back where it was not, and returns []. Nothing is
-    lost and nothing counts twice. An infinity or NaN in the array stays in the residual: reset().
+    A call that fails with nothing applied leaves the residual as it was: make it again. If a part was applied, Q(t) of
+    the rest is added to the residual, to be sent by the next call. One that fails with its outcome unknown leaves it as
+    if all had been applied; buffer.settle(error) then adds Q(t) back where it was not, and returns []. Nothing is lost
+    and nothing counts twice. An infinity or NaN in the array stays in the residual: reset().
 
     Thread-safe: calls with one residual take turns.
     """

@@ -30,8 +30,8 @@ class Lock:
 
     A context manager: entering takes it, leaving releases it. While it is held it is renewed in the background; a
     holder that dies, or is stopped for longer than `ttl`, loses it, and the next one gets it. Leaving then raises
-    LockLostError, and the buffer's changes made with fence=lock are refused, so that nothing of a former holder gets in
-    among those of the present one. Not reentrant; one object belongs to one thread at a time.
+    LockLostError. Changes of the buffer made with fence=lock are refused, so that no change of a former holder mixes
+    with those of the present one. Not reentrant; one object belongs to one thread at a time.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Lock:
         return self
 
     def release(self) -> None:
-        """Give it back. Raises LockLostError where it was lost before, InvalidArgumentError where it was not taken."""
+        """Give it back. Raises LockLostError if it was lost before, InvalidArgumentError if it was not taken."""
         token = self.token
         self._renewals.remove(self)
         self._token, self._released = 0, True

@@ -98,7 +98,7 @@ def serve(client: Client, address: str = "127.0.0.1:0", *collectors: object) -> 
 
     Port 0 picks a free one: `.address` of what is returned says which. Ends with its close(). Does not block. Beyond
     this machine only for who shows the token of SMB_METRICS_TOKEN_FILE, or with SMB_INSECURE=1. Raises
-    UnavailableError where the address cannot be had, InvalidArgumentError for a bad token file.
+    UnavailableError if the address cannot be had, InvalidArgumentError for a bad token file.
     """
     from prometheus_client import CollectorRegistry
 

@@ -13,7 +13,7 @@ from smb.engine import AskOpcode
 from smb.errors import InvalidArgumentError, LockLostError, NotFoundError
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# (version, offset, count, out, wire) to what was read, or None where the version was overwritten.
+# (version, offset, count, out, wire) to what was read, or None if the version was overwritten.
 Read: TypeAlias = "Callable[[int, int, int | None, Any, str | None], Array | None]"
 
 PIN_S_MIN, PIN_S_MAX = 0.001, 30.0  # csrc/memory/sync.h: SYNC_PIN_MS
@@ -48,7 +48,7 @@ class Pin:
         return self._version
 
     def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
-        """As Buffer.read, of the version that is held. Raises LockLostError where a publisher has overwritten it."""
+        """As Buffer.read, of the version that is held. Raises LockLostError if a publisher has overwritten it."""
         if self._name is None:
             raise InvalidArgumentError(
                 f"{self._asked}: it is not taken; enter it first (with buffer.pin() as pin: ...)"

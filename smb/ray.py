@@ -5,7 +5,7 @@
         ...  # any task, actor or Ray Train worker: smb.connect(cluster.address)
 
 Each daemon is the child of an actor that is bound to its node. The actor starts a daemon that dies again, with the
-memory that it left. Where the actor or its node dies, its memory is gone; and with the job all of them are. Needs the
+memory that it left. If the actor or its node dies, its memory is gone; and with the job all of them are. It needs the
 extra `ray`.
 """
 
@@ -130,7 +130,7 @@ def start(
     nodes: ids of Ray's nodes; default all that are alive. coordinator: the address of one that runs; else one is
     started on this process's node. credentials: a directory that all nodes see, with a directory for "coordinator"
     and one for each "ray-" with the first 12 digits of a node's id, as `smb certs` makes them. Without them, and with
-    nodes that have addresses other than loopback, insecure=True must say that whoever reaches the ports may read and
+    nodes that have addresses other than loopback, insecure=True must say that all who reach the ports may read and
     write. Blocks until they serve. Raises UnavailableError, and leaves nothing then; InvalidArgumentError.
     """
     capacity = str(parse_bytes(capacity_per_node))

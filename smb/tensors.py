@@ -34,7 +34,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 METADATA_KEY = "smb.tensors"
 ALIGNMENT_BYTES = 64  # a cache line, and what vector instructions, DLPack and memory-mapped readers like best
 
-# What a tensor may be made of: the buffers' element types, and those that only travel as bytes.
+# Element types of a tensor: those of buffers, and those that only travel as bytes.
 ELEMENTS: dict[str, Dtype] = DTYPES | {
     np.dtype(numpy).name: Dtype(np.dtype(numpy).name, 0, np.dtype(numpy))
     for numpy in (
@@ -54,7 +54,7 @@ class TensorPlace:
 
     @property
     def size(self) -> int:
-        """Number of elements; 0 where an extent is 0."""
+        """Number of elements; 0 if an extent is 0."""
         return math.prod(self.shape)
 
     @property
@@ -96,7 +96,7 @@ class TensorTable(Mapping[str, TensorPlace]):
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], dtype: np.dtype[Any], nbytes: int) -> TensorTable:
-        """Return the table of a buffer of that dtype, bytes and metadata; empty where it has none.
+        """Return the table of a buffer of that dtype, bytes and metadata; empty if it has none.
 
         Raises Error for one that is not as this module writes it: other programs may store anything there.
         """
@@ -162,7 +162,7 @@ class TensorTable(Mapping[str, TensorPlace]):
     def differences(self, other: TensorTable) -> list[str]:
         """Return what another table has otherwise: "name: what".
 
-        Places count only where nothing else differs: behind one tensor of another size all have others.
+        Places count only if nothing else differs: behind one tensor of another size all have others.
         """
         found = [f"{name}: only in one" for name in self._places.keys() ^ other._places.keys()]
         moved = []
@@ -187,8 +187,8 @@ class TensorTable(Mapping[str, TensorPlace]):
 class Tensor:
     """One named tensor of a buffer. Made by Buffer.tensor.
 
-    It has what the buffer has, for its own elements: the same promises and errors (see Buffer). Where the tensors of
-    the buffer have several element types it is a buffer of bytes, and accumulate is refused.
+    It has what the buffer has, for its own elements: the same promises and errors (see Buffer). If the tensors of the
+    buffer have several element types, it is a buffer of bytes, and accumulate is refused.
     """
 
     def __init__(self, buffer: Buffer, name: str, place: TensorPlace) -> None:
@@ -258,7 +258,7 @@ class Tensor:
     ) -> Array | None:
         """Combine its values with the array's, as many elements, where the memory is. See Buffer.accumulate.
 
-        Raises InvalidArgumentError where the buffer is one of bytes, as its tensors have several element types.
+        Raises InvalidArgumentError if the buffer is one of bytes, as its tensors have several element types.
         """
         if self._as_bytes:
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""What tests share: a cluster that stays up for one file, and clients of it that are closed afterwards."""
+"""Fixtures that tests share: a cluster that stays up, and clients of it that are closed afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ smb.cluster._START_S *= SLOWNESS
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-# What tests start ends with them, also where they are killed and can end nothing themselves.
+# Processes that tests start end with the tests, also if these are killed.
 os.environ[OWNER_VARIABLE] = str(os.getpid())
 
 Connect = Callable[..., smb.Client]
@@ -50,14 +50,11 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def _while_it_lives(fixture_name: str, config: pytest.Config) -> str:
-    """One file; where starting daemons takes a minute, all of them."""
-    return "module" if SLOWNESS == 1 else "session"
-
-
-@pytest.fixture(scope=_while_it_lives)
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[smb.LocalCluster]:
-    """Three memory servers of 64 MiB. A test deletes what it creates."""
+    """Three memory servers of 64 MiB, for all files of a worker. A test deletes what it creates, and kills none of
+    them.
+    """
     with smb.LocalCluster(servers=3, capacity="64MiB") as running:
         yield running
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +71,7 @@ class Python:
 
 @dataclass
 class Row:
-    """What is told of one Python."""
+    """The report on one Python."""
 
     name: str
     versions: str = ""
@@ -139,7 +140,7 @@ class Trial:
 
     def __init__(self, name: str, tree: Path, python: str, **variables: str) -> None:
         self.row, self.tree, self.python = Row(name), tree, python
-        # What this process has of its own Python is none of the other's.
+        # Variables of this process's own Python must not reach the other.
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         self.variables = kept | variables
 
@@ -277,7 +278,9 @@ def main() -> int:
             return 0
     if importlib.util.find_spec("uv") is None:
         raise SystemExit("uv is missing: make test installs it")
-    rows = [try_python(python, options) for python in usable]
+    # Installing takes one processor; more than two at once would want their memory.
+    with ThreadPoolExecutor(2) as pool:
+        rows = list(pool.map(lambda python: try_python(python, options), usable))
     if not options.short and not options.oldest and not options.pythons:
         rows += [try_isa(isa) for isa in isa_names()]
     show(rows)

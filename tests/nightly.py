@@ -37,8 +37,8 @@ ENDED = (PASSED, FAILED, HUNG, LEFT)
 
 @dataclass(frozen=True)
 class Form:
-    """What make is called with. {fifth_s} is a fifth of the bound and {half_min} half of it, for what runs as long as
-    it is told to.
+    """Arguments of make. {fifth_s} is a fifth of the bound and {half_min} half of it, for forms that run as long as
+    asked.
     """
 
     name: str
@@ -74,7 +74,7 @@ FORMS = (
 
 @dataclass
 class Result:
-    """What is told of one form."""
+    """The report on one form."""
 
     name: str
     state: str

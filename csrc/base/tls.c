@@ -14,6 +14,8 @@
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
 
+#include "base/assert.h"
+
 enum {
     /* what lies in several places and is no more than this goes as one record */
     GATHER_BYTES = 4096,
@@ -261,12 +263,14 @@ int smb_tls_create(const char *ca, const char *certificate, const char *key, str
 
 struct smb_tls *tls_retain(struct smb_tls *tls)
 {
+    SMB_ASSERT(atomic_load_explicit(&tls->references, memory_order_relaxed) > 0);
     atomic_fetch_add_explicit(&tls->references, 1, memory_order_relaxed);
     return tls;
 }
 
 void smb_tls_release(struct smb_tls *tls)
 {
+    SMB_ASSERT(atomic_load_explicit(&tls->references, memory_order_relaxed) > 0);
     if (atomic_fetch_sub_explicit(&tls->references, 1, memory_order_acq_rel) != 1)
         return;
     SSL_CTX_free(tls->server);
@@ -462,7 +466,7 @@ static int kind_of_failure(struct tls *tls, int result)
     return EPROTO;
 }
 
-/* After a call of OpenSSL that did not succeed: errno, EAGAIN where it is to be called again once
+/* After a call of OpenSSL that did not succeed: errno, EAGAIN if it is to be called again once
  * the socket has more. The thread's queue of errors is left empty: a program's own use of OpenSSL
  * looks at it, too. */
 static int failure(struct tls *tls, int result)

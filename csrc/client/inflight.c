@@ -161,6 +161,7 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
     const struct smb_request *request = stream->request;
     const struct smb_piece *piece = &stream->piece;
     uint64_t within = piece->buffer_offset - request->offset; /* in the caller's memory */
+    SMB_ASSERT(piece->bytes <= SMB_CHUNK_BYTES_MAX);
     struct smb_frame frame = {.opcode = (uint8_t)request->opcode,
                               .dtype = stream->dtype,
                               .offset = piece->segment_offset,

@@ -24,7 +24,7 @@ static inline uint32_t watermark_frame_bytes(const struct smb_link *link)
                : SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
 }
 
-/* What is to be sent again goes out under the link's epoch, if it has one. */
+/* Repeated requests go out under the link's epoch, if it has one. */
 void link_take_epoch(struct smb_link *link);
 /* Begins to ask for the watermark of every segment that has changes of unknown outcome. */
 int link_ask_watermarks(struct smb_link *link);

@@ -50,25 +50,25 @@ int tokens_show(struct smb_link *link, const struct channel *channel, bool by_re
                 const struct access_connection *proof, struct until until, bool *proven)
 {
     int status = SMB_OK;
-    uint32_t doubtful = 0;
+    uint32_t denied_unproven = 0;
     *proven = !link->client->wants_proof;
     for (uint32_t i = 0; status == SMB_OK;) {
         struct smb_token token;
         pthread_mutex_lock(&link->client->mutex);
-        if (i >= link->token_count && *proven && doubtful > 0)
-            i = doubtful = 0; /* again, now that the server is proven */
+        if (i >= link->token_count && *proven && denied_unproven > 0)
+            i = denied_unproven = 0; /* again, now that the server is proven */
         bool more = i < link->token_count, trusted = link->trusted;
         if (more)
             token = link->tokens[i];
         pthread_mutex_unlock(&link->client->mutex);
         if (!more)
-            return !*proven && (trusted || doubtful > 0) ? SMB_UNTRUSTED : SMB_OK;
+            return !*proven && (trusted || denied_unproven > 0) ? SMB_UNTRUSTED : SMB_OK;
         status = show_token(link, channel, by_reference, &token, proof, until);
         if (status == SMB_DENIED && *proven) {
             forget_token(link, i, &token); /* the last one has its place now */
             status = SMB_OK;
         } else if (status == SMB_DENIED) {
-            doubtful++;
+            denied_unproven++;
             status = SMB_OK;
             i++;
         } else {

@@ -20,7 +20,7 @@ struct smb_change {
     uint32_t source_bytes; /* of SMB_WIRE_SPARSE */
     /* WRITE, ACCUMULATE; ACCUMULATE_FROM, APPLY: a copy of the other segment's bytes */
     const void *source;
-    /* APPLY: changed with the segment; NULL where the rule, `op`, has none */
+    /* APPLY: changed with the segment; NULL if the rule, `op`, has none */
     struct smb_segment *states[SMB_RULE_STATES_MAX];
     struct smb_hyper hyper; /* APPLY */
     struct factors factors; /* of them */
@@ -33,7 +33,7 @@ struct smb_change {
 
 /* Does it, as a whole, under the chunk's lock (a read: as it stood at one instant). Waits for the
  * lock until deadline_ns (monotonic): SMB_TIMEOUT then; with SMB_TRY it spins for some microseconds
- * and returns SMB_BUSY, nothing done. SMB_INVALID where the range is not inside one chunk of the
+ * and returns SMB_BUSY, nothing done. SMB_INVALID if the range is not inside one chunk of the
  * segment; SMB_NOT_FOUND once it is deleted; SMB_NAMESPACE once its daemon is in another PID
  * namespace. */
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns);
@@ -52,7 +52,7 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
  * it is made. */
 bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb_change *change);
 
-/* After a read or change: SMB_NOT_FOUND where the segment was deleted meanwhile. A read may have
+/* After a read or change: SMB_NOT_FOUND if the segment was deleted meanwhile. A read may have
  * found the zeros of freed memory. The fence inside orders this check after the copy, and the
  * daemon sets the mark before it frees. */
 int smb_segment_still_there(const struct smb_segment *segment);

@@ -1,9 +1,10 @@
-/* delta.h: what changed between two states of a model, and sums by which states are told apart.
+/* delta.h: what changed between two states of a model, and sums that distinguish states.
  *
  * A state is memory of whole 64-bit words, seen as elements of 1, 2, 4 or 8 bytes (the width). A
  * delta is a row of parts. A part has a header of 16 bytes (first element: 8; changes: 4; bytes
- * that follow: 4; little-endian), and for each change the gap (elements since the last change, or
- * since the first element) in one byte, or 255 and the gap in 4 bytes, and the new bits.
+ * that follow: 4; little-endian). For each change it has the gap and the new bits. The gap is the
+ * number of elements since the last change, or since the first element: in one byte, or 255 and the
+ * gap in 4 bytes.
  *
  * The sum of a state is that of a hash of each word and its place, modulo 2^64. So it follows from
  * an older state's by what changed. It is no signature: it is not meant against somebody who wants

@@ -578,7 +578,7 @@ static void copy_around_cache_avx(uint8_t *to, const uint8_t *from, uint64_t byt
 }
 TARGET_END
 
-/* Without prefetch instructions: these cores fetch ahead by themselves, and asking costs 7 % from
+/* Without prefetch instructions: these cores fetch ahead by themselves. Instructions cost 7 % from
  * 16 MiB up. */
 TARGET_BEGIN("avx512f")
 static void copy_around_cache_wide(uint8_t *to, const uint8_t *from, uint64_t bytes)

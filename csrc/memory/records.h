@@ -69,7 +69,7 @@ void records_destroy(struct records *records);
 int records_take(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence,
                  bool retry, uint32_t *hint, struct record **record);
 void records_release(struct records *records, struct record *record);
-/* Read only: SMB_OK and the watermark, 0 where there is no record and never was; SMB_EVICTED where
+/* Read only: SMB_OK and the watermark, 0 if there is no record and never was; SMB_EVICTED if
  * there may have been. */
 int records_watermark(struct records *records, uint64_t session, uint16_t lane, uint64_t *watermark,
                       uint64_t *refused);

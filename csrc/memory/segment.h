@@ -35,7 +35,7 @@ bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint6
  * maybe, or in the format before. */
 int smb_segment_take_over(const char *path, struct smb_segment **segment);
 /* It has, or had, a copy on another server. Its file says so: after a restart it is served by
- * nobody who has not been told its role. */
+ * nobody before its role is known. */
 void smb_segment_mark_replicated(struct smb_segment *segment);
 bool smb_segment_replicated(const struct smb_segment *segment);
 bool smb_segment_deleted(const struct smb_segment *segment);

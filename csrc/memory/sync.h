@@ -9,7 +9,7 @@
  *   LOCK           argument: which lock; of the publisher's, << 8, how many copies the buffer has
  *                  (0: 2). w: ttl_ms, timeout_ms (0: try; UINT64_MAX: no end), age_ms since first
  *                  sent, how long pins may delay it (0: SYNC_PIN_MS). OK: a token, b the version
- *                  that a publisher may write; where it told the copies, in its highest 8 bits the
+ *                  that a publisher may write; if it named the copies, in its highest 8 bits the
  *                  copy for it. TIMEOUT. Repeated (same session and sequence) by its holder: the
  *                  same answer; ttl from now on.
  *   UNLOCK         argument: which lock. w: token. OK (also repeated), LOCK_LOST.
@@ -34,7 +34,7 @@
  *                  Nobody may begin to overwrite its copy until UNPIN, until the
  *                  session ends, or for the ttl. Repeated: the same pin, no longer than before.
  *                  OUT_OF_MEMORY: the session has very many.
- *   UNPIN          w: the pin's name. OK, also where there is none.
+ *   UNPIN          w: the pin's name. OK, also if there is none.
  *
  * Threads. Every function may be called from any thread. One mutex per struct sync guards the
  * queues and the words, which nobody else writes. Every search among the waiters takes logarithmic

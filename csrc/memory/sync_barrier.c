@@ -164,10 +164,10 @@ int barrier_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
 
 bool barrier_find_parties(struct sync *sync, uint64_t now_ns)
 {
-    struct news untold = {.due_ns = UINT64_MAX}; /* the first sync_tick finds it */
+    struct news first_news = {.due_ns = UINT64_MAX}; /* the first sync_tick finds it */
     uint64_t (*row)[2] = seats_of(sync, round_of(sync));
     for (uint64_t i = 0, arrived = barrier_arrived(sync); i < arrived; i++)
-        if (!seat_party(sync, row[i][0], now_ns, &untold))
+        if (!seat_party(sync, row[i][0], now_ns, &first_news))
             return false;
     return true;
 }

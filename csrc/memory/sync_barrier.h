@@ -13,7 +13,7 @@ struct party {
     uint64_t absent_ns; /* since when fewer wait than have seats; UINT64_MAX: they are there */
 };
 
-/* 0 where the words can't be: more parties than there are seats, or more seats taken than
+/* 0 if the words can't be: more parties than there are seats, or more seats taken than
  * parties. */
 uint64_t barrier_arrived(const struct sync *sync);
 /* NULL: the session has no seat in the round under way. */

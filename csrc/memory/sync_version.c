@@ -36,7 +36,7 @@ void version_begin(struct sync *sync, int copy)
 {
     struct sync_words *words = sync->words;
     uint64_t next = word_get(&words->version) + 1;
-    /* Their readers are told at their next renewal. */
+    /* Their readers learn of it at their next renewal. */
     if (is_pinned(sync, copy))
         pins_drop_version(&sync->pins, word_get(&words->copies[copy]));
     sync->pinned_ns = UINT64_MAX;

@@ -10,7 +10,7 @@ struct sync_answer version_answer(const struct sync *sync, int status);
 int version_oldest_copy(const struct sync *sync, int copies, bool overtake);
 /* From now on the next version is being written there. Pins on what is there are gone. */
 void version_begin(struct sync *sync, int copy);
-/* What an earlier run left: the words of versions. */
+/* State of an earlier run: the words of versions. */
 void version_mend_words(struct sync_words *words);
 /* Requests; see sync.h. */
 int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,

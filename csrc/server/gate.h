@@ -41,9 +41,9 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot,
                  const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result);
 /* The range as it was at one instant, copied without its chunk's lock unless changes follow each
- * other without end. SMB_BUSY: defer it. For what gate_open found locked. SMB_DEFERRED: of a segment
- * with two copies, it was copied, and may be told once gate_may_tell says so of request->order. To
- * be copied again instead might never end: others may change it all the while. */
+ * other without end. For a chunk that gate_open found locked. SMB_BUSY: defer it. SMB_DEFERRED: of
+ * a segment with two copies, the range was copied. The reply waits until gate_may_tell allows it
+ * for request->order. Copying again might never end: others may change the chunk all the while. */
 int gate_copy(struct gate_request *request, uint8_t *to);
 bool gate_may_tell(const struct gate_request *request, uint64_t order);
 /* The other path: the range itself, under its chunk's lock, for the socket to be sent from or

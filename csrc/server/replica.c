@@ -172,8 +172,8 @@ static bool is_primary(const struct replica *replica)
     return atomic_load_explicit(&replica->role, memory_order_acquire) == SMB_REPLICA_PRIMARY;
 }
 
-/* With the lock. What was sent and not confirmed is sent again over the next one, and said to be a
- * repetition. */
+/* With the lock. Frames that are sent and not confirmed are sent again over the next one, marked as
+ * repetitions. */
 static void disconnect(struct replica *replica)
 {
     if (replica->fd >= 0)
@@ -301,8 +301,8 @@ bool replica_forget(struct replica *replica, struct wait *wait)
 
 /* ---- roles ----------------------------------------------------------------------------------- */
 
-/* With the lock. Nothing is forwarded any more. What waits is answered. A primary goes on alone: as
- * the only copy it has all that it tells of. Any other status sends clients elsewhere. */
+/* With the lock. Nothing is forwarded any more. Waiting requests are answered. A primary goes on
+ * alone: as the only copy it has all that it tells of. Any other status sends clients elsewhere. */
 static void stop_forwarding(struct replica *replica, int status)
 {
     disconnect(replica);
@@ -360,7 +360,7 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
     int role_now = atomic_load_explicit(&replica->role, memory_order_relaxed);
     if (epoch > epoch_now || (epoch == epoch_now && role_now == SMB_REPLICA_NONE)) {
         if (role_now == SMB_REPLICA_BACKUP) {
-            /* What the old primary still has in hand here ends before anybody else begins. */
+            /* The old primary's requests here end before another primary's begin. */
             take_role(replica, epoch, SMB_REPLICA_NONE, false);
             lanes_fence_session(server, id);
             FAILPOINT("replica.fenced");

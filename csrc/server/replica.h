@@ -9,9 +9,9 @@
  * its own answer, no watermark, no repetition's, and no read of its chunk.
  *
  * Threads. `lock` guards all but the words marked _Atomic, which are written with it. It is taken
- * after a chunk's lock, and before a loop's answers. Who enqueues also sends; one thread of the
- * server, the forwarder, reads the backups' answers and sends what sockets did not take.
- */
+ * after a chunk's lock, and before a loop's answers. The thread that enqueues also sends. One
+ * thread of the server, the forwarder, reads the backups' answers and sends what sockets did not
+ * take. */
 #ifndef SMB_REPLICA_H
 #define SMB_REPLICA_H
 
@@ -34,18 +34,18 @@ enum { REPLICA_LANE = 65535, REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
 int replica_create(struct smb_server *server, struct smb_segment *segment,
                    struct replica **replica);
 void replica_destroy(struct replica *replica);
-/* The segment is deleted, or the daemon stops. What waits is answered. */
+/* The segment is deleted, or the daemon stops. Waiting requests are answered. */
 void replica_close(struct replica *replica);
 /* Ends the forwarder, if there is one. */
 void replica_stop_forwarder(struct smb_server *server);
 
 /* Whether frames of that epoch are for it: clients' at the primary, the primary's at the backup. */
 bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed);
-/* What a client may ask of a segment with two copies. */
+/* Whether a client may send this request to a segment with two copies. */
 bool replica_allows(const struct smb_frame *frame);
 
-/* Before a change at the primary: what is to be forwarded, to *forward; NULL where there is no
- * backup. SMB_BUSY: too much is on its way, defer it. SMB_STALE_EPOCH: it is the primary no more. */
+/* Before a change at the primary: what is to be forwarded, to *forward; NULL if there is no
+ * backup. SMB_BUSY: too much is in flight, defer it. SMB_STALE_EPOCH: no longer the primary. */
 int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *payload,
                     struct forward **forward);
 /* It was not made after all. */

@@ -42,7 +42,7 @@ struct smb_server {
     pthread_mutex_t ended_lock;
     uint64_t *ended; /* a ring */
     uint64_t ended_count;
-    /* the coordinator has told of all that have, and none of them is forgotten */
+    /* the coordinator has named all that have, and none of them is forgotten */
     _Atomic bool ended_are_known;
     /* waits.c: one thread */
     pthread_mutex_t due_lock;
@@ -72,7 +72,7 @@ struct smb_server {
     struct strangers strangers;
     _Atomic uint64_t strangers_evicted;
     pthread_mutex_t tls_lock;
-    struct smb_tls *tls; /* tls_lock. What new connections over TCP speak; NULL: no TLS */
+    struct smb_tls *tls; /* tls_lock. TLS of new connections over TCP; NULL: no TLS */
     _Atomic uint64_t deferred_now;
     _Atomic uint64_t deferred_total;
     _Atomic uint64_t waits_now;

@@ -9,7 +9,7 @@ struct slot;
 struct smb_slots;
 
 void slots_retain(struct smb_slots *slots);
-/* One of them; NULL where there is no such. */
+/* One of them; NULL if there is no such. */
 const struct slot *slots_at(const struct smb_slots *slots, uint64_t index);
 
 #endif

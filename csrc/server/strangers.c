@@ -73,6 +73,7 @@ void strangers_leave(struct connection *connection)
     struct strangers *strangers = &connection->loop->server->strangers;
     if (!connection->counted_at)
         return;
+    SMB_ASSERT(connection->counted_at->now > 0);
     connection->counted_at->now--;
     connection->counted_at = NULL;
     if (connection->older)

@@ -190,6 +190,7 @@ static void unlink_wait(struct wait *wait)
 
 void wait_free(struct wait *wait)
 {
+    SMB_ASSERT(atomic_load_explicit(&wait->loop->server->waits_now, memory_order_relaxed) > 0);
     atomic_fetch_sub_explicit(&wait->loop->server->waits_now, 1, memory_order_relaxed);
     smb_segment_release(wait->segment);
     free(wait);

@@ -1,4 +1,4 @@
-"""What one writes without any library: Python's shared_memory, numpy, and 64 locks, each for every 64th 256 KiB."""
+"""A solution without any library: Python's shared_memory, numpy, and 64 locks, each for every 64th 256 KiB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all peers need: their clients' calls, a server process whose CPU time is known, programs of others.
+"""Code that all peers need: their clients' calls, a server process whose CPU time is known, programs of others.
 
 A peer is a way to connect (`Connect`, called in every client's process) and whatever has to run meanwhile. Its module
 defines module-level functions and classes only, since processes are spawned. Every case has new processes, so that none
@@ -43,7 +43,7 @@ _END_S = 5.0
 
 
 class Peer:
-    """What most peers are: nothing of theirs runs but within `measure`."""
+    """The usual kind of peer: nothing of it runs but within `measure`."""
 
     kind = PEER
     not_remote: str | None = None  # why it isn't measured between two hosts, where it is over loopback
@@ -83,13 +83,13 @@ NOBODY = -1
 
 
 def start_values(case: Case) -> Array:
-    """What the array has before the clients start, shape (nbytes / 4,)."""
+    """The array's values before the clients start, shape (nbytes / 4,)."""
     count = case.nbytes // 4
     return written(count, 0) if case.operation == READ else zeros(count)
 
 
 def work(case: Case, client: int, connection: Connection, wait_for_start: Callable[[], object]) -> Run:
-    """What a client does once connected; RuntimeError where it read something else than what stands there."""
+    """A connected client's work; RuntimeError if it read something else than the array's values."""
     count = case.nbytes // 4
     if case.operation == FETCH_ADD:
         return run_calls(functools.partial(connection.fetch_add, 1), case, wait_for_start)
@@ -105,8 +105,8 @@ def work(case: Case, client: int, connection: Connection, wait_for_start: Callab
 
 
 class _Client:
-    """What perf.clients runs in a client's process. Its connection stays open until all is checked: it may be what
-    keeps the array."""
+    """The function that perf.clients runs in a client's process. Its connection stays open until all is checked: it may
+    be what keeps the array."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
@@ -232,7 +232,7 @@ def free_port() -> int:
 
 
 def missing_modules(*names: str) -> str | None:
-    """What `missing` says of the first module that can't be found; None if all can. Nothing is imported."""
+    """The result of `missing` for the first module that can't be found; None if all can. Nothing is imported."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             return f"no Python module {name} (perf/peers/README.md)"

@@ -22,7 +22,7 @@ NAMESPACE = "perf"
 
 
 class Holder:
-    """What the actor is."""
+    """The actor's class."""
 
     def __init__(self, nbytes: int) -> None:
         self._array = zeros(nbytes // 4)

@@ -1,4 +1,5 @@
-/* What perf/peers/ucx.py calls: one UCX worker, memory that others reach, and put, get and fetch-add on such memory.
+/* Called by perf/peers/ucx.py: one UCX worker, memory that others reach, and put, get and fetch-add
+ * on such memory.
  *
  * Each call blocks until its effect is at the target (put: flushed). Functions give a ucs_status_t, 0 being good; a peer
  * belongs to one thread. Over TCP a target answers only within peer_progress.
@@ -50,7 +51,8 @@ int peer_open(const char *transports, const char *devices, struct peer **out) {
     return status;
 }
 
-/* Offer nbytes of zeros. What a client needs to connect: `address` and `key`, owned by UCX, and `memory`. */
+/* Offer nbytes of zeros. A client's data to connect: `address` and `key`, owned by UCX, and
+ * `memory`. */
 int peer_offer(struct peer *peer, size_t nbytes, void **memory, void **address, size_t *address_bytes, void **key,
                size_t *key_bytes) {
     ucp_mem_map_params_t params = {

@@ -1,4 +1,4 @@
-"""What an experiment runs on: a coordinator, memory servers and client processes, on the hosts of a lab or on loopback.
+"""The fleet of an experiment: a coordinator, memory servers and client processes, on the hosts of a lab or on loopback.
 
 All of it is this machine: the servers' links have a rate, its processors are shared by everybody.
 """

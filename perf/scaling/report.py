@@ -38,7 +38,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an experiment found. `setup` says what it ran on, `limit` in a sentence or two what bounds the figures."""
+    """The findings of an experiment. `setup` says what it ran on, `limit` in a sentence or two what bounds the
+    figures."""
 
     name: str
     title: str

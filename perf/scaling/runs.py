@@ -14,8 +14,8 @@ OPERATIONS = (WRITE, READ, ACCUMULATE)
 
 @dataclass(frozen=True)
 class Run:
-    """What clients reached together. Bandwidth in bytes per second, over the time in which all of them were at work
-    (perf.contender.sample_of); CPU in seconds per 1e9 bytes moved.
+    """The rates that clients reached together. Bandwidth in bytes per second, over the time in which all of them were
+    at work (perf.contender.sample_of); CPU in seconds per 1e9 bytes moved.
     """
 
     bandwidth: float

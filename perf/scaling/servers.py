@@ -24,7 +24,7 @@ _LINKS = (
 
 
 def _link_bytes(rate: str, seconds: float) -> int:
-    """What a link carries in about so many seconds."""
+    """The rate of a link, measured for about so many seconds."""
     return int(0.95 * parse_rate(rate) / 8 * seconds)
 
 

@@ -62,7 +62,7 @@ class Worker:
 
     def run(self, operation: str, nbytes: int, start: float, seconds: float) -> dict[str, Any]:
         reads = operation == "read"
-        # What is written may be common to all; what is read goes to an array of each client's own.
+        # All clients may write from one array; each reads into an array of its own.
         common = np.ones(nbytes // 4, np.float32)
         arrays = [np.zeros_like(common) if reads else common for _ in self._buffers]
         calls = [_call(buffer, operation, array) for buffer, array in zip(self._buffers, arrays, strict=True)]

@@ -1,4 +1,4 @@
-"""What is trained: handwritten digits, by a network of two hidden layers in numpy, its parameters one flat vector."""
+"""The network that is trained: handwritten digits, two hidden layers in numpy, its parameters one flat vector."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Local SGD and data parallelism by PyTorch beside ours: bytes, steps and seconds to a loss; and one process alone.
 
-All of it runs in a network namespace of its own, so that the counter of its loopback has every byte that any of them
-sends, headers and control included; ours goes over TCP there, as between hosts. Needs root.
+All processes run in a network namespace of their own. The counter of its loopback has every byte that any of them
+sends, headers and control included. Ours goes over TCP there, as between hosts. Needs root.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def work(case: Case, rank: int, seed: int, digits_file: str, address: str, ready
 
 
 class _shared:  # noqa: N801 - used as a function
-    """What a case makes of a network: a model to call, its optimizer, and what to call after each step."""
+    """A case's form of a network: a model to call, its optimizer, and a function to call after each step."""
 
     def __init__(self, case: Case, network: Any, rank: int, address: str) -> None:
         self._case, self._network, self._rank, self._address = case, network, rank, address

@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a case showed. Times in seconds, from the common start."""
+    """The result of one run of a case. Times in seconds, from the common start."""
 
     iteration_s: float
     gaps_s: list[float]

@@ -161,7 +161,7 @@ def _shape(fleet: Fleet, rate: str | None) -> None:
 
 
 def link_bytes(fleet: Fleet) -> int:
-    """What the workers' hosts have sent so far, each byte once."""
+    """The bytes that the workers' hosts have sent so far, each byte once."""
     assert fleet.lab
     total = 0
     for name in fleet.names:

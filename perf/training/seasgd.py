@@ -175,7 +175,7 @@ def _measure(fleet: Fleet, workers: list[Process], network: Network, ratio: floa
 
 
 def _check(workers: list[Process], parameters: int) -> None:
-    """What a worker gives to the shared model it takes from its own: the sum over all of them stays what it was."""
+    """A worker takes from its own model what it gives to the shared one: the sum over all models does not change."""
     totals = [*ask_all(workers, do="total", of="values"), workers[0].ask(do="total", of="shared")]
     found = sum(total["total"] for total in totals)
     wanted = parameters * WORKERS * (WORKERS + 1) / 2

@@ -1,4 +1,4 @@
-"""What others' data bring: processes each of which has few samples of its own train one model together.
+"""The gain from others' data: processes with few samples of their own train one model together.
 
 The model and the optimizer are those of examples/stock_shared.py.
 """

@@ -77,7 +77,7 @@ def readable(array: Any, dtype: Dtype) -> Memory:
 
 
 class _Held:
-    """What numpy makes an array of; the array keeps it, and with it the memory, alive."""
+    """The object that numpy makes an array of. The array keeps this object, and so the memory, alive."""
 
     def __init__(self, memory: Memory, count: int, typestr: str, read_only: bool) -> None:
         self._memory = memory
@@ -109,8 +109,8 @@ def as_float32(memory: Memory) -> np.ndarray[Any, Any]:
 
 
 def as_bytes(memory: Memory, itemsize: int) -> np.ndarray[Any, Any]:
-    """Return memory of elements of that many bytes as a flat array of uint8, without a copy: to be written to only
-    where the memory may be.
+    """Return memory of elements of that many bytes as a flat array of uint8, without a copy: writable only if
+    the memory is.
     """
     return np.asarray(_Held(memory, memory.count * itemsize, "|u1", False))
 

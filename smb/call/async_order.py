@@ -119,7 +119,7 @@ class AsyncCalls:
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """Cancel what has not begun, and wait until the rest has ended. Whoever calls has failed the rest."""
+        """Cancel what has not begun, and wait until the rest has ended. The caller has failed the rest."""
         with self._changed:
             self._closed = True
             held = [call for call in self._calls if call.waits_for]
@@ -148,7 +148,9 @@ class AsyncCalls:
                 result = call.run()
             except BaseException as raised:  # noqa: BLE001 - the future's to raise
                 error = raised
-        left = self._end(call)  # before its future says so: whoever knows of it by that need not wait any more
+        left = self._end(
+            call
+        )  # before its future is done: a thread that learns of the end by the future need not wait any more
         if error is not None:
             call.future.set_exception(error)
         elif begun:

@@ -107,7 +107,7 @@ class ClusterSession:
         self.timeout_ms = max(1, round(self.timeout * 1000))
 
     def check_open(self) -> None:
-        """Raise UnavailableError where it was closed, Error in a child of fork."""
+        """Raise UnavailableError if it was closed, Error in a child of fork."""
         if self._closed:
             raise UnavailableError("the client is closed; call smb.connect again")
         if self.session_ended:
@@ -169,7 +169,7 @@ class ClusterSession:
         return self._closed
 
     def close(self) -> bool:
-        """Leave the cluster; see Client.close. False where there was nothing to do: the second time, or in a child."""
+        """Leave the cluster; see Client.close. False if there was nothing to do: the second time, or in a child."""
         if self._pid != _current_pid:
             return False  # a child of fork has no part in its parent's session, and its locks may be held by nobody
         with self._lock:
@@ -215,7 +215,7 @@ def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | 
 
 
 def _locate_copies(session: weakref.ref[ClusterSession], place: SegmentPlace) -> SegmentPlace | None:
-    """Ask the coordinator which server has the primary of a segment now, and where. Raises NotFoundError where the
+    """Ask the coordinator which server has the primary of a segment now, and where. Raises NotFoundError if the
     buffer is gone.
     """
     ours = session()
@@ -251,7 +251,7 @@ def _renew(
 ) -> None:
     """Renew the session until it is closed or forgotten. A coordinator that is away disturbs nothing else.
 
-    Whoever trains renews it more often: with each renewal the coordinator hears how far it is.
+    A client in a training renews it more often: each renewal tells the coordinator how far the training is.
     """
     renewed_at = looked_at = time.monotonic()
     while True:

@@ -25,6 +25,7 @@ from smb.errors import (
     Error,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
@@ -112,7 +113,7 @@ class Dispatcher:
                     fence.lose(request.token)
                 if ended.status is Status.NOT_FOUND:
                     self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
-                    self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
+                    self._refresh(deadline)  # raises if the buffer is gone for the coordinator too
                     for other in others:
                         other._forget(other._handle)
                         other._refresh(deadline)
@@ -228,7 +229,7 @@ class Dispatcher:
                 self._refresh(deadline)
             try:
                 return attach(deadline)
-            except TransportError:
+            except (TransportError, PermissionDeniedError):
                 self._ask_first = True
                 if asked:
                     raise
@@ -245,7 +246,7 @@ class Dispatcher:
         try:
             paths = self.session.reach(layout.segments, layout.epoch, deadline)
         except NotFoundError as error:
-            self._refresh(deadline)  # raises where the buffer is gone for the coordinator too
+            self._refresh(deadline)  # raises if the buffer is gone for the coordinator too
             raise UnavailableError(f"buffer {self.info.name!r}: {error}; {LOST}") from error
         handle = self._new_handle()
         for index, (place, path) in enumerate(zip(layout.segments, paths, strict=True)):
@@ -275,7 +276,7 @@ class Dispatcher:
         )
 
     def homes(self) -> tuple[Home, ...]:
-        """What to ask about locks and versions: the home first, then the other segments."""
+        """The segments to ask about locks and versions: the home first, then the others."""
         homes = self._homes
         if self.info.replicas > 1:
             raise InvalidArgumentError(
@@ -312,11 +313,11 @@ class Dispatcher:
         return opcode in (Opcode.WRITE, Opcode.FILL) or self._nothing_applied(refused, 0)
 
     def _nothing_applied(self, refused: Outcome, wait_ms: int) -> bool:
-        """Whether it is known, or told within that time, that no part of a refused call was applied, or will be."""
+        """Whether no part of a refused call was applied, or will be: known now, or learnt within that time."""
         return not refused.sent or self._outcome_of(refused, 0, wait_ms) == NOT_APPLIED
 
     def _outcome_of(self, failed: Outcome, nbytes: int, wait_ms: int) -> CallOutcome:
-        """Return what is known by now, or told within that time, of a change of so many bytes that was sent."""
+        """Return the outcome of a change of so many bytes that was sent: known now, or learnt within that time."""
         if failed.unknown is None:
             return UNKNOWN
         try:
@@ -326,14 +327,14 @@ class Dispatcher:
         return outcome_of(parts, failed.bytes_applied, nbytes)
 
     def _open_again(self, deadline: Deadline) -> bool:
-        """Get newer tokens, which the next call shows; False where the coordinator does not answer."""
+        """Get newer tokens, which the next call shows; False if the coordinator does not answer."""
         if not self._refresh(deadline):
             return False
         self._forget(self._handle)
         return True
 
     def _refresh(self, deadline: Deadline) -> bool:
-        """Ask where the buffer is now, and what it is called; False where the coordinator does not answer."""
+        """Ask where the buffer is now, and what it is called; False if the coordinator does not answer."""
         try:
             # By its id: it may have been renamed since.
             info = BufferInfo.of(

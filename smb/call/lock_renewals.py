@@ -15,7 +15,7 @@ _log = logging.getLogger("smb")
 
 
 class Renewed(Protocol):
-    """What is renewed: a lock."""
+    """A lock, as the renewals need it."""
 
     @property
     def token(self) -> int:

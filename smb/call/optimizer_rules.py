@@ -16,7 +16,7 @@ _STEP_MAX = 2**53  # beyond it a float64 has not every whole number
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One optimizer. `number` travels in frames, `states` names its state, `hyper` has the defaults of its numbers,
-    None where one must be given.
+    None if one must be given.
     """
 
     name: str
@@ -49,7 +49,7 @@ def rule_of(name: str, asked: str) -> Rule:
 
 
 def hyper_of(rule: Rule, given: Mapping[str, float], asked: str) -> dict[str, float]:
-    """Return all numbers of a rule by name. InvalidArgumentError where one is missing, unknown or out of its range."""
+    """Return all numbers of a rule by name. InvalidArgumentError if one is missing, unknown or out of its range."""
     strange = [name for name in given if name not in rule.hyper]
     missing = [name for name, default in rule.hyper.items() if default is None and name not in given]
     if strange or missing:

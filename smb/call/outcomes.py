@@ -83,7 +83,7 @@ def error_of(
     why: str = "",
 ) -> Error:
     """Return what to raise: what was `asked`, of `where`, why it failed (`timeout`: seconds; `reader`: the session may
-    read it only; `why` whoever answers there is not taken for it), and what of it was `applied`.
+    read it only; `why` the peer there is not trusted), and what of it was `applied`.
     """
     if outcome.status is Status.TIMEOUT:
         return TimeoutError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")

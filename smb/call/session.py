@@ -26,7 +26,7 @@ class Session(Protocol):
     verbs: Verbs
 
     def check_open(self) -> None:
-        """Raise UnavailableError where it was closed, Error in a child of fork."""
+        """Raise UnavailableError if it was closed, Error in a child of fork."""
 
     def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the path to each segment."""
@@ -41,7 +41,7 @@ class Session(Protocol):
         """Return the order of the async calls on a buffer."""
 
     def why_untrusted(self, server: str) -> str:
-        """Return why whoever answers at a server's address is not taken for it, empty where that is not so."""
+        """Return why the peer at a server's address is not trusted to be that server, empty if it is trusted."""
 
 
 class Fence(Protocol):

@@ -72,7 +72,7 @@ class Home:
         Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
         server was not reached for the client's timeout).
         """
-        # Of a barrier that was freed meanwhile the round is not known any more: whoever asks for it gets an error.
+        # If the barrier was freed meanwhile, its round is not known any more: a request for it gets an error.
         again = self.named and opcode is not AskOpcode.AWAIT_BARRIER
         opened, deadline = False, Deadline(self._client.timeout)
         while True:
@@ -179,7 +179,7 @@ class Home:
             case Status.TIMEOUT:
                 return TimeoutError(f"{asked}: not within the time given")
             case Status.LOCK_LOST:
-                return LockLostError(f"{asked}: its lease ran out; whoever waited may hold the lock now; take it again")
+                return LockLostError(f"{asked}: its lease ran out; another may hold the lock now; take it again")
             case Status.BROKEN:
                 return BrokenBarrierError(
                     f"{asked}: one of the parties died, gave up or left; the next round starts clean"

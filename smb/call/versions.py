@@ -37,7 +37,7 @@ class Versions:
         self._arguments = calls.arguments
 
     def find(self, version: int = LATEST) -> tuple[int, int]:
-        """(version published last, copy in which `version` lies, -1 where it is not there), from the home's own memory
+        """(version published last, copy in which `version` lies, -1 if it is not there), from the home's own memory
         where it is mapped.
         """
         self._calls.session.check_open()
@@ -54,7 +54,7 @@ class Versions:
 
     def read(self, offset: int, count: int, sink: Any, wire: int, wanted: int | None = None) -> int:
         """Read from the copy of the latest version, or of the one that is `wanted`, and return which version that was.
-        Raises NotFoundError where that is not there.
+        Raises NotFoundError if that is not there.
 
         No byte of it changed if it is still in that copy after the read.
 
@@ -138,7 +138,7 @@ class Versions:
         return True
 
     def read_copy(self, version: int, offset: int, count: int, sink: Any, wire: int) -> bool:
-        """Read from that version's copy. False where a publisher has begun to overwrite it."""
+        """Read from that version's copy. False if a publisher has begun to overwrite it."""
         copy = self.find(version)[1]
         if copy < 0:
             return False

@@ -1,4 +1,4 @@
-"""What the library logs, and where: warnings, and what a training's join did, to standard error."""
+"""The library's log: warnings, and what a training's join did, go to standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a namespace may take at most, as people write it; the coordinator holds it (smb/coordinator/quotas.py)."""
+"""Parses a namespace's quota, as people write it. smb/coordinator/quotas.py enforces it."""
 
 from __future__ import annotations
 

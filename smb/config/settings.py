@@ -4,8 +4,8 @@ A setting `capacity` of section `memserver` is `--capacity`, `SMB_MEMSERVER_CAPA
 `[memserver]` in the file. Sections `cluster` and `client` have no part in the variable's name. A flag counts before a
 variable, a variable before the file, the file before the default. To add one, add a line to the table.
 
-The file is TOML, named by --config or SMB_CONFIG. It is read whole and checked whole by whoever reads it, so that a
-mistake in one daemon's section is found by the first.
+The file is TOML, named by --config or SMB_CONFIG. Every reader reads and checks the whole file, so that the first
+daemon finds a mistake in another's section.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 class Setting:
     """One setting. `kind` is what the file may hold: str, int, float or bool; a size is a str or an int.
 
-    `check` takes the value as text and raises InvalidArgumentError; what depends on more than the text (whether a
-    directory is there) is checked by whoever uses it.
+    `check` takes the value as text and raises InvalidArgumentError; conditions beyond the text (whether a directory is
+    there) are checked where the value is used.
     """
 
     section: str
@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The option of the daemon or the commands that take it; empty where none does: programs pass it to
+        """The option of the daemon or the commands that take it; empty if none does: programs pass it to
         smb.connect, or it is of RDMA.
         """
         return "" if self.section in _FLAGLESS else "--" + self.key.replace("_", "-")
@@ -158,8 +158,8 @@ _TABLE = (
     Setting("cluster", "tls_key", str, None, "The own key, in place of key.pem there.", metavar="FILE"),
     Setting(
         "cluster", "insecure", bool, False,
-        "Listen to other machines without credentials: whoever reaches it may read, change and delete, and see the "
-        "pages.",
+        "Listen to other machines without credentials: everybody who reaches it may read, change and delete, and "
+        "see the pages.",
         _switch,
     ),
     Setting(
@@ -288,7 +288,7 @@ _TABLE = (
 )  # fmt: skip
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _TABLE}
 
-# What `use_file` put into the environment, by variable.
+# The values that `use_file` put into the environment, by variable.
 _put: dict[str, Found] = {}
 
 
@@ -318,7 +318,7 @@ def text_of(name: str) -> str | None:
 
 
 def switch_of(name: str) -> bool | None:
-    """Return whether a switch is on, None where nothing says. Raises as `find` does."""
+    """Return whether a switch is on, None if nothing says. Raises as `find` does."""
     found = find(name)
     return _switch(found.text) if found else None
 

@@ -1,6 +1,8 @@
 """The coordinator: names, layouts, liveness and leases. It is never on the data path.
 
-Data flow: `service` (gRPC) turns a request into an event, `commit log` commits it (`state` decides, `store` remembers),
-`service` does what the resulting effects ask of the memory servers (`peers`), `endings` tells them which sessions are
-over. `placement`, `leases`, `sessions` and `state` are pure.
+Data flow: `service` (gRPC) turns a request into an event. `commit_log` commits it: `state` decides, `store` remembers.
+Then `service` executes the resulting effects at the memory servers (`memserver_client`). `session_end_notifier` tells
+them which sessions are over. `placement`, `leases`, `replicas` and `state` are pure.
+With records in etcd, `contender` waits until this coordinator is elected (`etcd.election`); `leader` has the parts that
+work while it leads.
 """

@@ -1,7 +1,7 @@
 """The one place where state and store change: together, one event after the other.
 
-An event is decided on the current state, stored, and only then shown: whatever anybody was told survives the
-coordinator, and what could not be stored never happened. All of it runs in the event loop of one thread.
+An event is decided on the current state, stored, and only then shown. So every reply survives the coordinator, and an
+event that could not be stored never happened. All of it runs in the event loop of one thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_clocks() -> Instant:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The state right after an event, and the effects that are left to whoever committed it."""
+    """The state right after an event, and the effects that its caller must execute."""
 
     state: State
     effects: tuple[Effect, ...]
@@ -68,7 +68,7 @@ class CommitLog:
         self._owed: dict[str, str | None] = {}  # changes that were shown, but could not be stored yet
         self._store_error = ""
         self.state = state
-        # Told of every event after it was stored, with the state before it. In the loop's thread; must not raise.
+        # Called with every event after it was stored, and the state before it. In the loop's thread; must not raise.
         self.on_commit: Callable[[Event, State, Committed, Instant], None] | None = None
 
     @staticmethod
@@ -117,7 +117,7 @@ class CommitLog:
 
     @property
     def store_error(self) -> str:
-        """Why the store cannot be written, as of the last half a second; empty where it can."""
+        """Why the store cannot be written, as of the last half a second; empty if it can."""
         return self._store_error
 
     async def _put(self, event: Event, effects: Sequence[Effect]) -> None:

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
-from smb.coordinator.etcd.lead import Lead, campaign, leader_of
+from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import EtcdStore
-from smb.coordinator.leading import Around, Leading, cancel
+from smb.coordinator.leader import Around, Leading, cancel
 from smb.coordinator.store import DeposedError, StoreError
 from smb.daemon.process import notify
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("coordinator")
 
 @dataclass(slots=True)
 class Shown:
-    """Who serves the pages now."""
+    """The source of the pages: it changes with the leader."""
 
     leading: Leading | None = None
 
@@ -54,7 +54,7 @@ class Contender:
 
     async def _stand_by(self) -> Lead | None:
         """Return the lead once it is ours."""
-        around, told = self._around, ""
+        around, announced = self._around, ""
         while True:
             leader = await leader_of(self._etcd, self._place)
             around.health.ticked()
@@ -67,10 +67,10 @@ class Contender:
             around.health.stand_by(leader.address)
             self._complained = ""
             self.settled.set()
-            if told != leader.address:
-                told = leader.address
-                _log.info("stands by: %s leads", told)
-                notify(f"STATUS=stands by: {told} leads")
+            if announced != leader.address:
+                announced = leader.address
+                _log.info("stands by: %s leads", announced)
+                notify(f"STATUS=stands by: {announced} leads")
             await asyncio.sleep(LOOK_S)
 
     async def _lead(self, lead: Lead | None) -> None:

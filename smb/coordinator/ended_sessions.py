@@ -1,7 +1,7 @@
 """The sessions that have ended, numbered in the order in which they did. Pure.
 
-A memory server that says how far it has heard is told the rest. So many are remembered that a server has missed more of
-them only after an absence in which everything that a session can hold there has run out anyway.
+A memory server says how far it has heard, and gets the rest. A server that has missed more than are remembered was away
+for long. All that a session can hold at that server has run out by then.
 """
 
 from __future__ import annotations

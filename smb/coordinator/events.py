@@ -98,7 +98,7 @@ class ServerCounted:
 
 @dataclass(frozen=True, slots=True)
 class ServerSuspected:
-    """A memory server could not be told to drop segments: it must register again, so that it hears of them then."""
+    """A call to drop segments did not reach a memory server: it must register again, and learns of them then."""
 
     name: str
 
@@ -155,7 +155,7 @@ class NamesFreed:
 
 @dataclass(frozen=True, slots=True)
 class SessionRenewed:
-    """A client opens a session, or says that it lives. `owner`: its certificate's key, empty where there is none."""
+    """A client opens a session, or says that it lives. `owner`: its certificate's key, empty if there is none."""
 
     session_id: int
     client_name: str
@@ -249,7 +249,7 @@ class MakeSegments:
 
 @dataclass(frozen=True, slots=True)
 class DropSegments:
-    """Have the servers drop these; report ServerSuspected for one that cannot be told."""
+    """Have the servers drop these; report ServerSuspected for one that cannot be reached."""
 
     segments: tuple[SegmentRecord, ...]
 

@@ -1,7 +1,7 @@
-"""What answers the coordinator's port: the service of whoever leads here, or nobody and who leads instead.
+"""Answers the coordinator's port: with the service while this coordinator leads, else with the leader's address.
 
-Of several coordinators one answers. It is asked before a call whether it leads, and before its answer goes out: what
-it knew may be out of date by then.
+Of several coordinators one answers. Leadership is checked before a call and again before its answer goes out: the
+answer may be out of date by then.
 """
 
 # gRPC calls methods by the names of the .proto, always with request and context.
@@ -41,14 +41,14 @@ class _Handlers:
 
 
 class _Nobody(CoordinatorServicer):
-    """What stands there while another leads: `Front.check` comes before each of its methods."""
+    """The service while another coordinator leads: `Front.check` comes before each of its methods."""
 
-    def __init__(self, told: Callable[[], pb.LeaderReply]) -> None:
-        self._told = told
+    def __init__(self, leader: Callable[[], pb.LeaderReply]) -> None:
+        self._leader = leader
 
     async def Leader(self, request: pb.LeaderRequest, context: Any) -> pb.LeaderReply:
         """See control.proto."""
-        return self._told()
+        return self._leader()
 
 
 class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -56,10 +56,10 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         self.address = ""  # ours, as others reach it
-        self.leader = ""  # the leader's; empty where nobody is known to lead
+        self.leader = ""  # the leader's; empty if nobody is known to lead
         self.term = 0  # which grows with each leader
         self._holds: Callable[[], bool] | None = None
-        self._nobody = _Handlers(_Nobody(self._told)).by_method
+        self._nobody = _Handlers(_Nobody(self._leader)).by_method
         self._handlers = self._nobody
 
     def lead(self, service: CoordinatorServicer, holds: Callable[[], bool], term: int) -> None:
@@ -80,12 +80,12 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return self._holds is not None and self._holds()
 
     def check(self, method: str, outcome: CallOutcome = "not applied") -> None:
-        """Raise DeposedError where another may lead. `outcome`: what became of the call, as far as is known."""
+        """Raise DeposedError if another may lead. `outcome`: what became of the call, as far as is known."""
         if not self.leads and method != ASKED_OF_ALL:
             raise self.refusal(outcome)
 
     def refusal(self, outcome: CallOutcome = UNKNOWN) -> DeposedError:
-        """Return the error for whoever called this one."""
+        """Return the error for the caller of this one."""
         leads = f"{self.leader} does" if self.leader and self.leader != self.address else "another one will, soon"
         return DeposedError(
             f"the coordinator at {self.address} does not lead now, {leads}; give all of them: "
@@ -97,5 +97,5 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         """Return what answers a method now."""
         return self._handlers.get(handler_call_details.method)
 
-    def _told(self) -> pb.LeaderReply:
+    def _leader(self) -> pb.LeaderReply:
         return pb.LeaderReply(leads=self.leads, address=self.leader, term=self.term)

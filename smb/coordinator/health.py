@@ -64,12 +64,12 @@ class Health:
 
     @property
     def store_error(self) -> str:
-        """Why the store cannot be written; empty where it can."""
+        """Why the store cannot be written; empty if it can."""
         led = self._led
         return self._trouble if led is None else led[0].store_error
 
     def state_free_bytes(self) -> int | None:
-        """Return how much room the store's disk has; None where nobody knows."""
+        """Return how much room the store's disk has; None if nobody knows."""
         led = self._led
         return None if led is None else led[1].free_bytes()
 

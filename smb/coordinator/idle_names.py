@@ -1,8 +1,8 @@
 """Frees named locks and barriers that nobody uses: each takes a segment, and a name used once would keep it for good.
 
 In this order, so that nothing is lost wherever it is cut off: the server retires a segment that is idle, and from then
-on answers nobody about it; the name leaves the records; the segment is dropped. What was retired but is still recorded,
-e.g. after a crash, is found by the next round. A client that comes back places the name anew.
+on answers nobody about it; the name leaves the records; the segment is dropped. A segment that was retired but is still
+recorded, e.g. after a crash, is found by the next round. A client that comes back places the name anew.
 """
 
 from __future__ import annotations

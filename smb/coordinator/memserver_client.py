@@ -151,11 +151,11 @@ class MemoryServers:
 
 
 def _failure(server: ServerRecord, what: str, error: grpc.aio.AioRpcError) -> Error:
-    told = f'memory server "{server.name}" at {server.control_address}'
+    memserver = f'memory server "{server.name}" at {server.control_address}'
     if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return OutOfMemoryError(f"{told}: {error.details()}")
+        return OutOfMemoryError(f"{memserver}: {error.details()}")
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return UnavailableError(f"{told} did not {what} in time")
+        return UnavailableError(f"{memserver} did not {what} in time")
     if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return UnavailableError(f"{told} cannot be reached to {what}")
-    return UnavailableError(f"{told} could not {what}: {error.details()}")
+        return UnavailableError(f"{memserver} cannot be reached to {what}")
+    return UnavailableError(f"{memserver} could not {what}: {error.details()}")

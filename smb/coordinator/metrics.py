@@ -79,7 +79,7 @@ class HealthMetrics(Collector):
 
 
 class StateMetrics(Collector):
-    """What the state says, read at each scrape: in the page's thread, which is safe as no state ever changes.
+    """Figures of the state, read at each scrape in the page's thread. That is safe, as states are immutable.
 
     `recovery_s` is how long reading the store took.
     """

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from smb.coordinator.etcd.connection import SCHEME, Access, Etcd, Place, RefusedError, SilentError
-from smb.coordinator.etcd.lead import LEASE_S, campaign, leader_of
+from smb.coordinator.etcd.election import LEASE_S, campaign, leader_of
 from smb.coordinator.etcd.store import CHANGES_MAX, TRANSACTION_BYTES_MAX, EtcdStore
-from smb.coordinator.leading import cancelled_at_end
+from smb.coordinator.leader import cancelled_at_end
 from smb.coordinator.store import MIGRATION, Store, StoreError, open_store
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
@@ -25,8 +25,8 @@ _OWN_NAME = "smb coordinator migrate"
 async def migrate(source: str, target: str, access: Access) -> int:
     """Move everything from one place to the other; both are as --state has them. Return how many records there are.
 
-    Raises UnavailableError where a coordinator runs on either, InvalidArgumentError where the target has records of its
-    own, StoreError where one of them cannot be read or written.
+    Raises UnavailableError if a coordinator runs on either, InvalidArgumentError if the target has records of its own.
+    Raises StoreError if one of them cannot be read or written.
     """
     if not source.startswith(SCHEME) and not Path(source).is_dir():
         raise InvalidArgumentError(f"--from {source}: there is no such directory")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from smb.config.parse import parse_address
 from smb.config.quotas import Quota
-from smb.coordinator.etcd.lead import LEASE_S, LEASE_S_MAX, LEASE_S_MIN
+from smb.coordinator.etcd.election import LEASE_S, LEASE_S_MAX, LEASE_S_MIN
 from smb.coordinator.idle_names import IDLE_S, IDLE_S_MAX, IDLE_S_MIN
 from smb.coordinator.state import SESSION_LEASE_S
 from smb.coordinator.token_issuer import LIFETIME_S

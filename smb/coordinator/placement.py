@@ -48,9 +48,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What there is to place on: free bytes of each live server, the names of those known but not alive, and weights:
-    how much of the traffic a server should take, beside others (1 where none is told). `stripe_bytes`: what this
-    cluster takes where a buffer says none; 0: as `place` says.
+    """The servers to place on: free bytes of each live server, the names of those known but not alive, and weights. A
+    weight is the server's share of the traffic, relative to others (default 1). `stripe_bytes`: what this cluster takes
+    where a buffer says none; 0: as `place` says.
     """
 
     free_bytes: Mapping[str, int]
@@ -77,14 +77,14 @@ def place(
     """Place `nbytes` on `names`, or on `count` servers, or (both empty) on as many as have something to take.
 
     Servers with the most free bytes come first, by name where equal, so that small buffers go round. A buffer of fewer
-    stripes than servers lies on the first of them, one stripe each. stripe_bytes 0 means the pool's,
-    else 256 KiB (1 MiB for more than 8 GiB), or less where that would leave one of the wanted servers without its part.
-    Several versions take copies of whole stripes, for which the default stripe is no larger than the data needs.
+    stripes than servers lies on the first of them, one stripe each. The value 0 of stripe_bytes means the pool's, else
+    256 KiB (1 MiB for more than 8 GiB). The default is smaller if one of the wanted servers would otherwise get no
+    part. Several versions take copies of whole stripes, for which the default stripe is no larger than the data needs.
 
     Servers of unequal weights get segments in proportion, as far as stripes and room go; where a part by weight has no
     room on its server, the same servers share evenly.
 
-    Raises UnavailableError where servers are missing, OutOfMemoryError where they are full, InvalidArgumentError for
+    Raises UnavailableError if servers are missing, OutOfMemoryError if they are full, InvalidArgumentError for
     names that nobody knows or more servers than a buffer can have.
     """
     _check_servers(pool, count, names)
@@ -125,10 +125,10 @@ def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placemen
 
 
 def place_backups(pool: Pool, placement: Placement) -> tuple[str, ...]:
-    """Return the server of each share's second copy: another one, on another host where there is one with room, and
-    among those the one that has got least of this buffer, then the one with most free bytes.
+    """Return the server of each share's second copy: another one, on another host if one there has room. Among those it
+    is the server with least of this buffer, then the one with most free bytes.
 
-    Raises UnavailableError where there is one server alone, OutOfMemoryError where there is no room.
+    Raises UnavailableError if there is one server alone, OutOfMemoryError if there is no room.
     """
     if len(pool.free_bytes) < 2:
         raise UnavailableError(
@@ -161,9 +161,10 @@ def chunk_bytes(stripe_bytes: int) -> int:
 def weighted_round(weights: Sequence[float], most: int) -> list[int]:
     """Return the order in which servers of these weights take turns: each at least one, at most max(`most`, servers).
 
-    Equal weights take one turn each, in order. Unequal ones take as many as the shortest round needs in which the
-    busiest server has at most 1.02 times its due, or the best round of up to 16 turns (2 for each server where these
-    are more). A server's turns are spread evenly over the round, so that any few stripes in a row are spread too.
+    Equal weights take one turn each, in order. Unequal weights take as many turns as the shortest round in which the
+    busiest server has at most 1.02 times its due. If no round is that good, the best one of up to 16 turns is taken (2
+    for each server if these are more). A server's turns are spread evenly over the round, so that any few stripes in a
+    row are spread too.
     """
     servers = len(weights)
     if len(set(weights)) == 1:
@@ -187,8 +188,8 @@ def weighted_round(weights: Sequence[float], most: int) -> list[int]:
     return [index for _, index in sorted(((2 * k + 1) / turns[i], i) for i in turns for k in range(turns[i]))]
 
 
-def _default_stripe(nbytes: int, wanted: int, versions: int, told: int) -> int:
-    largest = told or (STRIPE_BYTES_DEFAULT if versions * nbytes <= LARGE_BYTES else STRIPE_BYTES_LARGE)
+def _default_stripe(nbytes: int, wanted: int, versions: int, stripe: int) -> int:
+    largest = stripe or (STRIPE_BYTES_DEFAULT if versions * nbytes <= LARGE_BYTES else STRIPE_BYTES_LARGE)
     if wanted <= 1 and versions == 1:
         return largest
     even = -(-nbytes // max(wanted, 1))

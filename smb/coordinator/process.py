@@ -1,4 +1,4 @@
-"""The coordinator's life: start, serve until told to stop, stop."""
+"""The coordinator's life: start, serve until a signal, stop."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from contextlib import AsyncExitStack
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from smb.cluster import reachable
+from smb.config.host_address import reachable
 from smb.config.parse import format_address, parse_address
 from smb.coordinator.contender import Contender, Shown
 from smb.coordinator.etcd.connection import SCHEME, Access, Place
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
-from smb.coordinator.leading import Around, Leading, cancel
+from smb.coordinator.leader import Around, Leading, cancel
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
 from smb.coordinator.options import Options
 from smb.coordinator.rpc_interceptor import Answers
@@ -97,8 +97,8 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leading = shown.leading
         if leading is not None:
             return leading.page(path, query) or Answer("404 Not Found", "text/plain", _PATHS)
-        told = f"This coordinator stands by. The leader: {front.leader or 'not known'}\n"
-        return Answer("503 Service Unavailable", "text/plain", told.encode())
+        text = f"This coordinator stands by. The leader: {front.leader or 'not known'}\n"
+        return Answer("503 Service Unavailable", "text/plain", text.encode())
 
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(host,))
     pages = Pages(options.metrics, registry, health.show, route, admit)

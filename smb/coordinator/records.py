@@ -1,4 +1,4 @@
-"""What the coordinator remembers: plain immutable records, and their text in the store."""
+"""The coordinator's records, plain and immutable, and their text in the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smb.rpc.metadata import pack
 
 
 class Kind(str, Enum):
-    """What a name stands for. Each kind has a name space of its own."""
+    """The kind of thing a name stands for. Each kind has a name space of its own."""
 
     BUFFER = "buffer"
     LOCK = "lock"
@@ -79,12 +79,12 @@ class BufferRecord:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f'{self.kind.value} "{self.name}"'
 
     @property
     def copy_stride_bytes(self) -> int:
-        """From the start of one copy to the start of the next; 0 where there is one copy."""
+        """From the start of one copy to the start of the next; 0 if there is one copy."""
         return copy_stride_bytes(self.nbytes, self.stripe_bytes, len(self.segments)) if self.versions > 1 else 0
 
     @property
@@ -151,7 +151,7 @@ class ServerRecord:
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
     """A client's session. `ended` is its number among those that have ended, 0 while it lives; of those no more
-    is kept. `owner` is the key of the certificate that it was opened with, empty where there is none.
+    is kept. `owner` is the key of the certificate that it was opened with, empty if there is none.
     """
 
     id: int

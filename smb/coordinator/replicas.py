@@ -1,4 +1,4 @@
-"""Who holds the copies of a segment: docs/decisions/0025. Pure.
+"""The servers of a segment's copies, and their roles: docs/decisions/0025. Pure.
 
 Invariant: a segment's server and its backup, if it has one, both have every change that was acknowledged. So either of
 them may go on alone, and one that goes on alone has no backup in the record. Roles change here alone; each change
@@ -17,7 +17,7 @@ Alive = Callable[[str], bool]
 
 
 class CopyRole(IntEnum):
-    """What a server is to a segment; csrc/smb.h has the numbers."""
+    """A server's role for a segment; csrc/smb.h has the numbers."""
 
     PRIMARY = 1
     BACKUP = 2
@@ -45,7 +45,7 @@ def copies_on(record: BufferRecord, server: str) -> list[Copy]:
 
 
 def fail_over(record: BufferRecord, alive: Alive) -> BufferRecord:
-    """Return the record without the copies on servers that are gone. Where both are gone all stays as it is."""
+    """Return the record without the copies on servers that are gone. If both are gone, all stays as it is."""
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
         if not segment.backup or alive(segment.server) == alive(segment.backup):

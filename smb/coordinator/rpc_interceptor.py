@@ -46,7 +46,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps every unary call of the service."""
 
     def __init__(self, answered: Callable[[str, grpc.StatusCode, float], None], front: Front) -> None:
-        """`answered` is told of each: method, code, seconds. `front` knows whether we may answer at all."""
+        """`answered` is called after each: method, code, seconds. `front` knows whether we may answer at all."""
         self._answered = answered
         self._front = front
 
@@ -78,7 +78,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 self._front.check(method, errors.UNKNOWN)
                 return reply
             except errors.Error as error:
-                # What it knew may be out of date where it leads no more: then that is the answer.
+                # A deposed leader's answer may be out of date: it answers that it does not lead.
                 if not isinstance(error, DeposedError) and method != ASKED_OF_ALL and not self._front.leads:
                     error = self._front.refusal(error.outcome)
                 code, text, outcome = code_of(error), str(error), error.outcome
@@ -94,8 +94,8 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
             # cycle lives until Python looks for cycles, and must not keep a large request.
             del request
-            told = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, "1"),) if standby else ()))
-            await context.abort(code, text, trailing_metadata=told)
+            trailers = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, "1"),) if standby else ()))
+            await context.abort(code, text, trailing_metadata=trailers)
             raise AssertionError("abort returns to nobody")
 
         return answer

@@ -1,7 +1,7 @@
 """The gRPC service: each call becomes an event, and what follows from it is done here.
 
 Runs in one event loop. A creation is a task of its own: once begun it ends with a whole buffer or with nothing, also
-where the client that asked for it goes away in the middle.
+if the client that asked for it goes away in the middle.
 """
 
 # gRPC calls methods by the names of the .proto, always with request and context.
@@ -148,8 +148,8 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.session.renewal_asked")
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
-        told = [report for report in request.trainings if caller().may_see(report.name)]
-        self._watch.trainings.told(request.session_id, told, self._commit_log.now())
+        reports = [report for report in request.trainings if caller().may_see(report.name)]
+        self._watch.trainings.record_reports(request.session_id, reports, self._commit_log.now())
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
@@ -190,7 +190,7 @@ class CoordinatorService(CoordinatorServicer):
         committed = await self._commit_log.commit(ServerRenewed(request.name, request.instance_id, request.used_bytes))
         failpoint("coordinator.renew.granted")
         if request.HasField("load"):
-            self._watch.told(request.name, request.instance_id, request.load, self._commit_log.now())
+            self._watch.record_load(request.name, request.instance_id, request.load, self._commit_log.now())
         if request.broken:
             await self._look_after(request.name, request.broken)
         state = self._commit_log.state
@@ -204,7 +204,8 @@ class CoordinatorService(CoordinatorServicer):
         )
 
     async def _look_after(self, server: str, broken: Iterable[pb.BrokenPair]) -> None:
-        """Whoever a server cannot reach may be dead: then the survivors go on alone, before this returns."""
+        """Check the servers that this one cannot reach. If such a server is dead, the survivors go on alone before this
+        returns."""
         for_ms = {pair.segment_id: pair.for_ms for pair in broken}
         copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in for_ms and copy.peer]
         peers = sorted({copy.peer for copy in copies})
@@ -277,8 +278,8 @@ class CoordinatorService(CoordinatorServicer):
         return self._opened(request, record)
 
     async def _checked(self, request: pb.CreateBufferRequest) -> Creation:
-        """Return the creation. Metadata is parsed aside, as servers lose their leases while the loop stands still, and
-        one at a time, as it takes many times its size.
+        """Return the creation. Metadata is parsed in another thread, as servers lose their leases while the loop stands
+        still. One at a time is parsed, as parsing takes many times the size in memory.
         """
         asked = without_session(request)
         if not asked.packed_metadata:
@@ -456,6 +457,6 @@ class CoordinatorService(CoordinatorServicer):
 
     def _forget_creation(self, creation: asyncio.Task[BufferRecord]) -> None:
         self._creations.discard(creation)
-        # Where nobody waits for the answer any more, its failure is still ours to take note of.
+        # If nobody waits for the answer any more, we still take note of its failure.
         if not creation.cancelled() and isinstance(creation.exception(), StoreError):
             _log.error("%s", creation.exception())

@@ -23,7 +23,7 @@ class SessionEndNotifier:
     def __init__(self, commit_log: CommitLog, servers: MemoryServers) -> None:
         self._commit_log = commit_log
         self._servers = servers
-        self._untold: dict[str, list[int]] = {}  # by server; there while a call to it is under way
+        self._unsent: dict[str, list[int]] = {}  # by server; there while a call to it is under way
         self._calls: set[asyncio.Task[None]] = set()
 
     def tell(self, committed: Committed) -> None:
@@ -34,10 +34,10 @@ class SessionEndNotifier:
         failpoint("coordinator.session.end_stored")
         now = self._commit_log.now()
         for name in [name for name in committed.state.servers if committed.state.alive(name, now)]:
-            if name in self._untold:
-                self._untold[name] += ended
+            if name in self._unsent:
+                self._unsent[name] += ended
                 continue
-            self._untold[name] = list(ended)
+            self._unsent[name] = list(ended)
             call = asyncio.create_task(self._tell(name))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
@@ -51,8 +51,8 @@ class SessionEndNotifier:
 
     async def _tell(self, name: str) -> None:
         try:
-            while session_ids := self._untold[name]:
-                self._untold[name] = []
+            while session_ids := self._unsent[name]:
+                self._unsent[name] = []
                 server = self._commit_log.state.servers.get(name)
                 if server is None:
                     return
@@ -61,4 +61,4 @@ class SessionEndNotifier:
         except UnavailableError as error:
             _log.info("%s; it hears of them with its next renewal", error)
         finally:
-            del self._untold[name]
+            del self._unsent[name]

@@ -79,7 +79,7 @@ Step = tuple["State", tuple[Effect, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the buffers' records say of one server: bytes of capacity and number of segments."""
+    """One server's use by the buffers' records: bytes of capacity and number of segments."""
 
     nbytes: int = 0
     segments: int = 0
@@ -256,7 +256,7 @@ def _server_registered(state: State, event: ServerRegistered, now: Instant) -> S
     if len(state.servers) >= SERVERS_MAX and server.name not in state.servers:
         raise OutOfMemoryError(f'no place for memory server "{server.name}": a cluster has at most {SERVERS_MAX}')
     if server.name not in state.servers and event.segment_ids:
-        # To be told to drop them would cost it the data of another cluster, or of this one after a wrong --state.
+        # Dropping them could cost the data of another cluster, or of this one after a wrong --state.
         raise InvalidArgumentError(
             f'memory server "{server.name}" is not known here but holds {len(event.segment_ids)} segments; start the '
             f"coordinator with the --state that knows them, or remove the server's segment files to give that data up"

@@ -1,4 +1,4 @@
-"""Where the coordinator's records outlive it: named texts, changed together or not at all.
+"""Stores in which the coordinator's records outlive it: named texts, changed together or not at all.
 
 The interface is what a key-value service offers too, and asynchronous for that reason; SQLite answers in place, within
 microseconds, because it writes to the kernel's cache only: that survives kill -9 of the coordinator. It does not wait
@@ -50,21 +50,21 @@ class Store(Protocol):
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
         """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing.
 
-        What is `urgent` may use the last of the disk's room.
+        An `urgent` change may use the last of the disk's room.
         """
 
     def free_bytes(self) -> int | None:
-        """Return how much room there is for more; None where nobody knows. For any thread."""
+        """Return how much room there is for more; None if nobody knows. For any thread."""
 
     async def close(self) -> None:
         """Let the next coordinator have it."""
 
 
 def open_store(where: str) -> Store:
-    """Open the store at `where`: a directory, made if need be, for SQLite. (Whoever leads has the one in etcd.)
+    """Open the store at `where`: a directory, made if need be, for SQLite. (The store in etcd belongs to the leader.)
 
-    Raises InvalidArgumentError for a kind of store that is not there, UnavailableError where another coordinator has
-    it, StoreError where it cannot be made or was written by another version.
+    Raises InvalidArgumentError for an unknown kind of store, UnavailableError if another coordinator has the store.
+    Raises StoreError if the store cannot be made or was written by another version.
     """
     if "://" in where:
         raise InvalidArgumentError(f"--state {where}: no such kind of store; give a directory, or etcd://...")

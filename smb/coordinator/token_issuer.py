@@ -58,7 +58,7 @@ class Tokens:
             raise PermissionDeniedError("this session is another client's: it was opened with another secret")
 
     def keys(self, server: str) -> pb.AccessKeys:
-        """Return what a memory server is told when it registers and renews."""
+        """Return the keys for a memory server that registers or renews."""
         now_ms = self._now_ms()
         generation = self._generation(now_ms)
         return pb.AccessKeys(

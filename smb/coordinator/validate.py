@@ -1,4 +1,4 @@
-"""What a create asks for, checked. Pure."""
+"""Checks a request to create. Pure."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Creation:
 
     @property
     def key(self) -> str:
-        """What the record is known by."""
+        """The record's key in the state."""
         return key_of(self.kind, self.name)
 
     @property
     def asked(self) -> str:
-        """What messages call the request."""
+        """The request's name in messages."""
         doing = "create of" if self.kind is Kind.BUFFER else f"first use of {self.kind.value}"
         return f'{doing} "{self.name}"'
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data, 0 where the dtype is left to `like`. No elements have the place of one: its locks and
+        """Bytes of the data, 0 if the dtype is left to `like`. No elements have the place of one: its locks and
         versions live there.
         """
         return max(math.prod(self.shape), 1) * DTYPES[self.dtype].itemsize if self.dtype else 0

@@ -1,1 +1,1 @@
-"""What both daemons share: life, pages, metrics' names, failpoints, the memory of the host."""
+"""Code that both daemons share: life, pages, metrics' names, failpoints, the memory of the host."""

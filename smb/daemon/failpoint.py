@@ -1,7 +1,7 @@
 """Named places where a test may have the process killed. They cost nothing and do nothing unless they are armed.
 
 SMB_FAILPOINT=NAME kills this process, with SIGKILL, when it first gets to that place; NAME:3 when it gets there for the
-third time. It counts only where SMB_FAILPOINTS_ALLOWED=1 is set as well: a single variable that went astray stops no
+third time. It counts only if SMB_FAILPOINTS_ALLOWED=1 is set as well: a single variable that went astray stops no
 daemon. Both are read once, when this module is imported.
 """
 

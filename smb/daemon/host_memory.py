@@ -36,7 +36,7 @@ class Group:
     limit_bytes: int
 
     def room_bytes(self) -> int:
-        """Return how much more its processes may take; 0 where it can't be read."""
+        """Return how much more its processes may take; 0 if it can't be read."""
         _, current, freed = _FILES[self.version]
         try:
             used = int((self.directory / current).read_text())
@@ -56,11 +56,11 @@ class MemoryLimit:
 
     @property
     def nbytes(self) -> int | None:
-        """The lowest limit; None where there is none."""
+        """The lowest limit; None if there is none."""
         return min((group.limit_bytes for group in self._groups), default=None)
 
     def room_bytes(self) -> int | None:
-        """Return how much more memory this process may take; None where there is no limit."""
+        """Return how much more memory this process may take; None if there is no limit."""
         return min((group.room_bytes() for group in self._groups), default=None)
 
     def check_capacity(self, capacity_bytes: int) -> None:
@@ -80,7 +80,7 @@ def _groups(root: Path) -> tuple[Group, ...]:
         path = _own_path(root, version)
         if path is None:
             continue
-        # A container sees its own group at the mount point, and may be told the host's path of it.
+        # A container sees its own group at the mount point, and may read the host's path of it.
         below = Path(path).relative_to(mounted_root) if Path(path).is_relative_to(mounted_root) else Path()
         top = root / mounted_at.lstrip("/")
         at = top / below

@@ -1,12 +1,12 @@
-"""Every metric there is: its name, type, labels and what it says. docs/metrics.md is made from this file
-(`make metrics-page`), and whoever exports a metric takes its description from here.
+"""Every metric: its name, type, labels and meaning. docs/metrics.md is made from this file (`make metrics-page`), and
+exporters take a metric's description from here.
 
 Labels are bounded. `kind` is one of the engine's opcodes, `transport` one of shm, tcp, unix; `class` an engine status,
 `method` and `code` gRPC's; `server` at most 1024 of a cluster. Of buffers and clients a memory server tells apart the
 first NAMED_MAX that it sees; all later ones are together in "other", until a deleted or departed one makes room for a
 new one. The coordinator tells apart the NAMED_MAX largest buffers.
 
-prometheus_client is imported only where a metric is made.
+prometheus_client is imported only if a metric is made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What both daemons share: their log, the ready file, what systemd is told, the check of a listening address, and the
-pages for metrics and health.
+"""Code that both daemons share: their log, the ready file, messages to systemd, the check of a listening address, and
+the pages for metrics and health.
 
-Threads: the pages are served by threads of their own. What they call (`health`, collectors of the registry) must be
-safe there.
+Threads: the pages are served by threads of their own. The functions that pages call (`health`, collectors of the
+registry) must be safe in these threads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def start_log(level: str) -> None:
 
 
 def end_with_owner() -> None:
-    """Where SMB_OWNER_PID names a process (a LocalCluster's), send ourselves SIGTERM when that one has ended.
+    """If SMB_OWNER_PID names a process (a LocalCluster's), send ourselves SIGTERM when that process has ended.
 
     Call it with SIGTERM blocked or handled: the thread that watches inherits that.
     """
@@ -91,10 +91,10 @@ def end_with_owner() -> None:
 
 
 def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> None:
-    """Tell whoever waits for it that we serve: a JSON object with address, metrics, name and pid, there whole or not at
-    all.
+    """Write the ready file, which says that we serve: a JSON object with address, metrics, name and pid, there whole or
+    not at all.
 
-    Raises UnavailableError where it cannot be written.
+    Raises UnavailableError if it cannot be written.
     """
     text = json.dumps({"address": address, "metrics": metrics, "name": name, "pid": os.getpid()})
     staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -108,7 +108,7 @@ def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> No
 
 def notify(*fields: str) -> None:
     """Tell the service's supervisor, where there is one (systemd's Type=notify): READY=1, STOPPING=1, WATCHDOG=1,
-    STATUS=text. Never fails: a supervisor that can't be told shows by its own means.
+    STATUS=text. Never fails: a supervisor that can't be reached reports that itself.
     """
     where = os.environ.get("NOTIFY_SOCKET", "")
     if not where:
@@ -122,7 +122,7 @@ def notify(*fields: str) -> None:
 
 
 def watchdog_interval_s() -> float | None:
-    """Return how often the supervisor must hear WATCHDOG=1 (a third of its patience), None where it does not ask."""
+    """Return how often the supervisor must hear WATCHDOG=1 (a third of its patience), None if it does not ask."""
     patience_us = os.environ.get("WATCHDOG_USEC", "")
     if not patience_us.isdigit() or os.environ.get("WATCHDOG_PID") not in (None, str(os.getpid())):
         return None
@@ -153,7 +153,7 @@ def _cannot_listen(address: str, error: OSError) -> Error:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one page is answered with. `tag` is its ETag: who has the same gets 304 and no body."""
+    """One page's reply. `tag` is its ETag: who has the same gets 304 and no body."""
 
     status: str
     kind: str
@@ -162,9 +162,9 @@ class Answer:
     tag: str = ""
 
 
-# A page beside those that all daemons have: the answer to GET path?query, None where there is no such page.
+# A page beside those that all daemons have: the answer to GET path?query, None if there is no such page.
 Route = Callable[[str, str], Answer | None]
-# Who may see the pages: None lets a request in. The one place where all of them are refused.
+# The check of a request for a page: None lets the request in. The one place where all of them are refused.
 Admission = Callable[["WSGIEnvironment"], Answer | None]
 
 
@@ -192,7 +192,7 @@ class Pages:
         """Listen and serve at once; port 0 picks a free one. `health` returns what /healthz shows; its "ok" decides 200
         or 503 there and at /readyz, its "alive", where it has one, at /livez. `admit` is asked before anything else.
 
-        Raises UnavailableError where the address cannot be had.
+        Raises UnavailableError if the address cannot be had.
         """
         host, port = parse_address(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -50,7 +50,7 @@ def delta_encode(width: int, old: int, fresh: int, count: int, first: int, to: A
     """Write one part of a delta into the bytes `to`: (its bytes, elements changed, what they add to the state's sum).
 
     `old` and `fresh` are addresses of `count` elements of `width` bytes, element `first` of the state and those that
-    follow; `old` becomes `fresh`. None where there is no room; `old` has become it all the same.
+    follow; `old` becomes `fresh`. None if there is no room; `old` has become it all the same.
     """
     delta = ffi.new("struct smb_delta *")
     room = ffi.from_buffer(to, require_writable=True)
@@ -64,7 +64,7 @@ def delta_encode(width: int, old: int, fresh: int, count: int, first: int, to: A
 
 
 def delta_apply(width: int, state: Any, delta: Any, total: int) -> int | None:
-    """Apply a delta to the bytes `state`, whose sum is `total`; return the sum by then. None where it is no delta."""
+    """Apply a delta to the bytes `state`, whose sum is `total`; return the sum by then. None if it is no delta."""
     memory = ffi.from_buffer(state, require_writable=True)
     added, data = ffi.new("uint64_t *", total), ffi.from_buffer(delta)
     status = lib.smb_delta_apply(width, memory, len(memory) // width, data, len(data), added)

@@ -13,8 +13,8 @@ NOWHERE: Any = ffi.NULL
 
 
 class Request(NamedTuple):
-    """What a call asks; csrc/smb.h: struct smb_request. Frozen. A tuple, as it is made for every call that is not
-    direct: a frozen dataclass takes four times as long to make.
+    """One request to the engine; csrc/smb.h: struct smb_request. Frozen. A tuple, as it is made for every call that is
+    not direct: a frozen dataclass takes four times as long to make.
 
     Offsets and sizes are bytes of the buffer. Of APPLY, `op` is the rule, `hyper` its numbers.
     """
@@ -70,7 +70,7 @@ def direct_call(request_address: int, outcome_address: int) -> tuple[Request, Ou
 
 def memory_of(array: Any) -> Any:
     """Return where the bytes of a contiguous array lie, for a Request; keeps the array alive. TypeError, ValueError or
-    BufferError where it has no buffer protocol."""
+    BufferError if it has no buffer protocol."""
     return ffi.from_buffer(array)
 
 

@@ -43,7 +43,7 @@ class Status(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Status:  # noqa: ARG003 - whichever it is
-        """Whatever else a server may answer: it does not speak our protocol."""
+        """Any other status: the server does not speak our protocol."""
         return cls.PROTOCOL
 
 
@@ -112,8 +112,8 @@ TRANSPORTS: dict[int, str] = {
 
 
 class Lane(IntEnum):
-    """What each link to a server is for. Changes of a lane are made in order; what waits has a lane of its own, so that
-    nothing waits behind it."""
+    """The purpose of each link to a server. Changes of a lane are made in order; what waits has a lane of its own, so
+    that nothing waits behind it."""
 
     TCP_DATA = 0
     TCP_WAITS = 1
@@ -161,7 +161,7 @@ _WORDS = {
     Status.LINK_LOST: "the connection broke",
     Status.PROTOCOL: "it answers, but not as a memory server does",
     Status.VERSION: "it speaks another version of the protocol",
-    Status.UNTRUSTED: "whoever answers there could not prove that it is that server",
+    Status.UNTRUSTED: "the peer there could not prove that it is that server",
     Status.NAMESPACE: "this process is in another PID namespace than the server, where its locks do not hold",
     Status.SESSION_ENDED: "this client's session has ended there",
 }

@@ -52,7 +52,7 @@ class Tls:
     """The parts of a connection inside TLS: an authority, a certificate of it and its key, as PEM."""
 
     def __init__(self, ca: bytes, certificate: bytes, key: bytes) -> None:
-        """Raises InvalidArgumentError where they do not belong together."""
+        """Raises InvalidArgumentError if they do not belong together."""
         made, why = ffi.new("struct smb_tls **"), _room_for_why()
         status = lib.smb_tls_create(ca, certificate, key, made, why)
         if status == Status.INVALID:
@@ -110,8 +110,8 @@ class EngineClient:
         return self._connect(lib.smb_client_connect_tls, *arguments, why=_room_for_why())
 
     def connect_reference(self, fd: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
-        """As connect_tcp, on a connected stream socket, which is the engine's from here on, also where this fails;
-        requests travel by reference: whoever has the other end moves what they name.
+        """As connect_tcp, on a connected stream socket, which is the engine's from here on, also if this fails;
+        requests travel by reference: the owner of the other end moves the memory that they name.
         """
         return self._connect(lib.smb_client_connect_reference, fd, lane, timeout_ms)
 

@@ -1,4 +1,4 @@
-"""What buffers there are, as a directory sees them: asked of the coordinator, and kept for a moment."""
+"""The list of buffers as directories: asked of the coordinator, and kept for a moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smb.files.formats import View, forms_of, may_be_empty, path_in, view_of
 from smb.files.names import Form, is_long, is_private, name_of, path_of
 
 FRESH_S = 1.0  # how long other clients' buffers may go unseen, and gone ones be shown; what is opened is asked for anew
-# What is not there, and what a directory has, is asked for anew, unless that would keep the coordinator busy.
+# Missing names and listings of directories are asked for anew, unless that would keep the coordinator busy.
 _CHEAP_S = 0.05
 _MISSES_COST = 10
 _SERVERS_FRESH_S = 1.0
@@ -43,7 +43,8 @@ class Listing:
 class Catalogue:
     """A client's view of buffers by their paths. Thread-safe; no lock is held while the coordinator is asked.
 
-    What was added, removed or renamed here is in every later listing: also in one that was asked for before.
+    A change made here (added, removed, renamed) is in every later listing: also in one that was asked for before the
+    change.
     """
 
     def __init__(self, client: Client) -> None:
@@ -159,7 +160,7 @@ class Catalogue:
         return forms_of(info.dtype, info.shape, table or None)
 
     def view(self, info: BufferInfo, form: Form) -> View | None:
-        """Return a buffer's bytes in a form; None where it has none. Raises NotFoundError."""
+        """Return a buffer's bytes in a form; None if it has none. Raises NotFoundError."""
         if form is not Form.SAFETENSORS and not may_be_empty(info.dtype, info.shape):
             return view_of(form, info.dtype, info.shape, None, {})
         buffer = self.known(info)

@@ -41,17 +41,17 @@ class Sums:
         """Read it. Raises InvalidArgumentError."""
         try:
             head, *blocks = text.splitlines()
-            told = json.loads(head)
-            if told["crc32c"] != 1 or told["block"] != BLOCK_BYTES:
+            fields = json.loads(head)
+            if fields["crc32c"] != 1 or fields["block"] != BLOCK_BYTES:
                 raise ValueError("another version")
-            return Sums(told["source"], told["nbytes"], [int(block, 16) for block in blocks])
+            return Sums(fields["source"], fields["nbytes"], [int(block, 16) for block in blocks])
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidArgumentError(f"the checksums can't be read: {error!r}") from None
 
 
 class State:
-    """How far a restore has come, in a file that is this process's alone. Where that takes no more it is known only
-    how far it had come by then.
+    """How far a restore has come, in a file that is this process's alone. If the file takes no more, only the state
+    until then is known.
     """
 
     def __init__(self, path: Path, file: io.FileIO, key: str) -> None:
@@ -67,7 +67,7 @@ class State:
         return f"{buffer.info.id:x} {hashlib.sha256(form.encode()).hexdigest()[:24]}"
 
     def sums(self) -> Sums | None:
-        """Return what an interrupted one has left; None where there is nothing to go on from."""
+        """Return what an interrupted one has left; None if there is nothing to go on from."""
         self._file.seek(0)
         text = self._file.read().decode(errors="replace")
         text = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
@@ -106,8 +106,8 @@ class State:
 
 @contextmanager
 def state_of(path: Path, target: str) -> Iterator[State | None]:
-    """Give the state of restoring a file to a target, beside the file; None where its directory takes none. Raises
-    Error where another process is at it.
+    """Give the state of restoring a file to a target, beside the file; None if its directory takes none. Raises
+    Error if another process is at it.
     """
     key = hashlib.sha256(f"{target} {path.absolute()}".encode()).hexdigest()[:24]
     at = path.with_name(f"{path.name}.{key[:8]}.restore")

@@ -30,9 +30,9 @@ class Reads(Protocol):
 class BufferBytes:
     """A buffer's elements as bytes. Offsets and lengths need not be whole elements.
 
-    Whole elements move without a copy in between. Where an end of a range cuts an element, that element is read, and
-    for a write changed and written back: what others do meanwhile to the *other* bytes of that one element is lost.
-    Nothing else is touched.
+    Whole elements move without a copy in between. If an end of a range cuts an element, that element is read, and for a
+    write changed and written back. Others' changes meanwhile to the *other* bytes of that one element are lost. Nothing
+    else is touched.
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -171,7 +171,7 @@ class FrozenFile:
 
 
 def _copied(buffer: Buffer, version: int | None) -> tuple[int, Octets]:
-    """Return (number, bytes) of a version, by default the latest. OSError ENOENT where that is not published now."""
+    """Return (number, bytes) of a version, by default the latest. OSError ENOENT if that is not published now."""
     memory = np.empty(buffer.nbytes, np.uint8)
     for _ in range(_SNAPSHOT_TRIES):
         with buffer.pin(ttl=_PIN_S) as pin:

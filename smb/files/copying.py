@@ -49,7 +49,7 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
     """Write a buffer into a file, as .npy, .safetensors or bytes by the file's name; return its version, 0 without.
 
     Of a buffer with versions=2 it is the version published last, whole; publishers may have to wait for it, up to 30 s,
-    and Error where it takes longer and is overwritten. Of any other it is a copy made by the servers while all others
+    and Error if it takes longer and is overwritten. Of any other it is a copy made by the servers while all others
     go on: each chunk is whole, and all are as they were at some time while that copy was made, at the memory's speed;
     with `lock`, under the buffer's lock, it is one moment for those who change it under that lock. The copy needs as
     much memory as the buffer. FILE appears whole at the end. Called again after it was interrupted it goes on where it
@@ -78,10 +78,10 @@ def restore(
 ) -> Buffer:
     """Make a buffer of a file: an array of a .npy, named tensors of a .safetensors, else bytes; return it.
 
-    It has its name once all is in it; with `replace` it takes the place of another one in the same step. What is read
-    is checked against FILE.crc32c where there is one. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong
-    checksum; nothing is left behind then. Called again after it was interrupted (by a signal, or as servers were away)
-    it goes on where it stopped, if the file is what it was; but not where FILE's directory takes no files.
+    It has its name once all is in it; with `replace` it takes the place of another one in the same step. If there is a
+    FILE.crc32c, the bytes read are checked against it. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong
+    checksum; nothing is left behind then. Called again after an interruption (a signal, servers away) it goes on where
+    it stopped, if the file is unchanged. It starts anew if FILE's directory takes no files.
     """
     with LocalFile(path) as source:
         sums = Sums.of_text(sums_path(path).read_text()) if sums_path(path).exists() else None
@@ -207,16 +207,16 @@ def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
 def _into_file(source: Reads, what: str, part: Path, path: Path, progress: Progress) -> None:
     """Write a source into `part`, going on after the blocks that are there and right, then call it `path`."""
     sums = Sums(what, source.nbytes, _blocks_there(part, what, source.nbytes))
-    with part.open("r+b" if sums.blocks else "wb", buffering=0) as file, sums_path(part).open("w") as told:
-        told.write(sums.to_text())
+    with part.open("r+b" if sums.blocks else "wb", buffering=0) as file, sums_path(part).open("w") as checksums:
+        checksums.write(sums.to_text())
         progress(min(len(sums.blocks) * BLOCK_BYTES, source.nbytes), source.nbytes)
         for offset, data in _blocks(source, len(sums.blocks)):
             done = 0
             while done < data.size:
                 done += os.pwrite(file.fileno(), data.data[done:], offset + done)
             sums.blocks.append(crc32c(data.data))
-            told.write(f"{sums.blocks[-1]:08x}\n")
-            told.flush()
+            checksums.write(f"{sums.blocks[-1]:08x}\n")
+            checksums.flush()
             progress(offset + data.size, source.nbytes)
         file.truncate(source.nbytes)
         os.fsync(file.fileno())

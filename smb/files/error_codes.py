@@ -35,7 +35,7 @@ def os_error(error: errors.Error, *, gone: int) -> OSError:
 @contextmanager
 def as_os_errors(*, gone: int = errno.ENOENT) -> Iterator[None]:
     """Turn smb's errors into OSError (FileNotFoundError and the like, by their errno). A buffer that is not there is
-    `gone`: ENOENT where a path is looked up, ESTALE where it was open already.
+    `gone`: ENOENT if a path is looked up, ESTALE if it was open already.
     """
     try:
         yield

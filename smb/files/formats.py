@@ -1,8 +1,8 @@
-"""What the bytes of a file are: some of a buffer's own, and headers that are made up. Pure.
+"""The bytes of a file: some of a buffer's own, and generated headers. Pure.
 
-A view is exact, or there is none: whoever writes a .npy or .safetensors file reads back those bytes, to the last one.
-So such a file becomes a buffer of its dtype and shape only where the header is the one that would be made up for it,
-which it is for what numpy and the safetensors library write; any other file is kept as bytes.
+A view is exact, or there is none: a .npy or .safetensors file reads back as it was written, to the last byte. So such a
+file becomes a buffer of its dtype and shape only if its header equals the generated one. Files of numpy and of the
+safetensors library have that header; any other file is kept as bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class View:
 
     def parts(self, offset: int, length: int) -> Iterator[tuple[int, int, Piece, int]]:
         """Give (from, to, piece, offset in the piece) for all of a range of the file, from and to counted from the
-        range's start. What is past the file's end is left out.
+        range's start. Bytes past the file's end are left out.
         """
         end = min(offset + length, self.nbytes)
         for piece in self.pieces:
@@ -88,7 +88,7 @@ def forms_of(dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | 
 def view_of(
     form: Form, dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | None, metadata: Mapping[str, Any]
 ) -> View | None:
-    """Return the view of such a buffer in that form; None where it has none."""
+    """Return the view of such a buffer in that form; None if it has none."""
     nbytes = math.prod(shape) * dtype.itemsize
     if form is Form.RAW and may_be_empty(dtype, shape) and _of_file(metadata).items() >= EMPTY.items():
         return View((), 0)
@@ -103,7 +103,7 @@ def view_of(
 
 
 def path_in(metadata: Mapping[str, Any]) -> str | None:
-    """Return the path of a buffer whose name is a digest, as its metadata says it; None where it says none."""
+    """Return the path of a buffer whose name is a digest, as its metadata says it; None if it says none."""
     name = _of_file(metadata).get("name")
     return path_of(name) if isinstance(name, str) else None
 
@@ -112,13 +112,13 @@ def named(plan: Plan) -> Plan:
     """Return the plan with its path in the metadata where the name can't say it."""
     if not is_long(name_of(plan.name)):
         return plan
-    told = {**_of_file(plan.metadata), "name": escaped(plan.name)}
-    return replace(plan, metadata={**plan.metadata, FILES_KEY: told})
+    entry = {**_of_file(plan.metadata), "name": escaped(plan.name)}
+    return replace(plan, metadata={**plan.metadata, FILES_KEY: entry})
 
 
 def _of_file(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    told = metadata.get(FILES_KEY)
-    return told if isinstance(told, Mapping) else {}
+    entry = metadata.get(FILES_KEY)
+    return entry if isinstance(entry, Mapping) else {}
 
 
 def may_be_empty(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
@@ -215,10 +215,10 @@ def _npy_plan(name: str, head: bytes) -> Plan | None:
 
 def _safetensors_plan(name: str, head: bytes) -> Plan | None:
     try:
-        table, told, _ = parse_safetensors(head)
+        table, own, _ = parse_safetensors(head)
     except InvalidArgumentError:
         return None
-    metadata: dict[str, Any] = {} if told is None else {METADATA_KEY: told}
+    metadata: dict[str, Any] = {} if own is None else {METADATA_KEY: own}
     try:
         encode("", {**metadata, **table.to_metadata()})
     except InvalidArgumentError:  # more than a buffer can carry

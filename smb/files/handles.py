@@ -1,4 +1,4 @@
-"""What is open: a file's content, which all handles of a path share, and one handle of it."""
+"""Open files: a file's content, which all handles of a path share, and one handle of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Files become buffers: made whole under a private name, then given their path in one step. And which path one has.
 
-A Maker is one Tree's, and shares its directories and times of change. It takes no lock: whoever changes what a path
-leads to holds the tree's (namespace.py).
+A Maker is one Tree's, and shares its directories and times of change. It takes no lock: a caller that changes the
+target of a path holds the tree's (namespace.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a path shows: one form of a buffer."""
+    """The target of a path: one form of a buffer."""
 
     shown: Shown
     info: BufferInfo
@@ -136,9 +136,9 @@ class Maker:
             self._client.rename(name, name_of(target), replace=True)
 
     def plan_anew(self, found: Found, target: str, new_path: str) -> Plan | None:
-        """Return the buffer that is to be made of a file at its new path; None where the one that it is gets the name
-        `target`. It is made anew where it becomes an array or tensors by its new path, where its name is too long for a
-        rename to say it, and where its own form of another file there would be lost.
+        """Return the buffer that is to be made of a file at its new path; None if the one that it is gets the name
+        `target`. The buffer is made anew in three cases: its new path makes it an array or tensors; its name is too
+        long for a rename; another file there would lose its own form.
         """
         is_bytes = found.shown.form is Form.RAW and self._catalogue.forms(found.info) == (Form.RAW,)
         must = is_long(name_of(target)) or not self.is_free(target, new_path)
@@ -161,7 +161,7 @@ class Maker:
         victim: Node | None,
     ) -> Live | None:  # fmt: skip
         """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
-        a second one for the old. None where there is no room for two.
+        a second one for the old. None if there is no room for two.
         """
         if copied is not None and (copied.plan, copied.state) == (plan, self.state(found, node)):
             name = copied.name

@@ -41,7 +41,7 @@ _log = logging.getLogger("smb.mount")
 
 
 class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types are not exported
-    """What FUSE asks, answered by a Tree. `umask` takes rights from 0666 and 0777; everything belongs to this user."""
+    """Answers FUSE's calls by a Tree. `umask` takes rights from 0666 and 0777; everything belongs to this user."""
 
     use_ns = True
     flag_nullpath_ok = True  # a file that was removed has no path while it is open
@@ -235,7 +235,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return number
 
     def _set_rights(self, path: str, mode: int, usual: int) -> None:
-        """Note the rights of what is new: whoever had that path before had others."""
+        """Note the rights of a new file: an earlier file of that path had others."""
         self._modes.pop(path, None)
         if stat.S_IMODE(mode) != stat.S_IMODE(usual):
             self._modes[path] = stat.S_IMODE(mode)
@@ -364,7 +364,7 @@ def serve(
     staged_files: str | None = None,
 ) -> None:
     """Mount, and serve until somebody unmounts it or a signal ends this process. Blocks; calls `on_ready` once it is
-    there. Raises Error where it can't be mounted.
+    there. Raises Error if it can't be mounted.
     """
     tree = Tree(client, staged_files)
     tree.sweep()

@@ -17,7 +17,7 @@ _log = logging.getLogger("smb.mount")
 
 
 def make_way(directory: Path) -> None:
-    """Prepare a mount point: a mount whose process was killed is taken away. Raises Error where it is none."""
+    """Prepare a mount point: a mount whose process was killed is taken away. Raises Error if it is none."""
     try:
         inside = [*directory.iterdir()]
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def make_way(directory: Path) -> None:
 
 
 def unmount(directory: Path, *, lazy: bool = False) -> None:
-    """Unmount. `lazy` also where somebody uses it. Raises Error with what fusermount3 says."""
+    """Unmount. `lazy` also if somebody uses it. Raises Error with what fusermount3 says."""
     command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", str(directory)]
     end = time.monotonic() + _BUSY_S
     while True:

@@ -30,7 +30,7 @@ _UNQUOTED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123
 
 
 class Form(str, Enum):
-    """What of a buffer a file shows; the value is the end of its name."""
+    """The form in which a file shows a buffer; the value is the end of its name."""
 
     RAW = ""
     NPY = ".npy"
@@ -39,7 +39,7 @@ class Form(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a path means: a buffer, by its own path. `version` is None for the buffer as it is now."""
+    """The meaning of a path: a buffer, by its own path. `version` is None for the buffer as it is now."""
 
     name: str
     form: Form = Form.RAW
@@ -68,9 +68,9 @@ def meanings(path: str) -> tuple[Shown, ...]:
 
 
 def listed_as(path: str, forms: Iterable[Form], buffers: Container[str], folders: Container[str]) -> str:
-    """Return the one path by which a directory shows a buffer: with the suffix of its last form; without it where
-    another buffer or a directory has that path, and where it is called .npy or .safetensors itself, as it was put
-    there as such a file.
+    """Return the one path by which a directory shows a buffer: with the suffix of its last form. The suffix is left out
+    if another buffer or a directory has that path. It is left out, too, if the buffer's own name ends with .npy or
+    .safetensors: it was put there as such a file.
     """
     suffix = "" if path.endswith((Form.NPY.value, Form.SAFETENSORS.value)) else list(forms)[-1].value
     if suffix and path + suffix not in buffers and path + suffix not in folders:
@@ -129,7 +129,7 @@ def _quoted(part: str) -> str:
 
 
 def _unescaped_part(part: str) -> str | None:
-    """Return what _escaped_part turns into this; None where it leaves it as it is."""
+    """Return what _escaped_part turns into this; None if it leaves it as it is."""
     if not part.startswith(_ESCAPED):
         return None
     data = _QUOTED.sub(lambda match: chr(int(match[1], 16)), part[len(_ESCAPED) :]).encode("latin-1")

@@ -58,8 +58,8 @@ class Status:
 
 
 class _Hidden:
-    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed. What
-    another process puts there meanwhile has another `buffer_id`.
+    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed. A
+    buffer that another process puts there meanwhile has another `buffer_id`.
     """
 
     def __init__(self, node: Node | None, buffer_id: int, end: Callable[[_Hidden], None]) -> None:
@@ -154,7 +154,7 @@ class Tree:
     # ---- opening
 
     def open(self, path: str, flags: int) -> OpenFile:
-        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE where the path
+        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE if the path
         led to a file that was hidden since: what is there instead is found by looking anew.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
@@ -275,8 +275,8 @@ class Tree:
             self._keep_folder(path)
 
     def remove(self, path: str) -> None:
-        """Delete a file, and with it the buffer, whichever form of it the path is. Whoever has it open here goes on
-        until it is closed; other processes get ESTALE. ENOENT, EISDIR, EACCES.
+        """Delete a file, and with it the buffer, whichever form of it the path is. Handles of this process work until
+        they are closed; other processes get ESTALE. ENOENT, EISDIR, EACCES.
         """
         with as_os_errors(), self._lock:
             if self._is_folder(path):
@@ -355,7 +355,7 @@ class Tree:
 
     def rename(self, path: str, new_path: str, *, replace: bool = True) -> None:
         """Give a file or directory another name, in one step for the whole cluster; a file of the new name goes away in
-        it, with replace. Whoever has that one open here goes on reading it. EXDEV from one form to another.
+        it, with replace. Open handles of this process go on reading the old one. EXDEV from one form to another.
         """
         with as_os_errors():
             copied = self._copied(path, new_path)
@@ -643,7 +643,7 @@ class Tree:
             node.removed = True
 
     def _keep_folder(self, path: str) -> None:
-        """A directory does not go away with the last file in it: whoever removes a tree removes it next."""
+        """A directory does not go away with the last file in it: removing a tree removes the directory next."""
         folders = self._catalogue.listing().folders
         while path := parent_of(path):
             if path not in folders:

@@ -47,11 +47,11 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
     is cut, becomes a buffer at flush() or close(), all at once. A buffer with versions=2 opened for reading is the
     version published at that time, for good.
 
-    Where another file takes this one's place while it is open (a rename over it, or a delete and a new one), what is
-    read is one of the two, never a mix. With mode r, as long as the caller knows nothing of the old one (no byte, and
-    no size from `nbytes` or a seek from the end), the first read opens the path again and reads the new one. After that
-    a read raises OSError ESTALE: open the path again, and begin anew. So it does where the buffer was deleted, and at
-    writes. A buffer that was renamed, and a version, are read on.
+    Another file may take this one's place while it is open, by a rename or by a delete and a new one. Reads then come
+    from one of the two, never from a mix. With mode r the first read opens the path again and reads the new one, if the
+    caller knows nothing of the old one: neither a byte nor the size. After that a read raises OSError ESTALE: open the
+    path again, and begin anew. So it does where the buffer was deleted, and at writes. A buffer that was renamed, and a
+    version, are read on.
 
     Raises OSError: FileNotFoundError, FileExistsError, ENOSPC, ESTALE.
     """
@@ -79,7 +79,7 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
 def split_url(name: str) -> tuple[str | None, str]:
     """Return ("host:port" or None, path) of softmem://HOST:PORT/PATH, softmem://PATH or PATH.
 
-    What has a colon there is an address: a path whose first part has one is softmem:///PATH, or has no scheme. Some
+    A first part with a colon is an address: a path whose first part has one is softmem:///PATH, or has no scheme. Some
     libraries (datasets) put the scheme before a path that they stripped of its address.
     """
     if not name.startswith(SCHEME):

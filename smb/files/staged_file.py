@@ -1,8 +1,8 @@
 """A file whose size is not known yet, on this host until it becomes a buffer.
 
 Its beginning lies in memory of this process: huge pages are made faster than those of a file, and are given to the
-engine as they are. What has no room there, of this staged file or beside all others, lies in a temporary file
-without a name.
+engine as they are. Bytes beyond the limit of one staged file, or of all together, lie in a temporary file without a
+name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Region:
     """Addresses for all that a staged file may have in memory, zeros as far as nobody wrote."""
 
     def __init__(self) -> None:
-        """Raises OSError where this process may have no more of them."""
+        """Raises OSError if this process may have no more of them."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE  # memory comes with the first write
         self._map = mmap.mmap(-1, MEMORY_BYTES_MAX, flags=flags)
         with contextlib.suppress(AttributeError, OSError):  # a kernel without them, or a C library
@@ -74,7 +74,7 @@ class _Regions:
             return fits
 
     def region(self) -> _Region | None:
-        """Return one of zeros; None where there can't be any more."""
+        """Return one of zeros; None if there can't be any more."""
         with self._changed:
             kept, self._kept = self._kept, None
             self._changed.notify_all()
@@ -101,7 +101,7 @@ class _Regions:
         with self._changed:
             self._kept = region
             self._keepings += 1
-            ours = self._keepings  # the same region may be taken and left again before we are told
+            ours = self._keepings  # the same region may be taken and left again before our callback
             self._changed.notify_all()  # who keeps the one before it
             self._changed.wait_for(lambda: self._kept is None or self._keepings != ours, _KEPT_S)
             if self._keepings == ours:

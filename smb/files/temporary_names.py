@@ -29,7 +29,7 @@ def private_name(name: str, rest: str = "") -> str:
 
 
 def create(client: Client, name: str, plan: Plan) -> Buffer:
-    """Make the buffer that a file becomes, under a name that nobody else uses. Where servers are away it waits for them
+    """Make the buffer that a file becomes, under a name that nobody else uses. If servers are away, it waits for them
     as calls on buffers do, for the client's timeout. Raises as Client.create.
     """
     end = time.monotonic() + client.timeout

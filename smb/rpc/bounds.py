@@ -1,8 +1,7 @@
 """Bounds of what comes over the control plane: every text, list and map of every request, also of fields to come.
 
-Asked before anything else looks at a request, so that nothing of one that is refused reaches a log, a record or a rule.
-gRPC's own bound on a whole message (smb/daemon/process.py) comes before it. Pure but for the interceptor of threaded
-servers.
+Checked before anything else looks at a request: nothing of a refused request reaches a log, a record or a rule. The
+bound of gRPC on a whole message (smb/daemon/process.py) comes first. Pure but for the interceptor of threaded servers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ CHARACTERS_MAX = 255  # of a text
 BYTES_MAX = 255  # of a secret, a proof, an address of RDMA
 ITEMS_MAX = 256  # of a list or a map
 
-# What needs more, and where that number comes from.
+# Fields that need more, and the source of each number.
 _MORE: Mapping[str, int] = {
     "smb.v1.CreateBufferRequest.packed_metadata": metadata.PACKED_BYTES_MAX,
     "smb.v1.CreateBufferRequest.server_names": 1024,  # as many servers as a buffer can have

@@ -73,7 +73,7 @@ class Tokens:
                 )
 
     def read_only(self, segment_id: int) -> bool:
-        """Whether we were told that we may not write there."""
+        """Whether the coordinator refused us the right to write there."""
         token = self._tokens.get(segment_id)
         return token is not None and not token.rights & RIGHT_WRITE
 

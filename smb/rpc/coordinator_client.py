@@ -1,7 +1,7 @@
 """The client's side of the control plane: the coordinator that leads, gRPC status codes turned into smb errors.
 
-Where several addresses are given, a call goes on to the next one until its timeout: where it was not sent, where who
-answers stands by, and, if it changes nothing, where its answer was lost.
+With several addresses a call goes on to the next one until its timeout in three cases: it was not sent; the coordinator
+that answers stands by; its answer was lost, and it changes nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OUTCOME = "smb-outcome"
 STANDBY = "smb-standby"
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
-# What a call ends with whose coordinator went away in the middle.
+# Codes of a call whose coordinator went away in the middle.
 _CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 _COMES_BACK_S = 2.0
@@ -53,7 +53,7 @@ _AGAIN_S = 0.05
 _LAST_S = 0.05  # for an attempt at the very end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
-_LOOKS_PER_LIFE = 4  # at what is due, whoever opened a buffer meanwhile
+_LOOKS_PER_LIFE = 4  # at what is due, even if a thread opened a buffer meanwhile
 _NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
 _UNSECURED = " Or it wants credentials: set SMB_CREDENTIALS=DIR"
 _SECURED = " Or it does not know our certificate, or has no credentials itself"
@@ -63,7 +63,7 @@ def _was_not_sent(error: Any) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
 
 
-def _told(error: Any) -> dict[str, str]:
+def _trailers(error: Any) -> dict[str, str]:
     return dict(error.trailing_metadata() or ())
 
 
@@ -114,7 +114,7 @@ class Coordinator:
         self, session_id: int, client_name: str, timeout: float, reports: Sequence[pb.TrainingReport] = ()
     ) -> float:
         """Return the lease in seconds; from here on a certificate that was replaced is used. Raises SessionEndedError
-        where there is nothing left to renew.
+        if there is nothing left to renew.
         """
         self._peers.take_new_certificate()
         request = pb.RenewSessionRequest(
@@ -140,7 +140,7 @@ class Coordinator:
         return self._opened("OpenBuffer", request, wait + timeout)
 
     def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
-        """Return where the lock or barrier of that name lies; whoever asks first gives it its place."""
+        """Return where the lock or barrier of that name lies; the first request gives it its place."""
         return self.create_buffer(pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True), timeout)
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:
@@ -202,16 +202,16 @@ class Coordinator:
                 may_repeat = repeatable
             # gRPC's own tracebacks, chained, are 30 lines that say no more.
             except grpc.RpcError as error:
-                told = _told(error)
+                trailers = _trailers(error)
                 failure = self._error(error, timeout, isinstance(request, _CHANGES))
-                if STANDBY in told:
+                if STANDBY in trailers:
                     gives_up = begun + timeout
-                    may_repeat = told.get(OUTCOME) == errors.NOT_APPLIED or repeatable
+                    may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
                 elif _was_not_sent(error):
                     failure, may_repeat = None, True
                 else:
                     may_repeat = (
-                        repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in told
+                        repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in trailers
                     )
             except ValueError as error:  # grpc's answer to a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
@@ -243,9 +243,9 @@ class Coordinator:
 
     def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:
         code, details = error.code(), error.details() or ""
-        told = _told(error)
-        ours = ANSWERED in told
-        unknown = changes and (told.get(OUTCOME) == errors.UNKNOWN or not ours)
+        trailers = _trailers(error)
+        ours = ANSWERED in trailers
+        unknown = changes and (trailers.get(OUTCOME) == errors.UNKNOWN or not ours)
         failure = self._class_of(code, details, timeout, ours)
         if unknown and code is not grpc.StatusCode.UNIMPLEMENTED:
             failure.outcome = errors.UNKNOWN

@@ -1,7 +1,7 @@
-"""What is stored with a buffer beside its elements: a JSON object. Pure; clients and coordinator share it.
+"""The JSON object stored with a buffer beside its elements. Pure; clients and coordinator share it.
 
-It travels, and is kept, packed: its text through zlib, as tables of tensors shrink to a tenth. Whoever unpacks it stops
-at the bound of the text, however much would come out.
+It travels, and is kept, packed: its text through zlib, as tables of tensors shrink to a tenth. Unpacking stops at the
+bound of the text, however much would come out.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 TEXT_BYTES_MAX = 4 << 20  # of one buffer's: the coordinator parses it once
 PACKED_BYTES_MAX = 1 << 20  # of one buffer's: each open carries it
 PARTS_MAX = 1 << 18  # brackets and commas in its text: to parse more takes the coordinator long
-NESTING_MAX = 64  # whoever opens the buffer must be able to parse it, however deep its own stack is
+NESTING_MAX = 64  # every client that opens the buffer must be able to parse it, however deep its own stack is
 
 
 def encode(asked: str, metadata: Mapping[str, JSON]) -> bytes:
     """Return, packed, the text that `decode` turns back into an equal dict (tuples into lists); b"" for no entries.
 
-    Raises InvalidArgumentError for what is no JSON (a key that is no str, NaN, an array, ...), naming where it is, and
-    for too much of it. `asked` begins the message.
+    Raises InvalidArgumentError for a value that is no JSON (a key that is no str, NaN, an array, ...), and says where
+    it is. Too much JSON is refused likewise. `asked` begins the message.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidArgumentError(f"{asked}: metadata={type(metadata).__name__} is no mapping of names to JSON values")

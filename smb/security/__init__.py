@@ -1,1 +1,1 @@
-"""Who is who, and who may do what: certificates, roles, who sees pages."""
+"""Identity and permission: certificates, roles, access to pages."""

@@ -1,9 +1,9 @@
-"""What a process proves with who it is: the cluster's certificate authority, its own certificate and key. And the one
-way in which channels and ports of gRPC are made, with credentials and without.
+"""A process's proof of identity: the cluster's certificate authority, its own certificate and key. And the one way in
+which channels and ports of gRPC are made, with credentials and without.
 
 A directory holds them as `ca.pem`, `cert.pem` and `key.pem` (`smb certs` makes such directories). Names, not addresses,
-are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name), so
-that both may move to another host or port, and neither can stand for the other.
+are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name). So
+both may move to another host or port, and neither can stand for the other.
 
 A key is never shown: not by repr, nor in errors or logs.
 """
@@ -70,7 +70,7 @@ class Credentials:
     key_path: Path
 
     def check(self) -> None:
-        """Raise ssl.SSLError or OSError where the files do not belong together."""
+        """Raise ssl.SSLError or OSError if the files do not belong together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(self.ca_path)
         context.load_cert_chain(self.certificate_path, self.key_path, password="")  # nobody is asked
@@ -110,7 +110,7 @@ class Current:
 
 
 def _stamp(credentials: Credentials) -> tuple[tuple[int, int, int], ...] | None:
-    """What changes with the files; None while one is away."""
+    """A value that changes with the files; None while one is missing."""
     try:
         found = [path.stat() for path in (credentials.ca_path, credentials.certificate_path, credentials.key_path)]
     except OSError:
@@ -119,7 +119,7 @@ def _stamp(credentials: Credentials) -> tuple[tuple[int, int, int], ...] | None:
 
 
 def load(ca: Path, certificate: Path, key: Path) -> Credentials:
-    """Read the three files. Raises InvalidArgumentError where one is missing, or others may read the key."""
+    """Read the three files. Raises InvalidArgumentError if one is missing, or others may read the key."""
     parts: list[bytes] = []
     for path in (ca, certificate, key):
         try:
@@ -151,21 +151,21 @@ def load_directory(directory: Path | str) -> Credentials:
 
 
 def find(directory: Path | str | None = None, variables: Mapping[str, str] | None = None) -> Credentials | None:
-    """Return the credentials that a process was given, None where nothing is said: those in `directory`; else in
+    """Return the credentials that a process was given, None if nothing is said: those in `directory`; else in
     $SMB_CREDENTIALS, a directory, of which $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY may replace a file each, or
-    stand alone. Where a variable is not set, the configuration file may say it.
+    stand alone. If a variable is not set, the configuration file may say it.
 
     Raises InvalidArgumentError for what is incomplete or cannot be read.
     """
     if directory is not None and str(directory):
         return load_directory(directory)
-    told = variables_of("cluster") if variables is None else variables
-    base = told.get(CREDENTIALS_VARIABLE, "")
+    values = variables_of("cluster") if variables is None else variables
+    base = values.get(CREDENTIALS_VARIABLE, "")
     paths: list[Path] = []
     missing: list[str] = []
     for variable, file in ((CA_VARIABLE, CA_FILE), (CERTIFICATE_VARIABLE, CERTIFICATE_FILE), (KEY_VARIABLE, KEY_FILE)):
-        if told.get(variable):
-            paths.append(Path(told[variable]))
+        if values.get(variable):
+            paths.append(Path(values[variable]))
         elif base:
             paths.append(Path(base) / file)
         else:
@@ -214,7 +214,7 @@ def _server_configuration(credentials: Credentials) -> grpc.ServerCertificateCon
 
 
 def add_port(server: grpc.Server | grpc.aio.Server, address: str, credentials: Credentials | None) -> int:
-    """Have the server listen; return the port, 0 where it can't. With credentials, only for who shows a certificate of
+    """Have the server listen; return the port, 0 if it can't. With credentials, only for who shows a certificate of
     the same authority; files that change count from the next connection on.
     """
     try:
@@ -253,7 +253,7 @@ def check_exposure(what: str, host: str, credentials: Credentials | None, insecu
     if credentials is not None or insecure or is_loopback(host):
         return
     raise InvalidArgumentError(
-        f"{what} at {host}, without credentials: whoever reaches it could read, change and delete. Give it some "
+        f"{what} at {host}, without credentials: everybody who reaches it could read, change and delete. Give it some "
         f"(--credentials DIR or {CREDENTIALS_VARIABLE}; `smb certs DIR` makes a set), listen on 127.0.0.1, or say "
         f"--insecure where the network is trusted"
     )

@@ -74,7 +74,7 @@ def days_left(end: float, now: Callable[[], float] = time.time) -> float:
 
 
 def _parts(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (tag, content) of what lies side by side. Raises IndexError where something is cut off."""
+    """Yield (tag, content) of what lies side by side. Raises IndexError if something is cut off."""
     at = 0
     while at < len(der):
         tag, length = der[at], der[at + 1]

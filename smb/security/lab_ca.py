@@ -34,7 +34,7 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who a certificate is for."""
+    """The party that a certificate is for."""
 
     role: Role
     name: str
@@ -63,7 +63,7 @@ class Authority:
 
     @staticmethod
     def load(directory: Path) -> Authority:
-        """Read the one in a directory. Raises InvalidArgumentError where it is not whole."""
+        """Read the one in a directory. Raises InvalidArgumentError if it is not whole."""
         try:
             key = serialization.load_pem_private_key((directory / CA_KEY_FILE).read_bytes(), None)
             certificate = x509.load_pem_x509_certificate((directory / CA_FILE).read_bytes())

@@ -1,8 +1,8 @@
-"""Who may see a daemon's pages: the one at /, its JSON, /targets and /metrics. They name buffers, clients and servers.
+"""Access to a daemon's pages: the one at /, its JSON, /targets and /metrics. They name buffers, clients and servers.
 
-With a token (a file that Prometheus has too) whoever shows it, as a bearer or as the password of a browser's prompt.
-Without one: on loopback whoever is here; beyond it nobody, unless `insecure` says that all who reach it are trusted.
-/healthz, /livez and /readyz name nothing, are what orchestrators probe, and are open to all.
+With a token (a file that Prometheus has too): every request that shows it, as a bearer or as the password of a
+browser's prompt. Without one: on loopback every local user; beyond it nobody, unless `insecure` says that all who reach
+it are trusted. The pages /healthz, /livez and /readyz name nothing and are open to all, as orchestrators probe them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger("pages")
 
 
 def read_token(path: Path) -> str:
-    """Return what the file holds. Raises InvalidArgumentError where it can't be read, others may, or it is guessed too
+    """Return what the file holds. Raises InvalidArgumentError if it can't be read, others may, or it is guessed too
     easily.
     """
     try:

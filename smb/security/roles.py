@@ -1,11 +1,11 @@
-"""Who may call what on the control plane: one table with a rule for every RPC, and the interceptor that asks it.
+"""Permissions on the control plane: one table with a rule for every RPC, and the interceptor that asks it.
 
 A caller is what its certificate says, in URIs among its alternative names: `smb:role/ROLE`, `smb:name/NAME`, and
-`smb:namespace/NAME`, any number, which limit it to buffers whose names begin with one of them. What has no rule is
-refused, whoever asks; so is a certificate with no role, or with one that this version does not know.
+`smb:namespace/NAME`, any number, which limit it to buffers whose names begin with one of them. An RPC without a rule is
+refused to everybody. So is a certificate with no role, or with one that this version does not know.
 
-Without credentials there is no interceptor, and whoever reaches the port may call everything (smb.security.credentials
-.check_exposure keeps such ports on loopback unless told otherwise).
+Without credentials there is no interceptor, and every process that reaches the port may call everything.
+smb.security.credentials.check_exposure keeps such ports on loopback, unless the daemon is `--insecure`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROLE_URI, NAME_URI, NAMESPACE_URI = "smb:role/", "smb:name/", "smb:namespace/"
 
 
 class Role(str, Enum):
-    """What a certificate is for."""
+    """The purpose of a certificate."""
 
     CLIENT = "client"  # reads and changes buffers, of its namespaces if it is limited to some
     READER = "reader"  # reads them
@@ -40,7 +40,8 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls. `namespaces` is None where it is not limited to some; `name` may be empty but of a server."""
+    """The caller of an RPC. `namespaces` is None if it is not limited to some; `name` may be empty but of a
+    server."""
 
     role: Role | None
     name: str = ""
@@ -55,15 +56,15 @@ class Caller:
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
-        told = f"a certificate of role {self.role.value}" if self.role else "a certificate without a role"
-        return f'{told}, "{self.name}"' if self.name else told
+        shown = f"a certificate of role {self.role.value}" if self.role else "a certificate without a role"
+        return f'{shown}, "{self.name}"' if self.name else shown
 
     def may_see(self, buffer: str) -> bool:
         """Whether a buffer's name is in its namespaces."""
         return self.namespaces is None or namespace_of(buffer) in self.namespaces
 
 
-# Where there are no credentials.
+# The caller if there are no credentials.
 ANYBODY = Caller(Role.OPERATOR, "anybody")
 
 
@@ -75,8 +76,8 @@ def namespace_of(buffer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may call an RPC. `names`: fields of its request that name buffers, each of the caller's namespaces. `own`:
-    its field `name` must be the caller's own.
+    """The permission to call an RPC. `names`: fields of its request that name buffers, each of the caller's namespaces.
+    `own`: its field `name` must be the caller's own.
     """
 
     roles: frozenset[Role]

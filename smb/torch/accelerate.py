@@ -29,7 +29,7 @@ def join(
     """As smb.torch.join, of what accelerator.prepare returned: what wraps the model is taken off, and steps count that
     the optimizer really does: one for each gradient_accumulation_steps, none that the gradient scaler skips.
 
-    Where the accelerator has several processes (DDP, FSDP2) they are one member, as with mesh=: each calls this, steps,
+    If the accelerator has several processes (DDP, FSDP2), they are one member, as with mesh=: each calls this, steps,
     and closes as the others do. Raises InvalidArgumentError for DeepSpeed and Megatron, which keep the parameters.
     """
     kind = accelerator.distributed_type

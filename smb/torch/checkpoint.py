@@ -60,7 +60,7 @@ _OPENINGS_MAX = 10
 
 
 class _OfName:
-    """What torch asks of a writer and of a reader alike: which checkpoint it is about."""
+    """The part that torch asks of writers and readers alike: which checkpoint it is about."""
 
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
@@ -99,7 +99,7 @@ class Writer(_OfName, StorageWriter):
         self._data = ""  # of the save under way, where this is the coordinator
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See torch. Raises InvalidArgumentError where ranks are to save without each other."""
+        """See torch. Raises InvalidArgumentError if ranks are to save without each other."""
         if not kwargs.get("use_collectives", True):
             raise InvalidArgumentError(
                 f"save {self._name!r}: without collectives each rank would make an index of its own; leave "
@@ -111,7 +111,7 @@ class Writer(_OfName, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See torch: the memory of all ranks' tensors is made, and each told its places in it."""
+        """See torch: the memory of all ranks' tensors is made, and each rank gets its places in it."""
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise InvalidArgumentError(f"save {self._name!r}: plans can't be cached; leave enable_plan_caching=False")
         end = 0
@@ -127,7 +127,7 @@ class Writer(_OfName, StorageWriter):
         return [replace(plan, storage_data=_Places(data, tuple(own))) for plan, own in zip(plans, offsets, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """See torch: this rank's tensors are written. Blocks. What is no tensor goes to the coordinator."""
+        """See torch: this rank's tensors are written. Blocks. Values other than tensors go to the coordinator."""
         places: _Places = plan.storage_data
         results: list[WriteResult] = []
         packer = _Packer(self._client.open(places.data))
@@ -185,12 +185,12 @@ class Reader(_OfName, StorageReader):
         self._index = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return what the checkpoint has. Raises NotFoundError, and InvalidArgumentError where it is none."""
+        """Return what the checkpoint has. Raises NotFoundError, and InvalidArgumentError if it is none."""
         self._index = _read_index(self._client, self._name)
         return self._index.metadata
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See torch. Raises InvalidArgumentError where ranks are to load without each other."""
+        """See torch. Raises InvalidArgumentError if ranks are to load without each other."""
         if not kwargs.get("use_collectives", True):
             raise InvalidArgumentError(f"load {self._name!r}: leave use_collectives=True, as it was saved")
 
@@ -250,7 +250,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Index:
-    """What a checkpoint has. `places`: (offset, bytes), of tensors in the buffer `data`, of others in `blobs`."""
+    """A checkpoint's contents. `places`: (offset, bytes), of tensors in the buffer `data`, of others in `blobs`."""
 
     metadata: dcp.Metadata
     places: dict[dcp.MetadataIndex, tuple[int, int]]

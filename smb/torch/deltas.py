@@ -4,7 +4,7 @@ Three buffers. NAME holds anchors: whole states, by its versions. NAME.deltas is
 writes one delta after the other. Version g of NAME.generations says what generation g is: the sum of its state, which
 anchor lies before it, and where the deltas from there on are. Its publication is what makes a generation exist.
 
-What a reader relies on. The deltas that version g names stay in the ring while g + 1 and g + 2 are made (_SLACK): they
+The reader's guarantee. The deltas that version g names stay in the ring while g + 1 and g + 2 are made (_SLACK): they
 are whole if, after they were read, g + 2 was not published. The anchor that it names is read by its version. The sum of
 the state decides in the end: a state that is not what was published is never shown, but read anew.
 
@@ -53,7 +53,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Head:
-    """What a generation is."""
+    """The description of a generation."""
 
     generation: int = 0
     total: int = 0  # the sum of its state
@@ -87,7 +87,7 @@ class _Head:
         )  # fmt: skip
 
     def since(self, generation: int) -> tuple[_Entry, ...] | None:
-        """The deltas from a generation to this one; None where some are not there any more."""
+        """The deltas from a generation to this one; None if some are not there any more."""
         chain = tuple(entry for entry in self.entries if entry.generation > generation)
         whole = [entry.generation for entry in chain] == list(range(generation + 1, self.generation + 1))
         return chain if whole else None
@@ -230,7 +230,7 @@ class DeltaWriter:
         return self._finish(asked, _Head(generation, total, version, generation, total, latest.end), timeout)
 
     def _with_delta(self, head: _Head, delta: bytes) -> _Head | None:
-        """Write the delta; None where readers could not come from the anchor to it."""
+        """Write the delta; None if readers could not come from the anchor to it."""
         ring, start = self._ring, head.end
         if start % ring.size + len(delta) > ring.size:
             start += ring.size - start % ring.size
@@ -294,7 +294,7 @@ class DeltaReader:
         return self._ring.heads.wait(generation, timeout=timeout)
 
     def read(self, asked: str) -> int:
-        """Make the state the latest generation and return that; 0 before the first. Raises UnavailableError where
+        """Make the state the latest generation and return that; 0 before the first. Raises UnavailableError if
         publications overtake every attempt.
         """
         self.received_bytes = 0

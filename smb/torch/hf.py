@@ -21,9 +21,9 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Joins when training begins, and leaves with the shared model when it ends.
 
     name, scheme and options are smb.torch.join's. The learning-rate schedule goes on where the group is, unless
-    schedule=False. `told` is called after each exchange (Shared.on_exchange). `shared` is what join returned. Where
-    train() ends by an exception the Trainer tells nobody: call close(). The Trainer's processes (DDP, FSDP2) are one
-    member, as with mesh=.
+    schedule=False. `on_exchange` is called after each exchange (Shared.on_exchange). `shared` is what join returned. If
+    train() ends by an exception, the Trainer calls no callback: call close(). The Trainer's processes (DDP, FSDP2) are
+    one member, as with mesh=.
     """
 
     shared: Shared | None = None
@@ -34,13 +34,13 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         scheme: str | smb.train.Scheme | None = None,
         *,
         schedule: bool = True,
-        told: Callable[[smb.train.ExchangeEvent], object] | None = None,
+        on_exchange: Callable[[smb.train.ExchangeEvent], object] | None = None,
         **options: Any,
     ) -> None:
         self._name = name
         self._scheme = scheme
         self._schedule = schedule
-        self._told = told
+        self._on_exchange = on_exchange
         self._options = options
 
     def on_train_begin(
@@ -62,8 +62,8 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
             options.setdefault("mesh", world())
         self.shared = join(model, optimizer, self._name, scheme=self._scheme, **options)
-        if self._told is not None:
-            self.shared.on_exchange(self._told)
+        if self._on_exchange is not None:
+            self.shared.on_exchange(self._on_exchange)
         if self._schedule and lr_scheduler is not None:
             self.shared.catch_up(lr_scheduler)
 

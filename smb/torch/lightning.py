@@ -21,7 +21,7 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
     """Joins when fitting begins, and leaves with the shared model when it ends; on an exception it only leaves.
 
     name, scheme and options are smb.torch.join's. Of several optimizers the last one's steps count. Learning-rate
-    schedules by steps go on where the group is, unless schedule=False. `told` is called after each exchange. The
+    schedules by steps go on where the group is, unless schedule=False. `on_exchange` is called after each exchange. The
     Trainer's processes (strategy "ddp", ModelParallelStrategy) are one member, as with mesh=.
     """
 
@@ -33,13 +33,13 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
         scheme: str | smb.train.Scheme | None = None,
         *,
         schedule: bool = True,
-        told: Callable[[smb.train.ExchangeEvent], object] | None = None,
+        on_exchange: Callable[[smb.train.ExchangeEvent], object] | None = None,
         **options: Any,
     ) -> None:
         self._name = name
         self._scheme = scheme
         self._schedule = schedule
-        self._told = told
+        self._on_exchange = on_exchange
         self._options = options
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -55,8 +55,8 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
 
             options.setdefault("mesh", world())
         self.shared = join(pl_module, trainer.optimizers[-1], self._name, scheme=self._scheme, **options)
-        if self._told is not None:
-            self.shared.on_exchange(self._told)
+        if self._on_exchange is not None:
+            self.shared.on_exchange(self._on_exchange)
         for config in trainer.lr_scheduler_configs if self._schedule else ():
             if config.interval == "step" and config.frequency == 1:
                 self.shared.catch_up(config.scheduler)

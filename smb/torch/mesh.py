@@ -120,7 +120,8 @@ class MeshParameters(Together):
 
     def statistics(self) -> Values:
         """Return the running statistics, their mean over all ranks."""
-        return np.mean(self.all("statistics"), axis=0, dtype=np.float32)  # type: ignore[no-any-return]
+        mean: Values = np.mean(self.all("statistics"), axis=0, dtype=np.float32)
+        return mean
 
     def _answer(self, command: str, arguments: list[Any]) -> list[Any]:
         failure: Error | None = None
@@ -130,7 +131,7 @@ class MeshParameters(Together):
         except Exception as error:  # noqa: BLE001 - the other ranks wait for what became of it
             failure = error if isinstance(error, Error) else Error(f"rank {self._ranks.rank} of the mesh: {error!r}")
         said = self._ranks.gather((result, None if failure is None else (type(failure), str(failure))))
-        failures = [told for _, told in said if told is not None]
+        failures = [failed for _, failed in said if failed is not None]
         if failures and self._ranks.speaks:
             if failure is not None:
                 raise failure
@@ -259,7 +260,7 @@ class _MeshSnapshot(Snapshot):
 
 
 class _MeshDeltas(Deltas):
-    """Deltas whose parts lie in all ranks. Where one rank's call fails, no rank takes over what came back."""
+    """Deltas whose parts lie in all ranks. If one rank's call fails, no rank takes over what came back."""
 
     def __init__(self, mesh: MeshParameters, weights: Buffer, sent_bytes: int) -> None:
         self._mesh = mesh
@@ -356,7 +357,7 @@ class MeshShared(Shared):
     ) -> None:
         self._ranks = Ranks(mesh)
         self._parted = False  # by all ranks together
-        self._told: list[int | None] = []  # the samples of steps that the worker has not been told of
+        self._samples_left: list[int | None] = []  # samples of each step that the worker has not counted yet
         failure: Error | None = None
         try:
             parts = parts_of(model, optimizer, sharded=True)
@@ -405,13 +406,13 @@ class MeshShared(Shared):
     def _stepped(self) -> None:
         if not self._open:
             return
-        self._told.append(self.samples)
-        if len(self._told) < self._interval:
+        self._samples_left.append(self.samples)
+        if len(self._samples_left) < self._interval:
             return
-        told, self._told = self._told, []
+        samples_left, self._samples_left = self._samples_left, []
         with self._mesh.together():
             if self._ranks.speaks:
-                for samples in told:  # all but the last one are only counted
+                for samples in samples_left:  # all but the last one are only counted
                     self.worker.step(samples)
                 self._mix_after_exchange()
 
@@ -432,10 +433,10 @@ class MeshShared(Shared):
         """The same at every rank."""
         return int(self._ranks.tell(self.worker.progress.steps if self._ranks.speaks else None))
 
-    def on_exchange(self, told: Callable[[smb.train.ExchangeEvent], object]) -> None:
-        """Call `told` after each exchange, at rank 0 of the mesh; at others never."""
+    def on_exchange(self, listener: Callable[[smb.train.ExchangeEvent], object]) -> None:
+        """Call `listener` after each exchange, at rank 0 of the mesh; at others never."""
         if self._ranks.speaks:
-            super().on_exchange(told)
+            super().on_exchange(listener)
 
     def batches(
         self,
@@ -449,8 +450,8 @@ class MeshShared(Shared):
         """As Shared.batches, with all ranks: a batch of `size` rows is the member's, and is divided over its ranks.
 
         `dims` names the dimensions of the mesh over which it is divided (None: all of them): those of data parallelism;
-        ranks that differ in others only, of tensor parallelism, get the same rows. Where a batch can't be divided
-        evenly some of its rows come twice, so that each rank has as many.
+        ranks that differ in others only, of tensor parallelism, get the same rows. If a batch can't be divided evenly,
+        some of its rows come twice, so that each rank has as many.
         """
         self._check_open()
         share, shares = self._share(dims)

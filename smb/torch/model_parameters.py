@@ -1,13 +1,13 @@
 """A model's trained parameters where they are: on any device, float32, bfloat16 or float16.
 
-Schemes see them as one float32 vector, laid out as smb/tensors.py does (each tensor at a multiple of 64 bytes, zeros
-between them), so that the group's buffer has each by its name. Nothing of them moves but when a scheme exchanges, and
+Schemes see the parameters as one float32 vector, laid out by smb/tensors.py: each tensor at a multiple of 64 bytes,
+zeros between them. So the group's buffer has each tensor by its name. Parameters move only when a scheme exchanges, and
 then by pieces (staging.py). Host memory that grows with the model is the scheme's alone.
 
-Low precision. The group's values are float32. A scheme keeps the ones that it has filled the parameters with, so what
-rounding them left out is not taken for something that the optimizer did: a delta is the parameter less the *rounded*
-base. Elastic schemes take from the parameters less than they can show; for these `keep_exact` keeps beside each one
-what rounding leaves out, in its own type and on its own device.
+Low precision. The group's values are float32. A scheme keeps the values that it has put into the parameters. A delta is
+the parameter less the *rounded* base, so that a rounding error does not count as a change by the optimizer. Elastic
+schemes take from the parameters less than their type can show. For these schemes `keep_exact` keeps the rounding error
+beside each parameter, in its type and on its device.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def check(name: str, parameter: torch.Tensor) -> None:
-    """Raise InvalidArgumentError where a trained parameter can't be shared."""
+    """Raise InvalidArgumentError if a trained parameter can't be shared."""
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
         raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run the model once before smb.torch.join")
     if parameter.device.type == "meta":
@@ -384,7 +384,7 @@ def check(name: str, parameter: torch.Tensor) -> None:
 
 
 def check_apart(parameters: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-    """Raise InvalidArgumentError where two share memory: tied by one Parameter they are one entry, but tied by memory
+    """Raise InvalidArgumentError if two share memory: tied by one Parameter they are one entry, but tied by memory
     alone what is done to one would count twice.
     """
     taken: dict[int, list[tuple[int, int, str]]] = {}

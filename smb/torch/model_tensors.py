@@ -1,4 +1,4 @@
-"""What a model consists of, by the names that all processes of a training have for it, whatever wraps it in each.
+"""A model's tensors, by the names that all processes of a training have for them, whatever wraps the model in each.
 
 torch.compile puts `_orig_mod.` into names, DistributedDataParallel and DataParallel `module.`: these are taken off. A
 tensor with several names (tied parameters) is one.
@@ -54,7 +54,7 @@ def plain_state(model: torch.nn.Module, **options: Any) -> dict[str, Any]:
 
 
 def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False) -> Parts:
-    """Divide what model.state_dict() holds. Raises InvalidArgumentError where the model can't be shared; with `sharded`
+    """Divide what model.state_dict() holds. Raises InvalidArgumentError if the model can't be shared; with `sharded`
     what is trained may be, and is not looked at.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
@@ -117,7 +117,8 @@ class Statistics:
 
 
 class Check:
-    """What must hold of a joined model whenever it exchanges. It takes as long as there are tensors, not elements."""
+    """Check what must hold of a joined model whenever it exchanges. It takes as long as there are tensors, not
+    elements."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, entries: tuple[Entry, ...], frozen: Named
@@ -128,7 +129,7 @@ class Check:
         self._frozen = frozen
 
     def __call__(self) -> None:
-        """Raise Error where something is trained that is not shared, or shared and no longer in the model."""
+        """Raise Error if something is trained that is not shared, or shared and no longer in the model."""
         self.model()
         ours = {id(entry.tensor) for entry in self._entries}
         given = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
@@ -145,7 +146,7 @@ class Check:
                 )
 
     def model(self) -> None:
-        """Raise Error where parameters of the model were replaced."""
+        """Raise Error if parameters of the model were replaced."""
         now = {id(tensor) for tensor in self._model.parameters()}
         if gone := [entry.names[0] for entry in self._entries if id(entry.tensor) not in now]:
             raise Error(

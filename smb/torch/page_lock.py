@@ -21,7 +21,7 @@ _log = logging.getLogger("smb")
 
 
 def page_lock(memory: np.ndarray[Any, np.dtype[Any]]) -> Callable[[], object] | None:
-    """Lock an array's pages for CUDA; return what unlocks them, before the memory goes. None where there is no CUDA, or
+    """Lock an array's pages for CUDA; return what unlocks them, before the memory goes. None if there is no CUDA, or
     it does not: then copies pass through memory of its own, which is slower, and no less right.
     """
     if not memory.nbytes or not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def page_lock(memory: np.ndarray[Any, np.dtype[Any]]) -> Callable[[], object] | 
     if failure := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
         _log.info("CUDA does not lock %d bytes in memory (error %d): copies take longer", memory.nbytes, failure)
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # the next launch is told the error: this one
+            torch.zeros(1, device="cuda")  # CUDA reports the error at the next launch: this one
         return None
     return lambda: runtime.cudaHostUnregister(address)
 
@@ -40,10 +40,10 @@ def page_lock(memory: np.ndarray[Any, np.dtype[Any]]) -> Callable[[], object] | 
 def mapped(buffer: Buffer) -> Iterator[torch.Tensor]:
     """Yield the buffer's own memory as a tensor of its shape, on this host: `with smb.torch.mapped(buffer) as memory`.
 
-    Where CUDA is there, copies between the memory and a GPU go straight (non_blocking=True: beside the GPU's work);
-    they are waited for at the end of the block, and the tensor is not to be used after it. What Buffer.view says holds:
-    what is written so is neither atomic nor ordered against others, and no call acknowledges it. Tell others when the
-    block has ended. Raises TransportError where a segment is on another host.
+    With CUDA, copies between the memory and a GPU go straight (non_blocking=True: beside the GPU's work). The end of
+    the block waits for them; do not use the tensor after it. As Buffer.view says: such writes are neither atomic nor
+    ordered against others, and no call acknowledges them. Tell others when the block has ended. Raises TransportError
+    if a segment is on another host.
     """
     memory = buffer.view()
     with contextlib.ExitStack() as last:

@@ -1,9 +1,9 @@
 """One trainer, many readers: a whole state_dict is published as one generation, and no reader ever sees a mix of two.
 
 The state_dict lies in a buffer with versions as named tensors, bytes exact (smb/tensors.py); generation n is version n
-of that buffer, or with deltas= what smb/torch/deltas.py says. Both sides keep one copy of it in their own memory: the
-trainer flattens into it before anything is sent, a reader reads all of it before any tensor of a model is touched, so
-that neither a failure nor a later generation in the middle leaves something that never was.
+of that buffer, or with deltas= what smb/torch/deltas.py says. Both sides keep one copy of it in their own memory. The
+trainer flattens into its copy before anything is sent. A reader reads the whole state before it touches any tensor of a
+model. So neither a failure nor a later generation in the middle leaves a mixed state.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Publisher:
 
     `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
     Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every
-    publication. Thread-safe. Raises AlreadyExistsError where the name has another state's tensors, and says which;
-    InvalidArgumentError where it was made with other deltas, ties or names.
+    publication. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and says which;
+    InvalidArgumentError if it was made with other deltas, ties or names.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Publisher:
 
     @property
     def sent_bytes(self) -> int:
-        """What the last publication sent, without frames."""
+        """Bytes that the last publication sent, without frames."""
         return self._memory.nbytes if self._writer is None else self._writer.sent_bytes
 
     def publish(self, state: State | None = None, *, timeout: float = _PATIENCE_S) -> int:
@@ -120,7 +120,7 @@ class Publisher:
         latest pinned (with versions=2 one, with more as many on different generations): for a second less than
         `timeout` (seconds), at least 30, and then it goes on. So with the default readers can delay a trainer, but not
         fail or stop it. With a shorter one TimeoutError is raised then: nothing was published, and the call may be made
-        again, or left out. Raises InvalidArgumentError where names, shapes or dtypes are not those of the first time.
+        again, or left out. Raises InvalidArgumentError if names, shapes or dtypes are not those of the first time.
         """
         with self._turn:
             self._take(state)
@@ -207,7 +207,7 @@ class Follower:
 
     @property
     def received_bytes(self) -> int:
-        """What the last read received, without frames."""
+        """Bytes that the last read received, without frames."""
         return self._memory.nbytes if self._reader is None else self._reader.received_bytes
 
     def wait(self, *, timeout: float | None = None) -> int:
@@ -222,11 +222,10 @@ class Follower:
     def load(self, model: torch.nn.Module) -> int:
         """Read the latest generation into a model, on any device, and return its number.
 
-        The model's names, without what torch.compile and DistributedDataParallel put into them, and its shapes are
-        those of the published state (of a part of one, names=, it may have others, which stay), else
-        InvalidArgumentError and it is as it was;
-        where a dtype is another one values are converted, as load_state_dict does. Raises NotFoundError before the
-        first generation: wait() for it.
+        Its names and shapes must be those of the published state; prefixes of torch.compile and DistributedDataParallel
+        do not count. If a part was published (names=), the model may have more tensors, which stay. Else it raises
+        InvalidArgumentError, and the model is unchanged. Values of another dtype are converted, as load_state_dict
+        does. Raises NotFoundError before the first generation: wait() for it.
         """
         asked = f"load {self.buffer.name!r}"
         wanted = {name: tensor for name, tensor in plain_state(model).items() if isinstance(tensor, torch.Tensor)}
@@ -338,7 +337,7 @@ def publish(client: Client, name: str, state: State, **options: Any) -> int:
 def follow(client: Client, name: str, *, timeout: float = 0.0) -> Follower:
     """Follow what is published under that name; with timeout > 0 (seconds) wait until a trainer has made it.
 
-    Raises NotFoundError, InvalidArgumentError where the buffer is no published state. There may be no generation yet:
+    Raises NotFoundError, InvalidArgumentError if the buffer is no published state. There may be no generation yet:
     Follower.wait waits for it.
     """
     return Follower(client, client.open(name, timeout=timeout), timeout)

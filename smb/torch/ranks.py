@@ -19,7 +19,7 @@ _FOREVER = datetime.timedelta(days=30)  # a round may take long; a dead rank's c
 
 
 def world() -> DeviceMesh | None:
-    """Return the processes of this program's torch.distributed as a mesh; None where there is but one."""
+    """Return the processes of this program's torch.distributed as a mesh; None if there is but one."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     accelerator = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
@@ -58,11 +58,11 @@ class Ranks:
         return self.rank == 0
 
     def tell(self, what: Any = None) -> Any:
-        """Return, to all, what the speaker says. Raises UnavailableError where a rank is gone."""
-        told = [what]
+        """Return, to all, what the speaker says. Raises UnavailableError if a rank is gone."""
+        message = [what]
         with self._alive():
-            dist.broadcast_object_list(told, src=self._first, group=self._group, device=torch.device("cpu"))
-        return told[0]
+            dist.broadcast_object_list(message, src=self._first, group=self._group, device=torch.device("cpu"))
+        return message[0]
 
     def gather(self, what: Any) -> list[Any]:
         """Return, to all, what each says, by rank. Raises as tell."""

@@ -1,4 +1,4 @@
-"""What one rank of a mesh has of a model, and where that is in the group's buffers.
+"""One rank's part of a model on a mesh, and its places in the group's buffers.
 
 A tensor's place in the group is its whole one's, so members with different meshes, and with none, train one model.
 """
@@ -30,10 +30,10 @@ _Piece: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]] | None"  # shape an
 
 
 class ShardParameters(ModelParameters):
-    """What this rank has of the trained parameters, and where that is in the group's buffers.
+    """This rank's part of the trained parameters, and its places in the group's buffers.
 
-    What several ranks have one of them reads and writes, and gives to the others: what a rank has is then what each
-    replica of it has, whatever others write meanwhile.
+    If several ranks have the same piece, one of them reads and writes it, and gives it to the others. So all replicas
+    of a piece are equal, whatever others write meanwhile.
     """
 
     def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
@@ -66,15 +66,15 @@ class ShardParameters(ModelParameters):
 
     def meet(self, ranks: Ranks) -> None:
         """Find out which ranks have the same as this one. With all of them."""
-        told = ranks.gather(self.pieces_here)
+        pieces = ranks.gather(self.pieces_here)
         owned: list[Run] = []
         for number, (entry, runs) in enumerate(zip(self.entries, self._runs, strict=True)):
-            everywhere = [each[number] for each in told if each[number] is not None]
+            everywhere = [each[number] for each in pieces if each[number] is not None]
             self.replicated |= len(everywhere) > len(set(everywhere))
             mine = self.pieces_here[number]
             if mine is None:
                 continue
-            holders = [rank for rank, each in enumerate(told) if each[number] == mine]
+            holders = [rank for rank, each in enumerate(pieces) if each[number] == mine]
             owner = holders[number % len(holders)]  # by turns: each sends its part
             place = slice(entry.offset, entry.offset + entry.count)
             if owner != ranks.rank:
@@ -88,12 +88,12 @@ class ShardParameters(ModelParameters):
 
     @property
     def runs(self) -> Sequence[Run]:
-        """What this rank reads and writes."""
+        """The ranges that this rank reads and writes."""
         return self._owned
 
     @property
     def all_runs(self) -> Sequence[Run]:
-        """What this rank has."""
+        """The ranges that this rank has."""
         return [run for runs in self._runs for run in runs]
 
     def spread(self, ranks: Ranks, values: Values) -> None:
@@ -153,7 +153,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _piece_of(name: str, tensor: torch.Tensor, count: int) -> _Piece:
-    """Return which part of a whole tensor this process has; None where it has no element."""
+    """Return which part of a whole tensor this process has; None if it has no element."""
     if not count:
         return None
     if not isinstance(tensor, DTensor):

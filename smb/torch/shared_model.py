@@ -6,17 +6,17 @@
     ...                       # the script as it was: optimizer.step() exchanges when the scheme says
     shared.close()            # the model is the shared one now
 
-What is shared, and how:
+How each kind of tensor is shared:
 
 - Parameters that the optimizer has or that require gradients: by the scheme, as one float32 vector. They stay where
   they are, on any device, float32, bfloat16 or float16; what is exchanged is copied, by pieces, when the scheme
   exchanges (smb/torch/model_parameters.py). Momenta are never sent.
-- Frozen parameters: each process brings its own. A joiner whose frozen values are not those of who made the group is
-  refused, by a mark of a few of them.
+- Frozen parameters: each process brings its own. A joiner is refused if its frozen values differ from those of the
+  group's maker: a digest of a few of them is compared.
 - Floating-point buffers, batch normalisation's running statistics above all: each process keeps and uses its own while
   it trains, as they describe the batches that it sees. After each exchange it mixes them into NAME/state, with weight
   1/members: `state += (own - state) / members`, at the servers, in the background. state_dict() and close() give that
-  average; who joins late starts from it.
+  average; a late joiner starts from it.
 - Integer and float64 buffers (num_batches_tracked): local.
 
 Every tensor of the two buffers can be opened by its name: client.open("run").tensor("layer3.weight").
@@ -73,30 +73,30 @@ def join(
 ) -> Shared:
     """Train the model together with all who join the same name. Returns when it has the shared model's values.
 
-    The first to join makes the group, with its model's values; who joins later gets the values of now. `scheme` is one
-    of smb.train's, or the name of one with its settings as further arguments (scheme="diloco", every=50); settings that
+    The first to join makes the group, with its model's values. Later ones get the current values. `scheme` is one of
+    smb.train's, or the name of one with its settings as further arguments (scheme="diloco", every=50); settings that
     are left out are the group's, or their defaults where there is none, and None adopts all of the group's. After each
     optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the parameters in place.
     `coordinator` is an address, default $SMB_COORDINATOR, else 127.0.0.1:7070; or pass a `client`, which stays open.
-    `samples` is how many samples a step trains (None: nobody says, and none are counted). What is counted and shown is
-    made of them, and with token_weights=True the weight of a contribution. Shared.batches() keeps it right; set
-    `samples` of the result where you make batches yourself. fresh=True begins anew: it deletes a training of this name
-    in which nobody is alive. guards, lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass
-    the one that steps last, with all parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is
-    found by its `.optimizer`.
+    `samples` is how many samples a step trains (None: nobody says, and none are counted). Statistics count samples, and
+    with token_weights=True they are the weight of a contribution. Shared.batches() keeps it right; set `samples` of the
+    result where you make batches yourself. fresh=True begins anew: it deletes a training of this name in which nobody
+    is alive. guards, lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass the one that
+    steps last, with all parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is found by its
+    `.optimizer`.
 
-    With mesh=, a torch.distributed DeviceMesh, its ranks are one member: each calls this, with a client of its own, and
-    each moves its own shards (DTensors of fully_shard or parallelize_module, and what ranks have alike, as with DDP);
-    rank 0 of it speaks for all. All ranks step, and call what this returns, together. Where one of them dies the member
-    does.
+    With mesh=, a torch.distributed DeviceMesh, its ranks are one member. Each rank calls this with a client of its own.
+    Each moves its own shards: DTensors of fully_shard or parallelize_module, and tensors that ranks have alike, as with
+    DDP. Rank 0 of the mesh speaks for all. All ranks step, and call methods of the result, together. If one of them
+    dies, the member dies.
 
     The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
     DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
     InvalidArgumentError for what can't be shared, or is already, for other settings than the group's, and for other
-    tensors than its model's; NotFoundError where there is no group and no scheme is given; AlreadyExistsError with
+    tensors than its model's; NotFoundError if there is no group and no scheme is given; AlreadyExistsError with
     fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then,
     and nothing of this join stays. optimizer.step() raises smb.train.RefusedContributionError where a guard refuses
-    (NaN, for one): the model is the shared one again, the optimizer's state as it was; and NotFoundError where the
+    (NaN, for one): the model is the shared one again, the optimizer's state as it was; and NotFoundError if the
     training was deleted, after which close() succeeds.
     """
     if client is not None and coordinator is not None:
@@ -239,10 +239,10 @@ class Shared:
         self._check_open()
         return self.worker.progress
 
-    def on_exchange(self, told: Callable[[smb.train.ExchangeEvent], object]) -> None:
-        """Call `told` after each exchange of this process, inside of optimizer.step()."""
+    def on_exchange(self, listener: Callable[[smb.train.ExchangeEvent], object]) -> None:
+        """Call `listener` after each exchange of this process, inside of optimizer.step()."""
         self._check_open()
-        self.worker.on_exchange(told)
+        self.worker.on_exchange(listener)
 
     def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
         """Step a learning-rate schedule that counts optimizer steps until it is where the group is: after joining."""
@@ -259,11 +259,11 @@ class Shared:
         """Divide a data set over all who take part: iterate over this process's batches, as row numbers, int64 (n,).
 
         Rows 0 to `rows` - 1 are shuffled anew for each epoch (by `seed`, the same for all) and cut into batches of
-        `size`. Each batch goes to one process and counts when the next one is asked for. What a process had in hand
-        that left or died goes to another one before the end. The iteration ends when all `epochs` are done, by all
-        (None: never). Who comes back after that finds none left: ask for more epochs. Sets `samples` to each batch's
-        rows. Index tensors with it, or pass it to a torch.utils.data.DataLoader as batch_sampler: with num_workers,
-        batches that were fetched ahead count too.
+        `size`. Each batch goes to one process and counts when the next one is asked for. Batches that a process had in
+        hand when it left or died go to another one before the end. The iteration ends when all `epochs` are done, by
+        all (None: never). A process that comes back after the end finds none left: ask for more epochs. Sets `samples`
+        to each batch's rows. Index tensors with it, or pass it to a torch.utils.data.DataLoader as batch_sampler: with
+        num_workers, batches that were fetched ahead count too.
 
         The shuffle takes 8 bytes for each row. Raises InvalidArgumentError: others use another number of rows, size or
         seed, or the scheme itself says how large batches are (smb.train.WorkUnits is for those).
@@ -315,7 +315,7 @@ class Shared:
         own: dict[str, Any] = self._model.state_dict()
         for key, value in own.items():
             if isinstance(value, torch.Tensor):
-                # What the group has no part in (integers) is copied too: nothing returned is the model's memory.
+                # Tensors that are not shared (integers) are copied too: nothing returned is the model's memory.
                 shared = values.get(plain_name(self._model, key))
                 own[key] = value.detach().clone() if shared is None else shared.to(value.device)
         return own
@@ -323,9 +323,9 @@ class Shared:
     def close(self, *, load: bool = True) -> None:
         """Finish what is under way, load the shared model into the model (unless load=False), and leave the group.
 
-        What was trained since this worker's last exchange has then no part in the model, here as in the others.
-        The optimizer is free of the hook. Twice does nothing. Of a training that was deleted there is nothing to load:
-        the model stays as it is. A coordinator that is away is only warned of.
+        Local steps since this worker's last exchange are then lost, here as in the others. The optimizer is free of the
+        hook. Twice does nothing. Of a training that was deleted there is nothing to load: the model stays as it is. A
+        coordinator that is away is only warned of.
         """
         if not self._open:
             return

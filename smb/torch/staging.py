@@ -1,6 +1,6 @@
 """Pieces of tensors on their way between a device and host memory: two rooms of a fixed size that take turns.
 
-Where the device has streams, copies go by a stream of their own, from and to pinned memory: one piece is copied while
+If the device has streams, copies go by a stream of their own, from and to pinned memory: one piece is copied while
 another one is computed with. An event says when a room's copies are done; the device's own work waits for the stream
 before it uses what was copied to it.
 """
@@ -34,7 +34,7 @@ class Staging:
         return self._rooms[turn % 2][begin : begin + count * dtype.itemsize].view(dtype)
 
     def begin(self, devices: Iterable[torch.device]) -> None:
-        """What was computed on these devices so far is done before anything is copied from here on."""
+        """Make later copies wait for all work queued on these devices so far."""
         for device in devices:
             if (stream := self._stream(device)) is not None:
                 stream.wait_stream(torch.accelerator.current_stream(device))
@@ -59,7 +59,7 @@ class Staging:
         self._done[turn % 2].clear()
 
     def end(self, devices: Iterable[torch.device]) -> None:
-        """What is computed on these devices from here on finds what was copied to them."""
+        """Make later work on these devices wait for the copies made so far."""
         for device in devices:
             if (stream := self._stream(device)) is not None:
                 torch.accelerator.current_stream(device).wait_stream(stream)

@@ -1,8 +1,8 @@
 """Asynchronous DiLoCo: DiLoCo's rounds, and nobody waits for anybody.
 
 Rule: after H = every steps a worker puts W_i - W_base into its inbox, takes over the weights as they are by then, and
-goes on. A round is closed as soon as `quorum` contributions are there and `grace` seconds have passed (or all members
-have contributed), by DiLoCo's Nesterov step with
+goes on. A round is closed as soon as `quorum` contributions are there and `grace` seconds have passed, or all members
+have contributed. The close is DiLoCo's Nesterov step with
 
     w_i = tokens_i / sqrt(1 + s_i)
 

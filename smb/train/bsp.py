@@ -4,16 +4,17 @@ Rule: each worker does one local step from the same weights; the weights move by
 
     W += sum_i w_i (W_i - W) / sum_i w_i,      w_i = 1, or the worker's samples with token_weights
 
-With SGD, also with momentum and with weight decay, that is one step on the samples of all workers together (Valiant, A
-bridging model for parallel computation, 1990; Das et al. 2016, synchronous SGD without new hyper-parameters).
-With quorum=K it is SGD with backup workers (Chen et al. 2016): the first K count, who comes later is dropped.
+With SGD, also with momentum and with weight decay, a round equals one step on the samples of all workers together.
+Sources: Valiant, A bridging model for parallel computation, 1990; Das et al. 2016, synchronous SGD without new
+hyper-parameters. With quorum=K it is SGD with backup workers (Chen et al. 2016): the first K count, later ones are
+dropped.
 
 Taxonomy: data parallel; central (the servers' memory); synchronous; one write and one read of the model per worker and
 step.
 
-Staleness: 0. A worker goes on only from the weights of the closed round, and what was not in time for its own round is
-dropped (status: dropped), never added to a later one. tests/train/test_rounds.py: equal to one process with
-the whole batch; nothing of a late worker counts.
+Staleness: 0. A worker goes on only from the weights of the closed round. A late contribution is dropped (status:
+dropped), never added to a later round. tests/train/test_rounds.py: equal to one process with the whole batch; nothing
+of a late worker counts.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ class EAMSGD(Scheme):
     arrays, with momentum= of the group's scheme. alpha as in EASGD.
 
     With another optimizer that has Nesterov momentum (torch.optim.SGD(nesterov=True), and most that fold the look-ahead
-    into the parameters) it composes, with one difference. Their parameters are the look-ahead point theta = w + mu*v
-    (their buffer is -v/eta), on which both forms take the same steps, as long as eta is constant. The elastic
-    difference is then alpha * (theta - W): it draws the look-ahead point to the shared model, which is alpha*mu*v more
-    than the rule above takes, and the shared model is an average of look-ahead points. Where that matters use
-    nesterov_step. With an optimizer without momentum this scheme is EASGD.
+    into the parameters) it composes, with one difference. Their parameters are the look-ahead point theta = w + mu*v;
+    their buffer is -v/eta. Both forms take the same steps on theta, as long as eta is constant. The elastic difference
+    is then alpha * (theta - W): it draws the look-ahead point to the shared model. That is alpha*mu*v more than the
+    rule above takes, and the shared model is an average of look-ahead points. If that matters, use nesterov_step. With
+    an optimizer without momentum this scheme is EASGD.
 
     Taxonomy, staleness and what is tested: as EASGD. tests/train/test_elastic_schemes.py holds the golden trace of
     nesterov_step with this exchange; tests/unit/train/test_elastic_force.py holds theta beside torch's parameters,

@@ -19,22 +19,21 @@ class EASGD(Scheme):
 
         d = alpha * (w - W);  W += d;  (next local step on w, not on w - d);  w -= d
 
-    d is taken before a local step and applied after it, as in Algorithm 1 of Zhang, Choromanska, LeCun (Deep learning
-    with elastic averaging SGD, 2015): the gradient is of w as it was when d was taken. alpha = None is 0.9 / p with p
-    the workers that are there at that exchange (the authors' start: alpha = beta / p, beta = 0.9; in their terms
-    alpha = eta * rho), so that the force adapts to who comes and goes. Any local optimizer.
+    d is taken before a local step and applied after it. So does Algorithm 1 of Zhang, Choromanska, LeCun (Deep learning
+    with elastic averaging SGD, 2015). The gradient is of w as it was when d was taken. With alpha = None it is 0.9 / p,
+    where p is the number of workers at that exchange: the force adapts to joins and deaths. (The authors start with
+    alpha = beta / p, beta = 0.9; in their terms alpha = eta * rho.) Any local optimizer.
 
     Taxonomy: data parallel; central (one shared model, on the memory servers); asynchronous; each worker with the
     centre, never with each other: one read and one accumulate of n floats every tau steps.
 
-    Staleness: unbounded; nobody waits for anybody. A difference rests on a read made in the same call, so what can come
-    in between is what others add during one read and one accumulate. It is counted (`status`), and
-    Guards(staleness_max=) refuses to send where it is more, as far as it can be known before sending. The centre moves
-    by at most alpha of the way, whatever came in between. Tests:
-    tests/train/test_elastic_schemes.py holds golden traces against numpy, and counts the staleness of interleavings
-    made on purpose.
+    Staleness: unbounded; nobody waits for anybody. A difference rests on a read made in the same call. Only additions
+    made during one read and one accumulate can come in between. It is counted (`status`), and Guards(staleness_max=)
+    refuses to send where it is more, as far as it can be known before sending. The centre moves by at most alpha of the
+    way, whatever came in between. Tests: tests/train/test_elastic_schemes.py holds golden traces against numpy, and
+    counts the staleness of interleavings made on purpose.
 
-    What a step() that raised has sent counts once: the next call finishes it (smb/train/exchange/contribution.py).
+    A contribution of a step() that raised counts once: the next call finishes it (smb/train/exchange/contribution.py).
     """
 
     NAME: ClassVar[str] = "easgd"

@@ -2,11 +2,10 @@
 
     NAME           the shared weights, float32 (n,); the group's settings are its metadata
     NAME/members   the table (member_table.py)
-    NAME/tick      published to wake whoever waits for anything
+    NAME/tick      published to wake all that wait for anything
     NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
 
-Whoever joins first makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else.
-"""
+The first to join makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class Group:
         self.tick = client.open(f"{name}/tick")
         self.member: Member
         self.made = False  # by this worker
-        self.samples_told = False  # step was told how many samples it is of; else steps are no samples
+        self.samples_known = False  # step got the number of its samples; else none are counted
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
         self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
@@ -121,7 +120,7 @@ class Group:
     def withdraw(self) -> bool:
         """Leave after a join that failed, and take away what it made: all of the group, where nobody else has come.
 
-        Returns whether the group is gone. What fails here is only logged: why the join failed matters more.
+        Returns whether the group is gone. Failures here are only logged: the reason of the failed join matters more.
         """
         if self.nested is not None:
             self.nested.withdraw()
@@ -250,8 +249,8 @@ class Group:
         self.member.set(t.STALENESS_MAX, max(staleness, self.member.get(t.STALENESS_MAX)))
 
     def count_samples(self, samples: int) -> None:
-        """Count what a contribution is of, where `step` was told it. No call."""
-        if self.samples_told:
+        """Count a contribution's samples, if `step` got their number. No call."""
+        if self.samples_known:
             self.member.add(t.SAMPLES, samples)
 
     def count(self, samples: int, nbytes: int, contributions: int = 1) -> None:
@@ -303,7 +302,7 @@ def enter(
 
 @contextlib.contextmanager
 def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
-    """Where servers have no room for what is made in the block, say how much of it the scheme takes."""
+    """If servers have no room for the buffers made in the block, say how much memory the scheme takes."""
     try:
         yield
     except OutOfMemoryError as error:
@@ -338,7 +337,9 @@ def delete(client: Client, name: str) -> None:
     Its workers' next step raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Raises
     NotFoundError.
     """
-    view(client, name).table.write(0, t.READY, np.array([t.DELETED]))  # so that whoever misses a buffer knows why
+    view(client, name).table.write(
+        0, t.READY, np.array([t.DELETED])
+    )  # so that the error about a missing buffer says why
     # These last, as a group that lacks one of them is taken for half-made, in which a scheme left nothing.
     own = [f"{name}/tick", f"{name}/members", name]
     schemes = [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own]
@@ -349,7 +350,7 @@ def delete(client: Client, name: str) -> None:
 def clear(client: Client, name: str) -> None:
     """Delete a group in which nobody is alive any more, if there is one.
 
-    Raises AlreadyExistsError where somebody is, or died so recently that nobody can tell.
+    Raises AlreadyExistsError if somebody is, or died so recently that nobody can tell.
     """
     with client.lock(f"{name}/setup", timeout=_SETUP_S):
         group = _opened(client, name)
@@ -374,7 +375,7 @@ def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]
 
 
 def _opened(client: Client, name: str) -> Group | None:
-    """Return the group, None where there is none or its maker died half-way."""
+    """Return the group, None if there is none or its maker died half-way."""
     try:
         weights = client.open(name)
     except NotFoundError:
@@ -422,7 +423,7 @@ def _delete(client: Client, name: str, others: Iterable[str] = ()) -> None:
 
 
 def _compare(group: Group, scheme: Scheme | None, guards: Guards | None, lease: float | None) -> None:
-    """Raise InvalidArgumentError where a joiner wants other settings than the group has."""
+    """Raise InvalidArgumentError if a joiner wants other settings than the group has."""
     wanted: dict[str, Json] = {}
     if scheme is not None:
         wanted |= {"scheme": scheme.NAME} | {f"{scheme.NAME}.{key}": value for key, value in scheme.settings().items()}

@@ -1,6 +1,6 @@
-"""What keeps a worker gone wrong from spoiling the model of all: every contribution is looked at before it is sent.
+"""Guards keep a faulty worker from spoiling the shared model: every contribution is checked before it is sent.
 
-The guards are the group's: whoever joins has the same ones. A contribution that is refused is counted, nothing of it is
+The guards are the group's: every member has the same ones. A contribution that is refused is counted, nothing of it is
 sent, and the worker's values become the shared model again.
 """
 
@@ -89,7 +89,7 @@ class Guard:
 
 @dataclass
 class Norm:
-    """What the guards look at, gathered by pieces: the sum of the squares, and how many values are not finite."""
+    """The figures that guards check, gathered by pieces: the sum of the squares, and how many values are not finite."""
 
     count: int = 0
     square: float = 0.0  # of the finite ones

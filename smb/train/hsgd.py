@@ -53,14 +53,14 @@ class HSGD(Scheme):
     Processes that step together anyway, the ranks of a mesh (smb.torch.join with mesh=; FSDP2 or DDP, by NCCL or gloo),
     are a host by themselves: one member, without a nested group, whose exchange is SEASGD's.
 
-    The root is whoever has been in the round's group for longest. If it dies or leaves, the next one is root from the
-    exchange on that the others wait for, which is about a lease later where it died. What a dead root was sending
-    counts at most once for each element, and is not sent again. A root that was only stopped, and goes on, changes
-    nothing any more: its writes are fenced. One that lives, and whose step() raises (the servers of the shared model
-    are away), holds up its host until it calls step() again or leaves. Workers that join a host wait for nobody; a host
-    whose workers have all gone starts from the shared model when one comes back. A difference that the guards refuse
-    (Guards, at the root) is not sent, and the host starts again from the shared model; what one worker's step did is
-    looked at before it counts in the host's mean.
+    The root is the member that has been in the round's group for longest. If the root dies or leaves, the next member
+    is root from the exchange on that the others wait for. After a death that is about a lease later. A dead root's
+    contribution counts at most once for each element, and is not sent again. A root that was only stopped, and goes on,
+    changes nothing any more: its writes are fenced. If step() raises at a live root, as the servers of the shared model
+    are away, its host waits. It goes on when the root calls step() again or leaves. Workers that join a host wait for
+    nobody; a host whose workers have all gone starts from the shared model when one comes back. A difference that the
+    guards refuse (Guards, at the root) is not sent, and the host starts again from the shared model; what one worker's
+    step did is looked at before it counts in the host's mean.
 
     Taxonomy: data parallel; central, in two levels; synchronous inside a host, asynchronous between hosts; workers with
     their host's model each step, roots with the shared one every tau steps.
@@ -217,7 +217,7 @@ class HostExchange(Exchange):
         self._inner.restart()
 
     def _tell_host(self, due: int) -> None:
-        """Make the base the host's model, and wake the others. Raises MembershipLostError where it is another's."""
+        """Make the base the host's model, and wake the others. Raises MembershipLostError if it is another's."""
         host = self._host
         try:
             with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
@@ -233,7 +233,7 @@ class HostExchange(Exchange):
         host.wake()
 
     def _revive(self) -> None:
-        """A host in which nobody is left starts from the shared model, not from where it was: the oldest of those who
+        """A host in which nobody is left starts from the shared model, not from its own. The oldest of the workers that
         come back, maybe all at once, sees to it.
         """
         host = self._host
@@ -263,7 +263,8 @@ def _root(rows: t.Rows, live: list[int], due: int) -> int:
 
 
 def _placement(client: Client, name: str) -> dict[str, list[str]]:
-    """Where the host's group goes: on the servers of this host. Empty where it is there already, or no server is."""
+    """Return the placement of the host's group: the servers of this host. Empty if it is there already, or no server
+    is."""
     try:
         client.open(name)
         return {}

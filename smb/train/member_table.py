@@ -1,8 +1,8 @@
 """The table of a group: one row for the group, one for each member. Data before code: all that members tell each other.
 
-An int64 buffer, (1 + SLOTS) x FIELDS, small enough for one chunk, so that one read shows everything. What decides
-anything is changed by compare_swap alone, and carries the incarnation of who may change it: a member that was stopped
-for long, and goes on when its slot is another's, changes nothing. What only informs is written plainly by its owner.
+An int64 buffer, (1 + SLOTS) x FIELDS, small enough for one chunk, so that one read shows everything. Words that decide
+something are changed by compare_swap alone, and carry the incarnation of their owner. So a member that was stopped for
+long, and whose slot has another owner now, changes nothing. Words that only inform are written plainly by their owner.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Who takes part: slots in the table, each held by a lock with a lease.
+"""Members: slots in the table, each held by a lock with a lease.
 
-A member holds the lock "GROUP/member/SLOT"; the client library renews it in the background. Whoever wonders about a
-member tries its lock: who gets it knows that the member is dead, or was stopped for longer than its lease, and frees
-the slot. No clocks of different hosts are compared.
+A member holds the lock "GROUP/member/SLOT"; the client library renews it in the background. To check a member, another
+one tries its lock. If it gets the lock, the member is dead or was stopped for longer than its lease, and the slot is
+freed. No clocks of different hosts are compared.
 
-Each joining gets an incarnation, a number never given before, and it is part of every word by which a member changes
-anything for others: one that was stopped, and goes on after its slot was freed, is either still alone in its slot (then
-what it says is true) or changes nothing.
+Each joining gets an incarnation, a number never given before. The incarnation is part of every word by which a member
+changes anything for others. A member may be stopped, and go on after its slot was freed. It is then either still alone
+in its slot, and its words are true, or it changes nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Member:
         return t.clock_of(self.mark)
 
     def check(self) -> None:
-        """Raise MembershipLostError where the slot was lost. Asks the server only where the lease looks run out."""
+        """Raise MembershipLostError if the slot was lost. Asks the server only if the lease looks run out."""
         if self._lock.held:
             return
         try:
@@ -108,7 +108,7 @@ class Member:
         )
 
     def leave(self) -> None:
-        """Free the slot, and say that we did. What was marked stays marked. Twice does nothing."""
+        """Free the slot, and say that we did. Marks stay. Twice does nothing."""
         try:
             if self._table.swap(self.row, t.INCARNATION, self.incarnation, 0) == self.incarnation:
                 self._table.swap(self.row, t.PID, self.get(t.PID), -self.get(t.PID))
@@ -136,7 +136,7 @@ def live(rows: t.Rows) -> Iterator[int]:
 def admit(client: Client, group: str, table: t.Table, lease: float, first_clock: Callable[[t.Rows], int]) -> Member:
     """Take a slot, whose mark begins at `first_clock` of the table. Blocks nobody.
 
-    Raises OutOfMemoryError where all slots are taken.
+    Raises OutOfMemoryError if all slots are taken.
     """
     seen = table.read().copy()
     now = int(seen[0, t.ROUND]) >> t.ROUND_SHIFT
@@ -233,7 +233,7 @@ def _host() -> NDArray[np.int64]:
 
 def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Callable[[t.Rows], int]) -> Member | None:
     """Return the member that has taken a slot whose lock it holds, and whose holder (0: none), whom nobody missed, is
-    gone from here on. None where we were stopped for so long that the slot is another's by now: we change nothing of
+    gone from here on. None if we were stopped for so long that the slot is another's by now: we change nothing of
     it.
     """
     row = 1 + slot

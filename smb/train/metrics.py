@@ -50,7 +50,7 @@ class Collector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; none where the group is not there, or not reached (which is logged)."""
+        """Yield the metrics; none if the group is not there, or not reached (which is logged)."""
         try:
             found = status(self._client, self._name)
         except Error as error:

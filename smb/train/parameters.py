@@ -1,7 +1,7 @@
 """A worker's trained values, wherever they are: n float32 values that schemes move by pieces, and never hold.
 
-A scheme keeps what it needs of them in host memory of its own (smb/train/exchange/). What is in the pieces is the
-group's vector: all that is trained, in one order, float32.
+A scheme keeps what it needs of them in host memory of its own (smb/train/exchange/). The pieces make up the group's
+vector: all trained values, in one order, float32.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Run:
 
 
 class Parameters(ABC):
-    """What is trained. One thread at a time. `size` is n."""
+    """The trained values. One thread at a time. `size` is n."""
 
     size: int
 
@@ -90,7 +90,7 @@ class Parameters(ABC):
     # ---- their place in the group's buffers: all of them, in this order, unless a subclass says otherwise
 
     def store(self, weights: Buffer) -> None:
-        """Write the present values, exact. Raises InvalidArgumentError where they are not finite."""
+        """Write the present values, exact. Raises InvalidArgumentError if they are not finite."""
         for begin, piece in self.pieces():
             if not np.isfinite(piece).all():
                 raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")
@@ -110,12 +110,12 @@ class Parameters(ABC):
 
     @property
     def runs(self) -> Sequence[Run]:
-        """What is this process's to write of all."""
+        """The ranges that this process writes."""
         return (Run(0, 0, self.size),)
 
     @property
     def all_runs(self) -> Sequence[Run]:
-        """What this process has: some of it another one may write."""
+        """The ranges that this process has; some of them another one may write."""
         return self.runs
 
     def seated(self, group: Group) -> None:  # noqa: ARG002 - a subclass's to use
@@ -124,7 +124,7 @@ class Parameters(ABC):
 
 
 class Together(Parameters):
-    """Parameters in several processes, which are one worker: this one speaks for all. What it makes moves all parts."""
+    """Parameters in several processes, which are one worker: this one speaks for all. Its exchanges move all parts."""
 
     @abstractmethod
     def snapshot(self, wire: str) -> Snapshot:

@@ -1,4 +1,4 @@
-"""What a worker is told of its training: each exchange, and how far the group is."""
+"""A worker's view of its training: each exchange, and how far the group is."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     wait for one's turn;  W_global += W_local - base;  W_local = base = W_global        after every local step
 
-Source: Chen et al. 2019, "Round-robin synchronization: mitigating communication bottlenecks in parameter servers". In
-turns the servers' link is never asked for by all at once: an iteration of N workers, S bytes each, over a link of
-bandwidth W, computing for C, takes max(C + 2 S/W, N S/W), where bulk synchronous training takes C + 2 N S/W.
+Source: Chen et al. 2019, "Round-robin synchronization: mitigating communication bottlenecks in parameter servers". With
+turns, workers do not all load the servers' link at once. Let N workers send S bytes each over a link of bandwidth W,
+and compute for C. Then an iteration takes max(C + 2 S/W, N S/W), where bulk synchronous training takes C + 2 N S/W.
 
 Taxonomy: data parallel; central; asynchronous with a fixed staleness; each worker with the servers, one at a time.
 
@@ -24,10 +24,10 @@ step then weighs what its samples do.
 
 Staleness: exactly N - 1, the others' updates between a worker's read and its own update; each update is whole in the
 model before the next one begins. Rotation enforces it, and the tests see it in what every read contains
-(tests/train/test_r2sp.py). While members join, leave or die it is at most that of the larger N. A worker that is
-not ready keeps the others waiting; with skip_after=seconds its turn is passed on once it is so late, at most `skips`
-times in a row, and the bound is (skips + 1) (N - 1). A worker that dies in its turn is found by its lock when its lease
-is over, and passed over; a part of its last update, whole chunks of it, may be in the model.
+(tests/train/test_r2sp.py). While members join, leave or die it is at most that of the larger N. A worker that is not
+ready keeps the others waiting. With skip_after=seconds its turn is passed on once it is so late, at most `skips` times
+in a row. The bound is then (skips + 1) (N - 1). A worker that dies in its turn is found by its lock when its lease is
+over, and passed over; a part of its last update, whole chunks of it, may be in the model.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class RoundRobin(Exchange):
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None where the scheme has no batch_size."""
+        """How many samples the next local step is to be made of; None if the scheme has no batch_size."""
         return self._batch_size
 
     @property
     def gradient_scale(self) -> float:
-        """What to multiply the gradient of the next local step by: batch_size by the scheme's; 1 where it has none."""
+        """The factor for the gradient of the next local step: batch_size by the scheme's; 1 if it has none."""
         return self._batch_size / self._scheme.batch_size if self._batch_size and self._scheme.batch_size else 1.0
 
     def step(self, samples: int) -> None:
@@ -213,7 +213,7 @@ class RoundRobin(Exchange):
                 group.tick.wait(version + turn.away(self._me.slot, live), timeout=max(patience, 0.001))
             except TimeoutError:
                 if time.monotonic() - since >= group.lease / 4 and group.reap([turn.slot]):
-                    # Where one died others may have; their waiters count on a wake for each.
+                    # If one died, others may have; their waiters count on a wake for each.
                     for _ in group.reap(member.slot for member in live):
                         group.wake()
 
@@ -237,8 +237,7 @@ class RoundRobin(Exchange):
     def _pass_over(self, turn: Turn, live: list[Member]) -> bool:
         """Give a turn whose owner is gone, or late, to the next one; False if another call did, or it was taken.
 
-        What a dead one was sending may have come in part: it counts as an update.
-        """
+        A dead owner's update may have come in part: it counts as an update."""
         following = turn.passed(live, updated=turn.taken)
         done = self._group.table.swap(0, _TURN, turn.word(), following.word()) == turn.word()
         if done:

@@ -2,8 +2,8 @@
 
 The file is a .safetensors whatever its name is. Its tensors are the group's, by their names (a group of smb.train.join
 has one, "values"), running statistics too; those of the outer optimizer, if there is one, are "smb.outer.0" and so on.
-What else the group is stands in its __metadata__, with a SHA-256 of all that follows the header: a file that is torn,
-or was changed, is not loaded.
+The rest of the group stands in its __metadata__, with a SHA-256 of all that follows the header. A file that is torn, or
+was changed, is not loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Source:
 def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
     """Write a training into a file while it goes on; return its round (0 in schemes without rounds).
 
-    All is of one round, and exact, whatever wire= says. Where rounds are closed faster than the model can be read, the
+    All is of one round, and exact, whatever wire= says. If rounds are closed faster than the model can be read, the
     next one waits for the file. The file appears whole at the end, in place of one that was there. Takes memory of a
     fixed size. The workers' own (inner optimizers, the models of hosts in HSGD, work units) is not in it. Raises
     NotFoundError, InvalidArgumentError (no group), OSError.
@@ -77,20 +77,20 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
 
 
 def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
-    """Make a training of a file, in any cluster, under any name; return its round. Who joins goes on from there.
+    """Make a training of a file, in any cluster, under any name; return its round. Workers that join go on from there.
 
-    `placement` is servers=, stripe= and wire= of Client.create. Raises AlreadyExistsError where there is a training of
+    `placement` is servers=, stripe= and wire= of Client.create. Raises AlreadyExistsError if there is a training of
     that name (smb.train.delete), InvalidArgumentError for a file that is not whole or no training, OSError.
     """
     with Path(path).open("rb") as file:
-        told, table, ranges, start = _head(file, str(path))
-        scheme = scheme_of(told["scheme"], told["settings"])
-        guards, lease, number = Guards(**told["guards"]), float(told["lease"]), int(told["round"])
-        if _digest(file, start) != told["sha256"]:
+        head_fields, table, ranges, start = _head(file, str(path))
+        scheme = scheme_of(head_fields["scheme"], head_fields["settings"])
+        guards, lease, number = Guards(**head_fields["guards"]), float(head_fields["lease"]), int(head_fields["round"])
+        if _digest(file, start) != head_fields["sha256"]:
             raise InvalidArgumentError(
                 f"load of {path}: its bytes are not those that were saved: it is torn, or changed"
             )
-        metadata = {**told["metadata"], groups.METADATA: groups.settings_of(scheme, guards, lease)}
+        metadata = {**head_fields["metadata"], groups.METADATA: groups.settings_of(scheme, guards, lease)}
         with client.lock(f"{name}/setup", timeout=_LOCK_S):
             with contextlib.suppress(NotFoundError):
                 groups.view(client, name)
@@ -100,7 +100,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 )
             made: list[str] = []
             try:
-                _make(client, name, file, start, (told, table, ranges), metadata, placement, made)
+                _make(client, name, file, start, (head_fields, table, ranges), metadata, placement, made)
             except BaseException:
                 for each in reversed(made):
                     client.delete(each, missing_ok=True)
@@ -117,7 +117,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
     table = weights.table or _whole(weights.size)
     sources = [_Source(weights, table, {each: each for each in table})]
     metadata = {key: value for key, value in weights.metadata.items() if key != groups.METADATA}
-    told: dict[str, Any] = {
+    head_fields: dict[str, Any] = {
         "version": _VERSION,
         "scheme": group.scheme.NAME,
         "settings": group.scheme.settings(),
@@ -132,7 +132,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
     with contextlib.suppress(NotFoundError):
         statistics = group.client.open(f"{group.name}/{STATISTICS}")
         sources.append(_Source(statistics, statistics.table, {each: each for each in statistics.table}))
-        told["statistics"] = {"size": statistics.size, "metadata": statistics.metadata}
+        head_fields["statistics"] = {"size": statistics.size, "metadata": statistics.metadata}
     outer = group.scheme.outer() if isinstance(group.scheme, RoundScheme) else None
     for index in range(outer.states if outer else 0):
         with contextlib.suppress(NotFoundError):  # nobody has trained yet
@@ -146,7 +146,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
             forms[stored] = source.table[each].shape, "float32"
     placed = TensorTable.of(forms, "save")
     with part.open("wb") as file:
-        head = _header(placed, told | {"sha256": "0" * 64})
+        head = _header(placed, head_fields | {"sha256": "0" * 64})
         file.write(head)
         digest = hashlib.sha256()
         for source in sources:
@@ -155,13 +155,13 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
                     digest.update(piece)
                     file.write(piece)
         file.seek(0)
-        file.write(_header(placed, told | {"sha256": digest.hexdigest()}))
+        file.write(_header(placed, head_fields | {"sha256": digest.hexdigest()}))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _header(table: TensorTable, told: dict[str, Any]) -> bytes:
-    return safetensors_header(table, {_KEY: json.dumps(told)})
+def _header(table: TensorTable, head_fields: dict[str, Any]) -> bytes:
+    return safetensors_header(table, {_KEY: json.dumps(head_fields)})
 
 
 def _read(buffer: Buffer, place: TensorPlace) -> Iterator[memoryview]:
@@ -194,22 +194,22 @@ def _sync(directory: Path) -> None:
 
 
 def _head(file: IO[bytes], path: str) -> tuple[dict[str, Any], TensorTable, list[tuple[int, int]], int]:
-    """Return (what is told, tensors, where each lies, where the first begins)."""
+    """Return (what the head says, tensors, where each lies, where the first begins)."""
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= HEADER_BYTES_MAX:
         raise InvalidArgumentError(f"load of {path}: this is no saved training")
     file.seek(0)
     try:
         table, metadata, ranges = parse_safetensors(file.read(8 + size))
-        told = json.loads(metadata[_KEY])  # type: ignore[index]
-        version = told["version"]
+        head_fields = json.loads(metadata[_KEY])  # type: ignore[index]
+        version = head_fields["version"]
     except (KeyError, TypeError, ValueError) as error:  # InvalidArgumentError is a ValueError
         raise InvalidArgumentError(
             f"load of {path}: this is no saved training: it was not written by smb.train.save ({error!r})"
         ) from None
     if version != _VERSION:
         raise InvalidArgumentError(f"load of {path}: it is of version {version}, and this is smb for {_VERSION}")
-    return told, table, ranges, 8 + size
+    return head_fields, table, ranges, 8 + size
 
 
 def _digest(file: IO[bytes], start: int) -> str:
@@ -233,7 +233,7 @@ def _make(
     """Make the group's buffers. Under the setup lock. Without its table a group is taken for half-made: that comes
     last.
     """
-    told, table, ranges = head
+    head_fields, table, ranges = head
     where = {each: (start + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
     for left in (f"{name}/tick", f"{name}/members", name):
         client.delete(left, missing_ok=True)
@@ -243,13 +243,13 @@ def _make(
         made.append(buffer_name)
         return buffer
 
-    weights = new(name, told["size"], "float32", metadata=metadata, **placement)
+    weights = new(name, head_fields["size"], "float32", metadata=metadata, **placement)
     for each, place in (weights.table or _whole(weights.size)).items():
         _fill(weights, place.offset // 4, file, *where[each])
     for index in range(len([each for each in where if each.startswith(_OUTER)])):
-        state = new(f"{name}/outer/{told['round'] % 2}/{index}", like=weights)
+        state = new(f"{name}/outer/{head_fields['round'] % 2}/{index}", like=weights)
         _fill(state, 0, file, *where[f"{_OUTER}{index}"])
-    if (kept := told.get("statistics")) is not None:
+    if (kept := head_fields.get("statistics")) is not None:
         client.delete(f"{name}/{STATISTICS}", missing_ok=True)
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])
         values = np.zeros(kept["size"], np.float32)
@@ -260,10 +260,10 @@ def _make(
         statistics.publish(values)
     new(f"{name}/tick", 1, "int64", servers=1)
     members = t.Table(new(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
-    members.swap(0, t.ROUND, 0, told["round"] << t.ROUND_SHIFT)
+    members.swap(0, t.ROUND, 0, head_fields["round"] << t.ROUND_SHIFT)
     # As if a former member of the first slot had done all of it.
-    members.add(1, t.STEPS, told["steps"])
-    members.add(1, t.SAMPLES_BEFORE, told["samples"])
+    members.add(1, t.STEPS, head_fields["steps"])
+    members.add(1, t.SAMPLES_BEFORE, head_fields["samples"])
     members.add(0, t.READY, 1)
 
 

@@ -1,12 +1,12 @@
-"""What a scheme is: its settings, and one worker's side of it.
+"""Schemes: the settings, and one worker's side.
 
 A scheme is a frozen dataclass of settings that a whole group shares; all values are JSON's (numbers, strings, booleans,
-None). It does no I/O. What it does for one worker is its Exchange, made by run().
+None). It does no I/O. The work for one worker is done by its Exchange, made by run().
 
-All schemes work by what the local optimizer did, never by gradients: delta = values - base, with base the values that
-the worker last took over from the group (Petuum's SSP works so: Ho et al. 2013). So any optimizer may run between two
-exchanges, and for SGD, with momentum too, the mean of the workers' deltas equals one step on all their samples: the
-rule is linear in the gradient.
+All schemes exchange changes of values, never gradients: delta = values - base, with base the values that the worker
+last took over from the group (as Petuum's SSP: Ho et al. 2013). So any optimizer may run between two exchanges. For
+SGD, with momentum too, the mean of the workers' deltas equals one step on all their samples: the rule is linear in the
+gradient.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ SCHEMES: dict[str, type[Scheme]] = {}
 class Exchange(ABC):
     """One worker's side of a scheme. Made by Scheme.run when the worker has joined; then restart() is called.
 
-    Calls come from one thread. Any of them may raise what the client's calls raise, MembershipLostError (the Worker
-    joins again and makes a new exchange) and RefusedContributionError (the Worker calls restart).
+    Calls come from one thread. Any of them may raise the errors of the client's calls. Any may raise
+    MembershipLostError (the Worker joins again and makes a new exchange) and RefusedContributionError (the Worker calls
+    restart).
     """
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None where the scheme has no say in that."""
+        """How many samples the next local step is to be made of; None if the scheme has no say in that."""
         return None
 
     @property
     def gradient_scale(self) -> float:
-        """What to multiply the gradient, or the loss, of the next local step by, on account of its batch_size."""
+        """The factor for the gradient, or the loss, of the next local step, on account of its batch_size."""
         return 1.0
 
     @abstractmethod
     def step(self, samples: int) -> None:
         """Take note of one local step over so many samples; exchange where the scheme says so.
 
-        Where nothing is due it takes no time that grows with the model.
-        """
+        If nothing is due, it takes no time that grows with the model."""
 
     @abstractmethod
     def restart(self) -> None:
-        """Make the parameters the shared model, and forget what was local. Where it raises they are as they were."""
+        """Make the parameters the shared model, and forget what was local. If it raises, they are unchanged."""
 
     def flush(self) -> None:
         """Finish what is under way in the background; afterwards nothing of this worker is outstanding."""
@@ -113,8 +113,8 @@ class Scheme(ABC):
         return cls(**settings)
 
     def interval(self) -> int:
-        """Return after how many local steps a worker may have something to exchange; of the steps between it is enough
-        to be told then, all at once.
+        """Return after how many local steps a worker may have something to exchange. Steps between may be reported
+        then, all at once.
         """
         return 1
 

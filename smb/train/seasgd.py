@@ -34,10 +34,9 @@ class SEASGD(Scheme):
 
     Staleness: unbounded; nobody waits for anybody. A difference rests on W as it was read one hidden addition before it
     arrives: what others added meanwhile is its staleness, about p - 1 for p workers of equal speed. It is counted
-    (`status`); Guards(staleness_max=) as in EASGD. Tests:
-    tests/train/test_elastic_schemes.py holds golden traces against numpy, shows by events that computing
-    goes on during the addition and that the next read waits for it, and counts staleness in interleavings made on
-    purpose; tests/fault/test_elastic_kills.py kills workers and servers.
+    (`status`); Guards(staleness_max=) as in EASGD. Tests: tests/train/test_elastic_schemes.py holds golden traces
+    against numpy. By events it shows that computing goes on during the addition, and that the next read waits for it.
+    It counts staleness in interleavings made on purpose. tests/fault/test_elastic_kills.py kills workers and servers.
     """
 
     NAME: ClassVar[str] = "seasgd"

@@ -3,19 +3,19 @@
     W_global += W_local - base;  clock += 1        after every local step
     wait until clock - min(clocks of all) <= s;  W_local = base = W_global
 
-Source: Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server". s = 0 is
-lock-step as in bulk synchronous training, except that a worker may read a model to which a faster one has added its
-next update already; without a bound it is ASP.
+Source: Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server". With s = 0 it
+is lock-step as in bulk synchronous training, with one exception: a worker may read a model to which a faster one has
+already added its next update. Without a bound it is ASP.
 
 Taxonomy: data parallel; central; bounded asynchronous; each worker with the servers, clocks seen by all.
 
-Staleness: a read at clock c contains every update up to clock c - s, of every live worker, and all of the reader's own;
-so one is more than s clocks ahead never. A worker tells its clock after its contribution was acknowledged, and reads
-after it saw the clocks: that enforces it. The staleness in the status is how far the slowest was behind at the read.
-A worker that dies, or is stopped for longer than its lease, is found by its lock, and the others go on; one that joins
-begins at the slowest one's clock. Tested with a stopped worker, on what every read was seen to contain
-(tests/train/test_asp_and_ssp.py). A worker that is killed while it sends may leave a part of its last
-contribution, whole chunks of it, in the model.
+Staleness: a read at clock c contains every update up to clock c - s, of every live worker, and all of the reader's own.
+So no worker is ever more than s clocks ahead. This holds as a worker writes its clock after its contribution was
+acknowledged, and reads after it saw the clocks. The staleness in the status is how far the slowest was behind at the
+read. A worker that dies, or is stopped for longer than its lease, is found by its lock, and the others go on; one that
+joins begins at the slowest one's clock. Tested with a stopped worker, on what every read was seen to contain
+(tests/train/test_asp_and_ssp.py). A worker that is killed while it sends may leave a part of its last contribution,
+whole chunks of it, in the model.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def clocks_of(rows: t.Rows) -> dict[int, int]:
 
 
 def lag(clock: int, others: Mapping[int, int]) -> int:
-    """Return how many clocks the slowest of the others is behind; 0 where nobody is."""
+    """Return how many clocks the slowest of the others is behind; 0 if nobody is."""
     return max(0, clock - min(others.values(), default=clock))
 
 
 def must_wake(clock: int, others: Mapping[int, int], bound: int) -> bool:
-    """Whether somebody may wait for the step to `clock` that a member has just told of: it was the last one below, and
-    another is so far ahead that it waited for that.
+    """Whether somebody may wait for a member's step to `clock`, just written: it was the last one below, and another is
+    so far ahead that it waited.
     """
     return min(others.values(), default=0) >= clock and max(others.values(), default=0) - (clock - 1) > bound
 
@@ -122,7 +122,7 @@ class StaleSynchronous(Exchange):
         self._deltas.restart()
 
     def flush(self) -> None:
-        """Send what a failed call left unsent, and tell the clock that was not told."""
+        """Send what a failed call left unsent, and the clock that was not written."""
         if self._deltas.finish():
             self._count()
             self._clock += 1

@@ -1,9 +1,9 @@
 """Work units: rows of a data set for workers that come and go, each unit done once in every epoch.
 
 The buffer NAME has one word for each unit: epoch << 32 | incarnation. (e, 0): the epochs before e are done, e is to be
-done; (e, i): incarnation i is at it. Each change is one compare_swap, so a unit is in one worker's hands at a time, and
-a worker that dies in between leaves nothing but its word, by which it is found. NAME/members is a table of who is
-there, with a lock each (members.py).
+done; (e, i): incarnation i is at it. Each change is one compare_swap, so a unit is in one worker's hands at a time. A
+worker that dies in between leaves only its word, by which the unit is found. NAME/members is a table of who is there,
+with a lock each (members.py).
 
 Tickets from a counter lead every worker to another unit; they are hints, nothing depends on them. At the end of each
 epoch a worker looks for what was left behind: units whose worker is dead, and those of lost tickets.

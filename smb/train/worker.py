@@ -1,4 +1,4 @@
-"""One process's part in a training: `join` gives a Worker, which is told after every local step."""
+"""One process's part in a training: `join` gives a Worker, whose `step` is called after every local step."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def join(
     how long a member that died or was stopped keeps the others waiting) and `placement`: servers=, stripe=, wire= of
     Client.create. Later ones get the present shared model into `values`, and None adopts what the group has. Blocks for
     a few calls; holds up no one who trains. fresh=True begins anew: a training of this name in which nobody is alive is
-    deleted first, with its model. What was done is logged (smb.train, INFO), and stands on standard error unless the
-    program has set up logging.
+    deleted first, with its model. The join is logged (smb.train, INFO), to standard error unless the program has set up
+    logging.
 
-    Raises AlreadyExistsError with fresh=True where others are alive in it, InvalidArgumentError where the settings
-    differ from the group's (it says which), NotFoundError where there is no group and no scheme was given,
-    OutOfMemoryError where 48 members are there already, or the servers have no room for the scheme's copies of the
-    model (docs/training.md): then nothing of this join stays.
+    Raises AlreadyExistsError with fresh=True if others are alive in it, InvalidArgumentError if the settings differ
+    from the group's (it says which). Raises NotFoundError if there is no group and no scheme was given. Raises
+    OutOfMemoryError if there are 48 members already, or no room for the scheme's copies of the model
+    (docs/training.md). After an error nothing of this join stays.
     """
     parameters = ArrayParameters(values, f"join of group {name!r}")
     if fresh:
@@ -98,7 +98,7 @@ class Worker:
         group.client._session.reports[id(self)] = self._report
 
     def begin(self) -> None:
-        """Make the parameters the shared model: the last part of joining. Where it fails they are as they were; then
+        """Make the parameters the shared model: the last part of joining. If it fails, they are unchanged; then
         withdraw().
         """
         self._exchange.restart()
@@ -120,12 +120,12 @@ class Worker:
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None where the scheme leaves that to you."""
+        """How many samples the next local step is to be made of; None if the scheme leaves that to you."""
         return self._exchange.batch_size
 
     @property
     def gradient_scale(self) -> float:
-        """What to multiply the gradient, or the loss, of the next local step by; 1.0 unless batch_size differs."""
+        """The factor for the gradient, or the loss, of the next local step; 1.0 unless batch_size differs."""
         return self._exchange.gradient_scale
 
     @property
@@ -144,9 +144,9 @@ class Worker:
         found = progress_of(self._group.table.read())
         return dataclasses.replace(found, steps=max(found.steps, self._group.member.get(t.STEPS)))
 
-    def on_exchange(self, told: Callable[[ExchangeEvent], object]) -> None:
-        """Call `told` after each exchange of this worker, in the thread that steps. It costs one small read each."""
-        self._listeners.append(told)
+    def on_exchange(self, listener: Callable[[ExchangeEvent], object]) -> None:
+        """Call `listener` after each exchange of this worker, in the thread that steps. Each costs a small read."""
+        self._listeners.append(listener)
 
     @property
     def made(self) -> bool:
@@ -166,13 +166,13 @@ class Worker:
     def step(self, samples: int | None = None) -> None:
         """Call it after every local step, over `samples` samples: exchanges when the scheme says so.
 
-        Where samples are not told, none are counted, and a step weighs as one.
+        Without samples= none are counted, and a step weighs as one.
 
         Changes the values in place. Blocks as the scheme says (its docstring), otherwise as long as its calls take. May
         raise UnavailableError and TimeoutError: a server was away for longer than the client's timeout; call it again
         later, and nothing counts twice. Raises RefusedContributionError: nothing was sent, the values are the shared
         model's. A worker that was stopped for longer than its lease joins again by itself: its values are the shared
-        model's, what it had not sent is dropped, and it is logged and counted. Raises NotFoundError where the training
+        model's, what it had not sent is dropped, and it is logged and counted. Raises NotFoundError if the training
         was deleted; close() succeeds then.
         """
         self._check_open()
@@ -188,7 +188,7 @@ class Worker:
         started, moved = time.perf_counter(), self._moved()
         self._group.member.add(t.STEPS, 1)
         for group in filter(None, (self._group, self._group.nested)):
-            group.samples_told = samples is not None
+            group.samples_known = samples is not None
         try:
             self._exchange.step(1 if samples is None else samples)
         except MembershipLostError as error:
@@ -210,8 +210,8 @@ class Worker:
         member, progress = self._group.member, self.progress
         norm = struct.unpack("<d", struct.pack("<q", member.get(t.NORM)))[0]
         event = ExchangeEvent(member.get(t.STEPS), progress.round, norm, member.get(t.STALENESS), moved, seconds)
-        for told in self._listeners:
-            told(event)
+        for listener in self._listeners:
+            listener(event)
 
     def flush(self) -> None:
         """Finish what is under way in the background, and wait for it."""
@@ -266,8 +266,8 @@ class Worker:
     def close(self, *, load: bool = False) -> None:
         """Leave: what was sent counts, the others go on without this worker. Twice does nothing.
 
-        With `load` the values become the shared model, as it is then; where that fails it raises, and they stay. What
-        else can't be tidied, since a daemon is away, is logged as a warning: the others then miss this worker for a
+        With `load` the values become the shared model, as it is then; where that fails it raises, and they stay. If a
+        daemon is away, the rest of the tidying is logged as a warning: the others then wait for this worker for a
         lease. Of a training that was deleted nothing is left to do.
         """
         if self._closed:

@@ -13,7 +13,8 @@ _MS_MAX = 2**31
 
 
 class Deadline:
-    """A point in time, `seconds` after `started` (time.monotonic(); default: now). What blocks takes what is left."""
+    """A point in time, `seconds` after `started` (time.monotonic(); default: now). Each blocking step takes the time
+    that is left."""
 
     def __init__(self, seconds: float, started: float | None = None) -> None:
         self._end = (time.monotonic() if started is None else started) + seconds
@@ -78,8 +79,8 @@ class Transport(Protocol):
     def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
         """Return the path to a segment.
 
-        Raises NoPathError where this transport does not lead there, NoAnswerError where that may be because the server
-        is down, UnavailableError where it does lead there but the server does not answer, NotFoundError where the
+        Raises NoPathError if this transport does not lead there, NoAnswerError if the reason may be that the server is
+        down. Raises UnavailableError if the transport leads there but the server does not answer, NotFoundError if the
         server answers but has no such segment.
         """
 

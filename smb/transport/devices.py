@@ -1,4 +1,4 @@
-"""What this machine has for verbs: pyverbs, RDMA devices with their ports and GIDs, memory that may be locked.
+"""This machine's means for verbs: pyverbs, RDMA devices with their ports and GIDs, memory that may be locked.
 
 The kernel's own files are read (/sys/class/infiniband), so that what is missing can be said where pyverbs is not there.
 Importing this file imports no pyverbs; `look` tries to.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEBIAN = Path("/usr/lib/python3/dist-packages/pyverbs")  # where its package python3-pyverbs puts it
-_CAP_IPC_LOCK = 14  # of capabilities(7): whoever has it may lock any amount
+_CAP_IPC_LOCK = 14  # of capabilities(7): a process that has it may lock any amount
 _MEMLOCK_WANTED = (
     64 << 20
 )  # with less not even staging and one array are sure to fit; a daemon locks all that it serves
@@ -61,9 +61,9 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What was found. Verbs can be used where `missing` is empty."""
+    """The devices found. Verbs can be used where `missing` is empty."""
 
-    pyverbs: str | None  # the version of rdma-core that it belongs to, None where it does not import
+    pyverbs: str | None  # the version of rdma-core that it belongs to, None if it does not import
     ports: tuple[Port, ...]  # active ones that have an address
     memlock_bytes: int | None  # how much this process may lock; None: any amount
     missing: tuple[str, ...]  # what is missing and how to come by it, a line each
@@ -201,7 +201,7 @@ def _gids(directory: Path) -> Iterator[Gid]:
 
 
 def _mtu(device: str, number: int) -> int:
-    """Return the active MTU in bytes, 0 where the device does not say: only libibverbs knows it."""
+    """Return the active MTU in bytes, 0 if the device does not say: only libibverbs knows it."""
     pyverbs = importlib.import_module("pyverbs.device")
     error = importlib.import_module("pyverbs.pyverbs_error").PyverbsError
     try:
@@ -233,7 +233,7 @@ def _memlock() -> int | None:
 
 
 def _sorted(directory: Path) -> list[Path]:
-    """Return a directory's entries, numbers by their value, none where there is no directory."""
+    """Return a directory's entries, numbers by their value, none if there is no directory."""
     try:
         return sorted(directory.iterdir(), key=lambda path: (len(path.name), path.name))
     except OSError:

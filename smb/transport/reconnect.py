@@ -1,8 +1,9 @@
 """The client's links to servers, and the threads that give them a new connection when theirs broke.
 
 A link is a lane of the session to a server (csrc/client/link.h): the calls on it stay in progress while it has no
-connection. One thread waits until some link has calls but no connection; for each such link a thread looks for the
-server, at its last address and where the coordinator says, until it answers or nobody waits for it any more.
+connection. One thread waits until some link has calls but no connection. For each such link a thread looks for the
+server, at its last address and where the coordinator says. It ends when the server answers or nobody waits for the link
+any more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol
 from smb.config.parse import parse_address
 from smb.daemon.metric_names import OUTAGE_EDGES
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
-from smb.errors import Error, NotFoundError, TransportError, UnavailableError
+from smb.errors import Error, NotFoundError, PermissionDeniedError, TransportError, UnavailableError
 from smb.rpc.client_tokens import Tokens
 from smb.security.credentials import server_name
 from smb.transport.base import Deadline, SegmentPlace
@@ -111,8 +112,8 @@ class Links:
         tls: ClientTls,
         locate_copies: Callable[[SegmentPlace], SegmentPlace | None] = lambda place: place,
     ) -> None:
-        """`locate` asks the coordinator for a server by name: None where it does not answer, or does not know it.
-        `locate_copies` asks where the primary of a segment is now; NotFoundError where it is gone.
+        """`locate` asks the coordinator for a server by name: None if it does not answer, or does not know it.
+        `locate_copies` asks where the primary of a segment is now; NotFoundError if it is gone.
         """
         self._locate_copies = locate_copies
         self._copies: dict[int, _Copies] = {}  # by segment
@@ -134,7 +135,7 @@ class Links:
         return self._outages
 
     def why_untrusted(self, server: str) -> str:
-        """Return why whoever answers at the server's address is not taken for it, empty where that is not so."""
+        """Return why the peer at the server's address is not trusted to be that server, empty if it is trusted."""
         return self._untrusted.get(server, "")
 
     def dial(self, lane: Lane, dialer: Dialer) -> None:
@@ -144,8 +145,8 @@ class Links:
     def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
         """Return the link of this lane to the segment's server, connecting it if there is none.
 
-        It may be used for that segment. Raises EngineError where nobody answers or we are refused, UnavailableError
-        where it is another server, or another run of it.
+        It may be used for that segment. Raises EngineError if nobody answers or we are refused, UnavailableError
+        if it is another server, or another run of it.
         """
         where = Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
         with self._lock:
@@ -250,7 +251,7 @@ class Links:
         begun = time.monotonic()
         with self._lock:
             self._outages = replace(self._outages, begun=self._outages.begun + 1)
-        # A server that is not told of its role yet lets us in, and then sends us away.
+        # A server that does not know its role yet lets us in, and then sends us away.
         pause = _PAUSE_FIRST_S if begun - entry.resumed_at > _SENT_AWAY_S else _SENT_AWAY_S / 2
         if pause > _PAUSE_FIRST_S and self._closing.wait(pause):
             return
@@ -398,6 +399,10 @@ def refused(place: SegmentPlace, error: EngineError) -> Error:
     text = f"memory server {place.server} at {place.address} can't be reached: {error}"
     if error.status is Status.UNTRUSTED:
         text = _UNTRUSTED % (place.server, place.address, error)
+    if error.status is Status.DENIED:  # nobody gets in with the same token later
+        return PermissionDeniedError(
+            f"memory server {place.server} at {place.address} does not let this session in: its right has expired"
+        )
     if error.status in (Status.VERSION, Status.PROTOCOL):
         return TransportError(text)
     return UnavailableError(text)

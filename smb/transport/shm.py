@@ -18,7 +18,7 @@ from smb.errors import NotFoundError, UnavailableError
 from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
 from smb.transport.reconnect import Links
 
-# What an attaching link ends with if its server dies, or does not answer.
+# Statuses of an attaching link if its server dies, or does not answer.
 _GONE = (Status.LINK_LOST, Status.DISCONNECTED, Status.TIMEOUT)
 
 

@@ -10,7 +10,7 @@ from smb.security.credentials import Credentials, Current
 
 
 class ClientTls:
-    """What connections to memory servers are made with. Files that change count from the next connection on."""
+    """The credentials of connections to memory servers. Files that change count from the next connection on."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self._current = Current(credentials) if credentials is not None else None
@@ -18,7 +18,7 @@ class ClientTls:
         self._made: tuple[Credentials, Tls] | None = None
 
     def now(self, server: str) -> Tls:
-        """Return it, for a connection to that server. Raises UnavailableError where there are no credentials."""
+        """Return it, for a connection to that server. Raises UnavailableError if there are no credentials."""
         if self._current is None:
             raise UnavailableError(f"memory server {server} speaks TLS, and this client has no credentials")
         credentials = self._current.now()

@@ -280,11 +280,11 @@ SERVER_CASES: list[tuple[str, Act]] = [
     ("memserver.delete.asked", delete),
     ("memserver.delete.booked", delete),
     ("memserver.delete.done", delete),
-    ("memserver.register.asking", wait),
+    ("memserver.register.sending", wait),
     ("memserver.register.answered", wait),
     ("memserver.register.dropped", wait),
     ("memserver.register.done", wait),
-    ("memserver.renew.asking", wait),
+    ("memserver.renew.sending", wait),
     ("memserver.renew.answered", wait),
     ("memserver.session.ended", close_session),
 ]

@@ -435,7 +435,7 @@ def test_up_for_other_hosts() -> None:
             line = up.stdout.readline()
             assert line, greeting
             greeting += line
-        assert "whoever reaches these ports may read" in greeting
+        assert "everybody who reaches these ports may read" in greeting
         told = re.search(r"SMB_COORDINATOR=(\S+)", greeting)
         assert told is not None
         assert told[1] == f"{lab.address('here')}:7070"

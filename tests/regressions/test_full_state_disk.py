@@ -34,7 +34,7 @@ from smb.coordinator.events import (
     SessionRenewed,
     Ticked,
 )
-from smb.coordinator.leading import _tick
+from smb.coordinator.leader import _tick
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.store import FILE_NAME, RESERVE_NAME, SqliteStore, StoreError
 from smb.coordinator.validate import Creation

@@ -16,7 +16,7 @@ import pytest
 
 import smb
 from memserver.engine import Engine, SegmentForm
-from memserver.load import Told, load_of
+from memserver.load import LastLook, load_of
 from memserver.memory_dir import Place
 from memserver.segments import Segments
 from smb import errors
@@ -135,7 +135,7 @@ def test_no_room_is_told_as_such(tmp_path: Path, used: int | None, told: int) ->
         leaving.callback(place.close)
         engine = Engine(1, 1, 16 * MIB)
         leaving.callback(engine.close)
-        assert load_of(engine, place, Told(), limit).memory_free_bytes == told
+        assert load_of(engine, place, LastLook(), limit).memory_free_bytes == told
 
 
 def look(root: Path, capacity: str | None) -> Finding:

@@ -1,4 +1,5 @@
-"""What runs in the processes of a soak. Each notes what it asks and what it is told, until the file `stop` is there."""
+"""The functions that run in the processes of a soak. Each notes what it asks and what it is told, until the file `stop`
+is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a soak at its end, from the clients' notes and what the cluster holds. Each returns one line, or
+"""The verdict on a soak at its end, from the clients' notes and the cluster's contents. Each returns one line, or
 raises.
 """
 

@@ -192,7 +192,7 @@ class Soak:
 
 
 def _seats(directory: Path) -> dict[str, Seat]:
-    """Who is there, besides who changes files: the transports in turn."""
+    """The clients, besides those that change files: the transports in turn."""
     ways = [EACH_WAY[number % len(EACH_WAY)] for number in range(3)]
     seats = {f"lane-{n}": Seat(clients.add, way, (f"lane-{n}",), mortal=n > 0) for n, way in enumerate(ways)}
     for n, way in enumerate(ways[:2]):

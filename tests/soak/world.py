@@ -24,7 +24,7 @@ _TABLE = "smbsoak"
 
 
 def missing_for(fault: str) -> str:
-    """What this machine lacks for a fault; empty where it can be done."""
+    """This machine's missing tool for a fault; empty if the fault is possible."""
     if fault == "cut" and (os.geteuid() != 0 or shutil.which("nft") is None):
         return "root and nft"
     if fault == "full-disk" and os.geteuid() != 0:

@@ -3,7 +3,7 @@
     python -m tests.support.builds KIND [PYTEST ARGUMENT ...]
 
 makes the build under build/KIND, where sources are newer than it. With arguments it runs pytest on it: daemons, clients
-and the tests' own process. What a sanitizer has to say about any of them is a failure.
+and the tests' own process. Any sanitizer's report on them is a failure.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ command.run()
 """
 
 
-# What every Python of the sanitized build runs first. The sanitizers' library must be there when a process starts, but
-# only in ours: tools that tests call are not to be judged, and some (dd) do not run under it. So nobody inherits
-# LD_PRELOAD: a Python that was started without it starts itself again with it, as the same process, and forgets it.
+# The code that every Python of the sanitized build runs first. The sanitizers' library must be there when a process
+# starts, but only in ours: tools that tests call are not to be judged, and some (dd) do not run under it. So nobody
+# inherits LD_PRELOAD: a Python that was started without it starts itself again with it, as the same process, and
+# forgets it.
 SITECUSTOMIZE = """\
 import os
 import sys
@@ -72,7 +73,7 @@ class Build:
         return self.directory / "packages"
 
     def reports(self) -> list[Path]:
-        """What sanitizers wrote since forget_reports, a file for each process."""
+        """The sanitizers' reports since forget_reports, a file for each process."""
         return sorted((self.directory / "reports").iterdir())
 
     def forget_reports(self) -> None:
@@ -108,7 +109,7 @@ def build(kind: str) -> Build:
     made.environment.update(PYTHONPATH=str(made.packages), PYTHONSAFEPATH="1")
     if kind == "sanitized":
         common = f"log_path={directory}/reports/report:halt_on_error=1"
-        # What Python itself never gives back is not ours: no leaks.
+        # No leaks are reported: Python itself never frees some memory.
         made.environment.update(ASAN_OPTIONS=f"{common}:detect_leaks=0", UBSAN_OPTIONS=f"{common}:print_stacktrace=1")
     return made
 
@@ -120,7 +121,7 @@ def daemons_build() -> Build | None:
 
 
 def run_tests(kind: str, arguments: list[str]) -> int:
-    """Run pytest on a build and return its exit code. What a sanitizer says is a failure, too."""
+    """Run pytest on a build and return its exit code. A sanitizer's report is a failure, too."""
     made = build(kind)
     made.forget_reports()
     # The working directory is this build's, and examples import what lies beside them.

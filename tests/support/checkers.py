@@ -20,7 +20,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class BadHistoryError(AssertionError):
-    """What was seen can't have come about by the rules."""
+    """The history breaks the rules."""
 
 
 class VoidRunError(AssertionError):
@@ -102,7 +102,7 @@ def check_tickets(tickets: Sequence[Ticket], first: int, last: int) -> None:
             raise BadHistoryError(f"the value {before} was given twice")
     if values and not (first <= values[0] and values[-1] < last):
         raise BadHistoryError(f"values from {values[0]} to {values[-1]} of a counter that went from {first} to {last}")
-    # Whoever got a lower value must not have begun after another with a higher one had ended.
+    # A call that got a lower value must not have begun after one with a higher value had ended.
     latest_begin = float("-inf")
     for ticket in known:
         latest_begin = max(latest_begin, ticket.began)
@@ -136,7 +136,9 @@ def _check_missing(known: Sequence[Ticket], unknown: Sequence[float], first: int
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One client's time with a lock: its token, when it may have begun and ended at the earliest and latest."""
+    """One client's time with a lock: its token, the latest time at which it can have begun, and the earliest at which
+    it can have ended, which is before that where its lease may have run out before its grant was told.
+    """
 
     client: int
     token: int
@@ -178,7 +180,7 @@ def check_locks(holdings: Sequence[Holding], writes: Sequence[FencedWrite] = ())
 
 @dataclass(frozen=True, slots=True)
 class LockEvent:
-    """What a client did with a lock, from the call to its return; `ended` is infinite where it never returned.
+    """A client's call on a lock, from its begin to its return; `ended` is infinite if it never returned.
 
     A holder that was killed has lost the lock, from when it was last heard of to no known end; one that was killed
     while it asked may have acquired it, and lost it, at any time from then on.

@@ -1,4 +1,5 @@
-"""Clients in processes of their own, started together. What runs in them is here: a spawned process imports it."""
+"""Clients in processes of their own, started together. Their functions are here: a spawned process imports this
+module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of models on a device. tests/train/test_torch_devices.py runs them in a process of their own."""
+"""Cases of models on a device. tests/train/test_torch_devices.py runs them in a process of their own."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_what_moves_and_when(client: smb.Client, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_join_that_fails_leaves_the_device_alone(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails at the last moment, the read of the shared model, leaves values, hooks and group as they were."""
+    """A failure at the last moment, the read of the shared model, leaves values, hooks and group as they were."""
     model = network(torch.float16, fake_device.NAME)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     before = [parameter.detach().cpu() for parameter in model.parameters()]

@@ -1,8 +1,8 @@
 """Elastic averaging in one process, in numpy: what a trace of the schemes must equal, written as its authors write it.
 
 Each worker is a generator that runs to its next `yield` when it is its turn, so an order of turns is one deterministic
-interleaving. float32 throughout, and every operation rounds as the schemes' do: traces are equal to the bit. Below:
-workers that record what they send and are killed, and the judge of what became of it.
+interleaving. Every operation is in float32 and rounds as the schemes' do: traces are equal to the bit. Below: workers
+that record what they send and are killed, and the judge of what became of it.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def recorded(directory: Path, number: int, size: int) -> tuple[list[Values], Val
 
 
 def check_sum(change: Values, acknowledged: Sequence[Values], in_doubt: Sequence[Values], tolerance: float) -> None:
-    """The shared model changed by all that was acknowledged, once, and element by element by any part of what was in
-    doubt, once or not at all.
+    """Every acknowledged addition changed the shared model once. One of unknown outcome changed each element once or
+    not at all.
     """
     rest = change.astype(np.float64)
     for difference in acknowledged:

@@ -1,7 +1,7 @@
 """A fake accelerator, "fake", on PyTorch's PrivateUse1: its memory is the host's, its copies come late.
 
-A non_blocking copy on one of its streams is made when an event after it is waited for, when another stream waits for
-that stream, or when something else runs on it; and it reads its source only then. So a synchronisation that is left out
+A non_blocking copy on one of its streams is made late: when an event after it is waited for, when another stream waits
+for that stream, or when something else runs on it. It reads its source only then. So a synchronisation that is left out
 shows in the values. A stream that reads what the main stream has computed, without having waited for it, raises.
 
 To register a device changes a whole process: import this in processes that have nothing else to do.
@@ -57,7 +57,7 @@ class FakeTensor(torch.Tensor):
 
 
 class Stream:
-    """What torch.Stream is for this device."""
+    """This device's torch.Stream."""
 
     def __init__(self, device: object = None) -> None:
         self.late: list[Callable[[], object]] = []
@@ -83,7 +83,7 @@ class Stream:
 
 
 class Event:
-    """What torch.Event is for this device."""
+    """This device's torch.Event."""
 
     def __init__(self, device: object = None) -> None:
         self._stream: Stream | None = None

@@ -1,4 +1,5 @@
-"""What clients did and when, noted by themselves in a file each: it survives their being killed between any two notes.
+"""Clients' calls and their times, noted by each client in a file of its own: notes survive a kill between any two of
+them.
 
 Before a call and after it a note is made. A call whose second note is missing has an unknown outcome. Times are
 CLOCK_MONOTONIC's, which all processes of a host share.
@@ -160,7 +161,7 @@ class LockHistory:
                     began = at
                 case Step.ACCEPTED | Step.REFUSED:
                     assert token is not None
-                    # What was accepted stays so, if the lock was found lost only by what came after.
+                    # An accepted write stays accepted, if the lock was found lost only by a later call.
                     if began:
                         self.writes.append(FencedWrite(token, began, at, step == Step.ACCEPTED))
                     began = 0.0
@@ -180,10 +181,12 @@ class LockHistory:
             self._lost(client, token, asked, granted, NEVER)
 
     def _lost(self, client: int, token: int | None, asked: float, granted: float, told: float) -> None:
-        """It had the lock from some time on, or perhaps never, and was told, or killed, after it had lost it."""
+        """It had the lock from some time on, or perhaps never, and was told, or killed, after it had lost it.
+
+        Its lease may have run out before it was told of its grant: on a busy machine the answer can take that long.
+        """
         if token is None:
             self.events.append(LockEvent(client, "acquire", asked, told))
-            granted = asked
         else:
-            self.holdings.append(Holding(client, token, granted, granted))
-        self.events.append(LockEvent(client, "lost", granted, told))
+            self.holdings.append(Holding(client, token, granted, asked))
+        self.events.append(LockEvent(client, "lost", asked, told))

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: instruction sets, operations, and what they mean in numpy."""
+"""Helpers for tests of kernels: instruction sets, operations, and their meaning in numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command leaves behind: processes, network namespaces, mounts below a directory, shared memory.
+"""Finds leftovers of a command: processes, network namespaces, mounts below a directory, shared memory.
 
 Other programs of the machine make such things, too. A process is ours that descends from us (we adopt orphans, so that
 none escapes by outliving its parent); a name is ours that such a process had open or mapped, or whose number is that

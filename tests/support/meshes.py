@@ -26,7 +26,7 @@ def network() -> nn.Sequential:
 
 
 def batch(member: int, number: int) -> torch.Tensor:
-    """What a member trains at its number-th step."""
+    """A member's local change at its number-th step."""
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * member + number))
 
 
@@ -172,11 +172,11 @@ class Mesh:
             self._queues[rank][0].put((method, arguments, options))
 
     def heard(self, rank: int = 0) -> Any:
-        """What a rank tells next."""
+        """The next message of a rank."""
         return self._queues[rank][1].get(timeout=90)
 
     def all_heard(self) -> list[Any]:
-        """What each rank tells next."""
+        """The next message of each rank."""
         return [self.heard(rank) for rank in range(len(self._queues))]
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> list[Any]:

@@ -26,7 +26,7 @@ _MISSING = [
 
 
 def missing_for_mounts() -> list[str]:
-    """What this machine lacks."""
+    """The missing tool of this machine."""
     return _MISSING
 
 
@@ -44,7 +44,7 @@ def names(directory: Path) -> list[str]:
 
 
 def shown(path: Path) -> Path:
-    """What another client made shows within a second."""
+    """Another client's new files show within a second."""
     wait_for(path.exists, f"{path} in the mount")
     return path
 

@@ -1,4 +1,4 @@
-"""What clients were answered about names of buffers, and whether one coordinator could have answered so.
+"""Replies that clients got about names of buffers, and a check that one coordinator could have given them.
 
 A model: names, each with the mark of the buffer that has it. Every call has its effect at one moment between its
 beginning and its end; one of unknown outcome at any later moment, or never.

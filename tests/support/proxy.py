@@ -1,8 +1,9 @@
 """A TCP proxy that breaks what passes: between a client and a memory server, aimed at single frames, by a seeded plan.
 
-It knows the 64-byte header, so it can cut a frame at a byte, swallow it, send it twice, or hold it back. What it did is
-counted by name. A spoilt frame loses its magic number: a protocol without checksums can't tell a changed offset from a
-meant one, and TCP's own checksum is what keeps those away. One bit of any frame is flipped for clients with checksums.
+It knows the 64-byte header, so it can cut a frame at a byte, swallow it, send it twice, or hold it back. Its actions
+are counted by name. A spoilt frame loses its magic number: a protocol without checksums can't tell a changed offset
+from a meant one, and TCP's own checksum is what keeps those away. One bit of any frame is flipped for clients with
+checksums.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HELD_BACK_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What to do with a frame. `at`: the byte at which it is cut."""
+    """Decide about a frame. `at`: the byte at which it is cut."""
 
     name: str
     at: int = 0

@@ -1,7 +1,7 @@
 """Workers of smb.train in threads and processes, and what their rounds must come to, in plain numpy.
 
-What each worker does locally is made up, and depends on its values, the worker and the step: any error in who counts,
-with which weight, from which weights, changes the result.
+Each worker's local change is artificial, and depends on its values, the worker and the step. Any error about which
+contributions count, with which weight, from which weights, changes the result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def start(count: int = COUNT) -> Values:
 
 
 def local_step(values: Values, worker: int, step: int) -> None:
-    """What a worker does between two calls of step; in place."""
+    """A worker's local change between two calls of step; in place."""
     goal = np.random.default_rng([worker, step]).standard_normal(values.size).astype(np.float32)
     values -= np.float32(0.1) * (values - goal)
 
 
 def delta_of(weights: Values, worker: int, steps: Sequence[int]) -> Values:
-    """What a worker contributes that starts from these weights and does these steps."""
+    """The contribution of a worker that starts from these weights and does these steps."""
     values = weights.copy()
     for step in steps:
         local_step(values, worker, step)

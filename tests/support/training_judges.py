@@ -1,7 +1,7 @@
 """Judges and references for training schemes: what workers saw of each other's updates, and what a model must become.
 
-A worker whose k-th update adds 1 to element `worker` of the model makes every later read of the model a record of whose
-updates it contains: `seen[w]` of worker w's. Nothing is taken from what a scheme says of itself. Pure, as
+Each update of a worker adds 1 to element `worker` of the model. So every read of the model says whose updates it
+contains: `seen[w]` of worker w's. Nothing is taken from what a scheme says of itself. Pure, as
 tests/support/checkers.py; tests/unit/support/test_training_judges.py tries them on planted bad histories first.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-# What building and testing leave in a tree, where git is not there to say so.
+# Files that building and testing leave in a tree, for trees without git.
 _MADE = re.compile(r"(^|/)(build|dist|\.[^/]*|__pycache__|[^/]*\.egg-info)/|\.so$|_pb2(_grpc)?\.pyi?$")
 
 

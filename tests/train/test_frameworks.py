@@ -76,7 +76,7 @@ def test_trainer(transformers: Any, connect: Connect, tmp_path: Path, options: d
 
     events: list[smb.train.ExchangeEvent] = []
     model = language_model(transformers)
-    together = hf.Callback("run", "diloco", every=4, client=connect(), told=events.append)
+    together = hf.Callback("run", "diloco", every=4, client=connect(), on_exchange=events.append)
     trainer = transformers.Trainer(
         model, arguments(transformers, tmp_path, **options), train_dataset=Text(), callbacks=[together]
     )

@@ -142,7 +142,7 @@ def test_readers_never_see_a_mix(cluster: smb.LocalCluster, connect: Connect) ->
     """One trainer at full rate, four readers over both transports that were there before it: every generation that
     anybody saw is whole, its number is right, and the numbers grow.
     """
-    last = 60
+    last = 30
     readers = [(follow_until, cluster.address, transport, last) for transport in ("shm", FAR) * 2]
     *seen, published = run_together(*readers, (publish_up_to, cluster.address, last))
     assert published == [last + 1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import smb
@@ -35,3 +38,27 @@ def test_direct_methods_need_a_slot() -> None:
     assert one.write() == 7  # no place
     one._place = Place(print)
     assert one.write() == 7  # a place that is not armed
+
+
+@pytest.mark.parametrize(
+    ("module", "left_out"),
+    [
+        ("smb", ("numpy", "grpc")),
+        ("memserver.cli", ("smb.client", "rich")),
+        ("smb.tools.cli.main", ("smb.client", "smb.coordinator", "numpy")),
+        ("smb.coordinator.process", ("smb.client", "smb.cluster")),
+    ],
+)
+def test_what_is_not_needed_is_not_imported(module: str, left_out: tuple[str, ...]) -> None:
+    """Every command and daemon pays for its imports at its start."""
+    code = f"import sys, {module}; print(*sorted(set({left_out}) & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+def test_every_public_name_is_there() -> None:
+    for name in smb.__all__:
+        assert getattr(smb, name).__name__ == name
+        assert name in dir(smb)
+    with pytest.raises(AttributeError, match="no attribute 'conect'"):
+        getattr(smb, "conect")  # noqa: B009 - mypy knows that there is none

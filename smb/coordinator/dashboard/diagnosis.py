@@ -40,7 +40,7 @@ _STRANGE = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970, 0 where nobody knows."""
+    """`about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970, 0 if nobody knows."""
 
     severity: str
     title: str

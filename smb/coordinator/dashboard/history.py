@@ -31,7 +31,7 @@ from smb.rpc import control_pb2 as pb
 
 STEP_S = 2.0  # a server renews every 2 s: finer steps would show nothing more
 SPAN_S = 300.0
-LAG_S = 2.5  # what happened later than this ago some server may not have told yet
+LAG_S = 2.5  # some server may not have reported its last seconds yet
 RECENT_S = 60.0  # over which errors are counted
 LOST_CLIENTS_S = 300.0
 EVENTS_MAX = 200
@@ -225,7 +225,7 @@ class Watch:
         with self._lock:
             self._failed.append((now.monotonic, method))
 
-    def told(self, name: str, instance_id: int, load: pb.ServerLoad, now: Instant) -> None:
+    def record_load(self, name: str, instance_id: int, load: pb.ServerLoad, now: Instant) -> None:
         """Take note of a server's load, from a renewal that was granted."""
         with self._lock:
             known = self._servers.get(name)
@@ -299,11 +299,11 @@ class Watch:
         done = fresh.amounts.minus(known.amounts)
         self._all.add(known.at, fresh.at, done)
         self._bins.setdefault(name, Bins()).add(known.at, fresh.at, done)
-        told = self._errors[name]
-        told.append((fresh.at, dict(fresh.load.errors)))
-        while len(told) > 2 and told[1][0] <= fresh.at - RECENT_S:
-            told.popleft()
-        first = told[0][1]
+        counts = self._errors[name]
+        counts.append((fresh.at, dict(fresh.load.errors)))
+        while len(counts) > 2 and counts[1][0] <= fresh.at - RECENT_S:
+            counts.popleft()
+        first = counts[0][1]
         recently = {why: n - first.get(why, 0) for why, n in fresh.load.errors.items() if n > first.get(why, 0)}
         per_s = 1 / (fresh.at - known.at)
         segments, sessions = (

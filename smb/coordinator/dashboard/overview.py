@@ -99,7 +99,7 @@ class View:
         return "late" if self.now.wall - server.last_seen_at > LATE_S else "alive"
 
     def watch_of(self, server: ServerRecord) -> ServerWatch | None:
-        """Return what this run of the server told, if it did."""
+        """Return the last report of this run of the server, None if there is none."""
         watch = self.seen.servers.get(server.name)
         return watch if watch is not None and watch.instance_id == server.instance_id else None
 
@@ -353,7 +353,7 @@ def _busy(busy: Busy) -> Json:
 
 @lru_cache(maxsize=4096)
 def _settings(_id: int, packed: bytes) -> Json:
-    """Return a training's settings as its first worker stored them, empty where the buffer is no training's."""
+    """Return a training's settings as its first worker stored them, empty if the buffer is no training's."""
     text = metadata.unpack(packed)
     found = json.loads(text).get(TRAINING) if f'"{TRAINING}"' in text else None
     return found if isinstance(found, dict) and isinstance(found.get("scheme"), str) else {}

@@ -42,7 +42,7 @@ class Dashboard:
                 )
 
     def __call__(self, path: str, query: str) -> Answer | None:
-        """Return the answer to GET path?query, None where there is no such page."""
+        """Return the answer to GET path?query, None if there is no such page."""
         if path in self._files:
             return self._files[path]
         try:
@@ -50,9 +50,11 @@ class Dashboard:
                 return _answer("application/json", self._overview.all())
             if path in ("/api/server", "/api/buffer", "/api/training"):
                 name = parse_qs(query).get("name", [""])[0]
-                told = self._overview
-                tell = {"server": told.server, "buffer": told.buffer, "training": told.training}[path.rsplit("/")[-1]]
-                return _answer("application/json", tell(name))
+                overview = self._overview
+                describe = {"server": overview.server, "buffer": overview.buffer, "training": overview.training}[
+                    path.rsplit("/")[-1]
+                ]
+                return _answer("application/json", describe(name))
         except NotFoundError as error:
             return Answer("404 Not Found", "text/plain", f"{error}\n".encode(), _HEADERS)
         return None

@@ -45,7 +45,7 @@ class _Past:
 
     def __init__(self, now: Instant) -> None:
         self.steps: deque[tuple[int, int, float]] = deque(maxlen=int(SPAN_S / STEP_S) + 2)
-        self.told_at = now.monotonic
+        self.reported_at = now.monotonic
 
 
 class Trainings:
@@ -56,7 +56,7 @@ class Trainings:
         self._workers: dict[int, dict[str, WorkerSeen]] = {}  # by session, by training and slot
         self._past: dict[str, _Past] = {}
 
-    def told(self, session_id: int, reports: Iterable[pb.TrainingReport], now: Instant) -> None:
+    def record_reports(self, session_id: int, reports: Iterable[pb.TrainingReport], now: Instant) -> None:
         """Store a session's reports. A training that it no longer reports is over for it."""
         with self._lock:
             known = self._workers.pop(session_id, {})
@@ -84,8 +84,8 @@ class Trainings:
         """Return the workers that reported, by training, each training's by slot."""
         found: dict[str, list[WorkerSeen]] = {}
         with self._lock:
-            for told in self._workers.values():
-                for seen in told.values():
+            for by_slot in self._workers.values():
+                for seen in by_slot.values():
                     found.setdefault(seen.report.name, []).append(seen)
         for workers in found.values():
             workers.sort(key=lambda seen: seen.report.slot)
@@ -110,10 +110,10 @@ class Trainings:
         past = self._past.get(name)
         if past is None:
             if len(self._past) >= TRAININGS_MAX:
-                del self._past[min(self._past, key=lambda other: self._past[other].told_at)]
+                del self._past[min(self._past, key=lambda other: self._past[other].reported_at)]
             past = self._past[name] = _Past(now)
-        past.told_at = now.monotonic
-        seen = [seen for told in self._workers.values() for seen in told.values() if seen.report.name == name]
+        past.reported_at = now.monotonic
+        seen = [seen for by_slot in self._workers.values() for seen in by_slot.values() if seen.report.name == name]
         step = math.floor(now.monotonic / STEP_S)
         if past.steps and past.steps[-1][0] == step:
             past.steps.pop()
@@ -124,6 +124,6 @@ class Trainings:
 def _continued(known: WorkerSeen | None, fresh: WorkerSeen) -> WorkerSeen:
     if known is None or fresh.at <= known.at or fresh.report.samples < known.report.samples:
         return fresh
-    told = fresh.report.samples - known.report.samples
-    per_s = told / (fresh.at - known.at) if fresh.report.samples else None
+    samples = fresh.report.samples - known.report.samples
+    per_s = samples / (fresh.at - known.at) if fresh.report.samples else None
     return WorkerSeen(fresh.session_id, fresh.report, fresh.at, per_s)

@@ -25,7 +25,7 @@ from smb.security.credentials import CHANNEL_OPTIONS, Credentials, load_director
 
 USER_FILE = "user"
 SCHEME = "etcd://"
-# An answer takes milliseconds, or a disk's flush. Who waits longer asks another member: this one may be cut off.
+# An answer takes milliseconds, or a disk's flush. After this time another member is asked: the first may be cut off.
 ATTEMPT_S = 1.5
 _PAUSE_S = 0.1  # after all members failed at once
 
@@ -40,7 +40,7 @@ _METHODS: dict[type[Message], tuple[str, type[Message]]] = {
     pb.AuthenticateRequest: ("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse),
 }
 _KEEP_ALIVE = "/etcdserverpb.Lease/LeaseKeepAlive"
-# What says nothing of the request: another member, or a later moment, may answer.
+# Errors that say nothing about the request: another member may answer, or this one later.
 _PASSING = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -56,7 +56,7 @@ _OLD_TOKEN = ("invalid auth token", "revision in header is old")
 
 
 class SilentError(Error):
-    """No member answered in time. What was asked may have been done, or may be yet."""
+    """No member answered in time. The request may have been executed, or may still be."""
 
 
 class RefusedError(Error):
@@ -98,7 +98,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What etcd is shown: a certificate, a user's name and password, both, or nothing."""
+    """Credentials for etcd: a certificate, a user's name and password, both, or nothing."""
 
     credentials: Credentials | None = None
     user: str = ""
@@ -162,7 +162,7 @@ class Etcd:
         await self._call(pb.LeaseRevokeRequest(ID=lease_id), pb.LeaseRevokeResponse, timeout_s)
 
     async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
-        """Renew a lease; return its seconds, 0 where it is gone. Raises SilentError, RefusedError."""
+        """Renew a lease; return its seconds, 0 if it is gone. Raises SilentError, RefusedError."""
         reply = await self._call(pb.LeaseKeepAliveRequest(ID=lease_id), pb.LeaseKeepAliveResponse, timeout_s)
         return int(reply.TTL)
 

@@ -1,7 +1,7 @@
 """A Store in etcd, for the coordinator that leads.
 
-Limits of etcd as it is shipped: 128 operations in a transaction, 1.5 MiB in a request. What does not fit is refused by
-name before anything is stored.
+Limits of etcd as it is shipped: 128 operations in a transaction, 1.5 MiB in a request. A record that does not fit is
+refused by name before anything is stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from smb.config.parse import format_bytes
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
-from smb.coordinator.etcd.lead import Lead
+from smb.coordinator.etcd.election import Lead
 from smb.coordinator.store import StoreError
 from smb.errors import OutOfMemoryError
 
@@ -54,7 +54,7 @@ class EtcdStore:
         self._lead = lead
 
     async def load(self) -> dict[str, str]:
-        """Return everything, by key. Raises StoreError, and DeposedError where another leads by now."""
+        """Return everything, by key. Raises StoreError, and DeposedError if another leads by now."""
         texts = await read_records(self._etcd, self._place)
         try:
             await self._lead.check()

@@ -1,4 +1,5 @@
-"""What nothing can beat: one pass of the processor over shared memory, or a bare socket that moves the same bytes."""
+"""The limits that nothing can beat: one pass of the processor over shared memory, or a bare socket that moves the same
+bytes."""
 
 from __future__ import annotations
 

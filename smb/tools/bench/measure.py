@@ -20,7 +20,7 @@ WARM_UP_ROUNDS = 3
 class Measurement:
     """One line of the benchmark: an operation on so many bytes over one transport.
 
-    limit names what ours is compared with, and limit_p50_seconds is its median time; both None where nothing is
+    limit names what ours is compared with, and limit_p50_seconds is its median time; both None if nothing is
     comparable. ratio is limit_p50_seconds / p50_seconds: 1 means as fast as the limit.
     """
 

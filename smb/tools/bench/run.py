@@ -26,7 +26,7 @@ _OPERATIONS = ("write", "read", "accumulate")
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What to measure: sizes in bytes (multiples of 4), seconds for every line, on how many memory servers.
+    """The plan of a measurement: sizes in bytes (multiples of 4), seconds for every line, number of memory servers.
 
     coordinator None: a cluster of real daemons on loopback, for the time of the benchmark. Raises InvalidArgumentError
     for sizes that are no whole number of float32 elements.
@@ -87,8 +87,8 @@ def _cluster(config: BenchConfig) -> Iterator[str]:
 
 @contextmanager
 def _limit(client: smb.Client, transport: str) -> Iterator[Limit]:
-    """What to compare with: memory for shm, a bare socket for tcp on loopback, nothing for RDMA (perftest is
-    a program of its own), other hosts or a mix."""
+    """The limit to compare with: memory for shm, a bare socket for tcp on loopback. None for RDMA (perftest is a
+    program of its own), other hosts or a mix."""
     if transport == "auto":
         with _temporary_buffer(client, 1, "float32", servers=None) as probe:
             reached = set(probe.transports)

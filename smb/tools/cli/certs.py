@@ -60,7 +60,7 @@ def limits_of(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _may(holder: Holder) -> str:
-    """Return what people are told of a certificate."""
+    """Return a certificate's description for people."""
     does = _DOES[holder.role.value]
     if holder.role.value == "server":
         return does.format(holder.name)
@@ -110,8 +110,8 @@ def certs(
     """Make a certificate authority and certificates for a lab.
 
     In DIR come ca (its key signs: keep it, and away from the cluster), coordinator, client, reader, operator, and one
-    for each memory server; SMB_CREDENTIALS=DIR/client is what a client needs. What is there already stays as it is: run
-    it again with --server, --client or --reader to add some.
+    for each memory server; SMB_CREDENTIALS=DIR/client is what a client needs. Existing certificates stay as they are:
+    run it again with --server, --client or --reader to add some.
 
     Example: smb certs lab --client alice --namespace vision
     """

@@ -22,7 +22,7 @@ def config(
 ) -> None:
     """Show all settings: what is in force here, and from where.
 
-    From a variable, from the file that --config or SMB_CONFIG names (with its line), or the default. Exit code 1 where
+    From a variable, from the file that --config or SMB_CONFIG names (with its line), or the default. Exit code 1 if
     a value is bad, or a variable looks like a misspelt one of ours.
 
     Example: smb config --section memserver

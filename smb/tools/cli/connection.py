@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def connect(coordinator: str | None) -> Iterator[Client]:
     """Connect to the coordinator for the length of one command.
 
-    Without an address it is $SMB_COORDINATOR's, else 127.0.0.1:7070. Raises UnavailableError where nobody answers
+    Without an address it is $SMB_COORDINATOR's, else 127.0.0.1:7070. Raises UnavailableError if nobody answers
     there.
     """
     import smb

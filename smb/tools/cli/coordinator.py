@@ -11,9 +11,6 @@ import typer
 from smb.config.parse import parse_bytes
 from smb.config.quotas import parse_quotas
 from smb.config.settings import SETTINGS
-from smb.coordinator.options import Options
-from smb.coordinator.process import run
-from smb.daemon.process import start_log
 from smb.errors import Error
 from smb.security import credentials as found
 from smb.tools.cli.options import option
@@ -51,6 +48,10 @@ def coordinator(
     """
     if context.invoked_subcommand is not None:
         return
+    from smb.coordinator.options import Options
+    from smb.coordinator.process import run
+    from smb.daemon.process import start_log
+
     try:
         start_log(log_level)
         options = Options(

@@ -75,7 +75,8 @@ def cp(
 ) -> None:
     """Copy between buffers, files and clusters.
 
-    What begins with /, ./ or ../ is a file of this host. Within a cluster the servers copy, and no bytes travel here.
+    A path that begins with /, ./ or ../ is a file of this host. Within a cluster the servers copy:
+    no bytes travel here.
 
     Example: smb cp weights softmem://storage-2:7070/weights
     """

@@ -48,7 +48,7 @@ def mount(
 ) -> None:
     """Show the cluster's buffers as files in DIR.
 
-    Returns once they are there; `smb umount DIR` ends it. What a mount that was killed has left in DIR is taken away.
+    Returns once they are there; `smb umount DIR` ends it. The remains of a killed mount in DIR are taken away.
 
     Example: smb mount /mnt/smb
     """
@@ -107,11 +107,11 @@ def _in_background(directory: Path) -> None:
             start_new_session=True, env=os.environ | {"PYTHONSAFEPATH": "1"},
         )  # fmt: skip
         os.close(write_end)
-        told = select.select([read_end], [], [], _WAIT_S)[0] and os.read(read_end, len(_READY))
+        ready = select.select([read_end], [], [], _WAIT_S)[0] and os.read(read_end, len(_READY))
         os.close(read_end)
-        if told == _READY:
+        if ready == _READY:
             return
-        if told != b"":
+        if ready != b"":
             process.kill()
         process.wait()
         errors.seek(0)

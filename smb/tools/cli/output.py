@@ -1,4 +1,4 @@
-"""What commands write: tables for people, JSON for programs, one line for an error."""
+"""The output of commands: tables for people, JSON for programs, one line for an error."""
 
 from __future__ import annotations
 

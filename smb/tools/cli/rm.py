@@ -19,8 +19,8 @@ def rm(
 ) -> None:
     """Delete buffers.
 
-    With all that is in them. Stops at the first that can't be deleted. What belongs to a training is refused: `smb
-    train rm` deletes the whole of it.
+    With all that is in them. Stops at the first that can't be deleted. Buffers of a training are refused: `smb train
+    rm` deletes the whole training.
 
     Example: smb rm weights
     """

@@ -27,7 +27,7 @@ def stat(
     """Show one buffer in detail.
 
     Shape, layout, metadata, the version published last, and where each segment lies; of a training, its scheme, round
-    and workers. What only a server knows that is down is shown as unknown, in JSON as null.
+    and workers. A figure that only a server knows is shown as unknown while the server is down, in JSON as null.
 
     Example: smb stat weights
     """
@@ -55,7 +55,7 @@ def stat(
 
 
 def _version(buffer: Buffer) -> int | None:
-    """Return the version published last, None where its server does not say."""
+    """Return the version published last, None if its server does not say."""
     from smb.errors import Error
 
     try:

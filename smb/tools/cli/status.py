@@ -21,7 +21,7 @@ _LOOK_S = 1.0
 def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show the memory servers, and which of several coordinators leads.
 
-    Who is alive, how much memory each lends, and how much of it is used.
+    Show the live servers, how much memory each lends, and how much of it is used.
 
     Example: smb status --coordinator storage-1:7070
     """

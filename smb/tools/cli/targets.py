@@ -39,7 +39,7 @@ def targets(
 ) -> None:
     """Print what Prometheus should scrape: the coordinator and every memory server that it knows.
 
-    Where Prometheus can reach the coordinator it needs no file: http_sd_configs with http://HOST:PORT/targets.
+    If Prometheus can reach the coordinator, it needs no file: http_sd_configs with http://HOST:PORT/targets.
 
     Example: smb targets 127.0.0.1:9470 --output targets.json
     """

@@ -141,7 +141,7 @@ def _pending(look: Callable[[], dict[str, Any]], interval_s: float) -> Iterator[
 
 @contextlib.contextmanager
 def _keys() -> Iterator[list[int]]:
-    """Give the descriptor on which single keys arrive, unseen; none where standard input is no terminal."""
+    """Give the descriptor on which single keys arrive, unseen; none if standard input is no terminal."""
     if not sys.stdin.isatty():
         yield []
         return

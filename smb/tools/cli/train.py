@@ -42,7 +42,7 @@ def show_workers(found: GroupStatus) -> None:
             str(worker.pid),
             format_ago(worker.joined),
             *(str(number) for number in (worker.clock, worker.contributions, worker.refused, worker.staleness)),
-            str(worker.samples) if worker.samples else "-",  # nobody told how many
+            str(worker.samples) if worker.samples else "-",  # nobody counts them
             style=None if worker.alive else "dim",
         )
     console().print(rows)
@@ -134,7 +134,7 @@ def rm(
 ) -> None:
     """Delete a training: its model, and all that belongs to it.
 
-    Where workers are alive it asks first. They end with "training 'NAME' was deleted".
+    If workers are alive, it asks first. They end with "training 'NAME' was deleted".
 
     Example: smb train rm digits
     """
@@ -157,7 +157,7 @@ def rm(
 
 
 def _status(client: Client, name: str) -> GroupStatus | None:
-    """Return what is known; None where it is no training, or is being deleted, or its server is away."""
+    """Return what is known; None if it is no training, or is being deleted, or its server is away."""
     from smb.train import status
 
     try:

@@ -30,7 +30,7 @@ def save(name: Name, file: File, coordinator: Coordinator = None) -> None:
 
 
 def load(name: Name, file: File, coordinator: Coordinator = None) -> None:
-    """Make a training of a file that `smb train save` wrote. Who joins NAME goes on from there.
+    """Make a training of a file that `smb train save` wrote. A worker that joins NAME goes on from there.
 
     Example: smb train load run run.safetensors
     """

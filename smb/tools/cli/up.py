@@ -67,7 +67,7 @@ def up(
     One coordinator and some memory servers, as real processes; one that dies is started again. Nothing of them is left
     at the end, unless --data-dir keeps it: then all is there again at the next start, until this machine restarts. For
     processes on other machines: --listen with this machine's address, or 0.0.0.0, and --credentials; or --insecure in a
-    network that you trust, where whoever reaches it may read and write.
+    network that you trust, where everybody who reaches it may read and write.
 
     Example: smb up --servers 2 --capacity 4GiB --data-dir ~/smb
     """
@@ -127,7 +127,9 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
     elif is_loopback(parse_address(cluster.address)[0]):
         out.print("Reached from this machine alone; --listen HOST:PORT opens it to others.")
     else:
-        out.print("WARNING: whoever reaches these ports may read, change and delete. Only in a network that you trust!")
+        out.print(
+            "WARNING: everybody who reaches these ports may read, change and delete. Only in a network that you trust!"
+        )
     out.print("\nIn another terminal:\n")
     out.print(f"  export SMB_COORDINATOR={cluster.address}")
     if credentials is not None:

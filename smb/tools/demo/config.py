@@ -1,4 +1,4 @@
-"""What can be chosen about a run of the demo, and what each process is told."""
+"""Settings of a run of the demo, and of each of its processes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PORTION_BATCHES = 4
 class DemoConfig:
     """One run of the demo. The defaults take less than a minute on two cores; `short()` is for tests.
 
-    scheme is one of smb.train's, by name, and options are settings of it that take the place of the demo's
-    (recipes.py). hidden is the size of the network's largest layer (2000: a million parameters), and rate a factor of
-    the learning rate: so small that the network learns until the end, and a death shows in the curve. epochs counts
-    passes over the training digits, all workers together. kill_at and join_at are shares (0 to 1) of them after which
-    one worker is killed and another one joins; the process alone then trains the same number of samples, unless compare
-    is False. plot None: none.
+    `scheme` is one of smb.train's, by name; `options` are settings of it that take the place of the demo's
+    (recipes.py). `hidden` is the size of the network's largest layer (2000: a million parameters). `rate` is a factor
+    of the learning rate: so small that the network learns until the end, and a death shows in the curve. `epochs`
+    counts passes over the training digits, all workers together. `kill_at` and `join_at` are shares (0 to 1) of them
+    after which one worker is killed and another one joins. One process alone then trains the same number of samples,
+    unless `compare` is False. `plot` None: none.
 
-    Raises InvalidArgumentError where a value can't be meant, and names what can.
+    Raises InvalidArgumentError if a value can't be meant, and names what can.
     """
 
     scheme: str = "seasgd"
@@ -84,11 +84,11 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What one training process needs to know. Travels as JSON on its command line.
+    """Settings of one training process. Travels as JSON on its command line.
 
-    coordinator None: train alone, sharing nothing. samples counts those of all workers together. learning_rate is a
-    factor of the trainer's, host the name of the one to be on ("": this one's own). Once `waits_from` samples are
-    claimed it waits to be killed: a short training could be over before anybody looked.
+    `coordinator` None: train alone, sharing nothing. `samples` counts those of all workers together. `learning_rate` is
+    a factor of the trainer's. `host` is the name of the host to be on ("": this one's own). Once `waits_from` samples
+    are claimed it waits to be killed: a short training could be over before anybody looked.
     """
 
     name: str

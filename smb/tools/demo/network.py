@@ -34,7 +34,7 @@ def build_network(seed: int, hidden: int) -> nn.Sequential:
 class FlatParameters:
     """A network's parameters and gradients as two flat float32 vectors that share the network's memory.
 
-    What is written to `values`, e.g. by reading a shared buffer into it, is what the network computes with: no copy.
+    The network computes with the memory of `values`: reading a shared buffer into `values` needs no copy.
     """
 
     def __init__(self, network: nn.Module) -> None:

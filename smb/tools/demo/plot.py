@@ -26,7 +26,7 @@ _ACCURACY_MIN = 0.0
 def draw(result: DemoResult, path: Path) -> None:
     """Write the picture of a run to path, in the format of its suffix (png, svg, pdf).
 
-    Raises OSError where the file can't be written, ValueError for a suffix that is no format.
+    Raises OSError if the file can't be written, ValueError for a suffix that is no format.
     """
     # The object interface: no global state, no window, whatever backend the user has configured.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

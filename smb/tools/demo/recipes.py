@@ -49,7 +49,7 @@ RECIPES = {
 
 
 def recipe(scheme: str) -> Recipe:
-    """Return the recipe. Raises InvalidArgumentError where there is no such scheme."""
+    """Return the recipe. Raises InvalidArgumentError if there is no such scheme."""
     if scheme not in RECIPES:
         raise InvalidArgumentError(f"there is no scheme {scheme!r}; there are: {', '.join(RECIPES)}")
     return RECIPES[scheme]

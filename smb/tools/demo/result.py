@@ -1,4 +1,4 @@
-"""What a run of the demo brought."""
+"""The result of a run of the demo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DemoEvent:
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What one worker did, as far as it reported it before it finished or died."""
+    """One worker's work, as far as it reported it before it finished or died."""
 
     name: str
     status: str

@@ -1,8 +1,7 @@
 """One training process. Reports JSON lines on stdout; waits for a line on stdin before it touches the cluster.
 
 It knows the coordinator's address, the name of a group and that of a counter, and nothing of the other workers: not who
-they are, how many, or whether they are alive. Work is claimed from the counter, so whoever is there shares what is left
-to do.
+they are, how many, or whether they are alive. Work is claimed from the counter, so all live workers share the rest.
 
     python -m smb.tools.demo.worker TASK        TASK is a WorkerTask as JSON
 """
@@ -73,7 +72,7 @@ def emit(event: str, **values: Any) -> None:
 
 
 def train_shared(trainer: Trainer, task: WorkerTask) -> None:
-    """Train together with whoever else is in the group, until all samples are claimed."""
+    """Train together with the others in the group, until all samples are claimed."""
     portion = PORTION_BATCHES * task.batch_size
     with smb.connect(task.coordinator, transport=task.transport) as client:
         claimed = client.open(task.claimed)

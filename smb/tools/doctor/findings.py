@@ -17,7 +17,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what is there, and what to change (empty where nothing). `figures` are for
+    """One line: what was looked at, what is there, and what to change (empty if nothing). `figures` are for
     programs, with their units in their names.
     """
 

@@ -1,4 +1,4 @@
-"""What of this machine matters: memory directory, limits, huge pages, network buffers, MTU, RDMA. Changes nothing."""
+"""Checks of this machine: memory directory, limits, huge pages, network buffers, MTU, RDMA. Changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLLAPSE_SINCE = (6, 1)  # Linux with madvise(MADV_COLLAPSE), see csrc/memory/p
 
 
 def look_at_machine(memory_dir: Path, capacity: str | None, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield what is found. `capacity` is what a memory server here is to offer, None where nobody said; `root` is where
+    """Yield what is found. `capacity` is what a memory server here is to offer, None if nobody said; `root` is where
     proc and sys are, for tests.
     """
     yield _memory_dir(memory_dir, capacity)
@@ -140,7 +140,7 @@ def _interfaces(root: Path) -> Iterator[Finding]:
         mtu, speed = _text(interface / "mtu"), _text(interface / "speed")
         if not mtu.isdigit() or interface.name == "lo" or _text(interface / "operstate") == "down":
             continue
-        mbps = int(speed) if speed.isdigit() else 0  # -1 where a driver can't tell
+        mbps = int(speed) if speed.isdigit() else 0  # -1 if a driver can't tell
         found = f"{interface.name}: MTU {mtu}" + (f", {mbps / 1000:g} Gb/s" if mbps else "")
         if mbps >= _FAST_MBPS and int(mtu) < _JUMBO:
             change = f"ip link set {interface.name} mtu {_JUMBO}, if all switches on the way take it"

@@ -1,5 +1,5 @@
-"""What lies between this machine and a cluster: the coordinator and its clock, and each server over each transport,
-with the round trip and the speed measured. Makes a small buffer on each server for it, and deletes it.
+"""Checks of the path to a cluster: the coordinator and its clock, and each server over each transport. Round trip and
+speed are measured. Makes a small buffer on each server for it, and deletes it.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def _coordinator(client: smb.Client, address: str, joined_s: float) -> Iterator[
     trips, offsets = [], []
     for _ in range(5):
         began, before = time.time(), time.monotonic()
-        told = client._session.coordinator.clock(client.timeout)
+        clock = client._session.coordinator.clock(client.timeout)
         trips.append(time.monotonic() - before)
-        offsets.append((told - began - trips[-1] / 2, trips[-1]) if told else (0.0, 0.0))
+        offsets.append((clock - began - trips[-1] / 2, trips[-1]) if clock else (0.0, 0.0))
     trip_s = statistics.median(trips)
     found = f"{address}: joined in {joined_s * 1e3:.1f} ms, a call takes {trip_s * 1e3:.2f} ms{_mtu_towards(address)}"
     yield fine("coordinator", found, call_s=trip_s)
     offset_s, by_s = min(offsets, key=lambda pair: pair[1])
-    way = "ahead" if offset_s > 0 else "behind"
-    found = f"the coordinator's is {abs(offset_s) * 1e3:.1f} ms {way} (+- {by_s * 500:.1f} ms)"
+    direction = "ahead" if offset_s > 0 else "behind"
+    found = f"the coordinator's is {abs(offset_s) * 1e3:.1f} ms {direction} (+- {by_s * 500:.1f} ms)"
     if by_s == 0.0:
         yield fine("clock", "the coordinator does not tell its own")
     elif abs(offset_s) > _CLOCK_BAD_S:

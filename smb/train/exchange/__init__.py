@@ -1,1 +1,1 @@
-"""What schemes share: rounds, turns, the elastic force, additions that count exactly once."""
+"""Parts that schemes share: rounds, turns, the elastic force, additions that count exactly once."""

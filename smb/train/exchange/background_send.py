@@ -13,12 +13,12 @@ from smb.train.parameters import Parameters, Run, Together, Values
 
 
 class Deltas:
-    """What the local optimizer did since the shared weights were taken over, sent to them. For one thread.
+    """The local optimizer's change since the shared weights were taken over, sent to them. For one thread.
 
     A delta whose sending failed is kept, with what is known of it: `finish` asks which parts of it were applied, and
-    sends the others. What the optimizer does meanwhile is the next delta. Where deltas travel in fewer bits, what
-    rounding leaves out of one goes along with the next (error feedback). Two arrays of the model's size in host memory,
-    three with fewer bits, and one more while it exchanges.
+    sends the others. Changes that the optimizer makes meanwhile are the next delta. If deltas travel in fewer bits, the
+    rounding error of one is added to the next (error feedback). Two arrays of the model's size in host memory, three
+    with fewer bits, and one more while it exchanges.
     """
 
     def __init__(self, weights: Buffer, parameters: Parameters, sent_bytes: int) -> None:
@@ -27,7 +27,7 @@ class Deltas:
         self._parameters = parameters
         self._sent_bytes = sent_bytes
         self._moved_bytes = 0
-        self._base = np.zeros(parameters.size, np.float32)
+        self._base: Values = np.zeros(parameters.size, np.float32)
         self._delta = np.empty(parameters.size, np.float32)
         self.landing: Values | None = None  # what was read, or came back, and is not taken over yet
         self._unsent: Values | None = None if weights.wire == "exact" else np.zeros(parameters.size, np.float32)
@@ -35,7 +35,7 @@ class Deltas:
         self._left: list[Run] = []  # after that one
 
     def restart(self) -> None:
-        """Make the parameters the shared weights. What was not sent is dropped. Where it raises they stay."""
+        """Make the parameters the shared weights. Changes not sent are dropped. If it raises, the parameters stay."""
         self.forget()
         self.fetch()
         self.adopt()
@@ -53,7 +53,7 @@ class Deltas:
             self._moved_bytes += self._weights.nbytes
 
     def read(self) -> None:
-        """Make the parameters the shared weights. What was done since the last `send` is dropped."""
+        """Make the parameters the shared weights. Changes since the last `send` are dropped."""
         self.fetch()
         self.adopt()
         self._moved_bytes += self._weights.nbytes
@@ -107,7 +107,7 @@ class Deltas:
             self.landing = np.empty_like(self._base)
 
     def add_missing(self) -> bool:
-        """Add what an addition that failed has left; False where none did."""
+        """Add what an addition that failed has left; False if none did."""
         if self._failure is None:
             return False
         run, error = self._failure

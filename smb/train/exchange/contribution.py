@@ -1,8 +1,8 @@
 """One addition at a time to a buffer, made in a thread of the client's while the caller computes, counted exactly once.
 
-What is sent is in one of two states, and only finish() moves it: a *call* in flight (or failed, and not looked into
-yet), or *left*, ranges of which it is known that they were not applied. A call's future is kept until what became of it
-is known, so that an error, or Ctrl-C while waiting, makes no range count twice or not at all.
+A contribution is in one of two states, and only finish() changes it. The first is a *call* in flight, or failed and not
+resolved yet. The second is *left*: ranges known as not applied. A call's future is kept until its outcome is known. So
+neither an error nor Ctrl-C while waiting makes a range count twice or not at all.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Contribution:
     def start(self, array: Values) -> None:
         """Begin to add the array, float32 (n,), and return at once.
 
-        Leave the array alone until finish() has returned. Raises InvalidArgumentError where the one before is not
+        Leave the array alone until finish() has returned. Raises InvalidArgumentError if the one before is not
         finished.
         """
         if self.under_way:
@@ -65,7 +65,7 @@ class Contribution:
     def finish(self) -> None:
         """Wait until what was started is acknowledged, each element once. Blocks. Does nothing where nothing was.
 
-        A call that failed is settled, and what it missed is sent again, once. Where that fails too the error is raised
+        A call that failed is settled, and what it missed is sent again, once. If that fails too, the error is raised
         (TimeoutError, UnavailableError, NotFoundError, ...), and the rest stays: finish() again goes on from there, and
         still counts each element once.
         """
@@ -113,8 +113,7 @@ class Contribution:
 def missed(buffer: Buffer, run: Run, error: Error) -> list[Run]:
     """Return what of a change by this run was not applied, and never will be. Blocks. Raises TimeoutError.
 
-    Where that can't be known any more it is nothing: an element counts at most once then.
-    """
+    If that can't be known any more, nothing is sent: an element counts at most once then."""
     try:
         missing = buffer.settle(error)
         return [Run(run.here + part.start - run.there, part.start, len(part)) for part in missing]
@@ -126,7 +125,7 @@ def missed(buffer: Buffer, run: Run, error: Error) -> list[Run]:
 
 
 def _wait(future: Future[None]) -> Error | None:
-    """Return how a call failed, None where it did not. Blocks."""
+    """Return how a call failed, None if it did not. Blocks."""
     try:
         error = future.exception()
     except CancelledError:

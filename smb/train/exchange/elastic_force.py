@@ -2,9 +2,9 @@
 
     d = alpha * (W_local - W_global);  W_local -= d;  W_global += d        (Zhang, Choromanska, LeCun 2015)
 
-They differ in when W_local takes its half, and in what is hidden behind computing. What W_local gives W_global takes,
-so nothing is lost: the sum over the workers and the shared model changes by local steps alone. Where the group was made
-with wire= in fewer bits, both take d as it arrives, rounded; W_global is read exact.
+They differ in when W_local takes its half, and in what is hidden behind computing. W_global takes exactly what W_local
+gives: the sum over the workers and the shared model changes by local steps alone. If the group was made with wire= in
+fewer bits, both take d as it arrives, rounded; W_global is read exact.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class Elastic:
     """One worker's differences with the shared model, one at a time: take() it, send() it, finish() it; pay() is the
     worker's own half.
 
-    Its staleness is the number of contributions, of any member, that arrived at the shared model after it was read for
-    the difference and before the difference itself arrived. Chunks are read and added one by one, so it says how far
-    apart the two were, not what each chunk had seen.
+    Its staleness counts the contributions, of any member, that reached the shared model after the read for the
+    difference and before the difference arrived. Chunks are read and added one by one, so it says how far apart the two
+    were, not what each chunk had seen.
     """
 
     def __init__(self, group: Group, alpha: float | None, parameters: Parameters) -> None:
@@ -166,13 +166,13 @@ class Elastic:
         self._difference.pay()
 
     def restart(self) -> None:
-        """Make the parameters the shared model; nothing is under way. Where it raises they are as they were."""
+        """Make the parameters the shared model; nothing is under way. If it raises, they are unchanged."""
         self._difference.fetch()
         self._difference.adopt()
 
     def _workers(self) -> int:
-        """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we look after
-        those who have told nothing since the last time.
+        """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we check the
+        members that have reported nothing since the last time.
         """
         group, rows = self._group, self._group.table.read()
         live = group.live(rows)

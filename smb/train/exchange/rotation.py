@@ -23,7 +23,7 @@ _UPDATES_BITS = 63 - _UPDATES_SHIFT
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Who may have a turn: a slot and which of its owners."""
+    """A candidate for a turn: a slot and the incarnation of its owner."""
 
     slot: int
     incarnation: int
@@ -31,11 +31,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Whose turn it is, how many updates there were before it, and whether its owner is at it (`taken`)."""
+    """The current turn: its owner, the number of updates before it, and whether the owner is at it (`taken`)."""
 
     updates: int = 0
     slot: int = 0
-    incarnation: int = 0  # its lowest 15 bits: whoever had the slot before has no part in the turn
+    incarnation: int = 0  # its lowest 15 bits: an earlier owner of the slot has no part in the turn
     taken: bool = False
 
     def word(self) -> int:
@@ -111,7 +111,7 @@ def batch_sizes(speeds: Sequence[float], batch_size: int) -> list[int]:
 
 
 class Pace:
-    """What a worker measures of its own iterations, each from the end of one step to the end of the next."""
+    """A worker's measurements of its own iterations, each from the end of one step to the end of the next."""
 
     def __init__(self, warmup: int) -> None:
         self._window = warmup
@@ -142,7 +142,7 @@ def may_skip(seen_late_s: float, skip_after_s: float | None, skipped: int, skips
 
 
 def staleness_max(workers: int, skips: int) -> int:
-    """Return the most updates by others between a worker's read and its next update, where up to `skips` of its turns
-    in a row are passed on.
+    """Return the most updates by others between a worker's read and its next update. Up to `skips` of its turns in a
+    row may be passed on.
     """
     return (skips + 1) * (workers - 1)

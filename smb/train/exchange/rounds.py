@@ -2,23 +2,23 @@
 
 In round r each member writes its delta to an inbox of its own and then marks itself in the table; a half-written inbox
 never counts. The round is complete when all live members have marked, or once at least `quorum` have and `grace`
-seconds have passed since. Whoever finds it complete closes it, usually the one who arrived last:
+seconds have passed since. The first member to see that it is complete closes it, usually the last to arrive:
 
     claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
-    decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by whoever closes r
+    decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by every closer of r
     build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
              optimizer: sum = - the same, state of round r + 1 = state of round r, next = weights, apply the rule
     built    ROUND: -> (r, attempt + 1, built)
     copy     weights = next
     commit   ROUND: -> (r + 1, 0), and everybody is woken
 
-Each phase has sources that it does not change, so whoever finds a closer dead, by its locks, does the phase again and
-gets the same result to the bit. A closer that was only stopped, and goes on, changes nothing any more: its locks are
-fences of all that is written, and its claim is no longer the latest. So each contribution counts once, or not at all.
+No phase changes its sources. If a closer is dead, by its locks, another member repeats the phase and gets the same
+result to the bit. A closer that was only stopped, and goes on, changes nothing any more: its locks are fences of all
+that is written, and its claim is no longer the latest. So each contribution counts at most once.
 
-A contribution that was in time for no decision (there was a quorum without it) is marked again for the open round, with
-weight 1/sqrt(1 + s), where s is its staleness: how many rounds were closed since the worker took over the weights that
-its delta starts from. BSP drops it instead.
+If a quorum closed the round without a contribution, that contribution is marked again for the open round, with weight
+1/sqrt(1 + s). Its staleness s counts the rounds closed since the worker took over the weights that its delta starts
+from. BSP drops it instead.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
 
 @dataclass(frozen=True)
 class Outer:
-    """What is done on the servers with the weighted mean of the deltas: a rule of Buffer.apply, with the negative mean
-    as the gradient. `states`: how many buffers it keeps."""
+    """The servers' step with the weighted mean of the deltas: a rule of Buffer.apply, with the negative mean as the
+    gradient. `states`: how many buffers it keeps."""
 
     rule: str
     states: int
@@ -61,7 +61,7 @@ class Outer:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundScheme(Scheme):
-    """What all schemes of rounds can be told.
+    """Settings of all schemes of rounds.
 
     quorum: so many contributions close a round, `grace` seconds after they are there (None: all live members').
     token_weights: a contribution weighs as many as the samples that it is of (False: all weigh the same).
@@ -89,7 +89,7 @@ class RoundScheme(Scheme):
         return 1
 
     def outer(self) -> Outer | None:
-        """Return the optimizer on the servers, None where the mean is just added."""
+        """Return the optimizer on the servers, None if the mean is just added."""
         return None
 
     def copies(self) -> Copies:
@@ -239,7 +239,7 @@ class RoundExchange(Exchange):
                 return True
 
     def _again(self, rows: t.Rows) -> bool:
-        """What to do with a contribution that came too late: True to mark it for the open round."""
+        """Decide about a contribution that came too late: True to mark it for the open round."""
         member, staleness = self._group.member, _round(rows) - self._origin
         limit = self._group.guards.staleness_max
         if not self._scheme.LATE:
@@ -319,7 +319,7 @@ class RoundExchange(Exchange):
         if self._sum is not None:
             written.append(self._sum)
         fences: dict[str, Lock] = {}
-        with contextlib.ExitStack() as held:  # gives every lock back, also where giving one back fails
+        with contextlib.ExitStack() as held:  # gives every lock back, also if giving one back fails
             try:
                 for buffer in written:
                     try:
@@ -357,7 +357,8 @@ class RoundExchange(Exchange):
         self._group.replace(self._next, claim, fences[self._group.weights.name])
 
     def _decide(self, number: int) -> list[tuple[Buffer, float]]:
-        """Return inboxes and weights, by slot, of those who count in a round: whoever closes it finds the same set."""
+        """Return inboxes and weights, by slot, of the contributions that count in a round: every closer finds the same
+        set."""
         group, table, column = self._group, self._group.table, _decided(number)
         rows = table.read()
         word = int(rows[0, column])
@@ -419,7 +420,7 @@ def _tag(number: int) -> int:
 
 
 def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
-    """Return slot: weight of those who have marked something for a round, whether they are still there or not."""
+    """Return slot: weight of the members that have marked for a round, present or not."""
     found = {}
     for slot in np.flatnonzero(rows[1:, t.MARK] & t.CLOCK_MASK == number + 1).tolist():
         mark, word = int(rows[1 + slot, t.MARK]), int(rows[1 + slot, t.WEIGHT])

@@ -1,7 +1,7 @@
-"""What a worker took over from the group last, and what it did since: one array of the model's size in host memory.
+"""The values that a worker took over last, and its changes since: one array of the model's size in host memory.
 
-Where contributions travel in fewer bits there is a second one: what was done and has not been sent. What rounding
-leaves out of one contribution goes along with the next (error feedback: Seide et al. 2014; Karimireddy et al. 2019).
+If contributions travel in fewer bits, a second array holds the changes not sent yet. The rounding error of one
+contribution is added to the next (error feedback: Seide et al. 2014; Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Snapshot:
 
     def send(self, inbox: Buffer) -> Norm:
         """Write what was done since the parameters were filled into an inbox, by pieces: one travels while the next is
-        made. Blocks until all is there. Where it raises, call it again: nothing is lost.
+        made. Blocks until all is there. If it raises, call it again: nothing is lost.
         """
         found = Norm()
         sent: list[tuple[Values, int]] = []  # what is this process's to write, and where

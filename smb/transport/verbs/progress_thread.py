@@ -1,9 +1,9 @@
-"""The thread that moves what RDMA needs moved: one in a client, one in a daemon, and none where verbs is not used.
+"""The thread that moves what RDMA needs moved: one in a client, one in a daemon, and none if verbs is not used.
 
-It looks again for a short while after something happened, as a wake-up costs more than a look, and then sleeps until a
-descriptor is ready: no processor is used by whoever has nothing to do. It gives the GIL up after each round.
+It polls for a short while after something happened, as a wake-up costs more than a poll. Then it sleeps until a
+descriptor is ready: an idle process uses no processor time. It gives the GIL up after each round.
 
-A card says that its peer is gone only where it has something to send. So who waits for a peer's answer and nothing else
+A card says that its peer is gone only if it has something to send. So who waits for a peer's answer and nothing else
 has the card ask, once a second: else a server that dies between a request and its answer would be waited for for ever.
 """
 

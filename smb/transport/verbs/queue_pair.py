@@ -2,7 +2,7 @@
 
 pyverbs is imported when a device is opened, not before. None of its calls releases the GIL, so none that may wait is
 made: who waits polls the descriptor of the completion channel. Its work requests are not freed when they are collected
-(version 44), so that one scatter-gather element is used again and again, and receive requests are kept.
+(version 44). So one scatter-gather element is used again and again, and receive requests are kept.
 
 A queue pair completes its work in order. Only some of it is signalled: the completion of one says that all before it
 are complete too. Of a queue pair that failed nothing completes any more; the peer's card stops with it.
@@ -95,7 +95,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What a peer must know of a queue pair to connect to it. `mtu` is in bytes."""
+    """The description of a queue pair that a peer needs to connect to it. `mtu` is in bytes."""
 
     number: int
     gid: bytes
@@ -158,7 +158,7 @@ class Device:
 
 
 class Region:
-    """Memory that a card may reach. Who made it keeps the memory alive until `close`."""
+    """Memory that a card may reach. The maker keeps the memory alive until `close`."""
 
     __slots__ = ("_mr", "address", "local_key", "nbytes", "remote_key")
 
@@ -208,7 +208,7 @@ class Users:
             self.leave()
 
     def end(self, timeout: float) -> bool:
-        """Let nobody in any more, and wait until all have left; False where somebody has not in time."""
+        """Let nobody in any more, and wait until all have left; False if somebody has not in time."""
         with self._changed:
             self._ending = True
             return self._changed.wait_for(lambda: self._count == 0, timeout)
@@ -270,7 +270,7 @@ class Pool:
         return len(self._free)
 
     def take(self) -> int:
-        """Return the address of a free block. Raises IndexError where there is none."""
+        """Return the address of a free block. Raises IndexError if there is none."""
         return self.address + self._free.popleft() * self.block_bytes
 
     def give(self, address: int) -> None:
@@ -337,7 +337,7 @@ class Queue:
             self._qp = pairs.QP(domain.pd, plain)
             self._extended = False
         attributes = pairs.QPAttr(port_num=self.device.port.number)
-        # What the peer may do is up to the regions of this domain.
+        # The peer's rights are those of the regions of this domain.
         attributes.qp_access_flags = e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_WRITE
         self._qp.to_init(attributes)
         self._attributes = attributes
@@ -498,7 +498,7 @@ class Queue:
             self._cq.req_notify()
 
     def take_event(self) -> None:
-        """Once `fd` is readable. Waits for nothing, also where it is not: another one may have had this descriptor."""
+        """Once `fd` is readable. Waits for nothing, also if it is not: another one may have had this descriptor."""
         if self._rings is None:
             return  # closed: there is nothing behind the objects any more
         try:
@@ -540,8 +540,8 @@ def _completion_channel(make: Callable[[Any], Any], context: Any) -> tuple[Any, 
         with _fd_lock:
             before = _event_fds()
             channel = make(context)
-            told = getattr(channel, "fd", None)
-            new = {told} if isinstance(told, int) else _event_fds() - before
+            descriptor = getattr(channel, "fd", None)
+            new = {descriptor} if isinstance(descriptor, int) else _event_fds() - before
         if len(new) == 1:
             return channel, new.pop()
         channel.close()  # another library made or closed one meanwhile: ours may be any of them

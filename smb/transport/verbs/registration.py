@@ -157,7 +157,7 @@ class ClientMemory:
     # ---- the progress thread
 
     def key_of(self, address: int, nbytes: int) -> int | None:
-        """Return the local key for that memory, None where it is not registered."""
+        """Return the local key for that memory, None if it is not registered."""
         entries = self._entries
         at = bisect.bisect(self._addresses, address) - 1
         if not 0 <= at < len(entries):
@@ -174,7 +174,7 @@ class ClientMemory:
         return self._blocks().region.local_key
 
     def take_block(self, taker: object) -> int | None:
-        """Return the address of a block to stage in, None where all are in use. Raises TransportError."""
+        """Return the address of a block to stage in, None if all are in use. Raises TransportError."""
         pool = self._blocks()
         if len(pool) == 0:
             return None

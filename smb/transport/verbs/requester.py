@@ -2,11 +2,11 @@
 
 Plain reads and writes are one-sided, adjoining ones in one go. A read looks at the states of its chunks before and
 after the data, each begun when the one before it is complete: a card's reads may overtake each other on their way to
-memory. (The fence flag of a work would say the same; soft RoCE of Linux 6.1 at times forgets to go on after one.) What
-changed meanwhile is read again, and after a few losses through the server. A write is one RDMA WRITE. Everything else,
-and what the segment's keys do not cover, goes through the server's gate: the payload is written into a slot at the
-server, a message of the record follows; data of the answer is read from the slot. Requests leave in the order in which
-the engine gave them: that the server has a later message of the lane says that earlier writes have arrived.
+memory. A work's fence flag would do the same, but soft RoCE of Linux 6.1 at times stops after one. Chunks that changed
+meanwhile are read again, and after a few losses through the server. A write is one RDMA WRITE. Everything else, and
+what the segment's keys do not cover, goes through the server's gate: the payload is written into a slot at the server,
+a message of the record follows; data of the answer is read from the slot. Requests leave in the order in which the
+engine gave them: that the server has a later message of the lane says that earlier writes have arrived.
 
 The engine's socket is closed when the queue pair is: not before the card has let go of all memory (csrc/smb.h).
 """
@@ -44,7 +44,7 @@ _ANSWER = struct.Struct("<3xB20xQ20xI8x")  # opcode, sequence, payload
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """What may be done to a segment one-sidedly, and where it lies at its server."""
+    """One-sided access to a segment: the rights, and its place at its server."""
 
     epoch: int
     dtype: int

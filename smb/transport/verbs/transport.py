@@ -1,8 +1,8 @@
 """RDMA: one queue pair to each server for data; what waits has a TCP link of its own.
 
 The control service of a memory server makes its end of the queue pair and gives the keys; that both ends reach each
-other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client/link.h): when the queue pair
-breaks, the lane goes on over another one, or, where none can be made, over TCP, until it breaks the next time.
+other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client/link.h). If the queue pair breaks,
+the lane goes on over another one. If none can be made, it goes on over TCP until that breaks.
 
 Nothing of RDMA is imported, opened or started before the first segment is reached by it.
 """
@@ -64,7 +64,7 @@ class _Server:
 
 
 class _Parts:
-    """What is to be closed, also when nobody has."""
+    """Things to close, also if the user never does."""
 
     def __init__(self) -> None:
         self.closed = False  # nothing more is made
@@ -153,7 +153,7 @@ class Verbs:
     # ---- for the client
 
     def memory(self) -> ClientMemory:
-        """Return the client's registered memory. Raises NoPathError where RDMA can't be used."""
+        """Return the client's registered memory. Raises NoPathError if RDMA can't be used."""
         device = self._open_device()
         with self._lock:
             if self._parts.closed:

@@ -1,4 +1,4 @@
-/* Deltas in memory of just their size: nothing outside is read or written, whatever the delta is. */
+/* Deltas in memory of just their size: no delta makes the engine read or write outside. */
 #include <stdlib.h>
 #include <string.h>
 

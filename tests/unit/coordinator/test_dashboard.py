@@ -68,7 +68,7 @@ class Scene:
         self.seconds += after
         instance_id = self.state.servers[name].instance_id
         self.do(ServerRenewed(name, instance_id, used_bytes))
-        self.watch.told(name, instance_id, load or pb.ServerLoad(), self.now)
+        self.watch.record_load(name, instance_id, load or pb.ServerLoad(), self.now)
 
     def view(self) -> View:
         return View(self.state, self.watch.seen(self.now), self.now, b"salt")

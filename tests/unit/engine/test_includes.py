@@ -72,6 +72,17 @@ def test_a_file_outside_the_folders_is_found(tmp_path: Path) -> None:
     assert len(breaches(tmp_path)) == 2
 
 
+def test_each_file_has_its_header_and_lines_of_at_most_100() -> None:
+    """A .c without one defines functions of smb.h alone, or is a Python module; clang-format leaves long comments."""
+    sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in {".c", ".h", ".inc"}]
+    without = {path.name for path in sources if path.suffix == ".c" and not path.with_suffix(".h").is_file()}
+    assert without == {"connect.c", "direct.c", "pending.c", "transfer.c"}
+    long = [
+        f"{path}:{i}" for path in sources for i, line in enumerate(path.read_text().split("\n"), 1) if len(line) > 100
+    ]
+    assert long == []
+
+
 def test_documents_and_comments_name_files_that_are_there() -> None:
     """A file that moves takes its name along everywhere."""
     named = re.compile(r"csrc/[a-z_0-9/]+\.(?:c|h|inc|py|sh)\b")

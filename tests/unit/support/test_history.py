@@ -84,3 +84,14 @@ def test_a_lost_lock_is_no_second_holder_but_its_write_must_be_refused() -> None
 
 def test_a_lock_lost_before_its_token_was_told_is_good() -> None:
     check(history_of([(Step.ACQUIRES, 1, 0), (Step.LOST, 30, 0)], turn(10, 4)))
+
+
+def test_a_lock_lost_before_its_grant_was_told_is_good() -> None:
+    """The answer came after the lease; then everything is refused."""
+    late: list[Note] = [(Step.ACQUIRES, 1, 0), (Step.HOLDS, 13, 2), (Step.WRITES, 14, 2), (Step.REFUSED, 15, 0)]
+    lost: list[Note] = [(Step.RELEASES, 16, 0), (Step.LOST, 17, 0)]
+    check(history_of([*late, *lost], turn(10, 4)))
+    for good, bad in ((Step.LOST, Step.RELEASED), (Step.REFUSED, Step.ACCEPTED)):
+        kept = [(bad if step == good else step, at, number) for step, at, number in [*late, *lost]]
+        with pytest.raises(BadHistoryError):
+            check(history_of(kept, turn(10, 4)))

@@ -248,7 +248,7 @@ function showEvents() {
   }
 }
 
-// What to do first.
+// Hints while something is missing.
 
 const noServers = (address) => ({
   said: address,

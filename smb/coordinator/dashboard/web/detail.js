@@ -37,7 +37,7 @@ export async function refresh() {
   else keepFocus(() => ({ server, buffer, training })[kind](found));
 }
 
-// What is made anew must not take the focus away from whoever is in the middle of it.
+// Elements that are made anew must not take the focus away from a user in the middle of them.
 function keepFocus(draw) {
   const href = dialog.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
   draw();
@@ -139,7 +139,7 @@ function buffer(found) {
   );
 }
 
-// What is to be said of a training's state: its memory first, then whether anybody trains it.
+// The text of a training's state: its memory first, then whether anybody trains it.
 export const stage = (t) => (t.state === "gone" ? "away" : t.state === "lost" ? "lost" : t.workers ? "trains" : "idle");
 
 function training(found) {

@@ -12,7 +12,7 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
-// What is as it should be is not touched: a selection stays, and a screen reader has nothing to say.
+// Unchanged elements are not touched: a selection stays, and a screen reader has nothing to say.
 export function text(element, value) {
   if (element.textContent !== value) element.textContent = value;
 }

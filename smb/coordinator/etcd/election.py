@@ -37,7 +37,7 @@ def _now() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Who leads: as it is called, and the revision at which it began to."""
+    """The leader: its name, and the revision at which its term began."""
 
     address: str
     term: int
@@ -64,8 +64,8 @@ async def leader_of(etcd: Etcd, place: Place, timeout_s: float = _ASK_S) -> Lead
 
 
 async def campaign(etcd: Etcd, place: Place, address: str, lease_s: int) -> Lead | None:
-    """Try once to become the leader. Return the lead, None where another has it. Raises SilentError, RefusedError,
-    StoreError where the records are of another version.
+    """Try once to become the leader. Return the lead, None if another has it. Raises SilentError, RefusedError,
+    StoreError if the records are of another version.
     """
     asked_at = _now()
     granted = await etcd.grant(lease_s, _ASK_S)
@@ -149,7 +149,7 @@ class Lead:
                     _log.warning("%s", error)
 
     async def check(self) -> None:
-        """Raise DeposedError unless the leader's key is ours, SilentError or RefusedError where nobody can say."""
+        """Raise DeposedError unless the leader's key is ours, SilentError or RefusedError if nobody can say."""
         found = await leader_of(self._etcd, self._place)
         if found is None or found.term != self.term:
             self.lose(f"{found.address} leads" if found else "somebody took its key away")
@@ -158,7 +158,7 @@ class Lead:
     async def change(self, operations: Sequence[pb.RequestOp]) -> None:
         """Do all of it, or nothing. Not more than one at a time.
 
-        Raises StoreError where etcd refuses it, and nothing was changed; DeposedError where we do not lead, or nobody
+        Raises StoreError if etcd refuses it, and nothing was changed; DeposedError if we do not lead, or nobody
         knows whether it was done.
         """
         if not self.holds:
@@ -215,7 +215,7 @@ class Lead:
         self, error: RefusedError, unanswered: bool, operations: Sequence[pb.RequestOp], head: bytes
     ) -> None:
         """Return where it was done all the same: etcd says of a transaction that used up its quota that it had no room,
-        and may have carried it out. Raises StoreError where it was not, DeposedError where nobody knows.
+        and may have carried it out. Raises StoreError if it was not, DeposedError if nobody knows.
         """
         try:
             done = error.full and await self._was_done(operations, head)

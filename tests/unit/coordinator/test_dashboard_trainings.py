@@ -18,24 +18,24 @@ def report(name: str = "run", **fields: int) -> pb.TrainingReport:
 def test_samples_per_second_are_those_between_two_reports() -> None:
     """Unknown after the first one, and for a worker that never told any."""
     seen = Trainings()
-    seen.told(1, [report(slot=0, samples=100)], at(10))
-    seen.told(2, [report(slot=1)], at(10))
+    seen.record_reports(1, [report(slot=0, samples=100)], at(10))
+    seen.record_reports(2, [report(slot=1)], at(10))
     assert [each.samples_per_s for each in seen.workers()["run"]] == [None, None]
-    seen.told(1, [report(slot=0, samples=300)], at(12))
-    seen.told(2, [report(slot=1)], at(12))
+    seen.record_reports(1, [report(slot=0, samples=300)], at(12))
+    seen.record_reports(2, [report(slot=1)], at(12))
     assert [each.samples_per_s for each in seen.workers()["run"]] == [100.0, None]
     seen.ended([1])
     assert [each.report.slot for each in seen.workers()["run"]] == [1]
-    seen.told(2, [], at(14))  # it has left the training, and is still a client
+    seen.record_reports(2, [], at(14))  # it has left the training, and is still a client
     assert seen.workers() == {}
 
 
 def test_rounds_over_time() -> None:
     """The furthest worker's clock, kept while nobody tells; none of it after the training was deleted."""
     seen = Trainings()
-    seen.told(1, [report(clock=3)], at(100))
-    seen.told(2, [report(slot=1, clock=5)], at(100.5))
-    seen.told(1, [report(clock=8)], at(106))
+    seen.record_reports(1, [report(clock=3)], at(100))
+    seen.record_reports(2, [report(slot=1, clock=5)], at(100.5))
+    seen.record_reports(1, [report(clock=8)], at(106))
     past = seen.rounds("run", at(112))
     assert past.end == 1112.0
     assert list(past.rounds[-7:]) == [0, 5, 5, 5, 8, 8, 8]
@@ -47,11 +47,11 @@ def test_rounds_over_time() -> None:
 def test_it_is_bounded() -> None:
     """Whatever clients tell: so many trainings of one session, so many pasts, so many steps."""
     seen = Trainings()
-    seen.told(1, [report(f"t{i}") for i in range(100)], at(0))
+    seen.record_reports(1, [report(f"t{i}") for i in range(100)], at(0))
     assert len(seen.workers()) == REPORTS_MAX
     for i in range(2 * TRAININGS_MAX):
-        seen.told(i, [report(f"run{i}")], at(i))
+        seen.record_reports(i, [report(f"run{i}")], at(i))
     assert len(seen._past) == TRAININGS_MAX
     for second in range(5000):
-        seen.told(1, [report(clock=second)], at(second))
+        seen.record_reports(1, [report(clock=second)], at(second))
     assert len(seen._past["run"].steps) <= SPAN_S / STEP_S + 2

@@ -1,4 +1,4 @@
-"""smb.coordinator.etcd.lead: what is changed, and by whom, where answers are lost, late, doubled or wrong."""
+"""smb.coordinator.etcd.election: what is changed, and by whom, where answers are lost, late, doubled or wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
-from smb.coordinator.etcd.lead import Lead, campaign, leader_of
+from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import CHANGES_MAX, EtcdStore, read_records
 from smb.coordinator.store import DeposedError, StoreError
 from smb.errors import InvalidArgumentError, OutOfMemoryError

@@ -38,7 +38,8 @@ _log = logging.getLogger("coordinator")
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The parts that stay, whoever leads: the front of the port, the log lines and the counters of this process."""
+    """The parts that stay over changes of the leader: the front of the port, the log lines and the counters of this
+    process."""
 
     options: Options
     front: Front
@@ -104,7 +105,7 @@ class Leading:
         return Leading(commit_log, watch, Dashboard(overview), around)
 
     def page(self, path: str, query: str) -> Answer | None:
-        """Return the answer to GET path?query, None where there is no such page."""
+        """Return the answer to GET path?query, None if there is no such page."""
         if path == "/targets":
             return Answer("200 OK", "application/json", targets(self.commit_log.state, self._around.pages_address()))
         return self._dashboard(path, query)
