@@ -64,11 +64,11 @@ class _Supervised:
         self._watcher.start()
 
     def address(self) -> str:
-        """Where it serves."""
+        """Return the daemon's HOST:PORT."""
         return self._daemon.address
 
     def pid(self) -> int:
-        """The daemon's process, of this node."""
+        """Return the daemon's process id, of this node."""
         return self._daemon.pid
 
     def stop(self) -> None:
@@ -87,7 +87,7 @@ class _Supervised:
 
 
 class RayCluster:
-    """What `start` has started. A context manager; it ends with the job that started it, too."""
+    """The daemons of one `start`. A context manager; they end with the job that started them, too."""
 
     def __init__(self, address: str, servers: dict[str, Any], coordinator: Any = None) -> None:
         self.address = address
@@ -128,10 +128,13 @@ def start(
     """Start a memory server on each node that lends `capacity_per_node` (bytes, or text), and wait until all serve.
 
     nodes: ids of Ray's nodes; default all that are alive. coordinator: the address of one that runs; else one is
-    started on this process's node. credentials: a directory that all nodes see, with a directory for "coordinator"
-    and one for each "ray-" with the first 12 digits of a node's id, as `smb certs` makes them. Without them, and with
-    nodes that have addresses other than loopback, insecure=True must say that all who reach the ports may read and
-    write. Blocks until they serve. Raises UnavailableError, and leaves nothing then; InvalidArgumentError.
+    started on this process's node.
+
+    credentials: a directory that all nodes see. Each daemon takes those of its name in it, as `smb certs` makes them:
+    "coordinator", or "ray-" and the first 12 digits of the node's id. Without them insecure=True must say that all
+    who reach the ports may read and write; loopback addresses need neither.
+
+    Blocks until they serve. Raises UnavailableError, and leaves nothing then; InvalidArgumentError.
     """
     capacity = str(parse_bytes(capacity_per_node))
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
