@@ -45,8 +45,7 @@ _JANITOR = 'exec 3<&0; (read -r _ <&3; sleep 1; rm -rf "$@") >/dev/null 2>&1 &'
 class _Supervised:
     """The actor: one daemon, started again where it dies. One method at a time, beside the thread that looks."""
 
-    def __init__(self, module: str, name: str, options: dict[str, str]) -> None:
-        host = ray.util.get_node_ip_address()
+    def __init__(self, module: str, name: str, options: dict[str, str], host: str) -> None:
         self._directories = [Path(tempfile.mkdtemp(prefix="smb-ray-"))]
         options = options | {"listen": format_address(host, 0), "metrics": "127.0.0.1:0"}
         if module == "memserver":
@@ -55,7 +54,8 @@ class _Supervised:
         else:
             options["state"] = str(self._directories[0] / "state")
         shell = ["/bin/sh", "-c", _JANITOR, "sh", *map(str, self._directories)]
-        self._janitor = subprocess.Popen(shell, stdin=subprocess.PIPE)  # noqa: S603 - our own words
+        # A session of its own: Ray may end the actor's whole process group.
+        self._janitor = subprocess.Popen(shell, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603 - our words
         self._janitor.wait()
         self._daemon = Daemon(module, name, options, self._directories[0])
         self._daemon.start()
@@ -132,30 +132,33 @@ def start(
 
     credentials: a directory that all nodes see. Each daemon takes those of its name in it, as `smb certs` makes them:
     "coordinator", or "ray-" and the first 12 digits of the node's id. Without them insecure=True must say that all
-    who reach the ports may read and write; loopback addresses need neither.
+    who reach the ports may read and write. With all nodes on this machine loopback is enough, which needs neither.
 
     Blocks until they serve. Raises UnavailableError, and leaves nothing then; InvalidArgumentError.
     """
     capacity = str(parse_bytes(capacity_per_node))
-    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    chosen = alive if nodes is None else list(nodes)
-    if not chosen or not set(chosen) <= set(alive):
-        raise InvalidArgumentError(f"smb.ray.start: nodes={nodes!r}; those alive are {alive}")
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    chosen = list(hosts) if nodes is None else list(nodes)
+    if not chosen or not set(chosen) <= set(hosts):
+        raise InvalidArgumentError(f"smb.ray.start: nodes={nodes!r}; those alive are {list(hosts)}")
 
     def access(name: str) -> dict[str, str]:
         given = {"credentials": str(Path(credentials).absolute() / name)} if credentials is not None else {}
         return given | ({"insecure": ""} if insecure else {})
 
+    here = ray.get_runtime_context().get_node_id()
+    if set(hosts.values()) == {hosts[here]}:  # all on this machine
+        hosts = dict.fromkeys(hosts, "127.0.0.1")
+
     def supervised(module: str, name: str, node: str, options: dict[str, str]) -> Any:
         bound = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         actor = ray.remote(num_cpus=0)(_Supervised).options(scheduling_strategy=bound)
-        return actor.remote(module, name, options | access(name))
+        return actor.remote(module, name, options | access(name), hosts[node])
 
     leader, servers = None, {}
     deadline = time.monotonic() + _START_S
     try:
         if coordinator is None:
-            here = ray.get_runtime_context().get_node_id()
             leader = supervised("smb.tools.cli.main coordinator", "coordinator", here, {})
             coordinator = ray.get(leader.address.remote(), timeout=deadline - time.monotonic())
         for node in chosen:

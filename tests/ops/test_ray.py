@@ -98,6 +98,7 @@ def test_a_daemon_that_dies_comes_back_with_its_memory(ray_address: str) -> None
         for actor in (*cluster._servers.values(), cluster._coordinator):
             os.kill(ray.get(actor.pid.remote(), timeout=DEADLINE_S), signal.SIGKILL)
         assert (weights.read() == 7).all()
+        assert [info.name for info in client.list()] == ["w"]  # waits for the coordinator
         client.create("more", 10)
 
 
