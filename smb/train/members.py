@@ -187,16 +187,22 @@ def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterab
 
 
 def lapsed(client: Client, group: str, lease: float, slots: Iterable[int]) -> set[int]:
-    """Return the slots whose holders are dead. Frees none: for who looks on."""
+    """Return the slots whose holders are dead. Frees none: for those who look on, who may be readers alone.
+
+    None is dead whose lock can't be asked for.
+    """
     dead = set()
     for slot in slots:
-        lock = lock_of(client, group, slot, lease)
         try:
+            lock = lock_of(client, group, slot, lease)
             lock.acquire()
         except TimeoutError:
             continue
+        except Error as error:
+            _log.debug("nobody knows who of group %r is alive: %s", group, error)
+            break
         dead.add(slot)
-        with contextlib.suppress(LockLostError, NotFoundError):
+        with contextlib.suppress(Error):
             lock.release()
     return dead
 
