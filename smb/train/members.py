@@ -108,9 +108,10 @@ class Member:
         )
 
     def leave(self) -> None:
-        """Free the slot. Marks stay. Twice does nothing."""
+        """Free the slot, and say that we did. Marks stay. Twice does nothing."""
         try:
-            self._table.swap(self.row, t.INCARNATION, self.incarnation, 0)
+            if self._table.swap(self.row, t.INCARNATION, self.incarnation, 0) == self.incarnation:
+                self._table.swap(self.row, t.PID, self.get(t.PID), -self.get(t.PID))
         finally:
             self.release()  # else it would be renewed for ever, and the others wait for us
 
@@ -182,6 +183,27 @@ def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterab
                 lock.release()
             except (LockLostError, NotFoundError):
                 _log.debug("slot %d was found dead by another", slot)
+    return dead
+
+
+def lapsed(client: Client, group: str, lease: float, slots: Iterable[int]) -> set[int]:
+    """Return the slots whose holders are dead. Frees none: for those who look on, who may be readers alone.
+
+    None is dead whose lock can't be asked for.
+    """
+    dead = set()
+    for slot in slots:
+        try:
+            lock = lock_of(client, group, slot, lease)
+            lock.acquire()
+        except TimeoutError:
+            continue
+        except Error as error:
+            _log.debug("nobody knows who of group %r is alive: %s", group, error)
+            break
+        dead.add(slot)
+        with contextlib.suppress(Error):
+            lock.release()
     return dead
 
 

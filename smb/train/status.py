@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from smb.client import Client
 from smb.train import group as groups
@@ -15,8 +17,8 @@ from smb.train.scheme import Json
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One member. `joined` is seconds since 1970 by its own clock, `norm` the last contribution's, `bytes` what it sent
-    and received as contributions and models. alive: it holds its slot (one that died keeps it until somebody waits for
-    it, at least for its lease)."""
+    and received as contributions and models. alive: its lease goes on (that of one who died lasts up to its length).
+    finished: it left by itself; who is neither alive nor finished was lost."""
 
     slot: int
     incarnation: int
@@ -24,6 +26,7 @@ class WorkerStatus:
     pid: int
     joined: float
     alive: bool
+    finished: bool
     clock: int
     contributions: int
     refused: int
@@ -57,9 +60,10 @@ def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
         slot=slot,
         incarnation=t.incarnation_of(row[t.MARK]),
         host=members.host_of(row),
-        pid=int(row[t.PID]),
+        pid=abs(int(row[t.PID])),
         joined=int(row[t.JOINED_US]) / 1e6,
         alive=bool(row[t.INCARNATION]),
+        finished=not row[t.INCARNATION] and row[t.PID] < 0,
         clock=t.clock_of(row[t.MARK]),
         contributions=int(row[t.CONTRIBUTIONS]),
         refused=int(row[t.REFUSED]),
@@ -76,7 +80,10 @@ def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
 def status(client: Client, name: str) -> GroupStatus:
     """Return what is known of a training. Changes nothing. Raises NotFoundError, InvalidArgumentError (no group)."""
     group = groups.view(client, name)
+    before = group.table.read()[:, t.INCARNATION].copy()
+    lapsed = members.lapsed(client, name, group.lease, (int(slot) for slot in np.flatnonzero(before[1:])))
     rows = group.table.read()
+    dead = {slot for slot in lapsed if rows[1 + slot, t.INCARNATION] == before[1 + slot]}  # the others have left
     return GroupStatus(
         name=name,
         size=group.weights.size,
@@ -85,5 +92,8 @@ def status(client: Client, name: str) -> GroupStatus:
         guards=group.guards.settings(),
         lease=group.lease,
         round=int(rows[0, t.ROUND]) >> t.ROUND_SHIFT,
-        workers=tuple(worker_status(rows, slot) for slot in range(t.SLOTS) if rows[1 + slot, t.MARK]),
+        workers=tuple(
+            replace(seen, alive=seen.alive and seen.slot not in dead)
+            for seen in (worker_status(rows, slot) for slot in range(t.SLOTS) if rows[1 + slot, t.MARK])
+        ),
     )

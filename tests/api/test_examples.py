@@ -136,6 +136,21 @@ def test_a_stock_script_becomes_a_shared_one(cluster: smb.LocalCluster, connect:
     assert sum(worker.contributions for worker in status.workers) >= 20 * 43 // 20 - 2, status
 
 
+@pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="four processes import PyTorch; SMB_LONG=1 runs it")
+def test_torchrun_on_two_hosts(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """Two torchruns of two processes each are two members of one training, and divide its rows."""
+    environment = os.environ | {"SMB_COORDINATOR": cluster.address, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(EXAMPLES / "torchrun_ddp.py")]
+    hosts = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [host.communicate(timeout=110)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0]
+    assert all(float(words.split()[1]) > 0.85 for words in said), said
+    workers = smb.train.status(connect(), "digits").workers
+    assert max(worker.incarnation for worker in workers) >= 2
+    assert sum(worker.samples for worker in workers) <= 10 * 1797
+
+
 def test_every_example_is_in_the_list_of_examples() -> None:
     """The table in README.md names each file."""
     text = (EXAMPLES / "README.md").read_text()

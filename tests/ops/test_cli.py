@@ -370,6 +370,7 @@ def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path) -> None:
 HELPED = (
     *("up", "coordinator", "status", "top", "train ls", "train stat", "train rm", "demo", "ls", "stat", "create", "rm"),
     *("cp", "snapshot", "restore", "mount", "umount", "doctor", "bench", "config", "certs", "targets"),
+    *("train save", "train load", "coordinator migrate"),
 )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import smb
+import smb.train
 from smb.engine import EngineError, Lane, Status
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator
@@ -79,6 +80,14 @@ def test_a_reader_only_reads(connect_as: ConnectAs) -> None:
     with pytest.raises(smb.TransportError, match="may only read is not given the memory"):
         connect_as("reader", "shm").open("plain").read()
     assert writer.open("plain").read().sum() == 32
+
+
+def test_a_reader_sees_who_trains(connect_as: ConnectAs) -> None:
+    """It may not ask for leases: a worker that holds its slot counts as alive, one that left has finished."""
+    reader, values = connect_as("reader"), np.zeros(8, np.float32)
+    with smb.train.join(connect_as("client"), "run", values, smb.train.SEASGD()):
+        assert [worker.alive for worker in smb.train.status(reader, "run").workers] == [True]
+    assert [(worker.alive, worker.finished) for worker in smb.train.status(reader, "run").workers] == [(False, True)]
 
 
 @pytest.mark.parametrize("count", [8, 700_001])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -69,6 +70,36 @@ def test_a_script_that_ends_without_close_is_not_lost(connect: Connect, cluster:
     assert worker.samples == 5
     wait_for(lambda: len(overview(watcher)["clients"]) == 1, "the end of its session")
     assert not [problem for problem in overview(watcher)["problems"] if "lost" in problem["title"]]
+
+
+def test_who_finished_and_who_was_lost(
+    connect: Connect, cluster: smb.LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker that was killed counts as lost when its lease is over, though nobody waits for it; one that closed has
+    finished; and looking frees no slot.
+    """
+    watcher = connect()
+    script = SCRIPT.replace("every=1)", "every=1), lease=1.0")
+    command_line = [sys.executable, "-c", script, cluster.address]
+    killed = subprocess.Popen(
+        command_line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    with killed:
+        assert killed.stdout is not None
+        assert "training 'run'" in killed.stdout.readline()
+        with smb.train.join(connect(), "run", values()):
+            assert [(worker.alive, worker.finished) for worker in smb.train.status(watcher, "run").workers] == [
+                (True, False),
+                (True, False),
+            ]
+        killed.kill()
+    wait_for(lambda: not smb.train.status(watcher, "run").workers[0].alive, "the end of its lease")
+    lost, finished = smb.train.status(watcher, "run").workers
+    assert (lost.finished, finished.alive, finished.finished) == (False, False, True)
+    assert finished.pid == os.getpid()
+    _, said, _ = command(capsys, cluster, "train", "stat", "run")
+    assert [line.split()[1] for line in said.splitlines()[-2:]] == ["lost", "finished"]
+    assert watcher.open("run/members").read()[1, 0] == lost.incarnation
 
 
 @pytest.mark.parametrize("level", ["warning", "debug"])
@@ -232,6 +263,11 @@ def test_trainings_from_the_command_line(
     assert out.rstrip().endswith("-")  # no samples: nobody told
     found = json.loads(command(capsys, cluster, "train", "stat", "team/run", "--json")[1])
     assert found["workers"][0]["alive"]
+    out = command(capsys, cluster, "ls")[1]
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["other", "team/run"]
+    assert re.search(r"and \d+ buffers of trainings", out)
+    assert "team/run/tick" not in out
+    assert "team/run/tick" in command(capsys, cluster, "ls", "--all")[1]
     for name in ("team/run", "team/run/tick"):
         code, _, err = command(capsys, cluster, "rm", name)
         assert code == 1

@@ -86,6 +86,8 @@ def migrate(
 
     No coordinator of either runs meanwhile; memory servers and clients go on. Every record is read again and compared.
     The old place is marked, so that no coordinator serves it any more. Cut off, the same call does it again.
+
+    Example: smb coordinator migrate --from /var/lib/smb --to etcd://etcd-1:2379/smb
     """
     import asyncio
 

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Coordinator, Json
-from smb.tools.cli.output import console, print_json, table
+from smb.tools.cli.output import console, counted, print_json, table
 
 
-def ls(coordinator: Coordinator = None, as_json: Json = False) -> None:
+def ls(
+    everything: Annotated[bool, typer.Option("--all", help="What trainings keep beside their weights, too.")] = False,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
     """List the buffers.
 
-    With shape, dtype, size, and the servers they lie on.
+    With shape, dtype, size, and the servers they lie on. JSON has all of them.
 
-    Example: smb ls --json
+    Example: smb ls --all
     """
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import buffer_json, format_shape, server_names
+    from smb.tools.cli.train import groups_in
 
     with connect(coordinator) as client:
         buffers = sorted(client.list(), key=lambda buffer: buffer.name)
     if as_json:
         print_json([buffer_json(buffer) for buffer in buffers])
         return
+    trainings = () if everything else groups_in(buffer.name for buffer in buffers)
+    inside = {buffer.name for buffer in buffers if any(buffer.name.startswith(f"{name}/") for name in trainings)}
     rows = table("NAME", "SHAPE", "DTYPE", "SIZE", "STRIPE", "SERVERS", right=("SIZE", "STRIPE"))
     for buffer in buffers:
+        if buffer.name in inside:
+            continue
         rows.add_row(
             buffer.name,
             format_shape(buffer.shape),
@@ -33,3 +46,5 @@ def ls(coordinator: Coordinator = None, as_json: Json = False) -> None:
             ", ".join(server_names(buffer)),
         )
     console().print(rows)
+    if inside:
+        console().print(f"\nand {counted(len(inside), 'buffer')} of trainings: smb ls --all, smb train ls")

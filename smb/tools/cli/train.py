@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,9 +22,9 @@ train = typer.Typer(help="List, show, delete, save and load trainings.", no_args
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The training's name.")]
 
 
-def names_of(client: Client) -> list[str]:
-    """Return what may be trainings, by the buffers that each has beside its weights."""
-    names = {info.name for info in client.list()}
+def groups_in(buffers: Iterable[str]) -> list[str]:
+    """Return what may be trainings, by the buffers that each has beside its weights. Sorted."""
+    names = set(buffers)
     return sorted(name for name in names if {f"{name}/members", f"{name}/tick"} <= names)
 
 
@@ -36,7 +37,7 @@ def show_workers(found: GroupStatus) -> None:
     for worker in found.workers:
         rows.add_row(
             str(worker.slot),
-            "alive" if worker.alive else "gone",
+            "alive" if worker.alive else "finished" if worker.finished else "lost",
             worker.host,
             str(worker.pid),
             format_ago(worker.joined),
@@ -57,7 +58,11 @@ def ls(coordinator: Coordinator = None, as_json: Json = False) -> None:
     Example: smb train ls
     """
     with connect(coordinator) as client:
-        found = [status for name in names_of(client) if (status := _status(client, name)) is not None]
+        found = [
+            status
+            for name in groups_in(info.name for info in client.list())
+            if (status := _status(client, name)) is not None
+        ]
     if as_json:
         print_json([_json(status) for status in found])
         return

@@ -152,10 +152,15 @@ def test_by_keyboard_alone(open_page: Open, cluster: smb.LocalCluster, client: s
 
 
 def test_an_address_opens_a_server_and_leads_on(open_page: Open, cluster: smb.LocalCluster, client: smb.Client) -> None:
-    """What is after # survives a reload, a link inside leads to the next thing, a name that is gone is said to be."""
-    watched = open_page(cluster.coordinator.metrics, "#server=server-1")
+    """A name in an event is a link; what is after # survives a reload, a link inside leads to the next thing, a name
+    that is gone is said to be.
+    """
+    watched = open_page(cluster.coordinator.metrics)
     page = watched.page
+    page.locator("#event-list").get_by_role("link", name="server-1", exact=True).click()
     dialog = page.get_by_role("dialog")
+    wait_for(lambda: page.evaluate("location.hash") == "#server=server-1", "the server's address")
+    page.reload()
     wait_text(dialog, r"server server-1.*data address127.0.0.1:\d+.*Holds.*weights.*1.25 MiB")
     dialog.get_by_role("link", name="weights").click()
     wait_text(dialog, r"buffer weights.*How it is striped")

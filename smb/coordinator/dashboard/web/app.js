@@ -216,15 +216,27 @@ function showTotals() {
   });
 }
 
+// A text whose quoted names, of what is there, open what they name.
+function linked(words, known) {
+  return words.split(/("[^"]*")/).flatMap((part) => {
+    const name = part.slice(1, -1);
+    return part.startsWith('"') && known.has(name) ? ['"', detail.opener(known.get(name), name), '"'] : [part];
+  });
+}
+
 function showEvents() {
   const list = $("event-list");
   // Unless all are asked for, those of a training's own buffers and locks are left out, as their rows are.
   const inside = (event) => event.level === "info" && state.trainings.some((training) => event.text.includes(`"${training.name}/`));
   const shown = allEvents ? state.events : state.events.filter((event) => !inside(event)).slice(0, EVENTS_SHOWN);
-  const said = JSON.stringify([shown.length, shown[0], state.events.length]);
+  const known = new Map(["server", "buffer", "training"].flatMap((kind) => state[`${kind}s`].map((row) => [row.name, kind]))); // a training's weights open it
+  const said = JSON.stringify([shown.length, shown[0], state.events.length, [...known.keys()]]);
   if (list.dataset.said === said) return;
   list.dataset.said = said;
-  list.replaceChildren(...shown.map((event) => el("li", { class: event.level }, el("time", { datetime: new Date(event.at * 1000).toISOString() }, f.clock(event.at)), " ", event.level === "info" ? "" : el("strong", {}, `${event.level}: `), event.text)));
+  const focused = list.contains(document.activeElement) ? document.activeElement : null;
+  list.replaceChildren(...shown.map((event) => el("li", { class: event.level }, el("time", { datetime: new Date(event.at * 1000).toISOString() }, f.clock(event.at)), " ", event.level === "info" ? "" : el("strong", {}, `${event.level}: `), ...linked(event.text, known))));
+  const same = (link) => link.href === focused.href && link.parentElement.textContent === focused.parentElement.textContent;
+  if (focused) [...list.querySelectorAll("a")].find(same)?.focus();
   if (!shown.length) list.append(el("li", { class: "quiet" }, "Nothing since the coordinator started."));
   $("more-events")?.remove();
   if (shown.length < state.events.length) {
