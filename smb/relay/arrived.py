@@ -6,7 +6,7 @@ and a bit for each piece. Its own version is counted up with each change, which 
 - the words name another version before the first byte of it is written into a copy;
 - a bit is set after its piece was written.
 
-So whoever reads a piece whose bit was set, and finds version and copy unchanged after it, has read that version's.
+A reader that sees the bit of a piece, reads the piece and finds version and copy unchanged has read that version.
 """
 
 from __future__ import annotations
