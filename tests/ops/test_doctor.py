@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,14 @@ def test_a_machine_without_rdma_is_fine_unless_verbs_is_wanted(tmp_path: Path, m
     assert State.PROBLEM in [finding.state for finding in looked(root, "RDMA")]
 
 
+@contextmanager
+def refusing() -> Iterator[str]:
+    """An address that is taken, and where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
 def doctor(*arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and what was printed."""
     answer = CliRunner().invoke(app, ["doctor", "--json", *arguments])
@@ -139,12 +149,24 @@ def test_a_cluster_is_measured_and_left_as_it_was() -> None:
         assert "server server-0 over tcp" in {finding["check"] for finding in shown["findings"]}
 
 
+def test_without_an_address_it_looks_at_a_cluster_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all commands do; without one there only the machine is looked at. Of a list it takes who answers."""
+    with refusing() as nobody:
+        with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
+            for given, here in (([], cluster.address), (["-c", f"{nobody},{cluster.address}"], nobody)):
+                monkeypatch.setattr("smb.config.settings.DEFAULT_COORDINATOR", here)
+                code, shown = doctor(*given)
+                checks = {finding["check"] for finding in shown["findings"]}
+                assert (code, "server server-0 over shm" in checks) == (0, True), shown
+        answer = CliRunner().invoke(app, ["doctor"])
+        assert f"no cluster was looked at: nobody listens at {nobody}" in answer.stdout
+
+
 def test_a_coordinator_that_does_not_answer_is_a_finding() -> None:
     """Nobody there, or no address: one problem with what to do, no exception; wrong usage has exit code 2."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        closed = f"127.0.0.1:{taken.getsockname()[1]}"
-    for address in (closed, "nonsense"):
-        (finding,) = look_at_cluster(address, timeout=0.5)
-        assert finding.state is State.PROBLEM
-        assert finding.change
+    with refusing() as nobody:
+        for address in (nobody, "nonsense"):
+            (finding,) = look_at_cluster(address, timeout=0.5)
+            assert finding.state is State.PROBLEM
+            assert finding.change
     assert doctor("--capacity", "some")[0] == 2

@@ -207,6 +207,7 @@ def training_detail(view: View, name: str, past: Rounds) -> Json:
         "settings": _settings(record.id, record.metadata).get("settings", {}),
         "worker_list": [_worker(view, seen) for seen in workers[:WORKERS_MAX]],
         "buffers": [_buffer(view, other) for other in _shown(view, inside)],
+        "waits": [wait for wait in _waits(view) if wait["training"] == name][:WAITS_MAX],
         "history": {
             "step_s": past.step_s,
             "end": past.end,
@@ -493,7 +494,7 @@ def _clients(view: View, waits: list[Json]) -> list[Json]:
 
 
 def _waits(view: View) -> list[Json]:
-    """Return what is held and waited for, what most wait for first."""
+    """Return what is held and waited for, what most wait for first; trainings' own come last."""
     owners = owners_of(view.state, view.seen)
     waits = []
     for server, watch in view.seen.servers.items():
@@ -504,7 +505,7 @@ def _waits(view: View) -> list[Json]:
             owner = owners.get(wait.segment_id)
             if owner is not None:
                 waits.append(_wait(view, watch, server, wait, owner))
-    return sorted(waits, key=lambda wait: (-wait["waiting"], wait["kind"], wait["name"]))
+    return sorted(waits, key=lambda wait: (wait["training"] or "", -wait["waiting"], wait["kind"], wait["name"]))
 
 
 def _wait(view: View, watch: ServerWatch, server: str, wait: pb.Wait, owner: BufferRecord) -> Json:
@@ -516,6 +517,7 @@ def _wait(view: View, watch: ServerWatch, server: str, wait: pb.Wait, owner: Buf
         "what": wait.kind,
         "kind": owner.kind.value,
         "name": owner.name,
+        "training": view.training_of(owner.name),
         "server": server,
         "holder": holder,
         "holder_key": _key(view, wait.session_id) if wait.session_id else "",

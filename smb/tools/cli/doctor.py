@@ -22,16 +22,17 @@ def doctor(
 ) -> None:
     """Look for what is in the way, and say what to change.
 
-    On this machine: memory directory, huge pages, limits, network buffers, MTU, RDMA. With --coordinator: its clock,
-    and each memory server over each transport, measured through a buffer of 4 MiB that is deleted again.
+    On this machine: memory directory, huge pages, limits, network buffers, MTU, RDMA. Of the cluster of --coordinator,
+    or that at 127.0.0.1:7070 if there is one: its clock, and each memory server over each transport, measured through a
+    buffer of 4 MiB that is deleted again.
 
     Exit code 0: nothing has to be changed (advice may be given); 1: there are problems; 2: wrong usage.
 
     Example: smb doctor --coordinator storage-1:7070
     """
     from smb.config.parse import parse_bytes
-    from smb.config.settings import SETTINGS
-    from smb.tools.doctor import State, look_at_cluster, look_at_machine
+    from smb.config.settings import DEFAULT_COORDINATOR, SETTINGS
+    from smb.tools.doctor import State, look_at_cluster, look_at_machine, somebody_listens
 
     with usage_errors():
         if capacity is not None:
@@ -45,14 +46,19 @@ def doctor(
 
     for finding in look_at_machine(memory_dir or Path(SETTINGS["memserver.memory_dir"].default), capacity):
         note(finding)
-    if coordinator:
-        for finding in look_at_cluster(coordinator):
+    cluster = coordinator or (DEFAULT_COORDINATOR if somebody_listens(DEFAULT_COORDINATOR) else None)
+    if cluster:
+        for finding in look_at_cluster(cluster):
             note(finding)
     problems = sum(finding.state is State.PROBLEM for finding in findings)
     if as_json:
         print_json({"problems": problems, "findings": [finding.to_json() for finding in findings]})
-    elif not coordinator:
-        console().print("no cluster was looked at: pass --coordinator HOST:PORT or set SMB_COORDINATOR")
+    elif not cluster:
+        console().print(
+            f"no cluster was looked at: nobody listens at {DEFAULT_COORDINATOR}; "
+            "another one: --coordinator HOST:PORT or SMB_COORDINATOR",
+            soft_wrap=True,
+        )
     if problems:
         raise typer.Exit(1)
 

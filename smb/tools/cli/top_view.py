@@ -30,7 +30,7 @@ _STATES = {"left": "stopped", "gone": "gone", "lost": "memory lost"}
 def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: int = 0) -> list[RenderableType]:
     """Return what to print, no higher than `height` lines of `width` (0: as it gets). `lost`: why it is not new.
 
-    The busiest rows come first. A training's own buffers are left out: they are its.
+    The busiest rows come first. A training's own buffers and locks are left out: they are its.
     """
     problems = shown["problems"][: _PROBLEMS_MAX if height else None]
     parts: list[RenderableType] = [_head(shown, width), *_throughput(shown, encoding)]
@@ -47,7 +47,7 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
         "servers": sorted(shown["servers"], key=lambda row: -(row["rates"] or {"operations": 0})["operations"]),
         "buffers": sorted(own, key=lambda row: -row["rates"]["bytes"]),
         "clients": sorted(shown["clients"], key=lambda row: (-row["rates"]["bytes"], -row["holds"])),
-        "waits": shown["waits"],
+        "waits": [wait for wait in shown["waits"] if not wait["training"]],
     }
     lists = [by_activity[name] for name, _ in sections]
     lines = sum(_lines(part, width) for part in parts)
@@ -76,7 +76,7 @@ _EMPTY = {
     "servers": "No memory server: smb-memserver --coordinator {address} --capacity 1GiB",
     "buffers": "No buffer: smb create weights --shape 1000,1000 -c {address}",
     "clients": 'No client: smb.connect("{address}")',
-    "waits": "No lock is held, and nobody waits.",
+    "waits": "No lock is held, and nobody waits, outside of trainings.",
 }
 
 

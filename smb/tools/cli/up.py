@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from smb import LocalCluster
 
 _LOOK_INTERVAL_SECONDS = 0.5
-_RESTART_INTERVAL_SECONDS = 5.0  # a daemon that ends sooner after it was started again is left
+_RESTART_INTERVAL_SECONDS = 2.0  # from one start of a daemon that keeps ending to the next
 _PAGE = "127.0.0.1:9470"  # as of `smb coordinator`
 
 
@@ -142,20 +142,18 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
 
 
 def _watch(cluster: LocalCluster) -> None:
-    """Start a daemon again that ends; the others go on. Never returns: a signal ends it."""
+    """Start a daemon again that ends, however often; the others go on. Never returns: a signal ends it."""
     daemons = [cluster.coordinator, *cluster.servers]
-    started = dict.fromkeys(daemons, -_RESTART_INTERVAL_SECONDS)  # again
+    due = dict.fromkeys(daemons, time.monotonic())  # its next start, at the soonest
     while True:
-        for daemon in [each for each in daemons if not each.running]:
-            if time.monotonic() < started[daemon] + _RESTART_INTERVAL_SECONDS:
-                print_error(f"{daemon.name} (pid {daemon.pid}) has ended again, see {daemon.log}; the others go on")
-                daemons.remove(daemon)
+        for daemon in daemons:
+            if daemon.running or time.monotonic() < due[daemon]:
                 continue
             print_error(f"{daemon.name} (pid {daemon.pid}) has ended, and is started again with what it had")
-            started[daemon] = time.monotonic()
+            due[daemon] = time.monotonic() + _RESTART_INTERVAL_SECONDS
             try:
                 daemon.start()
+                print_error(f"{daemon.name} is back, pid {daemon.pid}")
             except Error as error:
-                print_error(f"{error}; the others go on")
-                daemons.remove(daemon)
+                print_error(f"{error}; the others go on, and it is tried again")
         time.sleep(_LOOK_INTERVAL_SECONDS)

@@ -2,6 +2,6 @@
 
 from smb.tools.doctor.findings import Finding, State
 from smb.tools.doctor.machine import look_at_machine
-from smb.tools.doctor.reach import look_at_cluster
+from smb.tools.doctor.reach import look_at_cluster, somebody_listens
 
-__all__ = ["Finding", "State", "look_at_cluster", "look_at_machine"]
+__all__ = ["Finding", "State", "look_at_cluster", "look_at_machine", "somebody_listens"]

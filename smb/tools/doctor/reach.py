@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 import smb
-from smb.config.parse import parse_address
+from smb.config.parse import parse_address, parse_addresses
 from smb.config.transports import CHOICES
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError
 from smb.security.credentials import find
@@ -29,12 +29,22 @@ _COPIES = 8
 _CLOCK_BAD_S = 2.0  # certificates are not yet valid, or no longer; ages in `smb status` are nonsense
 _SLOW = 0.5  # of the median of the others
 _IP_MTU = 14  # linux/in.h
+_LISTENS_S = 1.0  # of a connection on this machine
+
+
+def somebody_listens(address: str) -> bool:
+    """Whether a connection to the address is taken."""
+    try:
+        socket.create_connection(parse_address(address), _LISTENS_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def look_at_cluster(address: str, timeout: float = 5.0) -> Iterator[Finding]:
     """Yield what is found; each server takes about a second. Never raises smb.Error: that is a finding."""
     try:
-        parse_address(address)
+        parse_addresses(address)
         yield from _certificates()
         started = time.monotonic()
         with smb.connect(address, timeout=timeout) as client:
@@ -96,9 +106,10 @@ def _certificates() -> Iterator[Finding]:
 
 
 def _mtu_towards(address: str) -> str:
-    """The MTU of the route, as the kernel knows it; sends nothing."""
+    """The MTU of the route, as the kernel knows it, to the first of several coordinators; sends nothing."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(*parse_address(address), type=socket.SOCK_DGRAM)[0]
+        first = parse_address(parse_addresses(address)[0])
+        family, kind, _, _, where = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
         if family != socket.AF_INET:
             return ""
         with socket.socket(family, kind) as probe:

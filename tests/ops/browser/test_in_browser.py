@@ -276,17 +276,19 @@ def test_says_that_it_lost_the_coordinator(open_page: Open, cluster: smb.LocalCl
 
 @pytest.mark.parametrize("screen", ["desktop", "phone"])
 def test_a_training(open_page: Open, cluster: smb.LocalCluster, client: smb.Client, screen: str) -> None:
-    """Who trains what, how fast and how far; its own buffers under it; names of tensors. The picture is kept in
-    build/screenshots.
+    """Who trains what, how fast and how far; its own buffers and locks under it; names of tensors. The picture is kept
+    in build/screenshots.
     """
     phone = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
-    with training(cluster.address):
+    with training(cluster.address), client.lock("vision/digits/mine"), client.lock("mine"):
         page = open_page(cluster.coordinator.metrics, **(phone if screen == "phone" else {})).page
         wait_text(row(page, "trainings", "vision/digits"), r"trains.*diloco.*[1-9].*2.*[1-9][\d.]*( k)?/s")
         wait_for(lambda: page.locator("#n-trainings").inner_text() == "1", "the count in the heading")
         assert row(page, "buffers", "vision/digits/tick").count() == 0
         wait_text(page.locator("#event-list"), 'made buffer "vision/digits"')
         assert "vision/digits/tick" not in page.locator("#event-list").inner_text()
+        wait_text(page.locator("#waits tbody tr"), "lock mine")
+        assert "vision/digits" not in page.locator("#waits tbody").inner_text()
         wait_text(row(page, "buffers", "weights"), "weights")
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SCREENSHOTS / f"training-{screen}.png", full_page=True)
@@ -296,7 +298,7 @@ def test_a_training(open_page: Open, cluster: smb.LocalCluster, client: smb.Clie
         for label in ("alice", "bob"):
             wait_text(dialog, rf"{label} \(")
         assert dialog.locator("path.line").count() == 2
-        wait_text(dialog, r"vision/digits/members")
+        wait_text(dialog, r"lock vision/digits/mine.*vision/digits/members")
         wait_for(lambda: "most 0" not in (dialog.locator("svg").first.get_attribute("aria-label") or ""), "rounds")
         assert not scrolls_sideways(page)
         page.screenshot(path=SCREENSHOTS / f"training-{screen}-dialog.png")

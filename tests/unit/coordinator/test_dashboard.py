@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -9,7 +10,14 @@ import pytest
 from smb.coordinator.commit_log import Committed
 from smb.coordinator.dashboard.diagnosis import Problem, problems
 from smb.coordinator.dashboard.history import SPAN_S, STEP_S, Amounts, Bins, Watch
-from smb.coordinator.dashboard.overview import BUFFERS_MAX, View, buffer_detail, overview, server_detail
+from smb.coordinator.dashboard.overview import (
+    BUFFERS_MAX,
+    View,
+    buffer_detail,
+    overview,
+    server_detail,
+    training_detail,
+)
 from smb.coordinator.events import (
     BackupsLost,
     BufferDeleted,
@@ -29,6 +37,7 @@ from smb.coordinator.state import State, step
 from smb.coordinator.validate import Creation
 from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb
+from smb.rpc import metadata
 
 MIB = 1 << 20
 START_S = 1000.0
@@ -59,8 +68,9 @@ class Scene:
         record = ServerRecord(name, instance_id, "10.0.0.1:1", "10.0.0.1:2", "/s", "10.0.0.1:3", 64 * MIB, 0, 0.0)
         self.do(ServerRegistered(record, held))
 
-    def create(self, name: str = "w", elements: int = MIB, replicas: int = 1) -> None:
-        self.do(BufferWanted(replace(Creation(name, (elements,), "float32"), replicas=replicas), self._id))
+    def create(self, name: str = "w", elements: int = MIB, replicas: int = 1, about: object = None) -> None:
+        creation = Creation(name, (elements,), "float32", metadata=metadata.pack(json.dumps(about)) if about else b"")
+        self.do(BufferWanted(replace(creation, replicas=replicas), self._id))
         self.do(BufferMade(name))
 
     def renew(
@@ -278,6 +288,23 @@ def test_who_holds_a_lock_and_for_how_long(scene: Scene) -> None:
     (problem,) = scene.problems()
     assert 'buffer "w": 2 wait for what host:1 has held for 64 s' in problem.title
     assert server_detail(scene.view(), "a", scene.watch.history_of("a", scene.now))["waits"][0]["waiting"] == 2
+
+
+def test_locks_of_a_training_are_its(scene: Scene) -> None:
+    """They name it and come last, however many wait for them; its detail has them and no others."""
+    scene.do(SessionRenewed(7, "host:1"))
+    for name, about in (("run", {"smb.train": {"scheme": "ssp"}}), ("run/turn", None), ("w", None)):
+        scene.create(name, about=about)
+    segments = {name: record.segments[0].id for name, record in scene.state.buffers.items()}
+    waits = [
+        pb.Wait(segment_id=segments[name], kind="lock", session_id=7, token=2, left_ms=9000, waiting=waiting)
+        for name, waiting in (("run/turn", 5), ("w", 0), ("run", 1))
+    ]
+    scene.renew(load=pb.ServerLoad(waits=waits))
+    shown = overview(scene.view(), "")["waits"]
+    assert [(wait["name"], wait["training"]) for wait in shown] == [("w", None), ("run/turn", "run"), ("run", "run")]
+    past = scene.watch.trainings.rounds("run", scene.now)
+    assert [wait["name"] for wait in training_detail(scene.view(), "run", past)["waits"]] == ["run/turn", "run"]
 
 
 def test_a_buffer_that_lost_copies_is_a_problem(scene: Scene) -> None:

@@ -96,7 +96,9 @@ def test_says_that_the_coordinator_is_lost() -> None:
 
 
 def test_the_busiest_come_first_and_sentences_are_whole() -> None:
-    """Rows by what they move; a training's own buffers are its; what to do is not cut on a narrow terminal."""
+    """Rows by what they move; a training's own buffers and locks are its; what to do is not cut on a narrow
+    terminal.
+    """
     buffer = {
         "state": "ok", "shape": [10], "dtype": "float32", "size": 40, "versions": 1, "servers": 1, "created": 900.0,
     }  # fmt: skip
@@ -112,10 +114,16 @@ def test_the_busiest_come_first_and_sentences_are_whole() -> None:
     }  # fmt: skip
     advice = "Start it again with the same --name and the same --memory-dir, or drop what was on it for good"
     problem = {"severity": "warning", "title": "gone", "detail": "", "action": advice, "about": ["", ""]}
-    many = shown(buffers=buffers, trainings=[training], problems=[problem], clients=clients(3))
+    lock = {
+        "what": "lock", "kind": "lock", "server": "a", "holder": "alice", "for_s": 1.0, "left_s": 9.0, "waiting": 0,
+    }  # fmt: skip
+    waits = [{"name": "mine", "training": None, **lock}, {"name": "run/turn", "training": "run", **lock}]
+    many = shown(buffers=buffers, trainings=[training], problems=[problem], clients=clients(3), waits=waits)
     text = text_of(render(many, "utf-8", 40, width=100), width=100)
     assert text.index("busy") < text.index("calm")
     assert "run/tick" not in text
+    assert "lock mine" in text
+    assert "run/turn" not in text
     assert text.index("host:2") < text.index("host:0")
     assert " ".join(advice.split()) in " ".join(text.split())
     (row,) = [line for line in text.splitlines() if line.startswith("run ")]

@@ -145,17 +145,18 @@ function show() {
   bytesChart.update(state.history, [state.history.in, state.history.out]);
   operationsChart.update(state.history, [state.history.operations]);
   servers.update(state.servers, { empty: noServers(address), leftOut: 0 });
-  const own = state.buffers.filter((buffer) => !buffer.training); // a training's are in its dialog
+  const own = state.buffers.filter((buffer) => !buffer.training); // a training's, and its locks, are in its dialog
   trainings.update(state.trainings, { empty: noTrainings(address), leftOut: state.left_out.trainings });
   buffers.update(own, { empty: own.length < state.buffers.length ? folded : noBuffers(address), leftOut: state.left_out.buffers });
   clients.update(state.clients, { empty: noClients(address), leftOut: state.left_out.clients });
-  waits.update(state.waits, { empty: { said: 0, make: () => [el("p", {}, "No lock is held, and nobody waits.")] }, leftOut: state.left_out.waits });
+  const ownWaits = state.waits.filter((wait) => !wait.training);
+  waits.update(ownWaits, { empty: ownWaits.length < state.waits.length ? folded : noWaits, leftOut: state.left_out.waits });
   text($("n-servers"), state.totals.alive === state.totals.servers ? `${state.totals.servers}` : `${state.totals.alive}/${state.totals.servers}`);
   text($("n-trainings"), String(state.trainings.length + state.left_out.trainings));
   text($("n-buffers"), String(own.length + state.left_out.buffers));
   text($("n-events"), String(state.events.length));
   text($("n-clients"), String(state.totals.clients));
-  text($("n-waits"), String(state.waits.length + state.left_out.waits));
+  text($("n-waits"), String(ownWaits.length + state.left_out.waits));
   showEvents();
 }
 
@@ -261,6 +262,8 @@ const noTrainings = (address) => ({
 });
 
 const folded = { said: 1, make: () => [el("p", {}, "None but those of trainings: click on one above.")] };
+
+const noWaits = { said: 0, make: () => [el("p", {}, "No lock is held, and nobody waits.")] };
 
 const noBuffers = (address) => ({
   said: address,

@@ -185,6 +185,7 @@ function training(found) {
   drawn.rest.replaceChildren(
     ...(workers.length ? table("Workers", ["Slot", "Client", "Round", "Samples/s", "Samples", "Staleness", "Refused"], workers, found.workers - workers.length) : [el("p", {}, "Nobody trains it now.")]),
     ...fired,
+    ...waits(found.waits),
     ...table("Its buffers", ["Buffer", "Size", "Moved", "State"], buffers),
   );
 }
