@@ -54,7 +54,8 @@ def how_much_sooner(quick: bool) -> Answer:
             f"{COMPUTE_S * 1e3:.0f} ms, as on a device of its own: gradients are real, and the rest of that time is a "
             f"sleep. Exchanges come on top. Seconds are from the common start until the loss of 450 unseen digits, "
             f"the mean of three looks of one process at its own model, is {LOSS}. Each number of processes has the "
-            f"best of the learning rates {', '.join(map(str, RATES))}; {len(SEEDS)} seeds: the median, and the range."
+            f"best of the learning rates {', '.join(map(str, RATES))}; {len(SEEDS)} seeds: the median, and the range. "
+            f"Other programs ran on the two cores meanwhile."
         ),
         columns=[
             Column("processes", "processes"),
@@ -67,7 +68,7 @@ def how_much_sooner(quick: bool) -> Answer:
         rows=rows,
         limit=(
             "N processes do N times the work for it. A gradient of few rows is mostly noise, which the mean over "
-            "processes takes out: so a higher rate holds. With large batches the gain is smaller."
+            "processes takes out; a higher rate may hold then. With large batches the gain is smaller."
         ),
     )
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from perf.training.digits import SIZE, Network, initial_values
+from perf.training.divided import reached
 from perf.training.r2sp import CASES, Run
 
 
@@ -48,3 +49,9 @@ def test_the_step_for_each_sample_is_the_same() -> None:
     """BSP takes the mean over the workers of what the others add up."""
     assert {case.lr for case in CASES if case.scheme == "bsp"} == {0.4}
     assert {case.lr for case in CASES if case.scheme != "bsp"} == {0.1}
+
+
+def test_the_seconds_of_a_loss_are_of_three_looks_in_a_row() -> None:
+    curve = [(5, 0.1, 0.9), (10, 0.2, 0.1), (15, 0.3, 0.3), (20, 0.4, 0.03), (25, 0.5, 0.03)]
+    assert reached(curve) == (20, 0.4)
+    assert reached(curve[:3]) is None
