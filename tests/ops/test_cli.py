@@ -375,7 +375,7 @@ def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path) -> None:
 HELPED = (
     *("up", "coordinator", "status", "top", "train ls", "train stat", "train rm", "demo", "ls", "stat", "create", "rm"),
     *("cp", "snapshot", "restore", "mount", "umount", "doctor", "bench", "config", "certs", "targets"),
-    *("train save", "train load", "coordinator migrate"),
+    *("train save", "train load", "coordinator migrate", "relay"),
 )
 
 
@@ -389,8 +389,10 @@ def test_help_has_an_example_and_speaks_of_what_users_type(capsys: pytest.Captur
 
 
 def test_commands_stand_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    """What one looks for stands under what it is for."""
+    """What one looks for stands under what it is for, in whole sentences."""
+    assert "...\n" not in run_here(capsys, "train", "--help")[1].partition("Commands:")[2]
     _, out, _ = run_here(capsys, "--help")
+    assert "...\n" not in out.partition("A cluster:")[2]
     sections = dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n)+)", out + "\n", re.M))
     assert "  train " in sections["Trainings"]
     assert "  up " in sections["A cluster"]

@@ -52,10 +52,10 @@ def restore(
     quiet: Quiet = False,
     coordinator: Coordinator = None,
 ) -> None:
-    """Make a buffer of a file: of a .npy an array, of a .safetensors named tensors.
+    """Make a buffer of a file.
 
-    It is checked against FILE.crc32c where there is one. The buffer appears when it is whole. Called again after it was
-    interrupted, it goes on.
+    A .npy becomes an array, a .safetensors named tensors. The file is checked against FILE.crc32c where there is one.
+    The buffer appears when it is whole. Called again after it was interrupted, it goes on.
 
     Example: smb restore weights.npy weights
     """

@@ -37,9 +37,10 @@ def targets(
         float, typer.Option(min=0, metavar="SECONDS", help="Go on, and write it again every so many seconds.")
     ] = 0.0,
 ) -> None:
-    """Print what Prometheus should scrape: the coordinator and every memory server that it knows.
+    """Print what Prometheus should scrape.
 
-    If Prometheus can reach the coordinator, it needs no file: http_sd_configs with http://HOST:PORT/targets.
+    That is the coordinator and every memory server that it knows. If Prometheus can reach the coordinator, it needs no
+    file: http_sd_configs with http://HOST:PORT/targets.
 
     Example: smb targets 127.0.0.1:9470 --output targets.json
     """

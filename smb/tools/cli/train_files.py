@@ -16,9 +16,10 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors, what
 
 
 def save(name: Name, file: File, coordinator: Coordinator = None) -> None:
-    """Write a training into a file, while it goes on: weights, outer state, round, settings.
+    """Write a training into a file, while it goes on.
 
-    FILE appears when it is whole. safetensors opens it for the weights.
+    Weights, outer state, round and settings are in it. FILE appears when it is whole. safetensors opens it for the
+    weights.
 
     Example: smb train save run run.safetensors
     """
@@ -30,7 +31,9 @@ def save(name: Name, file: File, coordinator: Coordinator = None) -> None:
 
 
 def load(name: Name, file: File, coordinator: Coordinator = None) -> None:
-    """Make a training of a file that `smb train save` wrote. A worker that joins NAME goes on from there.
+    """Make a training of a file.
+
+    `smb train save` wrote it. A worker that joins NAME goes on from there.
 
     Example: smb train load run run.safetensors
     """
