@@ -1,10 +1,10 @@
 """Two workers of Ray Train that train one model through memory servers on Ray's own nodes.
 
-    pip install "soft-memory-box[ray]" torch scikit-learn
+    pip install "soft-memory-box[ray,torch]" "ray[train]" scikit-learn
     python examples/ray_train.py
 
-Neither waits for the other at each step, and neither needs a process group. On a cluster of Ray with several nodes:
-ray.init(address="auto"), and credentials for smb.ray.start.
+Neither waits for the other at each step: they meet every 20. On a cluster of Ray with several hosts set RAY_ADDRESS, and
+give smb.ray.start credentials.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.train import ScalingConfig
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.torch import TorchTrainer
 
 import smb
 import smb.ray
@@ -51,7 +51,7 @@ def main() -> None:
         ray.init()
     with smb.ray.start(capacity_per_node="64MiB") as cluster:
         config = {"coordinator": cluster.address, "epochs": 10}
-        DataParallelTrainer(work, train_loop_config=config, scaling_config=ScalingConfig(num_workers=2)).fit()
+        TorchTrainer(work, train_loop_config=config, scaling_config=ScalingConfig(num_workers=2)).fit()
         with smb.connect(cluster.address) as client:
             found = smb.train.status(client, "digits")
         contributions = [worker.contributions for worker in found.workers]

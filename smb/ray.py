@@ -102,8 +102,8 @@ class RayCluster:
     def stop(self) -> None:
         """End the daemons, memory servers first; what they hold is gone. Twice does nothing."""
         for actors in (list(self._servers.values()), [self._coordinator] if self._coordinator else []):
-            ending = [actor.stop.remote() for actor in actors]
-            ray.wait(ending, num_returns=len(ending), timeout=_START_S) if ending else None
+            if ending := [actor.stop.remote() for actor in actors]:
+                ray.wait(ending, num_returns=len(ending), timeout=_START_S)
             for actor in actors:
                 ray.kill(actor)
         self._servers, self._coordinator = {}, None
@@ -157,16 +157,20 @@ def start(
 
     leader, servers = None, {}
     deadline = time.monotonic() + _START_S
+
+    def left_s() -> float:
+        return max(0.0, deadline - time.monotonic())
+
     try:
         if coordinator is None:
             leader = supervised("smb.tools.cli.main coordinator", "coordinator", here, {})
-            coordinator = ray.get(leader.address.remote(), timeout=deadline - time.monotonic())
+            coordinator = ray.get(leader.address.remote(), timeout=left_s())
         for node in chosen:
             name = f"ray-{node[:12]}"
             servers[name] = supervised(
                 "memserver", name, node, {"coordinator": coordinator, "name": name, "capacity": capacity}
             )
-        ray.get([server.address.remote() for server in servers.values()], timeout=deadline - time.monotonic())
+        ray.get([server.address.remote() for server in servers.values()], timeout=left_s())
     except BaseException as error:
         for actor in [*servers.values(), *([leader] if leader is not None else [])]:
             ray.kill(actor)
