@@ -60,7 +60,9 @@ def ray_address() -> Iterator[str]:
 
 
 def test_each_node_lends_memory(ray_address: str) -> None:
-    """One server for each node; a buffer lies on both; what tasks of Ray add is there; stop leaves nothing."""
+    """One server for each node, with a memory directory of its own; a buffer lies on both; what tasks of Ray add is
+    there; stop leaves nothing.
+    """
     import ray
 
     import smb.ray
@@ -68,6 +70,10 @@ def test_each_node_lends_memory(ray_address: str) -> None:
     before = left()
     with smb.ray.start(capacity_per_node="32MiB") as cluster:
         assert len(cluster.servers) == 2
+        assert len([path for path in left() - before if path.startswith("/dev/shm/")]) == 2
+        for name, actor in cluster._servers.items():
+            where = actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+            assert name == f"ray-{ray.get(where, timeout=DEADLINE_S)[:12]}"
         with smb.connect(cluster.address) as client:
             assert sorted(server.name for server in client.servers()) == sorted(cluster.servers)
             weights = client.create("w", (4, 65536), servers=2)
