@@ -36,7 +36,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 metrics-page track-record perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -184,6 +184,15 @@ etcd: $(VENV)/test-installed etcd-server
 etcd-server:
 	@command -v etcd >/dev/null || tests/support/install-without-service.sh etcd-server etcd-client >/dev/null 2>&1 || \
 		echo "etcd is not here and could not be installed: what needs it is not run"
+
+# smb.ray on a real Ray of two nodes on this machine, and its example with Ray Train. In an environment of its own, as Ray
+# is 80 MB and brings much else; in any other its tests are reported as not run.
+ray:
+	@$(MAKE) --no-print-directory ray-tests VENV=build/ray
+
+ray-tests: $(VENV)/demo-installed
+	@$(call step,$(call pip-install,--editable ".[ray]" "ray[train]" pytest pytest-timeout hypothesis), Ray. The same call again goes on from there)
+	@$(call step,$(BIN)/python -m pytest tests/ops/test_ray.py, pytest. One test again: $(BIN)/pytest FILE::TEST)
 
 # The real Prometheus, with promtool. Without it its tests are reported as not run.
 prometheus:

@@ -63,6 +63,7 @@ FORMS = (
     Form("soak", "soak MINUTES={half_min}", 40, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 20, 10),
     Form("verbs", "verbs", 60, 30),
+    Form("ray", "ray", 15, 8),
     Form("docs", "docs", 10, 4),
     Form("wheel", "wheel-test", 10, 5),
     Form("container", "container-test", 15, 8),
