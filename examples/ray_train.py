@@ -3,8 +3,8 @@
     pip install "soft-memory-box[ray,torch]" "ray[train]" scikit-learn
     python examples/ray_train.py
 
-Neither waits for the other at each step: they meet every 20. On a cluster of Ray with several hosts set RAY_ADDRESS, and
-give smb.ray.start credentials.
+Neither waits for the other at each step: they meet every 20. On a cluster of Ray with several hosts set RAY_ADDRESS,
+and give smb.ray.start credentials.
 """
 
 from __future__ import annotations

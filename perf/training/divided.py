@@ -160,7 +160,8 @@ def _batches(
     import torch
 
     if processes == 1:
-        yield (batch for _ in range(STEPS) for batch in torch.randperm(rows).split(BATCH))
+        orders: Iterator[Any] = (torch.randperm(rows) for _ in range(STEPS))
+        yield (batch for order in orders for batch in order.split(BATCH))
         return
     import smb.torch
 
