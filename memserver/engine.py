@@ -113,7 +113,7 @@ class NotReadyError(UnavailableError):
     """Not yet: no key of tokens is known."""
 
 
-# Counters by (transport, opcode): operations, and bytes. Nothing that never happened is in it.
+# Counters by (transport, opcode): operations, and bytes. Those at 0 are left out.
 Share = Mapping[tuple[int, int], tuple[int, int]]
 
 
