@@ -288,6 +288,7 @@ def test_a_training(open_page: Open, cluster: smb.LocalCluster, client: smb.Clie
         wait_text(page.locator("#event-list"), 'made buffer "vision/digits"')
         assert "vision/digits/tick" not in page.locator("#event-list").inner_text()
         wait_text(page.locator("#waits tbody tr"), "lock mine")
+        page.get_by_text("In place: what servers combine themselves").wait_for()  # seen, not in a tooltip
         assert "vision/digits" not in page.locator("#waits tbody").inner_text()
         wait_text(row(page, "buffers", "weights"), "weights")
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)

@@ -199,18 +199,20 @@ function problem({ severity, title, detail: more, action, about, since }, i) {
 
 function showTotals() {
   const { totals } = state;
+  const within = totals.rates.within >= 0.5;
+  if (within) $("in-place").hidden = false; // and it stays: nothing moves when a round is over
   const tiles = [
     ["Servers", `${totals.alive}`, totals.alive === totals.servers ? "alive" : `of ${totals.servers} alive`],
     ["Memory", f.bytes(totals.used), `of ${f.bytes(totals.capacity)}, ${f.percent(totals.used, totals.capacity)}`],
     ["Operations", f.each(totals.rates.operations), ""],
-    ["In", f.rate(totals.rates.in), totals.rates.within >= 0.5 ? `+ ${f.rate(totals.rates.within)} in place` : "", "In place: what servers combine themselves, from buffer to buffer; it does not travel."],
+    ["In", f.rate(totals.rates.in), within ? `+ ${f.rate(totals.rates.within)} in place` : ""],
     ["Out", f.rate(totals.rates.out), ""],
     ["Buffers", f.count(totals.buffers), f.bytes(totals.buffer_bytes)],
     ["Clients", f.count(totals.clients), f.plural(totals.connections, "connection")],
     ["Waiting", f.count(totals.waiting), totals.parked ? `${f.count(totals.parked)} deferred` : ""],
   ];
   const list = $("totals");
-  if (!list.children.length) list.append(...tiles.map(([name, , , why]) => el("div", { title: why }, el("dt", {}, name), el("dd", {}), el("dd", { class: "quiet" }))));
+  if (!list.children.length) list.append(...tiles.map(([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "quiet" }))));
   tiles.forEach(([, value, more], i) => {
     text(list.children[i].children[1], value);
     text(list.children[i].children[2], more);
