@@ -47,7 +47,7 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
         "servers": sorted(shown["servers"], key=lambda row: -(row["rates"] or {"operations": 0})["operations"]),
         "buffers": sorted(own, key=lambda row: -row["rates"]["bytes"]),
         "clients": sorted(shown["clients"], key=lambda row: (-row["rates"]["bytes"], -row["holds"])),
-        "waits": [wait for wait in shown["waits"] if not wait["training"]],
+        "waits": [wait for wait in shown["waits"] if not wait.get("training")],
     }
     lists = [by_activity[name] for name, _ in sections]
     lines = sum(_lines(part, width) for part in parts)
