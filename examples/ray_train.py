@@ -1,6 +1,6 @@
 """Two workers of Ray Train that train one model through memory servers on Ray's own nodes.
 
-    pip install "soft-memory-box[ray,torch]" "ray[train]" scikit-learn
+    pip install ".[ray,torch]" "ray[train]" scikit-learn
     python examples/ray_train.py
 
 Neither waits for the other at each step: they meet every 20. On a cluster of Ray with several hosts set RAY_ADDRESS,
