@@ -215,20 +215,15 @@ def _predictions(found: Sequence[Row]) -> Table:
 
 
 def _advice(advised: Sequence[Advice]) -> Table:
-    columns = ("WORKERS", "DILOCO 95 % FROM EVERY", "ASYNCDILOCO FROM", "CONNECTIONS OF A SERVER", "TO FILL A LINK")
+    columns = ("WORKERS", "DILOCO 95 % FROM EVERY", "CONNECTIONS OF A SERVER", "TO FILL A LINK")
     rows = table(*columns, "SERVERS THAT ARE ENOUGH", right=columns)
     for each in advised:
         enough = each.servers_enough
         rows.add_row(
             str(each.workers),
-            _or_dash(each.diloco_every),
-            _or_dash(each.asyncdiloco_every),
+            str(each.diloco_every),
             str(each.connections),
             str(each.connections_to_fill),
             ", ".join(f"{scheme} {count}" for scheme, count in enough.items()) if enough else "-",
         )
     return rows
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)

@@ -6,16 +6,18 @@ the steps from one exchange to the next. V = min(L, K M, K window / round trip) 
 K M / N) what it moves if all move at one time. n is the number of calls that wait for each other (counted at a server:
 tests/train/test_plan_calls.py), and N - 1 more in rounds.
 
-    bsp, localsgd, diloco    C + (n a + w S/U + combine + S/U) / H
-    asp, ssp                 cycle(C + n a; S/V) per step                       push and pull in one round trip
-    r2sp                     max(C + x, N x),  x = n a + S/V                    one after the other (Chen et al. 2019)
-    easgd, asyncdiloco       cycle(H C + n a [+ combine]; w S/V, S/V) / H
-    seasgd                   (max(H C, w S/U) + S/U + n a) / H                  the addition hides (ShmCaffe, 2018)
+    bsp, localsgd, diloco, asyncdiloco   C + (n a + w S/U + combine + S/U) / H
+    asp, ssp                             cycle(C + n a + e; S/V)                push and pull in one round trip
+    r2sp                                 max(C + x, N x),  x = n a + e + S/V    one after the other (Chen et al. 2019)
+    easgd                                cycle(H C + n a; w S/V, S/V) / H
+    seasgd                               (max(H C, w S/U) + S/U + n a) / H      the addition hides (ShmCaffe, 2018)
 
 combine is what servers do when a round is closed: passes over S/K bytes at COMBINE_PER_S, one for each contribution and
-some for state. cycle(Z; D, ...) is a closed network of N workers that compute for Z and then take the servers' links
-for D each, shared fairly: mean value analysis (Reiser, Lavenberg 1980), exact for processor sharing. Rounds need no
-such thing: all send at one time. SSP's waits for the slowest are not in it, nor are unequal workers.
+some for state. e is a chunk from each server at V: the last one comes back when it has arrived whole. cycle(Z; D, ...)
+is a closed network of N workers that compute for Z and then take the servers' links for D each, shared fairly: mean
+value analysis (Reiser, Lavenberg 1980), exact for processor sharing. Rounds and SEASGD are in step: all send at one
+time. So is asyncdiloco, measured with workers of equal speed: who comes while a round is closed waits for that. SSP's
+waits for the slowest are not in it, nor are unequal workers.
 
 With overlap, smb.train.partition plans within a step. Its rates are those at which the exchange without overlap moves
 its bytes, others' queueing included, and no iteration is shorter than all workers' bytes take over the servers' links.
@@ -31,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smb.errors import InvalidArgumentError
-from smb.tools.plan.network import WINDOW_BYTES, Network
+from smb.tools.plan.network import CHUNK_BYTES, WINDOW_BYTES, Network
 from smb.tools.plan.spec import Spec
 from smb.train import scheme_of
 from smb.train.group import WIRE_BYTES
@@ -43,10 +45,11 @@ CALLS = {"bsp": 24, "localsgd": 24, "diloco": 30, "asyncdiloco": 31, "asp": 4, "
 # Passes over a model's bytes at the servers when a round is closed, beside one for each contribution.
 _PASSES = {"bsp": 2, "localsgd": 2, "diloco": 6, "asyncdiloco": 6}
 COMBINE_PER_S = 2e9  # bytes of a model that one server adds in a second, measured over loopback
+_IN_ROUNDS = tuple(_PASSES)
+_FUSED = ("asp", "ssp", "r2sp")
 EVERY_STEP = ("bsp", "asp", "ssp", "r2sp")
 SCHEMES = (*EVERY_STEP, "easgd", "seasgd", "localsgd", "diloco", "asyncdiloco")
 _EFFICIENT = 0.95
-_EVERY_MAX = 1 << 30
 _SERVERS_MAX = 1024
 _ENOUGH = 1.05  # an iteration this many times as long as with any number of servers: then servers are enough
 COMPUTING, OWN_LINK, SERVERS, CALLING, COMBINING = "computing", "worker's link", "servers' links", "calls", "combining"
@@ -117,16 +120,14 @@ class Row:
 class Advice:
     """What follows for a number of workers.
 
-    diloco_every: from which `every` on DiLoCo spends 95 % of its time computing; asyncdiloco_every: the same (None: no
-    number of steps does). servers_enough: by scheme, the least number with which an iteration is within 5 % of what any
-    number gives (None: servers are the workers' hosts). connections: at the server with most of them.
-    connections_to_fill: that one worker would need to one server to fill the narrower link over this round trip; there
-    is one today.
+    diloco_every: from which `every` on DiLoCo spends 95 % of its time computing. servers_enough: by scheme, the least
+    number with which an iteration is within 5 % of what any number gives (None: servers are the workers' hosts).
+    connections: at the server with most of them. connections_to_fill: that one worker would need to one server to fill
+    the narrower link over this round trip; there is one today.
     """
 
     workers: int
-    diloco_every: int | None
-    asyncdiloco_every: int | None
+    diloco_every: int
     servers_enough: dict[str, int] | None
     connections: int
     connections_to_fill: int
@@ -185,7 +186,7 @@ def cycle_s(think_s: float, alone_s: list[float], demands_s: list[float], worker
 def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, float]:
     """Return the parts of the time from one exchange to the next, without overlap, by what they are spent on."""
     every = 1 if scheme in EVERY_STEP else question.every
-    fused = scheme in ("asp", "ssp", "r2sp")
+    fused = scheme in _FUSED
     of = shares(question, workers, fused=fused)
     pulled = question.spec.nbytes * of.crossing
     pushed = pulled * _wire_share(question)
@@ -193,17 +194,17 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
     calls = CALLS[scheme] * question.network.call_s
     parts: defaultdict[str, float] = defaultdict(float, {COMPUTING: computing, CALLING: calls})
 
-    if scheme in ("bsp", "localsgd", "diloco"):
+    if scheme in _IN_ROUNDS:
         parts[CALLING] += (workers - 1) * question.network.call_s  # the closer adds one contribution after the other
-    if scheme in _PASSES:
-        one = scheme == "asyncdiloco"  # closes a round for each contribution
-        passes = _PASSES[scheme] + (1 if one else workers)
+        passes = _PASSES[scheme] + workers
         parts[COMBINING] += passes * question.spec.nbytes / question.servers_of(workers) / COMBINE_PER_S
-    if scheme in ("bsp", "localsgd", "diloco"):
         parts[of.limit_together] += (pushed + pulled) / of.together
-    elif scheme == "r2sp":
+        return parts
+    if fused:
+        parts[of.limit] += min(pulled, CHUNK_BYTES * question.servers_of(workers)) / of.alone
+    if scheme == "r2sp":
         parts[of.limit] += pulled / of.alone
-        update = calls + pulled / of.alone
+        update = parts[CALLING] + parts[of.limit]
         parts[SERVERS] += max(0.0, workers * update - (computing + update))
     elif scheme == "seasgd":
         parts[of.limit_together] += max(0.0, pushed / of.together - computing) + pulled / of.together
@@ -314,22 +315,18 @@ def advice(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES)
     fills = min(network.worker_per_s, network.server_per_s) * network.rtt_s / WINDOW_BYTES
     return Advice(
         workers=workers,
-        diloco_every=_efficient_every(question, "diloco", workers),
-        asyncdiloco_every=_efficient_every(question, "asyncdiloco", workers),
+        diloco_every=_efficient_every(question, workers),
         servers_enough=enough,
         connections=2 * workers,  # at the server that keeps the group's table: a second one for calls that wait
         connections_to_fill=max(1, math.ceil(fills)),
     )
 
 
-def _efficient_every(question: Question, scheme: str, workers: int) -> int | None:
-    """The least `every` at which computing is 95 % of a scheme's time."""
-
-    def efficient(every: int) -> bool:
-        parts = parts_s(dataclasses.replace(question, every=every), scheme, workers)
-        return parts[COMPUTING] >= _EFFICIENT * sum(parts.values())
-
-    return _least(efficient, _EVERY_MAX) if efficient(_EVERY_MAX) else None
+def _efficient_every(question: Question, workers: int) -> int:
+    """The least `every` at which computing is 95 % of DiLoCo's time."""
+    parts = parts_s(dataclasses.replace(question, every=1), "diloco", workers)
+    exchange = sum(parts.values()) - parts[COMPUTING]
+    return max(1, math.ceil(exchange / parts[COMPUTING] * _EFFICIENT / (1 - _EFFICIENT)))
 
 
 def _servers_enough(question: Question, scheme: str, workers: int) -> int:
