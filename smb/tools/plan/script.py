@@ -10,6 +10,7 @@ The script is a Python file that defines
 
 from __future__ import annotations
 
+import itertools
 import runpy
 import statistics
 import time
@@ -167,7 +168,7 @@ def _spent(started: float, begun: Times, ready: Times, ended: float) -> tuple[Ti
     first = min(ready.values(), default=ended)
     turn = begun[layers[-1]] + (first - begun[layers[-1]]) / 3 if layers else started
     begins = [started, *(begun[layer] for layer in layers[1:]), turn]
-    for layer, begin, end in zip(layers, begins, begins[1:], strict=True):
+    for layer, (begin, end) in zip(layers, itertools.pairwise(begins), strict=True):
         forward[layer] = max(0.0, end - begin)
     backward: Times = {}
     now = turn
