@@ -48,7 +48,7 @@ MOVED = 0.2  # share by which a measurement may move before a plan is outdated
 
 @dataclass(frozen=True)
 class Layer:
-    """What was measured of a layer: bytes of its parameters, seconds of computing."""
+    """A layer, measured: bytes of its parameters, seconds of computing."""
 
     nbytes: int
     forward_s: float
@@ -57,7 +57,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Channel:
-    """What was measured of the way to the servers.
+    """The way to the servers, measured.
 
     push_per_s, pull_per_s: bytes of parameters that leave and arrive in a second; with wire="int8" four times what the
     link carries. start_s: a message of a few bytes, there and back, alone. gap_s: the part of it that passes for each

@@ -1,1 +1,1 @@
-"""What a training will take before it is run: read or measured inputs, a model of cost, its figures (`smb plan`)."""
+"""`smb plan`: the inputs, read or measured; a model of cost; its figures."""

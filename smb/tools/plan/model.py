@@ -1,10 +1,10 @@
 """The model of cost: the time of an iteration, by scheme, overlap and number of workers. Pure.
 
-C is a step's computing, S the model's bytes, w the share of them that a contribution has on the wire, N the workers, K
-the memory servers, L and M the rates of a worker's and a server's link (each direction), a one call of a few bytes, H
-the steps from one exchange to the next. V = min(L, K M, K window / round trip) is what a worker moves alone, U = min(V,
-K M / N) what it moves if all move at one time. n is the number of calls that wait for each other (counted at a server:
-tests/train/test_plan_calls.py), and N - 1 more in rounds.
+C is a step's computing, S the model's bytes, w the share of them that a contribution has on the wire. There are N
+workers and K memory servers; L and M are the rates of a worker's and a server's link, in each direction. a is one call
+of a few bytes, H the steps from one exchange to the next. A worker alone moves V = min(L, K M, K window / round trip).
+If all move at one time, each moves U = min(V, K M / N). n is the number of calls that wait for each other (counted at a
+server: tests/train/test_plan_calls.py), and N - 1 more in rounds.
 
     bsp, localsgd, diloco, asyncdiloco   C + (n a + w S/U + combine + S/U) / H
     asp, ssp                             cycle(C + n a + e; S/V)                push and pull in one round trip
@@ -20,7 +20,7 @@ time. So is asyncdiloco, measured with workers of equal speed: who comes while a
 waits for the slowest are not in it, nor are unequal workers.
 
 With overlap, smb.train.partition plans within a step. Its rates are those at which the exchange without overlap moves
-its bytes, others' queueing included, and no iteration is shorter than all workers' bytes take over the servers' links.
+its bytes, others' queueing included. No iteration is shorter than all workers' bytes take over the servers' links.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_settings(servers: int | None, batch: int | None, global_batch: int | N
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. servers: None is one on each worker's host. batch: of one worker; global_batch: of all together,
+    """The inputs. servers: None is one on each worker's host. batch: of one worker; global_batch: of all together,
     instead. every: of the schemes that have it. wire: how contributions travel."""
 
     spec: Spec
@@ -118,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """What follows for a number of workers.
+    """Conclusions for a number of workers.
 
     diloco_every: from which `every` on DiLoCo spends 95 % of its time computing. servers_enough: by scheme, the least
     number with which an iteration is within 5 % of what any number gives (None: servers are the workers' hosts).

@@ -87,7 +87,7 @@ def told(link: str, server_link: str | None, rtt: str) -> Network:
 def measured(address: str, timeout: float = 30.0) -> Network:
     """Measure the way to a cluster, through buffers of 4 MiB a server that are deleted again. Takes seconds.
 
-    What one server gives to one worker counts as the server's link: a lower bound. Raises Error.
+    The rate of one server to one worker counts as the server's link: a lower bound. Raises Error.
     """
     with smb.connect(address, timeout=timeout) as client:
         servers = [server.name for server in client.servers() if server.alive]

@@ -34,7 +34,7 @@ _SECONDS_MAX = 20.0  # for the steps of one batch; then 3 do
 def measure_script(path: Path, batch: int) -> Spec:
     """Run a script's model at `batch` and twice that; return it as a spec. Takes 17 steps.
 
-    Raises InvalidArgumentError for what is no such script, Error if PyTorch is missing. What the script raises goes on.
+    Raises InvalidArgumentError for what is no such script, Error if PyTorch is missing. Errors of the script itself go on.
     """
     if find_spec("torch") is None:
         raise Error("measuring a script needs PyTorch, which is not installed: python -m pip install 'torch>=2.7'")
@@ -88,7 +88,7 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def _finish(device: torch.device) -> Callable[[], None]:
-    """What waits until a device has done all; on the CPU there is nothing to wait for."""
+    """Return a call that waits until a device has done all; on the CPU there is nothing to wait for."""
     import torch
 
     return (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
