@@ -32,9 +32,9 @@ _SECONDS_MAX = 20.0  # for the steps of one batch; then 3 do
 
 
 def measure_script(path: Path, batch: int) -> Spec:
-    """Run a script's model at `batch` and twice that; return it as a spec. Takes 17 steps.
+    """Run a script's model at `batch` and twice that; return it as a spec. Takes 19 steps at most.
 
-    Raises InvalidArgumentError for what is no such script, Error if PyTorch is missing. Errors of the script itself go on.
+    Raises InvalidArgumentError for what is no such script, Error if PyTorch is missing. The script's own errors go on.
     """
     if find_spec("torch") is None:
         raise Error("measuring a script needs PyTorch, which is not installed: python -m pip install 'torch>=2.7'")
