@@ -142,7 +142,12 @@ def plan_forward(layers: Sequence[Layer], channel: Channel) -> Runs:
     triangle = np.tri(count + 1, k=-1, dtype=bool)  # j < i
     for messages in range(1, count + 1):
         # The last layers cannot be there earlier: more messages end no plan that is better than the best so far.
-        if messages * channel.start_s + arrived[-1] + layers[-1].forward_s >= best:
+        # Nor can computing end before it is all done, after the first layer came.
+        least = max(
+            messages * channel.start_s + arrived[-1] + layers[-1].forward_s,
+            channel.start_s + arrived[1] + passed[-1],
+        )
+        if least >= best * (1 - 1e-12):
             break
         came = messages * channel.start_s + arrived
         ends = np.maximum(before[None, :], came[:, None]) - passed[None, :] + passed[:, None]

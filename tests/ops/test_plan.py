@@ -111,6 +111,7 @@ def test_a_cluster_is_measured() -> None:
     ("arguments", "error"),
     [
         ((str(SPEC),), "what network? Tell --link, such as 10Gbit"),
+        ((str(SPEC), "--coordinator", "127.0.0.1:1", "--rtt", "1ms"), "--server-link and --rtt go with --link"),
         ((str(SPEC), "--link", "fast"), "'fast' is no rate of a link"),
         ((str(SPEC), *LINK, "--rtt", "20"), "'20' is no time"),
         ((str(SPEC), *LINK, "--servers", "none"), "--servers none: a number from 1 on, or 'workers'"),

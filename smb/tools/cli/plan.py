@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from smb.tools.plan.model import Advice, Question, Row
 
 _WORKERS_MAX = 100_000
+_RTT = "0.2ms"  # between hosts of one room
 _EACH = "workers"  # of --servers: one beside each
 
 
@@ -39,8 +40,9 @@ def plan(
         str | None, typer.Option("--server-link", metavar="RATE", help="Of a memory server. [default: --link]")
     ] = None,
     rtt: Annotated[
-        str, typer.Option("--rtt", metavar="TIME", help="Round trip between a worker and a server.")
-    ] = "0.2ms",
+        str | None,
+        typer.Option("--rtt", metavar="TIME", help="Round trip between a worker and a server. [default: 0.2ms]"),
+    ] = None,
     servers: Annotated[
         str,
         typer.Option("--servers", metavar="N", help=f"Memory servers; '{_EACH}': one on each worker's host."),
@@ -100,7 +102,7 @@ def _question(
     what: Path,
     link: str | None,
     server_link: str | None,
-    rtt: str,
+    rtt: str | None,
     servers: str,
     every: int,
     wire: str,
@@ -117,7 +119,9 @@ def _question(
             raise InvalidArgumentError("what network? Tell --link, such as 10Gbit, or measure one: --coordinator")
         if servers != _EACH and not (servers.isascii() and servers.isdigit() and int(servers)):
             raise InvalidArgumentError(f"--servers {servers}: a number from 1 on, or '{_EACH}'")
-        told = network.told(link, server_link, rtt) if link is not None else None
+        if link is None and (server_link or rtt):
+            raise InvalidArgumentError("--server-link and --rtt go with --link; without it the network is measured")
+        told = network.told(link, server_link, rtt or _RTT) if link is not None else None
         settings: dict[str, Any] = {"batch": batch, "global_batch": global_batch, "every": every, "wire": wire}
         settings["servers"] = None if servers == _EACH else int(servers)
         check_settings(**settings)  # before anything is measured

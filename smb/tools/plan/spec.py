@@ -29,7 +29,7 @@ from smb.train.partition import Layer
 
 _FLOAT_BYTES = 4  # parameters are exchanged as float32
 _FORWARD_SHARE = 1 / 3  # of both passes, where layers are not told: backward does two products for each of forward's
-_LAYERS_MAX = 2000  # which a plan takes seconds for
+_LAYERS_MAX = 1000  # which a plan takes seconds for
 _TOP = {"name", "batch", "parameters", "bytes", "compute_ms", "layers"}
 _LAYER = {"name", "parameters", "bytes", "forward_ms", "backward_ms"}
 

@@ -88,7 +88,7 @@ def test_noise_makes_no_negative_part() -> None:
         ({"bytes": 4, "compute_ms": {"1": True, "2": 2}}, "compute_ms of 1 = True is no number of milliseconds"),
         ({"bytes": 4, "compute_ms": 7}, "compute_ms is a table"),
         ({"bytes": 4, "batch": 0, "compute_ms": {"1": 1, "2": 2}}, "batch = 0"),
-        ({"layers": []}, "1 to 2000 tables"),
+        ({"layers": []}, "1 to 1000 tables"),
         ({"layers": [7]}, "layer 1 is no table"),
         ({"layers": LAYERS, "bytes": 4}, "leave out the spec's"),
         ({"layers": [{"bytes": 4, "forwards_ms": 1}]}, "layer 1 has no 'forwards_ms'"),
