@@ -71,10 +71,11 @@ def plan(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the time of a step, the speed-up and what bounds it, by scheme.
+    """Predict the time of a step by scheme.
 
-    By a model of cost: nothing is trained. The network is what --link, --rtt and --servers say; without --link the way
-    to the cluster at --coordinator is measured. docs/plan.md has the formulas, and how far they are off.
+    The speed-up, too, and what bounds it. By a model of cost: nothing is trained. The network is what --link, --rtt and
+    --servers say; without --link the way to the cluster at --coordinator is measured. docs/plan.md has the formulas,
+    and how far they are off.
 
     Example: smb plan model.toml --workers 1,8,72,128 --link 10Gbit --rtt 0.2ms --servers 4
     """
