@@ -515,17 +515,17 @@ struct smb_replica_status {
     uint64_t unconfirmed; /* changes */
     uint64_t queued_bytes;
 };
-/* As smb_server_create_segment, of one of them: from the beginning nobody is let in without a role. */
+/* As smb_server_create_segment, of one of them: nobody is let in until it has a role. */
 int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
                               uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes);
-/* Its role from an epoch on; an older one than is known is left. `paired`: the primary of a segment
- * that has a backup, or (`copying`) one that gets it: smb_server_copy. SMB_INVALID: it cannot have a
- * backup without being copied. */
+/* Its role from an epoch on; an older one than is known is left. `paired`: the primary of a
+ * segment that has a backup, or (`copying`) one that gets it: smb_server_copy. SMB_INVALID:
+ * it cannot have a backup without being copied. */
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
                            bool paired, bool copying);
 /* Sends about so many bytes more to the new backup. SMB_OK: *copied of *total bytes went there so
- * far. SMB_BUSY: nothing can be sent now; waits a little before it says so. SMB_EXISTS: it has all of
- * it, and has said so. SMB_STALE_EPOCH: that copy is not wanted any more, or was given up. */
+ * far. SMB_BUSY: nothing can be sent now; waits a little before it says so. SMB_EXISTS: all is
+ * there and confirmed. SMB_STALE_EPOCH: that copy is not wanted any more, or was given up. */
 int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint64_t bytes,
                     uint64_t *copied, uint64_t *total);
 /* Goes on without the copy. SMB_STALE_EPOCH: there is none under way, or it is whole. */

@@ -76,8 +76,8 @@ int records_watermark(struct records *records, uint64_t session, uint16_t lane, 
 /* It sends nothing more. Its records are the first to be evicted. */
 void records_end_session(struct records *records, uint64_t session);
 
-/* For a copy of the segment elsewhere. The places of all records, those first that were not used for
- * longest; returns how many. `places` has room for the table. */
+/* For a copy of the segment elsewhere. The places of all records, first those that were not used
+ * for longest; returns how many. `places` has room for the table. */
 uint32_t records_places(struct records *records, uint32_t *places);
 /* Called with a record's image. */
 typedef void (*records_see)(void *argument, const uint8_t bytes[RECORD_BYTES]);

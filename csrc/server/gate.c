@@ -133,7 +133,7 @@ int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *
                              request->frame.lane, watermark, refused);
 }
 
-/* `replica`: its backup is told too. The note for it is made first, so that both know or neither. */
+/* `replica`: its backup is told too. Its note is made first, so that both know or neither. */
 static int note_refused(struct gate_request *request, struct replica *replica)
 {
     struct forward *note = NULL;

@@ -352,7 +352,7 @@ static void make_copy(struct pair *pair, int from, uint32_t epoch)
     connect_copy(pair, from, epoch + 1);
 }
 
-/* Round after round a server is lost, the other goes on, and what is lost is copied to it anew while
+/* Round after round a server is lost, the other goes on, and what is lost is copied anew while
  * clients work. Every call counts once, and the copies are equal at rest. */
 static void a_copy_is_made_under_load(void)
 {
@@ -409,8 +409,8 @@ static void a_copy_is_made_under_load(void)
     stop(&pair);
 }
 
-/* Records travel: what a lane did before the copy began is known at the new backup, with results and
- * refusals. A copy that is given up leaves the primary alone, and it answers. */
+/* Records travel: what a lane did before the copy began is known at the new backup, results and
+ * refusals too. A copy that is given up leaves the primary alone, and it answers. */
 static void a_copy_has_the_records(void)
 {
     struct pair pair;
