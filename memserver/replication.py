@@ -48,8 +48,13 @@ class Replication:
         self._thread: threading.Thread | None = None
 
     def take(self, parts: Iterable[pb.Replica]) -> None:
-        """Take what the coordinator says of our parts; others stay as they are."""
+        """Take what the coordinator says of our parts; others stay as they are. Raises NotFoundError, UnavailableError
+        where one is to yield that is not ours to yield.
+        """
         for part in parts:
+            if part.yields:
+                self._engine.yield_role(part.segment_id, part.epoch)
+                continue
             try:
                 self._engine.set_replica(
                     part.segment_id, part.epoch, part.role, paired=bool(part.peer), copying=part.copying

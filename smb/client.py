@@ -60,7 +60,8 @@ class ServerInfo:
     """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
 
     `used` counts whole segment files, a little more than their data. `alive`: its lease runs. `weight`: how much of a
-    new buffer's traffic it takes, beside the other servers. `zone`: where it is, as it was told.
+    new buffer's traffic it takes, beside the other servers. `zone`: where it is, as it was told. `draining`: it gets
+    nothing new, and gives up what it has.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ServerInfo:
     metrics: str
     weight: float = 1.0
     zone: str = ""
+    draining: bool = False
 
     @property
     def free(self) -> int:
@@ -385,6 +387,7 @@ class Client:
                 metrics=server.metrics_address,
                 weight=server.weight or 1.0,  # an older coordinator tells none
                 zone=server.zone,
+                draining=server.draining,
             )
             for server in self._coordinator.list_servers(self.timeout)
         ]

@@ -180,6 +180,7 @@ static void take_role(struct replica *replica, uint32_t epoch, int role, bool pa
     }
     atomic_store_explicit(&replica->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
+    atomic_store_explicit(&replica->yields, false, memory_order_release);
     atomic_store_explicit(&replica->epoch, epoch, memory_order_release);
     atomic_store_explicit(&replica->role, role, memory_order_release);
     if (copying && role == SMB_REPLICA_PRIMARY)
@@ -237,6 +238,24 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
             take_role(replica, epoch, role, paired, copying);
         }
     }
+    pthread_mutex_unlock(&server->roles_lock);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch)
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    if (!replica)
+        return SMB_NOT_FOUND;
+    pthread_mutex_lock(&server->roles_lock);
+    int status = is_primary(replica) && is_paired(replica) &&
+                         atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch
+                     ? SMB_OK
+                     : SMB_STALE_EPOCH;
+    if (status == SMB_OK)
+        atomic_store_explicit(&replica->yields, true, memory_order_release);
     pthread_mutex_unlock(&server->roles_lock);
     smb_segment_release(segment);
     return status;
@@ -410,8 +429,10 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
     bool paired = is_paired(replica); /* before the role: take_role */
     if (!is_primary(replica) || !replica_has_confirmed(replica, order))
         return SMB_BUSY; /* the next try of one that is none is refused at the gate */
-    if (!paired || smb_boot_ns() < atomic_load_explicit(&replica->server->serving_until_ns,
-                                                        memory_order_acquire))
+    /* Acquire: pairs with smb_server_yield. */
+    if (!paired || (!atomic_load_explicit(&replica->yields, memory_order_acquire) &&
+                    smb_boot_ns() < atomic_load_explicit(&replica->server->serving_until_ns,
+                                                         memory_order_acquire)))
         return SMB_OK;
     /* The backup may have been promoted. It says that it was not, after the read began. */
     pthread_mutex_lock(&replica->lock);

@@ -41,6 +41,7 @@ struct replica {
     _Atomic int role; /* enum smb_replica_role */
     _Atomic uint32_t epoch;
     _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */
+    _Atomic bool yields; /* primary: its lease does not count: it may be replaced at any moment */
     _Atomic uint64_t order, confirmed;
     _Atomic uint64_t *chunk_orders; /* of each chunk the last change; written under its lock too */
     uint64_t asked_at_ns;           /* when the last question that was confirmed was asked */

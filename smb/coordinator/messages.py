@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from smb.coordinator.draining import Staying
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
@@ -119,7 +120,13 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         weight=server.weight,
         data_tls=server.data_tls,
         zone=server.zone,
+        draining=server.draining,
     )
+
+
+def stays_message(staying: Staying) -> pb.Stays:
+    """Return what a server that is being drained keeps."""
+    return pb.Stays(name=staying.record.name, nbytes=staying.nbytes, why=staying.why)
 
 
 def replica_messages(state: State, copies: Iterable[Copy]) -> list[pb.Replica]:

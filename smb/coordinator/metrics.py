@@ -125,11 +125,13 @@ def _by_server(state: State, now: Instant) -> Iterator[Metric]:
     alive = gauge("smb_coordinator_server_alive")
     capacity = gauge("smb_coordinator_server_capacity_bytes")
     allocated = gauge("smb_coordinator_server_allocated_bytes")
+    draining = gauge("smb_coordinator_server_draining")
     for name, server in sorted(state.servers.items()):
         alive.add_metric([name], int(state.alive(name, now)))
         capacity.add_metric([name], server.capacity_bytes)
         allocated.add_metric([name], state.allocation(name).nbytes)
-    yield from (alive, capacity, allocated)
+        draining.add_metric([name], int(server.draining))
+    yield from (alive, capacity, allocated, draining)
 
 
 def _by_buffer(state: State) -> Metric:

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -22,6 +22,7 @@ import grpc.aio
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
+from smb.coordinator.draining import staying
 from smb.coordinator.events import (
     AnswerDrops,
     BackupsLost,
@@ -37,6 +38,7 @@ from smb.coordinator.events import (
     SaveBuffer,
     ServerCounted,
     ServerDied,
+    ServerDrained,
     ServerLeft,
     ServerRenewed,
     ServerReturned,
@@ -54,6 +56,7 @@ from smb.coordinator.messages import (
     registration_of,
     replica_messages,
     server_message,
+    stays_message,
     without_session,
 )
 from smb.coordinator.mirrors import Mirrors
@@ -87,6 +90,7 @@ _BROKEN_MAX_MS = 3000
 _FINISH_S = 5.0
 # Opens of one certificate that wait at once: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
+STAYS_SHOWN_MAX = 256
 
 _Opening: TypeAlias = pb.CreateBufferRequest | pb.OpenBufferRequest
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -126,6 +130,7 @@ class CoordinatorService(CoordinatorServicer):
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._parsing = asyncio.Lock()
         self._mirrors = mirrors
+        self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
 
     async def finish(self) -> None:
         """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
@@ -253,6 +258,7 @@ class CoordinatorService(CoordinatorServicer):
         await self._settle(CopiesEnded(server, epochs, whole, self._commit_log.changes_max))
         if whole and targets:
             await self.tell_roles(tuple(targets), tuple(sorted(set(targets.values()))))
+        self.on_copies()
 
     async def tell_roles(self, segment_ids: Collection[int], names: Iterable[str]) -> None:
         """Tell servers at once what they are to these segments; who does not answer hears of it when it renews."""
@@ -288,6 +294,23 @@ class CoordinatorService(CoordinatorServicer):
         state, now = self._commit_log.state, self._commit_log.now()
         servers = sorted(state.servers.values(), key=lambda server: server.name)
         return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers], now=now.wall)
+
+    async def DrainServer(self, request: pb.DrainServerRequest, context: Context) -> pb.DrainServerReply:
+        """See control.proto."""
+        await self._commit_log.commit(ServerDrained(request.name, request.undo))
+        failpoint("coordinator.drain.stored")
+        self.on_copies()
+        state = self._commit_log.state
+        held = state.allocation(request.name)
+        stays = staying(state.buffers.values(), state.pool(self._commit_log.now()), request.name)
+        return pb.DrainServerReply(
+            segment_count=held.segments,
+            nbytes=held.nbytes,
+            moving=held.segments - sum(each.segments for each in stays),
+            stays=map(stays_message, stays[:STAYS_SHOWN_MAX]),
+            stays_left_out=max(0, len(stays) - STAYS_SHOWN_MAX),
+            copying=sum(bool(each.copying_to) for record in state.buffers.values() for each in record.segments),
+        )
 
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
         """See control.proto. Made in a thread: with very many buffers it takes a while."""
@@ -488,16 +511,17 @@ class CoordinatorService(CoordinatorServicer):
 
     async def drop(self, committed: Committed) -> None:
         """Have the servers drop what this event left without a name. A server that misses it registers again."""
-        segments = [s for effect in committed.effects if isinstance(effect, DropSegments) for s in effect.segments]
-        await asyncio.gather(*(self._drop_segment(committed, segment) for segment in segments))
+        drops = [effect for effect in committed.effects if isinstance(effect, DropSegments)]
+        each = ((segment, effect.epoch) for effect in drops for segment in effect.segments)
+        await asyncio.gather(*(self._drop_segment(committed, *one) for one in each))
 
-    async def _drop_segment(self, committed: Committed, segment: SegmentRecord) -> None:
+    async def _drop_segment(self, committed: Committed, segment: SegmentRecord, epoch: int) -> None:
         server = committed.state.servers.get(segment.server)
         # A server without a lease must register before anything else, and hears of it then.
         if server is None or not committed.state.alive(server.name, self._commit_log.now()):
             return
         try:
-            used_bytes = await self._servers.drop(server, segment.id)
+            used_bytes = await self._servers.drop(server, segment.id, epoch)
             failpoint("coordinator.delete.segment_dropped")
             await self._commit_log.commit(ServerCounted(server.name, server.instance_id, used_bytes))
         except UnavailableError as error:

@@ -1,45 +1,53 @@
-"""Which lost copies are to be made anew now, and where (docs/decisions/0025). Pure."""
+"""Which copies are to be made now, and where (docs/decisions/0025): of lost ones, and of those that are to leave their
+server. Pure.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from smb.coordinator.placement import Pool, place_copy
 from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.replicas import stays_on
 
-# At once from one server, and to one: each is a wait for its clients, and one at a time fills a link.
+# At once from one server, and to one: each is a wait for its clients, and one at a time fills a link. So few segments
+# are left with one copy at a time, too, where copies leave their server.
 FROM_ONE_MAX, TO_ONE_MAX = 2, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A copy that is to be made."""
+    """A copy that is to be made from `source` on `target`: of one that is lost, or in place of the one on `leaving`."""
 
     record: BufferRecord
     segment: SegmentRecord
     target: str
+    source: str
+    leaving: str = ""
 
 
 def wishes(records: list[BufferRecord], pool: Pool, avoid: frozenset[str] = frozenset()) -> list[Wish]:
-    """Return what to begin now, a few for each server. `avoid`: servers not to be copied to. Pure."""
+    """Return what to begin now, a few for each server, lost copies first. `avoid`: servers that are not to be asked for
+    anything. Pure.
+    """
     under_way = [segment for record in records for segment in record.segments if segment.copying_to]
     sources = Counter(segment.server for segment in under_way)
     targets = Counter(segment.copying_to for segment in under_way)
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
     found = []
-    for record in records:
-        for segment in record.segments if record.degraded and record.ready else ():
-            if segment.backup or segment.copying_to or segment.server not in pool.free_bytes:
-                continue
-            open_to = {name: nbytes for name, nbytes in free.items() if targets[name] < TO_ONE_MAX}
-            target = place_copy(replace(pool, free_bytes=open_to), segment.server, segment.file_bytes)
-            if not target or sources[segment.server] >= FROM_ONE_MAX:
-                continue
-            sources[segment.server] += 1
-            targets[target] += 1
-            free[target] -= segment.file_bytes
-            found.append(Wish(record, segment, target))
+    for record, segment, source, leaving in (*_lost(records), *_leaving(records, pool)):
+        if not pool.alive(source) or leaving in avoid or sources[source] >= FROM_ONE_MAX:
+            continue
+        open_to = {name: nbytes for name, nbytes in free.items() if targets[name] < TO_ONE_MAX}
+        target = place_copy(replace(pool, free_bytes=open_to), source, segment.file_bytes)
+        if not target:
+            continue
+        sources[source] += 1
+        targets[target] += 1
+        free[target] -= segment.file_bytes
+        found.append(Wish(record, segment, target, source, leaving))
     return found
 
 
@@ -48,7 +56,27 @@ def without_room(record: BufferRecord, pool: Pool) -> bool:
     return any(
         not segment.backup
         and not segment.copying_to
-        and segment.server in pool.free_bytes
+        and pool.alive(segment.server)
         and not place_copy(pool, segment.server, segment.file_bytes)
         for segment in record.segments
     )
+
+
+_Wanted = tuple[BufferRecord, SegmentRecord, str, str]
+
+
+def _lost(records: list[BufferRecord]) -> Iterator[_Wanted]:
+    for record in records:
+        for segment in record.segments if record.degraded and record.ready else ():
+            if not segment.backup and not segment.copying_to:
+                yield record, segment, segment.server, ""
+
+
+def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
+    """Of two copies that both are to leave the backup goes first: that costs no change of roles."""
+    for record in records if pool.draining else ():
+        for segment in record.segments if record.replicas > 1 and record.ready else ():
+            for leaving in (segment.backup, segment.server):
+                if leaving in pool.draining and (source := stays_on(segment, leaving)):
+                    yield record, segment, source, leaving
+                    break

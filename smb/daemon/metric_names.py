@@ -184,6 +184,7 @@ COORDINATOR: tuple[Description, ...] = (
     _gauge("smb_coordinator_server_alive", "1 while the memory server's lease runs.", "server"),
     _gauge("smb_coordinator_server_capacity_bytes", "Bytes that the memory server offers.", "server"),
     _gauge("smb_coordinator_server_allocated_bytes", "Bytes of it that buffers take.", "server"),
+    _gauge("smb_coordinator_server_draining", "1 while the memory server is being drained.", "server"),
     _gauge("smb_coordinator_sessions", "Clients whose lease runs."),
     _gauge(
         "smb_coordinator_ended_sessions",

@@ -162,6 +162,11 @@ class Coordinator:
         reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
+    def drain_server(self, name: str, timeout: float, *, undo: bool = False) -> pb.DrainServerReply:
+        """See control.proto."""
+        reply: pb.DrainServerReply = self._call("DrainServer", pb.DrainServerRequest(name=name, undo=undo), timeout)
+        return reply
+
     def overview(self, timeout: float, *, buffer: str = "", training: str = "") -> str:
         """Return what the page at / shows, as JSON: in brief, or all of one buffer or training."""
         request = pb.OverviewRequest(buffer=buffer, training=training)

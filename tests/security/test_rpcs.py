@@ -36,6 +36,7 @@ MAY = {
         "DeleteBuffer": WRITERS,
         "RenameBuffer": WRITERS,
         "ListServers": USERS,
+        "DrainServer": "operator",
         "Overview": USERS,
         "Leader": USERS,
     },
