@@ -67,6 +67,7 @@ from smb.coordinator.state import SERVER_LEASE_S, State
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
+from smb.coordinator.wanted_copies import copies_to_come
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     AlreadyExistsError,
@@ -302,14 +303,15 @@ class CoordinatorService(CoordinatorServicer):
         self.on_copies()
         state = self._commit_log.state
         held = state.allocation(request.name)
-        stays = staying(state.buffers.values(), state.pool(self._commit_log.now()), request.name)
+        pool = state.pool(self._commit_log.now())
+        stays = staying(state.buffers.values(), pool, request.name)
         return pb.DrainServerReply(
             segment_count=held.segments,
             nbytes=held.nbytes,
             moving=held.segments - sum(each.segments for each in stays),
             stays=map(stays_message, stays[:STAYS_SHOWN_MAX]),
             stays_left_out=max(0, len(stays) - STAYS_SHOWN_MAX),
-            copying=sum(bool(each.copying_to) for record in state.buffers.values() for each in record.segments),
+            copying=copies_to_come(state.buffers.values(), pool),
         )
 
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:

@@ -5,7 +5,7 @@ server. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from smb.coordinator.placement import Pool, place_copy
@@ -49,6 +49,16 @@ def wishes(records: list[BufferRecord], pool: Pool, avoid: frozenset[str] = froz
         free[target] -= segment.file_bytes
         found.append(Wish(record, segment, target, source, leaving))
     return found
+
+
+def copies_to_come(records: Iterable[BufferRecord], pool: Pool) -> int:
+    """Return how many segments have one copy for now: another one is being made, or will be."""
+    return sum(
+        bool(segment.copying_to or (pool.alive(segment.server) and place_copy(pool, segment.server, segment.file_bytes)))
+        for record in records
+        for segment in (record.segments if record.degraded else ())
+        if not segment.backup
+    )
 
 
 def without_room(record: BufferRecord, pool: Pool) -> bool:

@@ -70,7 +70,7 @@ def _state(server: str, reply: pb.DrainServerReply) -> str:
     from smb.config.parse import format_bytes
 
     held = f"{counted(reply.segment_count, 'segment')}, {format_bytes(reply.nbytes)}"
-    copying = f"; {counted(reply.copying, 'segment')} being copied" if reply.copying else ""
+    copying = f"; {counted(reply.copying, 'segment')} with one copy get another" if reply.copying else ""
     return f"{server} is being drained: {held} left, of which {reply.moving} are to leave{copying}"
 
 
