@@ -84,7 +84,7 @@ def _why(record: BufferRecord, pool: Pool, name: str) -> str:
 
 
 def _copies(records: Iterable[BufferRecord], name: str) -> Iterator[tuple[str, SegmentRecord]]:
-    """What of buffers of two copies is on a server, and is not about to leave it."""
+    """Yield the segments of two copies of which a server has one that is not about to leave it."""
     for record in records:
         for segment in record.segments if record.replicas > 1 else ():
             if name in (segment.server, segment.backup) and not segment.copying_to:

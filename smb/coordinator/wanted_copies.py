@@ -54,7 +54,9 @@ def wishes(records: list[BufferRecord], pool: Pool, avoid: frozenset[str] = froz
 def copies_to_come(records: Iterable[BufferRecord], pool: Pool) -> int:
     """Return how many segments have one copy for now: another one is being made, or will be."""
     return sum(
-        bool(segment.copying_to or (pool.alive(segment.server) and place_copy(pool, segment.server, segment.file_bytes)))
+        bool(
+            segment.copying_to or (pool.alive(segment.server) and place_copy(pool, segment.server, segment.file_bytes))
+        )
         for record in records
         for segment in (record.segments if record.degraded else ())
         if not segment.backup

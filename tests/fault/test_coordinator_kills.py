@@ -25,6 +25,7 @@ import smb
 from smb.daemon.failpoint import ALLOWED_VARIABLE, POINT_VARIABLE
 from smb.rpc import control_pb2 as pb
 from tests.fault.long import some
+from tests.fault.test_drain import MOVING
 from tests.fault.test_elastic_kills import HSGD
 from tests.fault.test_train_kills import CLOSING, SENT
 from tests.support.clients import add_forever, make_event, spawn

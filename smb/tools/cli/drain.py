@@ -57,7 +57,7 @@ def drain(
 def undrain(server: Server, coordinator: Coordinator = None) -> None:
     """Let a memory server have segments again.
 
-    What has moved away stays where it is: smb rebalance brings some back.
+    Segments that have moved away stay where they are.
 
     Example: smb undrain storage-2
     """

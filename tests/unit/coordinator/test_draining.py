@@ -55,7 +55,7 @@ def test_it_gets_nothing_new(cluster: Cluster) -> None:
     assert cluster.effects == ()
     record = cluster.create("v", 20 * MIB, replicas=2)
     assert not any("c" in (each.server, each.backup) for each in record.segments)
-    with pytest.raises(errors.UnavailableError, match='"c" is being drained and gets nothing new.*smb undrain c'):
+    with pytest.raises(errors.UnavailableError, match=r'"c" is being drained and gets nothing new.*smb undrain c'):
         cluster.want("u", server_names=("c",))
     for _ in range(2):
         cluster.do(ServerDrained("c", undo=True))
@@ -63,7 +63,7 @@ def test_it_gets_nothing_new(cluster: Cluster) -> None:
 
 
 def test_it_is_stored(cluster: Cluster) -> None:
-    """A coordinator that is started again knows it, and so it is after the server's restart; older ones read the rest."""
+    """Restarts of the coordinator and of the server keep it; older coordinators read the record of any other server."""
     assert "draining" not in cluster.state.servers["a"].to_json()
     cluster.do(ServerDrained("a"))
     saved = cluster.only(SaveServer).record
@@ -84,7 +84,9 @@ def test_what_is_refused(cluster: Cluster) -> None:
     for name in ("b", "d"):
         cluster.create(f"on-{name}", 14 * MIB, server_names=(name,))
     before = cluster.state
-    with pytest.raises(errors.OutOfMemoryError, match=r'room for copies of buffer "large" \(56.*free: .*Delete buffers'):
+    with pytest.raises(
+        errors.OutOfMemoryError, match=r'room for copies of buffer "large" \(56.*free: .*Delete buffers'
+    ):
         cluster.do(ServerDrained("a"))
     assert cluster.state is before
 
