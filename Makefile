@@ -16,6 +16,8 @@ pip-install = { trap 'exit 130' INT TERM HUP; echo $$$$ >$(VENV)/unfinished; $(P
 	[ $$status -gt 128 ] || rm -f $(VENV)/unfinished; [ $$status = 0 ]; }
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
+# Tests start some thousand processes of ours: each would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc)
 
 # An environment whose installation was interrupted is made anew. (No wildcard: make would remember what it saw.)

@@ -12,9 +12,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from smb._engine import ffi, lib
 from smb.engine import KINDS, TRANSPORTS, Latency, Tls, Token, check_isa, latencies_of, status_name
 from smb.errors import (
@@ -116,8 +113,8 @@ class NotReadyError(UnavailableError):
     """Not yet: no key of tokens is known."""
 
 
-# Counters, as uint64[2, transports, opcodes]: operations, and bytes.
-Share = NDArray[np.uint64]
+# Counters by (transport, opcode): operations, and bytes. What never happened is left out.
+Share = Mapping[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,10 +460,19 @@ class Engine:
 
 
 def _shares(read: Callable[[Any, Any, int], int], server: Any) -> dict[int, Share]:
-    memory = np.empty((SHARED_MAX, _SHARE_BYTES // 8), dtype=np.uint64)
-    found = read(server, ffi.cast("struct smb_share *", ffi.from_buffer(memory)), SHARED_MAX)
-    cells = memory[:found, 1:].reshape(found, 2, lib.SMB_TRANSPORT_COUNT, lib.SMB_OPCODE_COUNT)
-    return {int(number): cells[i].copy() for i, number in enumerate(memory[:found, 0])}
+    raw = ffi.new("struct smb_share[]", SHARED_MAX)
+    found = read(server, raw, SHARED_MAX)
+    numbers = memoryview(ffi.buffer(raw, found * _SHARE_BYTES)).cast("B").cast("Q").tolist()
+    cells, width = lib.SMB_TRANSPORT_COUNT * lib.SMB_OPCODE_COUNT, _SHARE_BYTES // 8
+    shares: dict[int, Share] = {}
+    for at in range(0, len(numbers), width):
+        operations, transferred = numbers[at + 1 : at + 1 + cells], numbers[at + 1 + cells : at + width]
+        shares[numbers[at]] = {
+            divmod(cell, lib.SMB_OPCODE_COUNT): (count, transferred[cell])
+            for cell, count in enumerate(operations)
+            if count
+        }
+    return shares
 
 
 def _check(status: int, what: str) -> None:

@@ -47,7 +47,7 @@ class Busy:
 
     def look(self, shares: Mapping[int, Share]) -> list[pb.BusyLoad]:
         """Return at most BUSY_MAX; one seen for the first time has no load yet."""
-        now = {number: (int(share[0].sum()), int(share[1].sum())) for number, share in shares.items()}
+        now = {number: _sums_of(share) for number, share in shares.items()}
         before, self._before = self._before, now
         done = [
             (count - before[number][0], nbytes - before[number][1], number)
@@ -58,6 +58,10 @@ class Busy:
             pb.BusyLoad(id=number, count=count, bytes=max(0, nbytes))
             for count, nbytes, number in heapq.nlargest(BUSY_MAX, done, key=lambda each: each[1])
         ]
+
+
+def _sums_of(share: Share) -> tuple[int, int]:
+    return sum(count for count, _ in share.values()), sum(nbytes for _, nbytes in share.values())
 
 
 class LastLook:

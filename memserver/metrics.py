@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -105,9 +104,8 @@ class EngineMetrics(Collector):
         for index, what in enumerate(("operations", "transferred_bytes")):
             family = counter(f"smb_server_{label}_{what}_total")
             for name, cells in sums.items():
-                for transport, kind in np.argwhere(cells[0]):
-                    value = int(cells[index, transport, kind])
-                    family.add_metric([name, TRANSPORTS[int(transport)], KINDS[int(kind)]], value)
+                for (transport, kind), values in sorted(cells.items()):
+                    family.add_metric([name, TRANSPORTS[transport], KINDS[kind]], values[index])
             yield family
 
     def _buffer_capacity(self) -> Metric:

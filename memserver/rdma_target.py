@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 
 from memserver.engine import CHUNK_BYTES_MAX, Engine, HeldSegment, NotReadyError, Slots
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
-from smb.transport.verbs.descriptors import FRAME_BYTES
 from smb.transport.verbs.progress_thread import Progress
 from smb.transport.verbs.queue_pair import (
+    FRAME_BYTES,
     MESSAGE_BYTES,
     BrokenQueueError,
     Device,

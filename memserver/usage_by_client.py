@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
 from memserver.engine import Share
 from smb.daemon.metric_names import NAMED_MAX, OTHER
 
@@ -50,7 +48,7 @@ class NamedShares:
     def __init__(self) -> None:
         self._last: dict[int, Share] = {}
         self._labels: dict[str, str] = {}  # by name
-        self._sums: dict[str, Share] = {}
+        self._sums: dict[str, dict[tuple[int, int], tuple[int, int]]] = {}
 
     def update(self, shares: Mapping[int, Share], names: Mapping[int, str]) -> dict[str, Share]:
         """Take in what the engine says now; return the sums by label."""
@@ -61,11 +59,13 @@ class NamedShares:
                 continue
             label = self._label(name)
             # Never less: what local clients count lies in memory that they may write.
-            grown = share - np.minimum(share, self._last.get(number, np.zeros_like(share)))
-            self._sums[label] = self._sums.get(label, 0) + grown
+            last, sums = self._last.get(number, {}), self._sums.setdefault(label, {})
+            for cell, (count, nbytes) in share.items():
+                seen, sum_ = last.get(cell, (0, 0)), sums.get(cell, (0, 0))
+                sums[cell] = (sum_[0] + max(0, count - seen[0]), sum_[1] + max(0, nbytes - seen[1]))
             self._last[number] = share
         self._last = {number: share for number, share in self._last.items() if number in shares}
-        return dict(self._sums)
+        return {label: dict(sums) for label, sums in self._sums.items()}
 
     def label(self, name: str) -> str:
         """Return under which label a name is shown."""

@@ -36,7 +36,7 @@ ALIGNMENT_BYTES = 64  # a cache line, and what vector instructions, DLPack and m
 
 # Element types of a tensor: those of buffers, and those that only travel as bytes.
 ELEMENTS: dict[str, Dtype] = DTYPES | {
-    np.dtype(numpy).name: Dtype(np.dtype(numpy).name, 0, np.dtype(numpy))
+    np.dtype(numpy).name: Dtype(np.dtype(numpy).name, 0, np.dtype(numpy).itemsize)
     for numpy in (
         np.bool_, np.int8, np.int16, np.uint16, np.uint32, np.uint64, np.complex64, np.complex128,
         ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import ml_dtypes
-import numpy as np
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from smb.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,24 +18,33 @@ class Dtype:
 
     name: str
     number: int
-    numpy: np.dtype[Any]
+    itemsize: int
 
     @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.numpy.itemsize
+    def numpy(self) -> np.dtype[Any]:
+        """Numpy's element type of this name (bfloat16 is ml_dtypes')."""
+        return _numpy_dtype(self.name)
+
+
+@cache
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    # Here, since daemons know the types by name only, and loading numpy is a third of their start.
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 DTYPES: dict[str, Dtype] = {
-    name: Dtype(name, number, np.dtype(numpy))
-    for name, number, numpy in (
-        ("float16", 1, np.float16),
-        ("float32", 2, np.float32),
-        ("float64", 3, np.float64),
-        ("bfloat16", 4, ml_dtypes.bfloat16),
-        ("int32", 5, np.int32),
-        ("int64", 6, np.int64),
-        ("uint8", 7, np.uint8),
+    name: Dtype(name, number, itemsize)
+    for name, number, itemsize in (
+        ("float16", 1, 2),
+        ("float32", 2, 4),
+        ("float64", 3, 8),
+        ("bfloat16", 4, 2),
+        ("int32", 5, 4),
+        ("int64", 6, 8),
+        ("uint8", 7, 1),
     )
 }
 # How float32 travels between client and server; the numbers are in frames.
@@ -54,6 +64,8 @@ def name_of(dtype: object) -> str:
         raise InvalidArgumentError(f"dtype {text!r} is 32 bits in torch and 64 in numpy; say {text}32 or {text}64")
     if text in DTYPES:
         return text
+    import numpy as np
+
     try:
         known = np.dtype(dtype)  # type: ignore[call-overload]
     except (TypeError, ValueError):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TypeVar, cast
-
-import numpy as np
 
 from smb._direct import Method, Place, Switch, forked, look_address, set_up
 from smb._engine import ffi, lib
@@ -15,15 +14,21 @@ from smb.engine.calls import Outcome, Request, memory_of, outcome_of
 from smb.engine.enums import Opcode, check
 from smb.engine.links import EngineClient, Link, Segment
 
-set_up(
-    int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer"))),
-    int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer_at_once"))),
-    np.ndarray,
-)
 lib.smb_set_look(ffi.cast("int (*)(void)", look_address()))
 os.register_at_fork(after_in_child=forked)
 
 Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@cache
+def _set_up() -> None:
+    import numpy as np  # here: daemons have no use for it, and loading it is a third of their start
+
+    set_up(
+        int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer"))),
+        int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer_at_once"))),
+        np.ndarray,
+    )
 
 
 def direct(opcode: Opcode) -> Callable[[Function], Function]:
@@ -33,6 +38,8 @@ def direct(opcode: Opcode) -> Callable[[Function], Function]:
     value); COMPARE_SWAP: (index, expected, new). With others, or where these are not the usual ones, the method itself
     is called.
     """
+
+    _set_up()
 
     def put_in_front(function: Function) -> Function:
         return cast(Function, Method(opcode, function))

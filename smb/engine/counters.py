@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from smb._engine import ffi, lib
 from smb.engine.enums import KINDS, TRANSPORTS, status_name
 
@@ -35,11 +33,13 @@ class ClientCounters:
 def latencies_of(raw: Any, transports: Mapping[int, str], kinds: Mapping[int, str]) -> dict[tuple[str, str], Latency]:
     """Read a struct smb_latencies; what never happened is left out."""
     width = lib.SMB_LATENCY_BUCKETS + 1
-    cells = np.frombuffer(ffi.buffer(raw), dtype=np.uint64).reshape(-1, lib.SMB_OPCODE_COUNT, width)
+    numbers = memoryview(ffi.buffer(raw)).cast("B").cast("Q")
     found = {}
-    for t, k in np.argwhere(cells[:, :, :-1].any(axis=2)):
-        counts = tuple(int(count) for count in cells[t, k, :-1])
-        found[transports[int(t)], kinds[int(k)]] = Latency(counts, int(cells[t, k, -1]) / 1e9)
+    for cell in range(len(numbers) // width):
+        *counts, sum_ns = numbers[cell * width : (cell + 1) * width]
+        if any(counts):
+            transport, kind = divmod(cell, lib.SMB_OPCODE_COUNT)
+            found[transports[transport], kinds[kind]] = Latency(tuple(counts), sum_ns / 1e9)
     return found
 
 

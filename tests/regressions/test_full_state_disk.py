@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import pytest
 
-from smb.coordinator import leading
+from smb.coordinator import leader
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import (
     BufferDeleted,
@@ -166,7 +166,7 @@ def test_a_tick_that_cannot_be_stored_is_told_once(
         finally:
             ticking.cancel()
 
-    monkeypatch.setattr(leading, "TICK_S", 0.001)
+    monkeypatch.setattr(leader, "TICK_S", 0.001)
     asyncio.run(work())
     told = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert told == ["cannot write it; nothing was changed"]

@@ -102,10 +102,10 @@ def test_segments_that_are_made_at_once_count_together(tmp_path: Path) -> None:
         begun, go_on = threading.Event(), threading.Event()
         make: Callable[..., None] = engine.create_segment
 
-        def slow(*given: object) -> None:
+        def slow(*given: object, **options: object) -> None:
             begun.set()
             assert go_on.wait(20)
-            make(*given)
+            make(*given, **options)
 
         engine.create_segment = slow  # type: ignore[method-assign]
         first = threading.Thread(target=segments.create, args=(SegmentForm(1, 1, 2, 2 * MIB, 256 << 10),))

@@ -45,8 +45,9 @@ def test_direct_methods_need_a_slot() -> None:
     [
         ("smb", ("numpy", "grpc")),
         ("memserver.cli", ("smb.client", "rich")),
+        ("memserver.daemon", ("smb.client", "numpy")),
         ("smb.tools.cli.main", ("smb.client", "smb.coordinator", "numpy")),
-        ("smb.coordinator.process", ("smb.client", "smb.cluster")),
+        ("smb.coordinator.process", ("smb.client", "smb.cluster", "numpy")),
     ],
 )
 def test_what_is_not_needed_is_not_imported(module: str, left_out: tuple[str, ...]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from smb.engine import RECORD_BYTES as RECORD_BYTES
 from smb.engine import Opcode
+from smb.transport.verbs.queue_pair import FRAME_BYTES
 
-FRAME_BYTES = 64
 NO_SLOT = 2**64 - 1
 REPLY, RETRY = 1 << 0, 1 << 2  # flags
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from smb.errors import InvalidArgumentError, TransportError
 from smb.transport import devices
 
+FRAME_BYTES = 64  # csrc/base/frame.h
 MESSAGE_BYTES = 1920  # of a SEND at most: ten records, or thirty answers
 MESSAGES = 128  # receives posted on each side, and so the most that are under way
 WORKS_MAX = 1024  # in the send queue

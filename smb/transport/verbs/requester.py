@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from smb.engine import HELLO, Opcode
-from smb.transport.verbs.descriptors import FRAME_BYTES, NO_SLOT, RECORD, RECORD_BYTES, RETRY, Records, answers, runs
-from smb.transport.verbs.queue_pair import MESSAGE_BYTES, MESSAGES, Pool, Queue, Work
+from smb.transport.verbs.descriptors import NO_SLOT, RECORD, RECORD_BYTES, RETRY, Records, answers, runs
+from smb.transport.verbs.queue_pair import FRAME_BYTES, MESSAGE_BYTES, MESSAGES, Pool, Queue, Work
 from smb.transport.verbs.registration import ClientMemory
 
 RUN_BYTES = 4 << 20  # of one RDMA READ or WRITE at most

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, cast
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from memserver.engine import Counters
@@ -74,7 +74,11 @@ def test_every_number_is_exported() -> None:
 
 
 def share(value: int) -> Any:
-    return np.full((2, 3, 22), value, dtype=np.uint64)
+    return {(transport, opcode): (value, value) for transport in range(3) for opcode in range(22)}
+
+
+def most(found: Mapping[tuple[int, int], tuple[int, int]]) -> int:
+    return max(max(values) for values in found.values())
 
 
 def test_sums_by_name_never_fall() -> None:
@@ -82,9 +86,9 @@ def test_sums_by_name_never_fall() -> None:
     yet is not shown, and then with all that it had."""
     shares = NamedShares()
     sums = shares.update({1: share(5), 2: share(7), 3: share(9)}, {1: "a", 2: "a"})
-    assert {name: int(found.max()) for name, found in sums.items()} == {"a": 12}
+    assert {name: most(found) for name, found in sums.items()} == {"a": 12}
     sums = shares.update({1: share(4), 2: share(8), 3: share(10)}, {1: "a", 2: "a", 3: "b"})
-    assert {name: int(found.max()) for name, found in sums.items()} == {"a": 13, "b": 10}
+    assert {name: most(found) for name, found in sums.items()} == {"a": 13, "b": 10}
     sums = shares.update({3: share(10)}, {3: "b"})
     assert sums.keys() == {"b"}
 
@@ -95,9 +99,9 @@ def test_names_are_bounded() -> None:
     names = {i: f"n{i}" for i in range(NAMED_MAX + 2)}
     sums = shares.update({i: share(1) for i in names}, names)
     assert len(sums) == NAMED_MAX + 1
-    assert int(sums[OTHER].max()) == 2
+    assert most(sums[OTHER]) == 2
     names = {i: name for i, name in names.items() if 0 < i < NAMED_MAX} | {1000: "new"}
     sums = shares.update({i: share(1) for i in names}, names)
     assert "new" in sums
     assert "n0" not in sums
-    assert int(sums[OTHER].max()) == 2
+    assert most(sums[OTHER]) == 2
