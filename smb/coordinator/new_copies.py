@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,9 +20,10 @@ from smb.coordinator.events import CopyBegun
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
 from smb.coordinator.placement import Pool
+from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import Copy, CopyRole
-from smb.coordinator.wanted_copies import Wish, wishes, without_room
+from smb.coordinator.wanted_copies import Wish, still_wanted, wishes, without_room
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error, NotFoundError
 
@@ -45,8 +46,14 @@ class NewCopies:
         self._tell_roles = tell_roles
         self._drop = drop
         self._hurry = asyncio.Event()
+        self._moves: dict[int, Move] = {}  # by segment; forgotten with this run: they can be asked for again
         self._avoided_until: dict[str, float] = {}
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
+
+    def move(self, moves: Iterable[Move]) -> None:
+        """Make these, in place of those that were asked for before."""
+        self._moves = {move.segment_id: move for move in moves}
+        self.look_now()
 
     def look_now(self) -> None:
         """A copy has ended, or others are wanted."""
@@ -65,13 +72,14 @@ class NewCopies:
         state, now = self._commit_log.state, self._commit_log.now()
         records = [record for record in state.buffers.values() if record.replicas > 1]
         drained = any(server.draining and state.allocation(server.name).segments for server in state.servers.values())
-        if not drained and not any(record.degraded for record in records):
+        if not drained and not self._moves and not any(record.degraded for record in records):
             self._without_room = frozenset()
             return
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
         pool = state.pool(now)
+        self._moves = still_wanted(self._moves, records, pool)
         self._say_without_room(records, pool)
-        await asyncio.gather(*(self._begin(wish) for wish in wishes(records, pool, avoid)))
+        await asyncio.gather(*(self._begin(wish) for wish in wishes(records, pool, avoid, self._moves)))
 
     async def _begin(self, wish: Wish) -> None:
         epoch = wish.segment.epoch + 1

@@ -53,6 +53,7 @@ from smb.coordinator.messages import (
     creation_of,
     ended_message,
     kind_of,
+    move_message,
     registration_of,
     replica_messages,
     server_message,
@@ -60,6 +61,7 @@ from smb.coordinator.messages import (
     without_session,
 )
 from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.rebalance import Move, plan
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
 from smb.coordinator.replicas import CopyRole, copies_on
 from smb.coordinator.session_end_notifier import SessionEndNotifier
@@ -132,6 +134,7 @@ class CoordinatorService(CoordinatorServicer):
         self._parsing = asyncio.Lock()
         self._mirrors = mirrors
         self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
+        self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
 
     async def finish(self) -> None:
         """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
@@ -313,6 +316,16 @@ class CoordinatorService(CoordinatorServicer):
             stays_left_out=max(0, len(stays) - STAYS_SHOWN_MAX),
             copying=copies_to_come(state.buffers.values(), pool),
         )
+
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceReply:
+        """See control.proto. Planned in a thread: with very many buffers it takes a while."""
+        state = self._commit_log.state
+        pool = state.pool(self._commit_log.now())
+        capacity = {name: state.servers[name].capacity_bytes for name in pool.free_bytes}
+        moves = await asyncio.to_thread(plan, state.buffers.values(), pool, capacity)
+        if not request.dry_run:
+            self.move(moves)
+        return pb.RebalanceReply(moves=map(move_message, moves))
 
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
         """See control.proto. Made in a thread: with very many buffers it takes a while."""

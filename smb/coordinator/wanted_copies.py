@@ -5,10 +5,11 @@ server. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from smb.coordinator.placement import Pool, place_copy
+from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 
@@ -28,22 +29,34 @@ class Wish:
     leaving: str = ""
 
 
-def wishes(records: list[BufferRecord], pool: Pool, avoid: frozenset[str] = frozenset()) -> list[Wish]:
-    """Return what to begin now, a few for each server, lost copies first. `avoid`: servers that are not to be asked for
-    anything. Pure.
+def wishes(
+    records: list[BufferRecord],
+    pool: Pool,
+    avoid: frozenset[str] = frozenset(),
+    moves: Mapping[int, Move] | None = None,
+) -> list[Wish]:
+    """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
+    then `moves`, by segment. `avoid`: servers that are not to be asked for anything.
     """
     under_way = [segment for record in records for segment in record.segments if segment.copying_to]
     sources = Counter(segment.server for segment in under_way)
     targets = Counter(segment.copying_to for segment in under_way)
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
     found = []
-    for record, segment, source, leaving in (*_lost(records), *_leaving(records, pool)):
-        if not pool.alive(source) or leaving in avoid or sources[source] >= FROM_ONE_MAX:
+    begun: set[int] = set()
+    for record, segment, source, leaving, chosen in (
+        *_lost(records),
+        *_leaving(records, pool),
+        *_moving(records, moves or {}),
+    ):
+        if not pool.alive(source) or leaving in avoid or sources[source] >= FROM_ONE_MAX or segment.id in begun:
             continue
-        open_to = {name: nbytes for name, nbytes in free.items() if targets[name] < TO_ONE_MAX}
+        names = (chosen,) if chosen else tuple(free)
+        open_to = {name: free[name] for name in names if name in free and targets[name] < TO_ONE_MAX}
         target = place_copy(replace(pool, free_bytes=open_to), source, segment.file_bytes)
         if not target:
             continue
+        begun.add(segment.id)
         sources[source] += 1
         targets[target] += 1
         free[target] -= segment.file_bytes
@@ -74,14 +87,27 @@ def without_room(record: BufferRecord, pool: Pool) -> bool:
     )
 
 
-_Wanted = tuple[BufferRecord, SegmentRecord, str, str]
+def still_wanted(moves: Mapping[int, Move], records: list[BufferRecord], pool: Pool) -> dict[int, Move]:
+    """Return the moves that have not been made and still can be."""
+    there = {segment.id: segment for record in records for segment in record.segments}
+    return {
+        number: move
+        for number, move in moves.items()
+        if number in there
+        and stays_on(there[number], move.leaving)
+        and move.target not in (there[number].server, there[number].backup)
+        and pool.free_bytes.get(move.target, 0) >= move.nbytes
+    }
+
+
+_Wanted = tuple[BufferRecord, SegmentRecord, str, str, str]  # its source, what leaves, and where to if that is decided
 
 
 def _lost(records: list[BufferRecord]) -> Iterator[_Wanted]:
     for record in records:
         for segment in record.segments if record.degraded and record.ready else ():
             if not segment.backup and not segment.copying_to:
-                yield record, segment, segment.server, ""
+                yield record, segment, segment.server, "", ""
 
 
 def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
@@ -90,5 +116,13 @@ def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
         for segment in record.segments if record.replicas > 1 and record.ready else ():
             for leaving in (segment.backup, segment.server):
                 if leaving in pool.draining and (source := stays_on(segment, leaving)):
-                    yield record, segment, source, leaving
+                    yield record, segment, source, leaving, ""
                     break
+
+
+def _moving(records: list[BufferRecord], moves: Mapping[int, Move]) -> Iterator[_Wanted]:
+    for record in records if moves else ():
+        for segment in record.segments:
+            move = moves.get(segment.id)
+            if move is not None and record.ready and (source := stays_on(segment, move.leaving)):
+                yield record, segment, source, move.leaving, move.target

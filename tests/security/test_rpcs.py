@@ -37,6 +37,7 @@ MAY = {
         "RenameBuffer": WRITERS,
         "ListServers": USERS,
         "DrainServer": "operator",
+        "Rebalance": "operator",
         "Overview": USERS,
         "Leader": USERS,
     },

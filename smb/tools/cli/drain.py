@@ -1,4 +1,4 @@
-"""`smb drain SERVER` and `smb undrain SERVER`: a memory server is emptied while its clients work."""
+"""`smb drain SERVER`, `smb undrain SERVER`, `smb rebalance`: segments move between servers while their clients work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from smb.errors import Error
 from smb.tools.cli.connection import coordinator_at
 from smb.tools.cli.options import Coordinator
-from smb.tools.cli.output import console, counted
+from smb.tools.cli.output import console, counted, table
 
 if TYPE_CHECKING:
     from smb.rpc import control_pb2 as pb
@@ -57,13 +57,39 @@ def drain(
 def undrain(server: Server, coordinator: Coordinator = None) -> None:
     """Let a memory server have segments again.
 
-    Segments that have moved away stay where they are.
+    Segments that have moved away stay where they are: smb rebalance brings some back.
 
     Example: smb undrain storage-2
     """
     with coordinator_at(coordinator) as cluster:
         cluster.drain_server(server, _CALL_S, undo=True)
     console().print(f"{server} gets new segments again")
+
+
+def rebalance(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would move, and move nothing.")] = False,
+    coordinator: Coordinator = None,
+) -> None:
+    """Move segments from full memory servers to empty ones.
+
+    Copies of buffers with replicas=2 move, while their users work, until the servers are about equally full. It goes on
+    by itself; smb status shows how full they are.
+
+    Example: smb rebalance --dry-run
+    """
+    from smb.config.parse import format_bytes
+
+    with coordinator_at(coordinator) as cluster:
+        moves = cluster.rebalance(_CALL_S, dry_run=dry_run)
+    if not moves:
+        console().print("Nothing to move: no move of a copy would leave the servers more equally full")
+        return
+    rows = table("BUFFER", "SIZE", "FROM", "TO", right=("SIZE",))
+    for move in moves:
+        rows.add_row(move.title, format_bytes(move.nbytes), move.leaving, move.target)
+    console().print(rows)
+    total = f"{counted(len(moves), 'segment')}, {format_bytes(sum(move.nbytes for move in moves))}"
+    console().print(f"\n{total} {'would move' if dry_run else 'move from now on'}")
 
 
 def _state(server: str, reply: pb.DrainServerReply) -> str:
