@@ -56,6 +56,7 @@ class Drained(Pool):
             self._daemons.variables |= {POINT_VARIABLE: point, ALLOWED_VARIABLE: "1"}
         try:
             self.coordinator = self._daemons.coordinator(self.address)
+            assert self.coordinator.address == self.address  # it serves
         finally:
             for variable in (POINT_VARIABLE, ALLOWED_VARIABLE):
                 self._daemons.variables.pop(variable, None)
@@ -126,8 +127,8 @@ def test_the_coordinator_is_killed_while_it_moves_a_copy(tmp_path: Path) -> None
                 pool.drain(name)
             assert pool.coordinator.wait() == -signal.SIGKILL
             pool.coordinator.ready_file.unlink(missing_ok=True)
-            pool.wait_for_work(20.0)
             pool.restart_coordinator()
+            pool.wait_for_work(20.0)  # a client that has to look for a primary needs the coordinator
             pool.wait_until_empty(name)
             pool.drain(name, undo=True)
         assert pool.end() == 3 + 1 + 1
