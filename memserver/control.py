@@ -129,7 +129,7 @@ class ControlService(MemoryServerServicer):
 
         def take() -> pb.TakeRolesReply:
             self._replication.take(request.replicas)
-            return pb.TakeRolesReply(yielded=[part.segment_id for part in request.replicas if part.yields])
+            return pb.TakeRolesReply(confirmed=[part.segment_id for part in request.replicas if part.confirm])
 
         return _answer(context, take)
 

@@ -69,15 +69,13 @@ class MemoryServers:
         return int(reply.used_bytes)
 
     async def take_roles(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> None:
-        """Tell what the server is to these segments, or that it is to yield. Raises UnavailableError (outcome
-        unknown).
-        """
+        """Tell what the server is to these segments, or ask. Raises UnavailableError (outcome unknown)."""
         try:
             peer = await self._peer(server)
             reply = await peer.stub.TakeRoles(pb.TakeRolesRequest(replicas=replicas), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "take roles", error) from error
-        if not {part.segment_id for part in replicas if part.yields} <= set(reply.yielded):
+        if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):
             raise UnavailableError(f'memory server "{server.name}" is too old to be drained: upgrade it')
 
     async def drop(self, server: ServerRecord, segment_id: int, epoch: int = 0) -> int:

@@ -1,10 +1,11 @@
 """Has copies of segments made (docs/decisions/0025), where one is lost or is to leave its server: chooses a server, has
 it make room, has it copied to.
 
-In this order: the new backup has an empty segment, made for the next epoch; a primary that leaves yields; then the
-record says what is being copied to where; then the primary is told, and the copy that leaves is dropped. Wherever that
-is cut off, nobody takes the segment for a copy: a server is told to drop what no record says is there. A primary that
-has yielded goes on as before, and asks its backup at each read.
+In this order: the new backup has an empty segment, made for the next epoch; where a primary leaves, it yields; where a
+copy leaves, the server of the other one says that it has that; then the record says what is being copied to where; then
+the primary is told, and the copy that leaves is dropped. Wherever that is cut off, nobody takes the segment for a copy:
+a server is told to drop what no record says is there. A primary that has yielded goes on as before, and asks its backup
+at each read.
 """
 
 from __future__ import annotations
@@ -96,8 +97,11 @@ class NewCopies:
             failpoint("coordinator.copy.made")
             if wish.leaving == wish.segment.server:
                 asked = wish.leaving
-                await self._yield(wish)
+                await self._confirm(wish, wish.leaving, yields=True)
                 failpoint("coordinator.copy.yielded")
+            if wish.leaving:
+                asked = wish.source
+                await self._confirm(wish, wish.source)
             committed = await self._commit_log.commit(begun)
         except Error as error:
             _log.warning("no copy of a segment of %s on %s for now: %s", wish.record.title, wish.target, error)
@@ -107,15 +111,19 @@ class NewCopies:
         await self._tell_roles((made.id,), (wish.source,))
         await self._drop(committed)
 
-    async def _yield(self, wish: Wish) -> None:
-        """Have the primary answer nothing any more that its backup does not confirm: that may be promoted then."""
-        state = self._commit_log.state
-        primary = Copy(wish.segment.id, wish.segment.epoch, CopyRole.PRIMARY, wish.segment.backup)
-        message = replica_message(state, primary)
-        message.yields = True
-        server = state.servers.get(wish.leaving)
+    async def _confirm(self, wish: Wish, name: str, *, yields: bool = False) -> None:
+        """Check that the server has its copy now: it may be dead, or back without its memory, and its lease run still.
+        One that yields answers nothing any more that its backup does not confirm: that may be promoted then.
+        """
+        state, segment = self._commit_log.state, wish.segment
+        role, peer = CopyRole.PRIMARY, segment.backup
+        if name != segment.server:
+            role, peer = CopyRole.BACKUP, segment.server
+        message = replica_message(state, Copy(segment.id, segment.epoch, role, peer))
+        message.confirm, message.yields = True, yields
+        server = state.servers.get(name)
         if server is None:
-            raise NotFoundError(f'memory server "{wish.leaving}" is not known any more')
+            raise NotFoundError(f'memory server "{name}" is not known any more')
         await self._servers.take_roles(server, (message,))
 
     def _say_without_room(self, records: list[BufferRecord], pool: Pool) -> None:

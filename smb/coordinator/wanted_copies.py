@@ -49,7 +49,12 @@ def wishes(
         *_leaving(records, pool),
         *_moving(records, moves or {}),
     ):
-        if not pool.alive(source) or leaving in avoid or sources[source] >= FROM_ONE_MAX or segment.id in begun:
+        if (
+            not pool.alive(source)
+            or {source, leaving} & avoid
+            or sources[source] >= FROM_ONE_MAX
+            or segment.id in begun
+        ):
             continue
         names = (chosen,) if chosen else tuple(free)
         open_to = {name: free[name] for name in names if name in free and targets[name] < TO_ONE_MAX}
