@@ -103,7 +103,8 @@ def _totals(state: State, now: Instant) -> Iterator[Metric]:
     alive = [name for name in state.servers if state.alive(name, now)]
     buffers = state.listed()
     kinds = Counts(record.kind for record in state.buffers.values() if record.ready)
-    free = sum(state.servers[name].capacity_bytes - state.allocation(name).nbytes for name in alive)
+    open_to = [name for name in alive if not state.servers[name].draining]
+    free = sum(state.servers[name].capacity_bytes - state.allocation(name).nbytes for name in open_to)
     allocated = sum(allocation.nbytes for allocation in state.allocated.values())
     yield gauge("smb_coordinator_buffers", len(buffers))
     yield gauge("smb_coordinator_pending_buffers", sum(not record.ready for record in state.buffers.values()))

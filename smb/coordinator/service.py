@@ -104,6 +104,12 @@ def new_id() -> int:
     return secrets.randbits(64) or 1
 
 
+def _check_unlimited(method: str) -> None:
+    """Raise PermissionDeniedError for a caller that may not know of all buffers."""
+    if caller().namespaces is not None:
+        raise PermissionDeniedError(f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster")
+
+
 class CoordinatorService(CoordinatorServicer):
     """control.proto's Coordinator; its comments there are the reference. Raises smb.errors, which become gRPC codes in
     `answers`.
@@ -301,6 +307,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def DrainServer(self, request: pb.DrainServerRequest, context: Context) -> pb.DrainServerReply:
         """See control.proto."""
+        _check_unlimited("DrainServer")
         await self._commit_log.commit(ServerDrained(request.name, request.undo))
         failpoint("coordinator.drain.stored")
         self.on_copies()
@@ -319,6 +326,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceReply:
         """See control.proto. Planned in a thread: with very many buffers it takes a while."""
+        _check_unlimited("Rebalance")
         state = self._commit_log.state
         pool = state.pool(self._commit_log.now())
         capacity = {name: state.servers[name].capacity_bytes for name in pool.free_bytes}
@@ -329,10 +337,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
         """See control.proto. Made in a thread: with very many buffers it takes a while."""
-        if caller().namespaces is not None:
-            raise PermissionDeniedError(
-                f"Overview: {caller()} is limited to namespaces, and it shows all of the cluster"
-            )
+        _check_unlimited("Overview")
         if request.server:
             text = await asyncio.to_thread(self._overview.server, request.server)
         elif request.buffer:

@@ -394,7 +394,7 @@ def _copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
     record, target = state.buffers.get(event.key), state.servers.get(event.target)
     known = target is not None and target.instance_id == event.instance_id and state.alive(event.target, now)
     judged = record
-    if record is not None and known:
+    if record is not None and target is not None and known and not target.draining:
         judged = begin_copy(record, event.segment_id, event.target, event.epoch, event.leaving)
     if record is None or judged is None or judged is record:
         raise NotFoundError(f"segment {event.segment_id:016x} wants no copy on {event.target} any more")

@@ -174,7 +174,9 @@ COORDINATOR: tuple[Description, ...] = (
         "smb_coordinator_allocated_bytes",
         "Bytes of the servers' capacity taken by segments, headers included, being created ones too.",
     ),
-    _gauge("smb_coordinator_free_bytes", "Capacity of the live servers that is not taken."),
+    _gauge(
+        "smb_coordinator_free_bytes", "Capacity of the live servers that is not taken, without those being drained."
+    ),
     _gauge(
         "smb_coordinator_degraded_segments", "Segments of buffers of two copies that have one; being copied or not."
     ),
