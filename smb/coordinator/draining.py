@@ -51,8 +51,8 @@ def check_room(records: Iterable[BufferRecord], pool: Pool, name: str) -> None:
         listed = ", ".join(f"{title} ({format_bytes(nbytes)})" for title, nbytes in worst)
         more = f" and {len(refused) - len(worst)} more" if len(refused) > len(worst) else ""
         raise OutOfMemoryError(
-            f"the other servers have no room for copies of {listed}{more}; free: {_shown(pool, name)}. "
-            f"Delete buffers (smb rm) or start another memory server (smb-memserver)"
+            f"the other servers have no room for copies of {listed}{more}; free: {_shown(pool, name)}. The copies of a "
+            f"segment need a server each. Delete buffers (smb rm) or start another memory server (smb-memserver)"
         )
 
 
