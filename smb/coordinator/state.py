@@ -727,7 +727,8 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
     if creation.like:
         like = _find_ready(state, creation.like)
         creation = _shaped_like(creation, like)
-        differs = _difference("layout", _cut_of(existing), _cut_of(like))
+        moves = existing.replicas > 1 or like.replicas > 1
+        differs = _difference("layout", _cut_of(existing, moves), _cut_of(like, moves))
     else:
         differs = _wishes_differ(existing, creation)
     differs = (
@@ -778,6 +779,8 @@ def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
     differs = ""
     if creation.stripe_bytes:
         differs = differs or _difference("stripe", existing.stripe_bytes, creation.stripe_bytes)
+    if existing.replicas > 1:
+        return differs  # its segments may have gone to any servers since
     if creation.server_names:
         named = creation.server_names[:stripes]
         if len(servers) < len(segments) and set(named) == set(servers):
@@ -788,8 +791,13 @@ def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
     return differs
 
 
-def _cut_of(record: BufferRecord) -> tuple[object, ...]:
-    return (record.stripe_bytes, record.chunk_bytes, *(segment.server for segment in record.segments))
+def _cut_of(record: BufferRecord, moves: bool) -> tuple[object, ...]:
+    """Return how it is cut, and where it lies unless it `moves`."""
+    return (
+        record.stripe_bytes,
+        record.chunk_bytes,
+        *("" if moves else segment.server for segment in record.segments),
+    )
 
 
 def _difference(what: str, there: object, asked: object) -> str:

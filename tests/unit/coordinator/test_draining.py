@@ -119,6 +119,18 @@ def test_a_primary_leaves(cluster: Cluster) -> None:
     assert cluster.state.allocation("a").segments == 0
 
 
+def test_who_comes_late_opens_what_has_moved(cluster: Cluster) -> None:
+    """A creation with exist_ok that names the servers of the beginning, or their number, or a buffer like it."""
+    cluster.create("like", replicas=2, server_names=("c",), like="")
+    cluster.do(ServerDrained("a"))
+    begin(cluster, "a")
+    cluster.do(CopiesEnded("b", {segment(cluster).id: 2}, whole=True))
+    for wish in ({"server_names": ("a",)}, {"server_count": 1}, {"like": "like", "shape": (), "dtype": ""}):
+        assert cluster.want("w", replicas=2, exist_ok=True, **wish) == ()
+    with pytest.raises(errors.AlreadyExistsError, match="with stripe"):
+        cluster.want("w", replicas=2, exist_ok=True, server_names=("a",), stripe_bytes=4096)
+
+
 def test_what_does_not_begin(cluster: Cluster) -> None:
     """In another epoch, on a server that has a copy, of one that has none, or where the other copy's server is away."""
     for leaving, changes in (
