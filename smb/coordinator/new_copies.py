@@ -30,6 +30,7 @@ from smb.errors import Error, NotFoundError
 
 LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
+CONFIRM_PAUSE_S = 1.0  # nor one that did not confirm its own: it may not have heard of its role yet
 
 _log = logging.getLogger("coordinator")
 # Segments, and servers: tell these at once what they are to those.
@@ -105,7 +106,8 @@ class NewCopies:
             committed = await self._commit_log.commit(begun)
         except Error as error:
             _log.warning("no copy of a segment of %s on %s for now: %s", wish.record.title, wish.target, error)
-            self._avoided_until[asked] = self._commit_log.now().monotonic + PAUSE_S
+            pause_s = PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S
+            self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
             return
         failpoint("coordinator.copy.begun")
         await self._tell_roles((made.id,), (wish.source,))
