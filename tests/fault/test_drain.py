@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator
 from tests.fault.long import LIMIT_S, LONG
 from tests.fault.test_second_copy import NAMES, Pool
-from tests.support.daemons import running_daemons, wait_for
+from tests.support.daemons import running_daemons, stop, wait_for
 from tests.support.history import read_notes, tickets_of
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
@@ -116,6 +118,26 @@ def test_a_drain_is_interrupted(tmp_path: Path, victim: str) -> None:
             pool.kill("a")
         pool.wait_for_copies(60.0)
         pool.wait_for_work(20.0)
+        assert pool.end() == 3 + 1 + 1
+
+
+@pytest.mark.skipif(not LONG, reason="waits for leases; SMB_LONG=1")
+@pytest.mark.parametrize("what", ["a", "b", "d", "coordinator"])
+def test_a_process_stands_still(tmp_path: Path, what: str) -> None:
+    """For 20 s in the middle of a drain, and goes on: calls may wait for it, none fails, and the drain ends."""
+    with running_daemons(tmp_path) as daemons:
+        pool = Drained(daemons, tmp_path, "--copy-rate", "256KiB")
+        pool.begin(("tcp", "auto"))
+        pool.restart("d")
+        pool.wait_for_servers()
+        pool.drain("a")
+        pool.wait_for_copying("d")
+        pid = pool.coordinator.pid if what == "coordinator" else pool.servers[what].pid
+        stop(pid)
+        time.sleep(20.0)
+        os.kill(pid, signal.SIGCONT)
+        pool.wait_for_work(20.0)
+        pool.wait_until_empty("a")
         assert pool.end() == 3 + 1 + 1
 
 
