@@ -10,7 +10,7 @@ answer may be out of date by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -94,8 +94,18 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Return what answers a method now."""
-        return self._handlers.get(handler_call_details.method)
+        """Return what answers a method: with the service of the moment of the answer, not of this lookup."""
+        method = handler_call_details.method
+        found = self._handlers.get(method)
+        if found is None or found.unary_unary is None:
+            return found
+
+        async def answer(request: Any, context: Any) -> Any:
+            return await cast(Any, self._handlers[method].unary_unary)(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            answer, request_deserializer=found.request_deserializer, response_serializer=found.response_serializer
+        )
 
     def _leader(self) -> pb.LeaderReply:
         return pb.LeaderReply(leads=self.leads, address=self.leader, term=self.term)

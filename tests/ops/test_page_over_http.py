@@ -42,6 +42,13 @@ def ask(address: str, path: str, method: str = "GET", **headers: str) -> tuple[i
             return error.code, error.headers, error.read()
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[smb.LocalCluster]:
+    """One of this file: "Nothing is wrong" is not so where tests before killed clients."""
+    with smb.LocalCluster(servers=3, capacity="64MiB") as running:
+        yield running
+
+
 def state_of(cluster: smb.LocalCluster) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(ask(cluster.coordinator.metrics, "/api/state")[2])
     return found
