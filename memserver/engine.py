@@ -113,7 +113,7 @@ class NotReadyError(UnavailableError):
     """Not yet: no key of tokens is known."""
 
 
-# Counters by (transport, opcode): operations, and bytes. Those at 0 are left out.
+# Counters by (transport, opcode): operations, and bytes. Those of kinds that never happened are left out.
 Share = Mapping[tuple[int, int], tuple[int, int]]
 
 
