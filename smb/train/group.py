@@ -43,7 +43,7 @@ METADATA = "smb.train"
 LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
 _SETUP_S = 30.0
-_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256}  # of an element, as it travels
+WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256}  # of an element, as it travels
 
 _log = logging.getLogger("smb")
 
@@ -81,7 +81,7 @@ class Group:
         self._seen = 0  # the tick's version, as far as we know
         self._rejoins = 0
         self.patience = max(0.05, self.lease / 4)
-        self.sent_bytes = round(weights.size * _BYTES[weights.wire])
+        self.sent_bytes = round(weights.size * WIRE_BYTES[weights.wire])
 
     # ---- membership
 

@@ -180,7 +180,19 @@ def test_what_is_exported_is_exact(client: smb.Client, connect: Connect, scheme:
     assert np.array_equal(model.weight.detach().numpy(), exact)
 
 
-@pytest.mark.parametrize("scheme", [DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0), smb.train.ASP()])
+_PLAIN: dict[str, Any] = {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+_ADDING = [
+    smb.train.BSP(),
+    smb.train.LocalSGD(every=1),
+    DiLoCo(**_PLAIN),
+    smb.train.AsyncDiLoCo(**_PLAIN),
+    smb.train.ASP(),
+    smb.train.SSP(),
+    smb.train.R2SP(),
+]
+
+
+@pytest.mark.parametrize("scheme", _ADDING, ids=lambda scheme: str(scheme.NAME))
 def test_error_feedback(client: smb.Client, scheme: smb.train.Scheme) -> None:
     """What int8 leaves out of one contribution goes along with the next: a value that each round hides beside a large
     one arrives in the end, and the sum of many differs by no more than one rounding."""

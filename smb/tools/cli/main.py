@@ -26,6 +26,7 @@ from smb.tools.cli.ls import ls
 from smb.tools.cli.mount import mount, umount
 from smb.tools.cli.options import Command, Config, configured
 from smb.tools.cli.output import print_error
+from smb.tools.cli.plan import plan
 from smb.tools.cli.relay import relay
 from smb.tools.cli.rm import rm
 from smb.tools.cli.stat import stat
@@ -37,7 +38,7 @@ from smb.tools.cli.up import up
 
 _GROUPS: dict[str, tuple[Any, ...]] = {
     "A cluster": (up, coordinator, status, top),
-    "Trainings": (train, demo),
+    "Trainings": (train, plan, demo),
     "Buffers": (ls, stat, create, rm, relay, cp, snapshot, restore),
     "Buffers as files": (mount, umount),
     "Around it": (doctor, bench, config, certs, targets),

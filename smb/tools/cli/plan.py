@@ -1,0 +1,234 @@
+"""`smb plan`: what a training will take, before it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smb.errors import Error, InvalidArgumentError
+from smb.tools.cli.options import Coordinator, Json, usage_errors
+from smb.tools.cli.output import console, format_duration, print_json, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from smb.tools.plan.model import Advice, Question, Row
+
+_WORKERS_MAX = 100_000
+_RTT = "0.2ms"  # between hosts of one room
+_EACH = "workers"  # of --servers: one beside each
+
+
+def plan(
+    what: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCRIPT_OR_SPEC",
+            help="A Python file with model(), batch(size) and loss(model, batch), which is measured here; or a .toml "
+            "or .json file with the bytes and times of a model.",
+        ),
+    ],
+    workers: Annotated[str, typer.Option("--workers", metavar="N,...", help="Numbers of workers.")] = "1,4,16",
+    link: Annotated[
+        str | None,
+        typer.Option("--link", metavar="RATE", help="Of a worker, in each direction: 10Gbit. Default: measured."),
+    ] = None,
+    server_link: Annotated[
+        str | None, typer.Option("--server-link", metavar="RATE", help="Of a memory server. [default: --link]")
+    ] = None,
+    rtt: Annotated[
+        str | None,
+        typer.Option("--rtt", metavar="TIME", help="Round trip between a worker and a server. [default: 0.2ms]"),
+    ] = None,
+    servers: Annotated[
+        str,
+        typer.Option("--servers", metavar="N", help=f"Memory servers; '{_EACH}': one on each worker's host."),
+    ] = "1",
+    schemes: Annotated[
+        str | None, typer.Option("--schemes", metavar="NAME,...", help="Of which schemes. [default: all]")
+    ] = None,
+    every: Annotated[
+        int,
+        typer.Option("--every", min=1, metavar="STEPS", help="From one exchange to the next, where it is a setting."),
+    ] = 50,
+    wire: Annotated[
+        str, typer.Option("--wire", metavar="NAME", help="How contributions travel: exact, bfloat16, float16, int8.")
+    ] = "exact",
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", min=1, metavar="N", help="Samples of a worker's step. [default: the spec's; 32]"),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option("--global-batch", min=1, metavar="N", help="Samples of a step of all workers together, instead."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="A picture of the speed-up to write (png, svg, pdf).")
+    ] = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the time of a step by scheme.
+
+    The speed-up, too, and what bounds it. By a model of cost: nothing is trained. The network is what --link, --rtt and
+    --servers say; without --link the way to the cluster at --coordinator is measured. docs/plan.md has the formulas,
+    and how far they are off.
+
+    Example: smb plan model.toml --workers 1,8,72,128 --link 10Gbit --rtt 0.2ms --servers 4
+    """
+    with usage_errors():
+        counts = _numbers(workers)
+    question = _question(what, link, server_link, rtt, servers, every, wire, batch, global_batch, coordinator)
+    from smb.tools.plan.model import SCHEMES, advice, rows
+
+    chosen = tuple(dict.fromkeys(schemes.split(","))) if schemes else SCHEMES
+    if foreign := [name for name in chosen if name not in SCHEMES]:
+        raise typer.BadParameter(f"no scheme {foreign[0]!r} is planned; there are: {', '.join(SCHEMES)}")
+    found = [row for count in counts for row in rows(question, count, chosen)]
+    advised = [advice(question, count, chosen) for count in counts]
+    if plot:
+        _draw(question, max(counts), chosen, plot)
+    if as_json:
+        print_json(_to_json(question, found, advised))
+    else:
+        _show(question, found, advised)
+        if plot:
+            console().print(f"plot: {plot}", soft_wrap=True)
+
+
+def _question(
+    what: Path,
+    link: str | None,
+    server_link: str | None,
+    rtt: str | None,
+    servers: str,
+    every: int,
+    wire: str,
+    batch: int | None,
+    global_batch: int | None,
+    coordinator: str | None,
+) -> Question:
+    from smb.tools.plan import network
+    from smb.tools.plan.model import Question, check_settings
+    from smb.tools.plan.spec import read_spec
+
+    with usage_errors():
+        if link is None and not coordinator:
+            raise InvalidArgumentError("what network? Tell --link, such as 10Gbit, or measure one: --coordinator")
+        if servers != _EACH and not (servers.isascii() and servers.isdigit() and int(servers)):
+            raise InvalidArgumentError(f"--servers {servers}: a number from 1 on, or '{_EACH}'")
+        if link is None and (server_link or rtt):
+            raise InvalidArgumentError("--server-link and --rtt go with --link; without it the network is measured")
+        told = network.told(link, server_link, rtt or _RTT) if link is not None else None
+        settings: dict[str, Any] = {"batch": batch, "global_batch": global_batch, "every": every, "wire": wire}
+        settings["servers"] = None if servers == _EACH else int(servers)
+        check_settings(**settings)  # before anything is measured
+        spec = None
+        if what.suffix in (".toml", ".json"):
+            spec = read_spec(what)
+        elif what.suffix != ".py":
+            raise InvalidArgumentError(f"{what}: neither a script (.py) nor a spec (.toml, .json)")
+    if spec is None:
+        from smb.tools.plan.script import measure_script
+
+        with usage_errors():
+            spec = measure_script(what, batch or 32)
+    if told is None:
+        assert coordinator
+        told = network.measured(coordinator)
+    return Question(spec, told, **settings)
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= _WORKERS_MAX for part in parts):
+        raise InvalidArgumentError(f"--workers {text}: numbers from 1 to {_WORKERS_MAX}, with commas between")
+    return sorted({int(part) for part in parts})
+
+
+def _draw(question: Question, most: int, schemes: Sequence[str], path: Path) -> None:
+    from smb.tools.plan.plot import check_plotting, draw
+
+    check_plotting()
+    try:
+        draw(question, most, schemes, path)
+    except (OSError, ValueError) as error:
+        raise Error(f"cannot write the plot {path}: {error}") from error
+
+
+def _to_json(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -> dict[str, Any]:
+    import dataclasses
+
+    compute = question.spec.compute
+    return {
+        "spec": question.spec.to_json(),
+        "parameters_bytes": question.spec.nbytes,
+        "compute": dataclasses.asdict(compute),
+        "network": dataclasses.asdict(question.network),
+        "servers": question.servers or _EACH,
+        "wire": question.wire,
+        "predictions": [dataclasses.asdict(row) for row in found],
+        "advice": [each.to_json() for each in advised],
+    }
+
+
+def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -> None:
+    from smb.config.parse import format_bytes
+
+    out, spec, compute = console(), question.spec, question.spec.compute
+    layers = f"{len(spec.layers)} layers, " if spec.by_layer else ""
+    out.print(
+        f"{spec.name}: {layers}{format_bytes(spec.nbytes)} of parameters; a step of b samples computes "
+        f"{format_duration(compute.fixed_s)} + {format_duration(compute.sample_s)} * b",
+        soft_wrap=True,
+    )
+    servers = (
+        "a memory server on each worker's host" if question.servers is None else f"memory servers: {question.servers}"
+    )
+    out.print(f"network: {question.network.source}; {servers}; contributions {question.wire}\n", soft_wrap=True)
+    out.print(_predictions(found))
+    out.print()
+    out.print(_advice(advised))
+    if any(row.overlap != "none" for row in found):
+        out.print("\n* not in smb yet: an exchange behind the passes of a step", soft_wrap=True)
+    out.print("predicted by a model, see docs/plan.md; schemes differ in what a step is worth, too", soft_wrap=True)
+
+
+def _predictions(found: Sequence[Row]) -> Table:
+    from smb.config.parse import format_bytes
+
+    numbers = ("WORKERS", "EVERY", "STEP", "SPEED-UP", "EFFICIENCY", "BYTES/STEP", "BYTES/HOUR", "SERVER MEMORY")
+    rows = table("WORKERS", "SCHEME", "OVERLAP", *numbers[1:4], "EFFICIENCY", "BOUND BY", *numbers[5:], right=numbers)
+    for row in found:
+        rows.add_row(
+            str(row.workers),
+            row.scheme,
+            "none" if row.overlap == "none" else f"{row.overlap}*: {row.schedule}",
+            str(row.every),
+            format_duration(row.iteration_s),
+            f"{row.speedup:.1f}",
+            f"{row.efficiency:.0%}",
+            row.bound_by,
+            format_bytes(round(row.sent_bytes + row.received_bytes)),
+            format_bytes(round(row.bytes_per_hour)),
+            format_bytes(row.server_bytes),
+        )
+    return rows
+
+
+def _advice(advised: Sequence[Advice]) -> Table:
+    columns = ("WORKERS", "DILOCO 95 % FROM EVERY", "CONNECTIONS OF A SERVER", "TO FILL A LINK")
+    rows = table(*columns, "SERVERS THAT ARE ENOUGH", right=columns)
+    for each in advised:
+        enough = each.servers_enough
+        rows.add_row(
+            str(each.workers),
+            str(each.diloco_every),
+            str(each.connections),
+            str(each.connections_to_fill),
+            ", ".join(f"{scheme} {count}" for scheme, count in enough.items()) if enough else "-",
+        )
+    return rows

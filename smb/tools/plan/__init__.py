@@ -1,0 +1,1 @@
+"""`smb plan`: the inputs, read or measured; a model of cost; its figures."""

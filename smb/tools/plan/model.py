@@ -1,0 +1,346 @@
+"""The model of cost: the time of an iteration, by scheme, overlap and number of workers. Pure.
+
+C is a step's computing, S the model's bytes, w the share of them that a contribution has on the wire. There are N
+workers and K memory servers; L and M are the rates of a worker's and a server's link, in each direction. a is one call
+of a few bytes, H the steps from one exchange to the next. A worker alone moves V = min(L, K M, K window / round trip).
+If all move at one time, each moves U = min(V, K M / N). n is the number of calls that wait for each other (counted at a
+server: tests/train/test_plan_calls.py), and N - 1 more in rounds.
+
+    bsp, localsgd, diloco, asyncdiloco   C + (n a + w S/U + combine + S/U) / H
+    asp, ssp                             cycle(C + n a + e; S/V)                push and pull in one round trip
+    r2sp                                 max(C + x, N x),  x = n a + e + S/V    one after the other (Chen et al. 2019)
+    easgd                                cycle(H C + n a; w S/V, S/V) / H
+    seasgd                               (max(H C, w S/U) + S/U + n a) / H      the addition hides (ShmCaffe, 2018)
+
+combine is what servers do when a round is closed: passes over S/K bytes at COMBINE_PER_S, one for each contribution and
+some for state. e is a chunk from each server at V: the last one comes back when it has arrived whole. cycle(Z; D, ...)
+is a closed network of N workers that compute for Z and then take the servers' links for D each, shared fairly: mean
+value analysis (Reiser, Lavenberg 1980), exact for processor sharing. Rounds and SEASGD are in step: all send at one
+time. So is asyncdiloco, measured with workers of equal speed: who comes while a round is closed waits for that. SSP's
+waits for the slowest are not in it, nor are unequal workers.
+
+With overlap, smb.train.partition plans within a step. Its rates are those at which the exchange without overlap moves
+its bytes, others' queueing included. No iteration is shorter than all workers' bytes take over the servers' links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from smb.errors import InvalidArgumentError
+from smb.tools.plan.network import CHUNK_BYTES, WINDOW_BYTES, Network
+from smb.tools.plan.spec import Spec
+from smb.train import scheme_of
+from smb.train.group import WIRE_BYTES
+from smb.train.partition import FUSED, OVERLAPS, ROUNDS, Channel, pick, predict
+
+# Calls of one exchange that wait for each other, with one worker, who closes its own rounds.
+CALLS = {"bsp": 24, "localsgd": 24, "diloco": 30, "asyncdiloco": 31, "asp": 4, "ssp": 5, "r2sp": 12, "easgd": 6,
+         "seasgd": 5}  # fmt: skip
+# Passes over a model's bytes at the servers when a round is closed, beside one for each contribution.
+_PASSES = {"bsp": 2, "localsgd": 2, "diloco": 6, "asyncdiloco": 6}
+COMBINE_PER_S = 2e9  # bytes of a model that one server adds in a second, measured over loopback
+_IN_ROUNDS = tuple(_PASSES)
+_FUSED = ("asp", "ssp", "r2sp")
+EVERY_STEP = ("bsp", "asp", "ssp", "r2sp")
+SCHEMES = (*EVERY_STEP, "easgd", "seasgd", "localsgd", "diloco", "asyncdiloco")
+_EFFICIENT = 0.95
+_SERVERS_MAX = 1024
+_ENOUGH = 1.05  # an iteration this many times as long as with any number of servers: then servers are enough
+COMPUTING, OWN_LINK, SERVERS, CALLING, COMBINING = "computing", "worker's link", "servers' links", "calls", "combining"
+WINDOW = "window of a connection"
+
+
+def check_settings(servers: int | None, batch: int | None, global_batch: int | None, every: int, wire: str) -> None:
+    """Raise InvalidArgumentError for what no Question has."""
+    for name, value in (("servers", servers), ("batch", batch), ("global batch", global_batch), ("every", every)):
+        if value is not None and value < 1:
+            raise InvalidArgumentError(f"{name} {value} is less than 1")
+    if wire not in WIRE_BYTES:
+        raise InvalidArgumentError(f"wire={wire!r} is none of {', '.join(WIRE_BYTES)}")
+    if batch is not None and global_batch is not None:
+        raise InvalidArgumentError("tell a worker's batch or that of all together, not both")
+
+
+@dataclass(frozen=True)
+class Question:
+    """The inputs. servers: None is one on each worker's host. batch: of one worker; global_batch: of all together,
+    instead. every: of the schemes that have it. wire: how contributions travel."""
+
+    spec: Spec
+    network: Network
+    servers: int | None = 1
+    batch: int | None = None
+    global_batch: int | None = None
+    every: int = 50
+    wire: str = "exact"
+
+    def __post_init__(self) -> None:
+        check_settings(self.servers, self.batch, self.global_batch, self.every, self.wire)
+
+    def batch_of(self, workers: int) -> float:
+        """Return the samples of a worker's step."""
+        return self.global_batch / workers if self.global_batch else float(self.batch or self.spec.batch)
+
+    def servers_of(self, workers: int) -> int:
+        """Return how many memory servers there are."""
+        return workers if self.servers is None else self.servers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prediction. Seconds and bytes are for a step of one worker; bound_by: the largest part of the iteration.
+
+    speedup: samples a second beside one worker that exchanges nothing. efficiency: computing's share. schedule: of the
+    overlap. server_bytes: memory of all servers together. bytes_per_hour: over all workers' links, both directions.
+    """
+
+    workers: int
+    scheme: str
+    overlap: str
+    schedule: str
+    every: int
+    iteration_s: float
+    computing_s: float
+    speedup: float
+    efficiency: float
+    bound_by: str
+    sent_bytes: float
+    received_bytes: float
+    bytes_per_hour: float
+    server_bytes: int
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Conclusions for a number of workers.
+
+    diloco_every: from which `every` on DiLoCo spends 95 % of its time computing. servers_enough: by scheme, the least
+    number with which an iteration is within 5 % of what any number gives (None: servers are the workers' hosts).
+    connections: at the server with most of them. connections_to_fill: that one worker would need to one server to fill
+    the narrower link over this round trip; there is one today.
+    """
+
+    workers: int
+    diloco_every: int
+    servers_enough: dict[str, int] | None
+    connections: int
+    connections_to_fill: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Rates in bytes a second: `alone` is V, `together` is U, `servers` is K M; crossing: share of the bytes that go
+    over a link at all. limit: what bounds `alone`."""
+
+    alone: float
+    together: float
+    servers: float
+    crossing: float
+    limit: str
+    limit_together: str
+
+
+def shares(question: Question, workers: int, *, fused: bool = False) -> Shares:
+    """Return what a worker can move."""
+    network, count = question.network, question.servers_of(workers)
+    own, server = network.worker_per_s, network.server_per_s
+    crossing = 1.0
+    if question.servers is None:
+        # The host's link carries the worker's bytes and the server's; a push and a pull at one time meet on it.
+        crossing = 1 - 1 / workers
+        own = server = min(own, server) / (2 if fused else 1)
+    window = WINDOW_BYTES / network.rtt_s if network.rtt_s else math.inf
+    rates = {OWN_LINK: own, SERVERS: count * server, WINDOW: count * window}
+    limit = min(rates, key=lambda name: rates[name])
+    alone = rates[limit]
+    fair = count * server / workers
+    return Shares(alone, min(alone, fair), count * server, crossing, limit, limit if alone <= fair else SERVERS)
+
+
+def cycle_s(think_s: float, alone_s: list[float], demands_s: list[float], workers: int) -> float:
+    """Return the mean time from one exchange of a worker to its next.
+
+    It computes for think_s, then uses each link for alone_s, of which demands_s are the servers' side, where workers
+    meet. Mean value analysis with a delay and a station for each link.
+    """
+    rest = think_s + sum(max(0.0, alone - demand) for alone, demand in zip(alone_s, demands_s, strict=True))
+    queues = [0.0] * len(demands_s)
+    total = rest
+    for number in range(1, workers + 1):
+        waits = [demand * (1 + queue) for demand, queue in zip(demands_s, queues, strict=True)]
+        total = rest + sum(waits)
+        queues = [number * wait / total for wait in waits] if total else queues
+    return total
+
+
+def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, float]:
+    """Return the parts of the time from one exchange to the next, without overlap, by what they are spent on."""
+    every = 1 if scheme in EVERY_STEP else question.every
+    fused = scheme in _FUSED
+    of = shares(question, workers, fused=fused)
+    pulled = question.spec.nbytes * of.crossing
+    pushed = pulled * _wire_share(question)
+    computing = every * question.spec.compute.seconds(question.batch_of(workers))
+    calls = CALLS[scheme] * question.network.call_s
+    parts: defaultdict[str, float] = defaultdict(float, {COMPUTING: computing, CALLING: calls})
+
+    if scheme in _IN_ROUNDS:
+        parts[CALLING] += (workers - 1) * question.network.call_s  # the closer adds one contribution after the other
+        passes = _PASSES[scheme] + workers
+        parts[COMBINING] += passes * question.spec.nbytes / question.servers_of(workers) / COMBINE_PER_S
+        parts[of.limit_together] += (pushed + pulled) / of.together
+        return parts
+    if fused:
+        parts[of.limit] += min(pulled, CHUNK_BYTES * question.servers_of(workers)) / of.alone
+    if scheme == "r2sp":
+        parts[of.limit] += pulled / of.alone
+        update = parts[CALLING] + parts[of.limit]
+        parts[SERVERS] += max(0.0, workers * update - (computing + update))
+    elif scheme == "seasgd":
+        parts[of.limit_together] += max(0.0, pushed / of.together - computing) + pulled / of.together
+    else:
+        moved = [pulled] if fused else [pushed, pulled]
+        alone, demands = [each / of.alone for each in moved], [each / of.servers for each in moved]
+        think = sum(parts.values())
+        parts[of.limit] += sum(alone)
+        parts[SERVERS] += cycle_s(think, alone, demands, workers) - think - sum(alone)
+    return parts
+
+
+def rows(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES) -> list[Row]:
+    """Return a row for each scheme; where layers are known and a scheme exchanges at each step, with overlaps too."""
+    if workers < 1:
+        raise InvalidArgumentError(f"{workers} workers are less than 1")
+    found = []
+    for scheme in schemes:
+        parts = parts_s(question, scheme, workers)
+        every = 1 if scheme in EVERY_STEP else question.every
+        bound_by = max(parts, key=lambda name: parts[name])
+        found.append(_row(question, scheme, workers, every, sum(parts.values()) / every, bound_by, "none", "-"))
+        if scheme in ("bsp", "asp") and question.spec.by_layer:
+            found += _overlapped(question, scheme, workers, parts)
+    return found
+
+
+def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdict[str, float]) -> list[Row]:
+    fused = scheme == "asp"
+    of = shares(question, workers, fused=fused)
+    if not of.crossing:
+        return []
+    call_s = question.network.call_s
+    nbytes = question.spec.nbytes
+    rate = of.together / of.crossing
+    if fused:
+        rate = nbytes / (sum(parts.values()) - parts[COMPUTING] - parts[CALLING])
+    channel = Channel(rate / _wire_share(question), rate, call_s, call_s - question.network.rtt_s)
+    layers = question.spec.layers_at(question.batch_of(workers))
+    # The calls that carry parameters are in the channel.
+    calls = parts[CALLING] - (1 if fused else 2) * call_s
+    rest = calls + parts[COMBINING]
+    predictions = predict(layers, channel, FUSED if fused else ROUNDS, rest)
+    found = []
+    for overlap in OVERLAPS[1:]:
+        best = pick([each for each in predictions if each.overlap == overlap], overlap)
+        iteration_s = best.iteration_s
+        if fused:
+            iteration_s = max(iteration_s + rest, workers * nbytes * of.crossing / of.servers)
+        exposed = {
+            COMPUTING: parts[COMPUTING],
+            CALLING: calls,
+            of.limit_together: iteration_s - parts[COMPUTING] - rest,
+        }
+        bound_by = max(exposed, key=lambda name: exposed[name])
+        found.append(_row(question, scheme, workers, 1, iteration_s, bound_by, overlap, best.schedule))
+    return found
+
+
+def _row(
+    question: Question,
+    scheme: str,
+    workers: int,
+    every: int,
+    iteration_s: float,
+    bound_by: str,
+    overlap: str,
+    schedule: str,
+) -> Row:
+    compute = question.spec.compute
+    batch = question.batch_of(workers)
+    computing_s = compute.seconds(batch)
+    # As many samples in one process: the whole batch at once where it is divided, the same batch where it is not.
+    alone = question.global_batch or batch
+    speedup = workers * batch / iteration_s * compute.seconds(alone) / alone
+    received = question.spec.nbytes / every
+    sent = received * _wire_share(question)
+    settings = {} if scheme in EVERY_STEP else {"every": every}
+    copies = scheme_of(scheme, dict[str, Any](settings)).copies()
+    return Row(
+        workers=workers,
+        scheme=scheme,
+        overlap=overlap,
+        schedule=schedule,
+        every=every,
+        iteration_s=iteration_s,
+        computing_s=computing_s,
+        speedup=speedup,
+        efficiency=computing_s / iteration_s,
+        bound_by=bound_by,
+        sent_bytes=sent,
+        received_bytes=received,
+        bytes_per_hour=3600 / iteration_s * workers * (sent + received) * shares(question, workers).crossing,
+        server_bytes=question.spec.nbytes * (copies.group + workers * copies.worker),
+    )
+
+
+def _wire_share(question: Question) -> float:
+    return WIRE_BYTES[question.wire] / WIRE_BYTES["exact"]
+
+
+def advice(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES) -> Advice:
+    """Return what follows for so many workers."""
+    enough = None
+    if question.servers is not None:
+        enough = {scheme: _servers_enough(question, scheme, workers) for scheme in schemes}
+    network = question.network
+    fills = min(network.worker_per_s, network.server_per_s) * network.rtt_s / WINDOW_BYTES
+    return Advice(
+        workers=workers,
+        diloco_every=_efficient_every(question, workers),
+        servers_enough=enough,
+        connections=2 * workers,  # at the server that keeps the group's table: a second one for calls that wait
+        connections_to_fill=max(1, math.ceil(fills)),
+    )
+
+
+def _efficient_every(question: Question, workers: int) -> int:
+    """The least `every` at which computing is 95 % of DiLoCo's time."""
+    parts = parts_s(dataclasses.replace(question, every=1), "diloco", workers)
+    exchange = sum(parts.values()) - parts[COMPUTING]
+    return max(1, math.ceil(exchange / parts[COMPUTING] * _EFFICIENT / (1 - _EFFICIENT)))
+
+
+def _servers_enough(question: Question, scheme: str, workers: int) -> int:
+    def iteration_s(servers: int) -> float:
+        return sum(parts_s(dataclasses.replace(question, servers=servers), scheme, workers).values())
+
+    best = iteration_s(_SERVERS_MAX)
+    return _least(lambda servers: iteration_s(servers) <= _ENOUGH * best, _SERVERS_MAX)
+
+
+def _least(holds: Callable[[int], bool], most: int) -> int:
+    """The least number from 1 on for which it holds, if it holds for `most` and goes on to hold once it does."""
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

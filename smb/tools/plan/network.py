@@ -1,0 +1,123 @@
+"""The network as the plan sees it: rates of links as people write them, what of them is payload, start-ups."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+import smb
+from smb.errors import Error, InvalidArgumentError
+
+# Of the code and of TCP, as in docs/scaling.md (tests/unit/tools/test_plan_model.py holds them against perf.model).
+FRAME_BYTES, CHUNK_BYTES = 64, 256 << 10
+WINDOW_BYTES = 64 * CHUNK_BYTES  # under way on one connection
+CONNECTIONS_MAX = 4096  # of a server
+SEGMENT_BYTES, PACKET_BYTES = 1448, 1514  # payload, and bytes that a link counts
+# Measured on this project's machine over loopback (docs/scaling.md): what a call costs beside the round trip, and what
+# one client and one loop of a server move. A server has as many as 8 loops.
+CALL_S = 25e-6
+CLIENT_PER_S, LOOP_PER_S, LOOPS = 4e9, 4e9, 8
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:bit|bit/s|bps)", re.IGNORECASE)
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_PROBE_BYTES = 4 << 20  # on each server
+_TRIPS, _COPIES = 50, 8
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links and start-ups.
+
+    worker_per_s, server_per_s: bytes of parameters that one of them can send in a second, and receive in the same.
+    rtt_s: of a packet. call_s: a call of a few bytes, with its round trip. source: in words, where it is from.
+    """
+
+    worker_per_s: float
+    server_per_s: float
+    rtt_s: float
+    call_s: float
+    source: str
+
+
+def parse_rate(text: str) -> float:
+    """Return bits a second of "10Gbit", "400 Mbit/s", "1gbps". Raises InvalidArgumentError."""
+    match = _RATE.fullmatch(text.strip())
+    rate = float(match[1]) * _PREFIXES[match[2].lower()] if match else 0.0
+    if not 0 < rate < math.inf:
+        raise InvalidArgumentError(f"{text!r} is no rate of a link: write bits a second, such as 10Gbit or 400Mbit")
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds of "20ms", "50us", "0.1s". Raises InvalidArgumentError."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise InvalidArgumentError(f"{text!r} is no time: write it with its unit, such as 20ms or 50us")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def payload_per_s(bits_per_s: float) -> float:
+    """Return the bytes of ours that a link carries in a second: without headers of Ethernet, TCP, and our frames."""
+    return bits_per_s / 8 * SEGMENT_BYTES / PACKET_BYTES * CHUNK_BYTES / (CHUNK_BYTES + FRAME_BYTES)
+
+
+def told(link: str, server_link: str | None, rtt: str) -> Network:
+    """Return the network of rates and a round trip in words. Raises InvalidArgumentError."""
+    rtt_s = parse_seconds(rtt)
+    ours, theirs = parse_rate(link), parse_rate(server_link or link)
+    words = f"links of {link}" + (f", {server_link} at the servers" if server_link else "") + f", round trip {rtt}"
+    return Network(
+        min(payload_per_s(ours), CLIENT_PER_S),
+        min(payload_per_s(theirs), LOOPS * LOOP_PER_S),
+        rtt_s,
+        rtt_s + CALL_S,
+        words,
+    )
+
+
+def measured(address: str, timeout: float = 30.0) -> Network:
+    """Measure the way to a cluster, through buffers of 4 MiB a server that are deleted again. Takes seconds.
+
+    The rate of one server to one worker counts as the server's link: a lower bound. Raises Error.
+    """
+    with smb.connect(address, timeout=timeout) as client:
+        servers = [server.name for server in client.servers() if server.alive]
+        if not servers:
+            raise Error(f"no memory server is registered at {address}: start one, or tell --link")
+        call_s, one = _probe(client, servers[:1])
+        rate = max(one, _probe(client, servers)[1]) if len(servers) > 1 else one
+    words = f"measured at {address}: a call {call_s * 1e6:.0f} us, {one / 1e6:.4g} MB/s from one server"
+    return Network(rate, one, call_s, call_s, words + f", {rate / 1e6:.4g} from {len(servers)}")
+
+
+def _probe(client: smb.Client, servers: list[str]) -> tuple[float, float]:
+    """Seconds of a call of one element, bytes in a second of the slower direction."""
+    data = np.zeros(len(servers) * _PROBE_BYTES // 4, np.float32)
+    name = f"smb-plan-{secrets.token_hex(8)}"
+    buffer = client.create(name, data.size, "float32", servers=servers)
+    try:
+        one = np.zeros(1, np.float32)
+        call_s = _median(lambda: buffer.write(one), _TRIPS)
+        seconds = max(_median(lambda: buffer.write(data), _COPIES), _median(lambda: buffer.read(out=data), _COPIES))
+        return call_s, data.nbytes / max(seconds - call_s, 1e-9)
+    finally:
+        client.delete(name, missing_ok=True)
+
+
+def _median(call: Callable[[], object], times: int) -> float:
+    call()
+    spent = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent)

@@ -1,0 +1,179 @@
+"""Measures a PyTorch model of the user's: seconds of a step at two batches, and of each layer.
+
+The script is a Python file that defines
+
+    model()              -> the torch.nn.Module, on its device
+    batch(size)          -> what one step of so many samples trains on, on that device
+    loss(model, batch)   -> the loss of it, a scalar
+    optimizer(model)     -> optional; the default is SGD
+"""
+
+from __future__ import annotations
+
+import itertools
+import runpy
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smb.errors import Error, InvalidArgumentError
+from smb.tools.plan.spec import Compute, Spec, scaled
+from smb.train.partition import Layer
+
+if TYPE_CHECKING:
+    import torch
+
+_NEEDED = ("model", "batch", "loss")
+_STEPS = 7  # whose median counts, after one that is not timed
+_SECONDS_MAX = 20.0  # for the steps of one batch; then 3 do
+
+
+def measure_script(path: Path, batch: int) -> Spec:
+    """Run a script's model at `batch` and twice that; return it as a spec. Takes 19 steps at most.
+
+    Raises InvalidArgumentError for what is no such script, Error if PyTorch is missing. The script's own errors go on.
+    """
+    if find_spec("torch") is None:
+        raise Error("measuring a script needs PyTorch, which is not installed: python -m pip install 'torch>=2.7'")
+    if not path.is_file():
+        raise InvalidArgumentError(f"{path}: no such file")
+    # Not as __main__: a script's own training stays asleep.
+    found = runpy.run_path(str(path), run_name="smb_plan")
+    if missing := [name for name in _NEEDED if not callable(found.get(name))]:
+        names = ", ".join(f"{name}()" for name in missing)
+        raise InvalidArgumentError(f"{path}: it defines no {names}; see docs/plan.md for what a script has")
+    return _measure(found, path.stem, batch)
+
+
+def _measure(found: dict[str, Any], name: str, batch: int) -> Spec:
+    import torch
+
+    model = found["model"]()
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise InvalidArgumentError("model() returned a module without parameters to train")
+    optimizer = found["optimizer"](model) if "optimizer" in found else torch.optim.SGD(trained, lr=1e-6)
+    finish = _finish(trained[0].device)
+
+    def step(data: Any) -> None:
+        optimizer.zero_grad()
+        found["loss"](model, data).backward()
+        optimizer.step()
+        finish()
+
+    data = {size: found["batch"](size) for size in (batch, 2 * batch)}
+    times = {size: _timed(lambda at=size: step(data[at])) for size in data}  # type: ignore[misc]
+    compute = Compute.through(times)
+    with Watch(model, finish) as watch:
+        for _ in range(3):
+            watch.begin()
+            step(data[batch])
+            watch.end()
+    return Spec(name, batch, scaled(watch.layers(), compute.seconds(batch)), compute, by_layer=True)
+
+
+def _timed(step: Callable[[], None]) -> float:
+    step()
+    times: list[float] = []
+    while len(times) < _STEPS and (len(times) < 3 or sum(times) < _SECONDS_MAX):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _finish(device: torch.device) -> Callable[[], None]:
+    """Return a call that waits until a device has done all; on the CPU there is nothing to wait for."""
+    import torch
+
+    return (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
+
+
+class Watch:
+    """Times of the layers of a model: modules with parameters of their own, in the order in which they are first used.
+
+    A layer's forward time lasts until the next layer begins; its backward time is that from the gradients before to its
+    own, of all its parameters. So what is between layers counts with one of them, and nothing is left out.
+    """
+
+    def __init__(self, model: torch.nn.Module, finish: Callable[[], None]) -> None:
+        """`finish` waits for the device."""
+        self._finish = finish
+        self._owner: dict[torch.nn.Parameter, torch.nn.Module] = {}
+        self._handles: list[Any] = []
+        self._begun: dict[torch.nn.Module, float] = {}  # of this step, in order
+        self._ready: dict[torch.nn.Module, float] = {}
+        self._steps: list[tuple[float, dict[torch.nn.Module, float], dict[torch.nn.Module, float], float]] = []
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad and parameter not in self._owner:
+                    self._owner[parameter] = module
+        for module in dict.fromkeys(self._owner.values()):
+            self._handles.append(module.register_forward_pre_hook(self._forward))
+        for parameter in self._owner:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient))  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._begun, self._ready = {}, {}
+        self._started = self._now()
+
+    def end(self) -> None:
+        """After it."""
+        self._steps.append((self._started, self._begun, self._ready, self._now()))
+
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers, with medians over the steps, in seconds."""
+        _, order, _, _ = self._steps[-1]
+        unused = [module for module in dict.fromkeys(self._owner.values()) if module not in order]
+        spent = [_spent(*step) for step in self._steps]
+        made = []
+        for module in [*order, *unused]:
+            nbytes = sum(4 * parameter.numel() for parameter, owner in self._owner.items() if owner is module)
+            forward, backward = (statistics.median(step[which].get(module, 0.0) for step in spent) for which in (0, 1))
+            made.append(Layer(nbytes, forward, backward))
+        return tuple(made)
+
+    def _now(self) -> float:
+        self._finish()
+        return time.perf_counter()
+
+    def _forward(self, module: torch.nn.Module, _inputs: Any) -> None:
+        self._begun.setdefault(module, self._now())
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> None:
+        self._ready[self._owner[parameter]] = self._now()  # the last of them counts
+
+
+Times = dict[Any, float]
+
+
+def _spent(started: float, begun: Times, ready: Times, ended: float) -> tuple[Times, Times]:
+    """Seconds forward and backward of each layer, from when it began and when its gradients were there."""
+    layers = list(begun)
+    forward: Times = {}
+    # The first gradient is there when the last layer's forward and backward are done: a third of that is forward.
+    first = min(ready.values(), default=ended)
+    turn = begun[layers[-1]] + (first - begun[layers[-1]]) / 3 if layers else started
+    begins = [started, *(begun[layer] for layer in layers[1:]), turn]
+    for layer, (begin, end) in zip(layers, itertools.pairwise(begins), strict=True):
+        forward[layer] = max(0.0, end - begin)
+    backward: Times = {}
+    now = turn
+    for layer in reversed(layers):
+        there = max(now, ready.get(layer, now))
+        backward[layer] = there - now
+        now = there
+    return forward, backward

@@ -1,0 +1,210 @@
+"""A model as the plan sees it: bytes of its layers, seconds of its passes. Read from a small TOML or JSON file.
+
+    name = "mine"
+    batch = 32                  # samples of a worker's step
+    [[layers]]                  # in the order of the forward pass
+    parameters = 1728           # or bytes = 6912, "6.75 KiB"
+    forward_ms = 3.1            # for that batch
+    backward_ms = 6.2
+    [compute_ms]                # both passes and the optimizer, at two batches
+    16 = 110.0
+    32 = 200.0
+
+Either layers or compute_ms may be left out; without layers `parameters` (or `bytes`) says how large the model is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from smb.config.parse import parse_bytes
+from smb.errors import InvalidArgumentError
+from smb.train.partition import Layer
+
+_FLOAT_BYTES = 4  # parameters are exchanged as float32
+_FORWARD_SHARE = 1 / 3  # of both passes, where layers are not told: backward does two products for each of forward's
+_LAYERS_MAX = 1000  # which a plan takes seconds for
+_TOP = {"name", "batch", "parameters", "bytes", "compute_ms", "layers"}
+_LAYER = {"name", "parameters", "bytes", "forward_ms", "backward_ms"}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A step of b samples takes fixed_s + sample_s * b seconds: both passes and the optimizer."""
+
+    fixed_s: float
+    sample_s: float
+
+    def seconds(self, batch: float) -> float:
+        """Return the time of one step."""
+        return self.fixed_s + self.sample_s * batch
+
+    @classmethod
+    def through(cls, times_s: Mapping[int, float]) -> Compute:
+        """Return the line through the times at two batches or more (least squares); neither part is below 0.
+
+        Raises InvalidArgumentError.
+        """
+        if len(times_s) < 2:
+            raise InvalidArgumentError("computing needs times at two batches at least")
+        batches, times = list(times_s), list(times_s.values())
+        middle, mean = sum(batches) / len(batches), sum(times) / len(times)
+        slope = sum((b - middle) * (t - mean) for b, t in times_s.items()) / sum((b - middle) ** 2 for b in batches)
+        if slope <= 0 or slope * middle > mean:
+            # Noise: all of it is fixed, or all goes with the batch.
+            return cls(mean, 0.0) if slope <= 0 else cls(0.0, mean / middle)
+        return cls(mean - slope * middle, slope)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The model. layers: their times are those of a step of `batch` samples, and sum up to compute.seconds(batch).
+
+    by_layer: whether the layers were told; if not, there is one that stands for all.
+    """
+
+    name: str
+    batch: int
+    layers: tuple[Layer, ...]
+    compute: Compute
+    by_layer: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all parameters, float32."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def layers_at(self, batch: float) -> tuple[Layer, ...]:
+        """Return the layers with the times of a step of so many samples, each by the same factor."""
+        return scaled(self.layers, self.compute.seconds(batch))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what read_spec reads."""
+        batches = (self.batch, 2 * self.batch)
+        made: dict[str, Any] = {"name": self.name, "batch": self.batch}
+        made["compute_ms"] = {str(batch): 1e3 * self.compute.seconds(batch) for batch in batches}
+        if not self.by_layer:
+            return made | {"bytes": self.nbytes}
+        made["layers"] = [
+            {"bytes": layer.nbytes, "forward_ms": 1e3 * layer.forward_s, "backward_ms": 1e3 * layer.backward_s}
+            for layer in self.layers
+        ]
+        return made
+
+
+def read_spec(path: Path) -> Spec:
+    """Read a file. Raises InvalidArgumentError, with the file and the place in it, for what is no spec."""
+    try:
+        text = path.read_text()
+        made = json.loads(text) if path.suffix == ".json" else _toml(text)
+        return make_spec(made, path.stem)
+    except OSError as error:
+        raise InvalidArgumentError(f"{path}: {error.strerror}") from error
+    except ValueError as error:  # of both formats, of the text's encoding, and InvalidArgumentError
+        raise InvalidArgumentError(f"{path}: {error}") from error
+
+
+def make_spec(told: Any, name: str) -> Spec:
+    """Return the spec of what a file says. Raises InvalidArgumentError."""
+    if not isinstance(told, dict):
+        raise InvalidArgumentError("a spec is a table of names and values")
+    _check_names(told, _TOP, "a spec")
+    batch = told.get("batch", 1)
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise InvalidArgumentError(f"batch = {batch!r} is no number of samples from 1 on")
+    name = str(told.get("name", name))
+    compute = _compute(told["compute_ms"]) if "compute_ms" in told else None
+    if "layers" in told:
+        return _of_layers(told, name, batch, compute)
+    if compute is None:
+        raise InvalidArgumentError("it has neither layers nor compute_ms: how long does a step compute?")
+    whole = Layer(_nbytes(told, "the spec"), _FORWARD_SHARE, 1 - _FORWARD_SHARE)
+    return Spec(name, batch, scaled((whole,), compute.seconds(batch)), compute, by_layer=False)
+
+
+def _of_layers(told: dict[str, Any], name: str, batch: int, compute: Compute | None) -> Spec:
+    if "parameters" in told or "bytes" in told:
+        raise InvalidArgumentError("layers have bytes of their own: leave out the spec's")
+    tables = told["layers"]
+    if not isinstance(tables, list) or not 1 <= len(tables) <= _LAYERS_MAX:
+        raise InvalidArgumentError(f"layers are 1 to {_LAYERS_MAX} tables, [[layers]] in TOML")
+    layers = tuple(_layer(table, f"layer {number}") for number, table in enumerate(tables, 1))
+    total = sum(layer.forward_s + layer.backward_s for layer in layers)
+    if not total:
+        raise InvalidArgumentError("no layer takes any time")
+    if not any(layer.nbytes for layer in layers):
+        raise InvalidArgumentError("no layer has parameters")
+    if compute is None:
+        compute = Compute(0.0, total / batch)
+    return Spec(name, batch, scaled(layers, compute.seconds(batch)), compute, by_layer=True)
+
+
+def scaled(layers: tuple[Layer, ...], total_s: float) -> tuple[Layer, ...]:
+    """Return layers whose times add up to total_s, each by the same factor."""
+    by = total_s / sum(layer.forward_s + layer.backward_s for layer in layers)
+    return tuple(replace(layer, forward_s=by * layer.forward_s, backward_s=by * layer.backward_s) for layer in layers)
+
+
+def _layer(told: Any, where: str) -> Layer:
+    if not isinstance(told, dict):
+        raise InvalidArgumentError(f"{where} is no table")
+    _check_names(told, _LAYER, where)
+    forward, backward = (
+        _milliseconds(told.get(name, 0), f"{name} of {where}") for name in ("forward_ms", "backward_ms")
+    )
+    return Layer(_nbytes(told, where), forward, backward)
+
+
+def _nbytes(told: dict[str, Any], where: str) -> int:
+    if ("bytes" in told) == ("parameters" in told):
+        raise InvalidArgumentError(f"{where} needs one of parameters and bytes")
+    if "bytes" in told:
+        nbytes = parse_bytes(told["bytes"])
+    else:
+        count = told["parameters"]
+        number = isinstance(count, int | float) and not isinstance(count, bool)
+        if not number or not 0 <= count < math.inf or count != int(count):
+            raise InvalidArgumentError(f"parameters = {count!r} of {where} is no number of them")
+        nbytes = parse_bytes(_FLOAT_BYTES * int(count))
+    if where == "the spec" and not nbytes:
+        raise InvalidArgumentError("a model without parameters has nothing to exchange")
+    return nbytes
+
+
+def _compute(told: Any) -> Compute:
+    if not isinstance(told, dict):
+        raise InvalidArgumentError("compute_ms is a table: batch = milliseconds")
+    times = {}
+    for batch, value in told.items():
+        if not (batch.isascii() and batch.isdigit() and int(batch)):
+            raise InvalidArgumentError(f"compute_ms: {batch!r} is no batch")
+        times[int(batch)] = _milliseconds(value, f"compute_ms of {batch}")
+    if not all(times.values()):
+        raise InvalidArgumentError("compute_ms: a step takes time")
+    return Compute.through(times)
+
+
+def _milliseconds(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InvalidArgumentError(f"{what} = {value!r} is no number of milliseconds")
+    return value / 1e3
+
+
+def _check_names(told: dict[str, Any], known: set[str], where: str) -> None:
+    if foreign := told.keys() - known:
+        names = ", ".join(map(repr, sorted(foreign)))
+        raise InvalidArgumentError(f"{where} has no {names}; it takes {', '.join(sorted(known))}")
+
+
+def _toml(text: str) -> Any:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)

@@ -1,0 +1,133 @@
+"""`smb plan` as a user meets it: its table, its JSON, its picture, and what it says of wrong usage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import smb
+from smb.errors import Error
+from smb.tools.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+SPEC = ROOT / "examples/plan/model.toml"
+LINK = ("--link", "1Gbit", "--rtt", "1ms")
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments], env={"SMB_COORDINATOR": None, "COLUMNS": "200"})
+
+
+def test_a_table(tmp_path: Path) -> None:
+    """A row for each number of workers, scheme and overlap; then what follows."""
+    answer = plan(str(SPEC), "--workers", "8,1", *LINK, "--servers", "2", "--schemes", "bsp,diloco", "--every", "100")
+    assert answer.exit_code == 0, answer.output
+    lines = answer.output.splitlines()
+    assert lines[0].startswith("vgg-like: 10 layers, 18.2 MiB of parameters; a step of b samples computes")
+    assert "links of 1Gbit, round trip 1ms; memory servers: 2; contributions exact" in lines[1]
+    rows = [line.split() for line in lines if line.strip().startswith(("1 ", "8 "))]
+    assert [row[:2] for row in rows[:8]] == [["1", "bsp"]] * 3 + [["1", "diloco"]] + [["8", "bsp"]] * 3 + [
+        ["8", "diloco"]
+    ]
+    assert [row[2].rstrip("*:") for row in rows[4:8]] == ["none", "forward", "both", "none"]
+    assert rows[7][3] == "100"
+    assert [row[0] for row in rows[8:]] == ["1", "8"]
+    assert "* not in smb yet" in answer.output
+
+
+def test_json_can_be_planned_again(tmp_path: Path) -> None:
+    """Its "spec" is a spec, with which the predictions are the same."""
+    arguments = ("--workers", "1,4", *LINK, "--wire", "int8", "--json")
+    first = json.loads(plan(str(SPEC), *arguments).stdout)
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(first["spec"]))
+    second = json.loads(plan(str(again), *arguments).stdout)
+    for one, other in zip(first["predictions"], second["predictions"], strict=True):
+        assert (other["scheme"], other["overlap"], other["bound_by"]) == (
+            one["scheme"],
+            one["overlap"],
+            one["bound_by"],
+        )
+        assert other["iteration_s"] == pytest.approx(one["iteration_s"], rel=1e-9)
+    assert {row["workers"] for row in first["predictions"]} == {1, 4}
+    assert first["advice"][1]["diloco_every"] >= 1
+    assert first["network"]["rtt_s"] == 0.001
+
+
+def test_no_torch_for_a_spec() -> None:
+    """It is a second's wait."""
+    code = (
+        "import sys; from typer.testing import CliRunner; from smb.tools.cli.main import app;"
+        f"answer = CliRunner().invoke(app, ['plan', {str(SPEC)!r}, '--link', '1Gbit']);"
+        "print(answer.exit_code, 'torch' in sys.modules, 'matplotlib' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.split() == ["0", "False", "False"]
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib")
+    picture = tmp_path / "plan.svg"
+    answer = plan(str(SPEC), "--workers", "16", *LINK, "--schemes", "asp", "--plot", str(picture))
+    assert answer.exit_code == 0, answer.output
+    assert f"plot: {picture}" in answer.output
+    assert "<svg" in picture.read_text()
+    answer = plan(str(SPEC), *LINK, "--plot", str(tmp_path / "plan.nothing"))
+    assert isinstance(answer.exception, Error)
+    assert "cannot write the plot" in str(answer.exception)
+
+
+def test_a_script_is_measured() -> None:
+    """The example; times are of this machine."""
+    pytest.importorskip("torch", reason="PyTorch")
+    answer = plan(str(ROOT / "examples/plan/script.py"), "--batch", "8", *LINK, "--json")
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert found["spec"]["batch"] == 8
+    assert len(found["spec"]["layers"]) == 4
+    assert found["parameters_bytes"] == 4 * (64 * 256 + 256 + 256 * 256 + 256 + 2 * 256 + 256 * 10 + 10)
+    assert found["compute"]["fixed_s"] + found["compute"]["sample_s"] > 0
+
+
+def test_a_cluster_is_measured() -> None:
+    """And nothing is left in it."""
+    with smb.LocalCluster(servers=2, capacity="64MiB") as cluster:
+        answer = plan(str(SPEC), "--coordinator", cluster.address, "--workers", "2", "--json")
+        assert answer.exit_code == 0, answer.output
+        network = json.loads(answer.stdout)["network"]
+        assert 0 < network["call_s"] < 0.1
+        assert network["worker_per_s"] >= network["server_per_s"] > 1e6
+        assert cluster.address in network["source"]
+        with smb.connect(cluster.address) as client:
+            assert client.list() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((str(SPEC),), "what network? Tell --link, such as 10Gbit"),
+        ((str(SPEC), "--coordinator", "127.0.0.1:1", "--rtt", "1ms"), "--server-link and --rtt go with --link"),
+        ((str(SPEC), "--link", "fast"), "'fast' is no rate of a link"),
+        ((str(SPEC), *LINK, "--rtt", "20"), "'20' is no time"),
+        ((str(SPEC), *LINK, "--servers", "none"), "--servers none: a number from 1 on, or 'workers'"),
+        ((str(SPEC), *LINK, "--workers", "1,,2"), "--workers 1,,2: numbers from 1"),
+        ((str(SPEC), *LINK, "--workers", "0"), "--workers 0: numbers from 1"),
+        ((str(SPEC), *LINK, "--schemes", "adam"), "no scheme 'adam' is planned; there are: bsp, asp"),
+        ((str(SPEC), *LINK, "--wire", "int3"), "wire='int3' is none of exact"),
+        ((str(SPEC), *LINK, "--batch", "8", "--global-batch", "8"), "not both"),
+        (("model.txt", *LINK), "model.txt: neither a script (.py) nor a spec (.toml, .json)"),
+        (("no.toml", *LINK), "no.toml: No such file"),
+        (("no.py", *LINK), "no.py: no such file"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], error: str) -> None:
+    """Exit code 2, and a sentence."""
+    answer = plan(*arguments)
+    assert answer.exit_code == 2, answer.output
+    said = " ".join(answer.output.replace("│", " ").split())
+    assert error in said

@@ -1,0 +1,52 @@
+"""How many calls of an exchange wait for each other: those that `smb plan` counts on are those that a server counts."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import smb
+import smb.train
+from smb.tools.plan.model import CALLS, EVERY_STEP
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[smb.Client]:
+    with (
+        smb.LocalCluster(servers=1, capacity="64MiB") as cluster,
+        smb.connect(cluster.address, transport="tcp") as client,
+    ):
+        yield client
+
+
+def operations(client: smb.Client) -> float:
+    """All that the server has done for anybody."""
+    (server,) = client.servers()
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics") as page:
+        text = page.read().decode()
+    return sum(float(value) for value in re.findall(r"^smb_server_operations_total\{.*\} (\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("scheme", CALLS)
+def test_calls_of_an_exchange(client: smb.Client, scheme: str) -> None:
+    """Of one worker alone. R2SP's turn goes in the background, at times of its own; renewals come in between."""
+    settings = {} if scheme in EVERY_STEP else {"every": 1}
+    values = np.zeros(1000, np.float32)
+    with smb.train.join(client, f"calls-{scheme}", values, smb.train.scheme_of(scheme, settings)) as worker:
+        for _ in range(25):  # of R2SP's first rotations some are measured
+            values += 1e-3
+            worker.step(samples=1)
+        worker.flush()
+        before = operations(client)
+        for _ in range(STEPS):
+            values += 1e-3
+            worker.step(samples=1)
+        worker.flush()
+        found = (operations(client) - before) / STEPS
+    assert found == pytest.approx(CALLS[scheme], abs=1.0)
