@@ -530,6 +530,10 @@ int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint
                     uint64_t *copied, uint64_t *total);
 /* Goes on without the copy. SMB_STALE_EPOCH: there is none under way, or it is whole. */
 int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epoch);
+/* To the primary of that epoch: each read asks the backup from here on, whatever the lease says,
+ * until the segment gets other roles. Once this has returned the backup may be promoted at any
+ * moment. SMB_STALE_EPOCH: it is not the primary of a pair in that epoch. */
+int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch);
 /* Until when this server may take itself for the primary unasked: of CLOCK_BOOTTIME. */
 void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
 /* To the primary: a connected stream socket to the backup's data address, which is the engine's

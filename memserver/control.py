@@ -22,7 +22,7 @@ import grpc
 from memserver.engine import NotReadyError, SegmentForm
 from memserver.rdma_target import Place, Rdma
 from memserver.replication import Replication
-from memserver.segments import Segments
+from memserver.segments import FOR_GOOD, Segments
 from smb.arrays.dtypes import DTYPES
 from smb.config.parse import format_address
 from smb.daemon.failpoint import failpoint
@@ -98,7 +98,7 @@ class ControlService(MemoryServerServicer):
 
         def drop() -> pb.DeleteSegmentReply:
             failpoint("memserver.delete.asked")
-            self._segments.drop(request.id)
+            self._segments.drop(request.id, request.epoch or FOR_GOOD)
             failpoint("memserver.delete.done")
             return pb.DeleteSegmentReply(used_bytes=self._segments.used_bytes())
 
@@ -129,7 +129,7 @@ class ControlService(MemoryServerServicer):
 
         def take() -> pb.TakeRolesReply:
             self._replication.take(request.replicas)
-            return pb.TakeRolesReply()
+            return pb.TakeRolesReply(confirmed=[part.segment_id for part in request.replicas if part.confirm])
 
         return _answer(context, take)
 

@@ -328,6 +328,12 @@ class Engine:
         """Go on without that copy; return whether it was under way."""
         return bool(lib.smb_server_abandon_copy(self._server, segment_id, epoch) == lib.SMB_OK)
 
+    def yield_role(self, segment_id: int, epoch: int) -> None:
+        """Have the primary ask its backup at each read from here on: that is about to be promoted. Raises
+        NotFoundError, UnavailableError: it is not the primary in that epoch.
+        """
+        _check(lib.smb_server_yield(self._server, segment_id, epoch), f"yield {segment_id:016x}")
+
     def serve_until(self, boot_s: float) -> None:
         """Say until when nobody else is made the primary of what this server has, on the clock that runs in sleep."""
         lib.smb_server_serve_until(self._server, int(boot_s * 1e9))

@@ -48,8 +48,13 @@ class Replication:
         self._thread: threading.Thread | None = None
 
     def take(self, parts: Iterable[pb.Replica]) -> None:
-        """Take what the coordinator says of our parts; others stay as they are."""
+        """Take what the coordinator says of our parts; others stay as they are. Raises NotFoundError, UnavailableError
+        where we are asked about a part that is not ours.
+        """
         for part in parts:
+            if part.confirm:
+                self._confirm(part)
+                continue
             try:
                 self._engine.set_replica(
                     part.segment_id, part.epoch, part.role, paired=bool(part.peer), copying=part.copying
@@ -70,6 +75,15 @@ class Replication:
                 self._start()
             copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
             self._copier.want({part.segment_id: part.epoch for part in copying})
+
+    def _confirm(self, part: pb.Replica) -> None:
+        if part.yields:
+            self._engine.yield_role(part.segment_id, part.epoch)
+        elif not any(
+            (status.segment_id, status.epoch, status.role) == (part.segment_id, part.epoch, part.role)
+            for status in self._engine.replicas()
+        ):
+            raise NotFoundError(f"segment {part.segment_id:016x} has no role {part.role} here in epoch {part.epoch}")
 
     def has(self, segment_id: int) -> bool:
         """Whether it is one of them."""

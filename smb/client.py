@@ -60,7 +60,8 @@ class ServerInfo:
     """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
 
     `used` counts whole segment files, a little more than their data. `alive`: its lease runs. `weight`: how much of a
-    new buffer's traffic it takes, beside the other servers. `zone`: where it is, as it was told.
+    new buffer's traffic it takes, beside the other servers. `zone`: where it is, as it was told. `draining`: it gets
+    nothing new, and gives up what it has.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ServerInfo:
     metrics: str
     weight: float = 1.0
     zone: str = ""
+    draining: bool = False
 
     @property
     def free(self) -> int:
@@ -325,8 +327,8 @@ class Client:
         self._coordinator.rename_buffer(request, self.timeout)
 
     def relay(self, name: str, to: Iterable[str] | str = "auto") -> builtins.list[str]:
-        """Have a published buffer mirrored on these memory servers, by name. "auto" takes every one that is alive and
-        has no part of it. Return the servers that have a mirror now.
+        """Have a published buffer mirrored on these memory servers, by name. "auto" takes every one that is alive,
+        is not being drained, and has no part of it. Return the servers that have a mirror now.
 
         Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
         readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
@@ -341,7 +343,8 @@ class Client:
         has = {mirror.server for mirror in source.info.mirrors}
         if to == "auto":
             parts = {place.server for place in source.layout.segments}
-            servers = [server.name for server in self.servers() if server.alive and server.name not in parts]
+            open_to = [server.name for server in self.servers() if server.alive and not server.draining]
+            servers = [name for name in open_to if name not in parts]
         else:
             servers = builtins.list(_server_names(name, to))
         made: builtins.list[str] = []
@@ -385,6 +388,7 @@ class Client:
                 metrics=server.metrics_address,
                 weight=server.weight or 1.0,  # an older coordinator tells none
                 zone=server.zone,
+                draining=server.draining,
             )
             for server in self._coordinator.list_servers(self.timeout)
         ]

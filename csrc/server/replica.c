@@ -11,58 +11,13 @@
 #include "base/failpoint.h"
 #include "memory/format.h"
 #include "server/counters.h"
-#include "server/feed.h"
+#include "server/copy.h"
 #include "server/lanes.h"
+#include "server/replica_state.h"
 #include "server/server.h"
 #include "server/waits.h"
 
-enum {
-    SEQUENCE_AT = 24, /* in a header: frame.c */
-    EVENTS_PER_WAIT = 64,
-    COPY_QUEUED_BYTES_MAX = 2 << 20, /* of a copy: changes queue up behind it */
-    COPY_WAIT_MS = 50
-};
-
-/* How far a copy is that is being made, for a server that is to be the backup. Chunks are copied
- * in their order; the changes of those before `chunks_done` are forwarded, of the others only
- * that they were made. docs/decisions/0025, "A new copy". */
-struct copy {
-    bool under_way;
-    bool settling; /* changes that were prepared before it began have not ended */
-    bool failed;
-    bool whole;        /* was said */
-    uint64_t sequence; /* of its last frame */
-    uint64_t order;    /* of its last frame */
-    uint32_t *places;  /* of the records that there were */
-    uint32_t place_count, places_done;
-    uint64_t chunks_done;
-    uint64_t evictions, ended_evictions; /* as sent */
-    bool counted;                        /* they were sent after all else */
-};
-
-struct replica {
-    struct smb_server *server;
-    uint64_t id;
-    uint64_t chunk_bytes, data_bytes;
-    uint32_t dtype;
-    pthread_mutex_t lock;
-    pthread_cond_t room;  /* for a copy: less is queued, or it has ended */
-    uint32_t in_progress; /* changes and refusals between replica_prepare and replica_done */
-    struct copy copy;     /* primary: of a backup that is being made */
-    uint64_t copied; /* backup: the last part of a copy that was made here; its feeder's loop */
-    struct records *records;
-    _Atomic int role; /* enum smb_replica_role */
-    _Atomic uint32_t epoch;
-    _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */
-    _Atomic uint64_t order, confirmed;
-    _Atomic uint64_t *chunk_orders; /* of each chunk the last change; written under its lock too */
-    uint64_t asked_at_ns;           /* when the last question that was confirmed was asked */
-    bool asking;                    /* one is on its way */
-    struct feed feed;               /* to the backup */
-    bool told_works;                /* what was told last: there is a connection that works */
-    struct wait *waiting, *waiting_last; /* by order */
-    const struct connection *feeder;     /* backup: the primary's, compared only */
-};
+enum { EVENTS_PER_WAIT = 64 };
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
@@ -104,8 +59,7 @@ void replica_destroy(struct replica *replica)
     free(replica);
 }
 
-/* With the lock. */
-static void append(struct replica *replica, struct forward *forward)
+void replica_append(struct replica *replica, struct forward *forward)
 {
     uint64_t order = atomic_load_explicit(&replica->order, memory_order_relaxed) + 1;
     atomic_store_explicit(&replica->order, order, memory_order_release);
@@ -122,24 +76,13 @@ static void tell_change(struct smb_server *server)
     pthread_mutex_unlock(&server->forward_lock);
 }
 
-/* Instead of plain unlocking, after what may have made or broken a connection. */
-static void unlock_and_tell(struct replica *replica)
+void replica_unlock(struct replica *replica)
 {
     bool works = replica->feed.broken_ns == 0, changed = works != replica->told_works;
     replica->told_works = works;
     pthread_mutex_unlock(&replica->lock);
     if (changed)
         tell_change(replica->server);
-}
-
-static bool is_paired(const struct replica *replica)
-{
-    return atomic_load_explicit(&replica->paired, memory_order_acquire);
-}
-
-static bool is_primary(const struct replica *replica)
-{
-    return atomic_load_explicit(&replica->role, memory_order_acquire) == SMB_REPLICA_PRIMARY;
 }
 
 /* ---- what waits ------------------------------------------------------------------------------ */
@@ -205,9 +148,7 @@ bool replica_forget(struct replica *replica, struct wait *wait)
 
 /* ---- roles ----------------------------------------------------------------------------------- */
 
-/* With the lock. Nothing is forwarded any more. Waiting requests are answered. A primary goes on
- * alone: as the only copy it has all that it tells of. Any other status sends clients elsewhere. */
-static void stop_forwarding(struct replica *replica, int status)
+void replica_stop_forwarding(struct replica *replica, int status)
 {
     feed_clear(&replica->feed);
     free(replica->copy.places);
@@ -235,10 +176,11 @@ static void take_role(struct replica *replica, uint32_t epoch, int role, bool pa
         free(replica->copy.places);
         replica->copy = (struct copy){0};
     } else {
-        stop_forwarding(replica, role == SMB_REPLICA_PRIMARY ? SMB_OK : SMB_STALE_EPOCH);
+        replica_stop_forwarding(replica, role == SMB_REPLICA_PRIMARY ? SMB_OK : SMB_STALE_EPOCH);
     }
     atomic_store_explicit(&replica->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
+    atomic_store_explicit(&replica->yields, false, memory_order_release);
     atomic_store_explicit(&replica->epoch, epoch, memory_order_release);
     atomic_store_explicit(&replica->role, role, memory_order_release);
     if (copying && role == SMB_REPLICA_PRIMARY)
@@ -249,8 +191,7 @@ static void take_role(struct replica *replica, uint32_t epoch, int role, bool pa
     tell_change(replica->server);
 }
 
-static struct replica *replica_of(struct smb_server *server, uint64_t id,
-                                  struct smb_segment **segment)
+struct replica *replica_of(struct smb_server *server, uint64_t id, struct smb_segment **segment)
 {
     *segment = server_find(server, id);
     if (!*segment)
@@ -302,6 +243,24 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
     return status;
 }
 
+int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch)
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    if (!replica)
+        return SMB_NOT_FOUND;
+    pthread_mutex_lock(&server->roles_lock);
+    int status = is_primary(replica) && is_paired(replica) &&
+                         atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch
+                     ? SMB_OK
+                     : SMB_STALE_EPOCH;
+    if (status == SMB_OK)
+        atomic_store_explicit(&replica->yields, true, memory_order_release);
+    pthread_mutex_unlock(&server->roles_lock);
+    smb_segment_release(segment);
+    return status;
+}
+
 void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns)
 {
     atomic_store_explicit(&server->serving_until_ns, boot_ns, memory_order_release);
@@ -331,7 +290,7 @@ bool replica_allows(const struct smb_frame *frame)
 
 /* ---- changes --------------------------------------------------------------------------------- */
 
-static void encode(const struct replica *replica, struct forward *forward, struct smb_frame frame)
+void replica_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame)
 {
     frame.epoch = atomic_load_explicit(&replica->epoch, memory_order_relaxed);
     frame.segment = replica->id;
@@ -362,7 +321,7 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
     *forward = made;
     if (!made)
         return status;
-    encode(replica, made, *frame);
+    replica_encode(replica, made, *frame);
     if (payload && body > 0)
         memcpy(made->frame + SMB_FRAME_BYTES, payload, body);
     return SMB_OK;
@@ -376,65 +335,7 @@ void replica_done(struct replica *replica, struct forward *forward)
     if (--replica->in_progress == 0)
         replica->copy.settling = false;
     feed_send(&replica->feed);
-    unlock_and_tell(replica);
-}
-
-/* With the lock: as the next part of the copy. */
-static void append_part(struct replica *replica, struct forward *part)
-{
-    smb_store64(part->frame + SEQUENCE_AT, ++replica->copy.sequence);
-    append(replica, part);
-    replica->copy.order = part->order;
-}
-
-/* A part to be appended; NULL: no memory. With the lock. */
-static struct forward *make_part(struct replica *replica, struct smb_frame frame)
-{
-    uint32_t payload = frame.op == SMB_COPIED_RECORD ? RECORD_BYTES : frame.length;
-    struct forward *made = feed_make(&replica->feed, SMB_FRAME_BYTES + payload);
-    frame.opcode = SMB_COPY;
-    frame.session = replica->id;
-    frame.lane = REPLICA_LANE;
-    if (made)
-        encode(replica, made, frame);
-    return made;
-}
-
-/* With the lock. Before a lane gets a record there again that it lost here, the copy has to know
- * that records were lost. */
-static void tell_evictions(struct replica *replica)
-{
-    struct copy *copy = &replica->copy;
-    uint64_t evictions, ended;
-    records_evicted(replica->records, &evictions, &ended);
-    if (evictions == copy->evictions && ended == copy->ended_evictions)
-        return;
-    copy->evictions = evictions;
-    copy->ended_evictions = ended;
-    struct forward *part = make_part(
-        replica,
-        (struct smb_frame){.op = SMB_COPIED_COUNTERS, .argument = evictions, .offset = ended});
-    if (part)
-        append_part(replica, part);
-    else
-        copy->failed = true; /* the copy would not know */
-}
-
-/* With the lock. A chunk that will be copied has the change then: only its record is missing. */
-static void make_note(struct replica *replica, struct forward *forward, const uint64_t *result)
-{
-    struct smb_frame change;
-    int status = smb_frame_parse(forward->frame, &change);
-    SMB_ASSERT(status == SMB_OK); /* our own */
-    struct smb_frame note = {.opcode = SMB_COPY,
-                             .op = SMB_COPIED_NOTE,
-                             .session = change.session,
-                             .lane = change.lane,
-                             .sequence = change.sequence,
-                             .segment = replica->id,
-                             .offset = result != NULL,
-                             .argument = result ? *result : 0};
-    feed_replace(&replica->feed, forward, &note);
+    replica_unlock(replica);
 }
 
 int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t offset,
@@ -445,11 +346,11 @@ int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t o
     pthread_mutex_lock(&replica->lock);
     if (is_paired(replica)) {
         if (replica->copy.under_way) {
-            tell_evictions(replica);
+            copy_tell_evictions(replica);
             if (offset / replica->chunk_bytes >= replica->copy.chunks_done)
-                make_note(replica, forward, result);
+                copy_make_note(replica, forward, result);
         }
-        append(replica, forward);
+        replica_append(replica, forward);
         *order = forward->order;
         /* Release: pairs with replica_check_read, of readers that do not take the chunk's lock. */
         atomic_store_explicit(&replica->chunk_orders[offset / replica->chunk_bytes], *order,
@@ -477,9 +378,9 @@ void replica_enqueue_refusal(struct replica *replica, struct forward *forward)
 {
     pthread_mutex_lock(&replica->lock);
     if (is_paired(replica) && replica->copy.under_way)
-        tell_evictions(replica);
+        copy_tell_evictions(replica);
     if (is_paired(replica))
-        append(replica, forward);
+        replica_append(replica, forward);
     else
         feed_free(&replica->feed, forward); /* it lost its backup, or its role, in between */
     pthread_mutex_unlock(&replica->lock);
@@ -509,10 +410,10 @@ static void ask_backup(struct replica *replica)
     struct forward *question = replica->asking ? NULL : feed_make(&replica->feed, SMB_FRAME_BYTES);
     if (!question)
         return;
-    encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
+    replica_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
     question->asked_ns = smb_now_ns();
     replica->asking = true;
-    append(replica, question);
+    replica_append(replica, question);
     feed_send(&replica->feed);
 }
 
@@ -528,15 +429,17 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
     bool paired = is_paired(replica); /* before the role: take_role */
     if (!is_primary(replica) || !replica_has_confirmed(replica, order))
         return SMB_BUSY; /* the next try of one that is none is refused at the gate */
-    if (!paired || smb_boot_ns() < atomic_load_explicit(&replica->server->serving_until_ns,
-                                                        memory_order_acquire))
+    /* Acquire: pairs with smb_server_yield. */
+    if (!paired || (!atomic_load_explicit(&replica->yields, memory_order_acquire) &&
+                    smb_boot_ns() < atomic_load_explicit(&replica->server->serving_until_ns,
+                                                         memory_order_acquire)))
         return SMB_OK;
     /* The backup may have been promoted. It says that it was not, after the read began. */
     pthread_mutex_lock(&replica->lock);
     bool fresh = !is_paired(replica) || replica->asked_at_ns > begun_ns;
     if (!fresh)
         ask_backup(replica);
-    unlock_and_tell(replica);
+    replica_unlock(replica);
     return fresh ? SMB_OK : SMB_BUSY;
 }
 
@@ -565,7 +468,7 @@ static void receive_answers(struct replica *replica)
     while ((done = feed_receive(&replica->feed)))
         confirm(replica, done);
     feed_send(&replica->feed);
-    unlock_and_tell(replica);
+    replica_unlock(replica);
 }
 
 static void *run_forwarder(void *argument)
@@ -651,7 +554,7 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
     } else {
         close(fd);
     }
-    unlock_and_tell(replica);
+    replica_unlock(replica);
     smb_segment_release(segment);
     return status;
 }
@@ -690,191 +593,6 @@ uint64_t smb_server_await_replicas(struct smb_server *server, uint64_t seen, uin
 void smb_server_wake_replicas(struct smb_server *server)
 {
     tell_change(server);
-}
-
-/* ---- a new copy ------------------------------------------------------------------------------ */
-
-/* With the lock. Whether that copy is under way. */
-static bool copies(const struct replica *replica, uint32_t epoch)
-{
-    return is_primary(replica) && replica->copy.under_way && !replica->copy.failed &&
-           atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch;
-}
-
-struct image {
-    struct replica *replica;
-    struct forward *part;
-    uint32_t epoch;
-};
-
-/* Under the records' mutex: whatever the lane does from here on goes behind it. */
-static void append_image(void *argument, const uint8_t bytes[RECORD_BYTES])
-{
-    struct image *image = argument;
-    memcpy(image->part->frame + SMB_FRAME_BYTES, bytes, RECORD_BYTES);
-    pthread_mutex_lock(&image->replica->lock);
-    if (copies(image->replica, image->epoch)) {
-        append_part(image->replica, image->part);
-        image->part = NULL;
-    }
-    pthread_mutex_unlock(&image->replica->lock);
-}
-_Static_assert((int)SMB_COPIED_RECORD_BYTES == (int)RECORD_BYTES, "one travels as it is");
-
-/* This and the next two: the lock is held, and given back. */
-static int copy_record(struct replica *replica, uint32_t epoch)
-{
-    uint32_t place = replica->copy.places[replica->copy.places_done];
-    struct image image = {.replica = replica,
-                          .epoch = epoch,
-                          .part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_RECORD})};
-    pthread_mutex_unlock(&replica->lock);
-    if (!image.part)
-        return SMB_OUT_OF_MEMORY;
-    int status = records_image(replica->records, place, append_image, &image);
-    pthread_mutex_lock(&replica->lock);
-    if (image.part)
-        feed_free(&replica->feed, image.part);
-    if (status != SMB_BUSY && copies(replica, epoch))
-        replica->copy.places_done++;
-    pthread_mutex_unlock(&replica->lock);
-    return status == SMB_NOT_FOUND ? SMB_OK : status;
-}
-
-static int copy_chunk(struct replica *replica, struct smb_segment *segment, uint32_t epoch)
-{
-    uint64_t offset = replica->copy.chunks_done * replica->chunk_bytes;
-    uint64_t left = replica->data_bytes - offset;
-    uint32_t length = (uint32_t)(left < replica->chunk_bytes ? left : replica->chunk_bytes);
-    struct forward *part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_CHUNK,
-                                                                 .dtype = (uint8_t)replica->dtype,
-                                                                 .offset = offset,
-                                                                 .length = length});
-    pthread_mutex_unlock(&replica->lock);
-    if (!part)
-        return SMB_OUT_OF_MEMORY;
-    int status = smb_segment_lock(segment, offset, SMB_TRY);
-    bool locked = status == SMB_OK;
-    if (locked)
-        memcpy(part->frame + SMB_FRAME_BYTES, (const uint8_t *)smb_segment_data(segment) + offset,
-               length);
-    pthread_mutex_lock(&replica->lock);
-    if (locked && !copies(replica, epoch))
-        status = SMB_STALE_EPOCH;
-    if (status == SMB_OK) {
-        append_part(replica, part);
-        replica->copy.chunks_done++;
-    } else {
-        feed_free(&replica->feed, part);
-    }
-    feed_send(&replica->feed);
-    unlock_and_tell(replica);
-    if (locked)
-        smb_segment_unlock(segment, offset);
-    FAILPOINT("replica.copied");
-    return status;
-}
-
-static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
-{
-    pthread_mutex_unlock(&replica->lock);
-    uint32_t *places = malloc((records + 1) * sizeof *places);
-    if (!places)
-        return SMB_OUT_OF_MEMORY;
-    uint32_t count = records_places(replica->records, places);
-    pthread_mutex_lock(&replica->lock);
-    if (copies(replica, epoch) && !replica->copy.places) {
-        replica->copy.places = places;
-        replica->copy.place_count = count;
-        tell_evictions(replica);
-        places = NULL;
-    }
-    pthread_mutex_unlock(&replica->lock);
-    free(places);
-    return SMB_OK;
-}
-
-/* One part more. */
-static int copy_part(struct replica *replica, struct smb_segment *segment, uint32_t epoch)
-{
-    pthread_mutex_lock(&replica->lock);
-    struct copy *copy = &replica->copy;
-    uint64_t chunks = format_chunk_count(replica->data_bytes, (uint32_t)replica->chunk_bytes);
-    bool sent = copy->counted;
-    bool confirmed = atomic_load_explicit(&replica->confirmed, memory_order_relaxed) >= copy->order;
-    if (copies(replica, epoch) && !copy->whole &&
-        (copy->settling || replica->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
-         (sent && !confirmed))) {
-        uint64_t until_ns = smb_now_ns() + (uint64_t)COPY_WAIT_MS * 1000000U;
-        struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
-                                 .tv_nsec = (long)(until_ns % 1000000000U)};
-        pthread_cond_clockwait(&replica->room, &replica->lock, CLOCK_MONOTONIC, &until);
-        pthread_mutex_unlock(&replica->lock);
-        return SMB_BUSY;
-    }
-    if (!copies(replica, epoch)) {
-        pthread_mutex_unlock(&replica->lock);
-        return SMB_STALE_EPOCH;
-    }
-    if (!copy->places)
-        return begin_copy(replica, smb_segment_records(segment).count, epoch);
-    if (copy->places_done < copy->place_count)
-        return copy_record(replica, epoch);
-    if (copy->chunks_done < chunks)
-        return copy_chunk(replica, segment, epoch);
-    if (!copy->counted) {
-        tell_evictions(replica);
-        copy->counted = true;
-        feed_send(&replica->feed);
-        unlock_and_tell(replica);
-        return SMB_OK;
-    }
-    copy->whole = true;
-    pthread_mutex_unlock(&replica->lock);
-    return SMB_EXISTS;
-}
-
-int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint64_t bytes,
-                    uint64_t *copied, uint64_t *total)
-{
-    struct smb_segment *segment;
-    struct replica *replica = replica_of(server, id, &segment);
-    if (!replica)
-        return SMB_NOT_FOUND;
-    int status = SMB_OK;
-    uint64_t before = 0, now = 0;
-    for (bool first = true; status == SMB_OK; first = false) {
-        pthread_mutex_lock(&replica->lock);
-        now = replica->copy.chunks_done * replica->chunk_bytes;
-        pthread_mutex_unlock(&replica->lock);
-        if (first)
-            before = now;
-        if (now >= before + bytes)
-            break;
-        status = copy_part(replica, segment, epoch);
-    }
-    *total = replica->data_bytes;
-    *copied = now < *total ? now : *total;
-    smb_segment_release(segment);
-    return status;
-}
-
-int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epoch)
-{
-    struct smb_segment *segment;
-    struct replica *replica = replica_of(server, id, &segment);
-    if (!replica)
-        return SMB_NOT_FOUND;
-    pthread_mutex_lock(&replica->lock);
-    int status = is_primary(replica) && replica->copy.under_way && !replica->copy.whole &&
-                         atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch
-                     ? SMB_OK
-                     : SMB_STALE_EPOCH;
-    if (status == SMB_OK)
-        stop_forwarding(replica, SMB_OK); /* nobody is made the primary from a part of a copy */
-    unlock_and_tell(replica);
-    smb_segment_release(segment);
-    return status;
 }
 
 struct look {
@@ -932,7 +650,7 @@ void replica_feed_begins(struct replica *replica, const struct connection *feede
     pthread_mutex_lock(&replica->lock);
     replica->feeder = feeder;
     replica->feed.broken_ns = 0;
-    unlock_and_tell(replica);
+    replica_unlock(replica);
 }
 
 void replica_feed_ends(struct replica *replica, const struct connection *feeder)
@@ -942,13 +660,13 @@ void replica_feed_ends(struct replica *replica, const struct connection *feeder)
         replica->feeder = NULL;
         replica->feed.broken_ns = smb_now_ns();
     }
-    unlock_and_tell(replica);
+    replica_unlock(replica);
 }
 
 void replica_close(struct replica *replica)
 {
     pthread_mutex_lock(&replica->lock);
     atomic_store_explicit(&replica->role, SMB_REPLICA_NONE, memory_order_release);
-    stop_forwarding(replica, SMB_STALE_EPOCH);
+    replica_stop_forwarding(replica, SMB_STALE_EPOCH);
     pthread_mutex_unlock(&replica->lock);
 }

@@ -99,14 +99,25 @@ class BackupsLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerDrained:
+    """A memory server is to be emptied, or (`undo`) is to get segments again."""
+
+    name: str
+    undo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CopyBegun:
-    """`target`, in that run, has made room for a copy of a segment, to be made in that epoch."""
+    """`target`, in that run, has made room for a copy of a segment, to be made in that epoch. `leaving`: the server
+    whose copy it takes the place of; empty: that is lost. If it has the primary, that has yielded.
+    """
 
     key: str
     segment_id: int
     target: str
     instance_id: int
     epoch: int
+    leaving: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +223,7 @@ Event = (
     | ServerDied
     | ServerReturned
     | BackupsLost
+    | ServerDrained
     | CopyBegun
     | CopiesEnded
     | ServerCounted
@@ -285,9 +297,12 @@ class MakeSegments:
 
 @dataclass(frozen=True, slots=True)
 class DropSegments:
-    """Have the servers drop these; report ServerSuspected for one that cannot be reached."""
+    """Have the servers drop these; report ServerSuspected for one that cannot be reached. `epoch`: not one that is made
+    anew in a later one; 0: they are gone for good.
+    """
 
     segments: tuple[SegmentRecord, ...]
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

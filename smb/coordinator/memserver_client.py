@@ -69,20 +69,22 @@ class MemoryServers:
         return int(reply.used_bytes)
 
     async def take_roles(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> None:
-        """Tell what the server is to these segments. Raises UnavailableError (outcome unknown)."""
+        """Tell what the server is to these segments, or ask. Raises UnavailableError (outcome unknown)."""
         try:
             peer = await self._peer(server)
-            await peer.stub.TakeRoles(pb.TakeRolesRequest(replicas=replicas), timeout=ANSWER_S)
+            reply = await peer.stub.TakeRoles(pb.TakeRolesRequest(replicas=replicas), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "take roles", error) from error
+        if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):
+            raise UnavailableError(f'memory server "{server.name}" is too old to be drained: upgrade it')
 
-    async def drop(self, server: ServerRecord, segment_id: int) -> int:
-        """Have the segment dropped, if it is there; return the server's used bytes. Raises UnavailableError (outcome
-        unknown).
+    async def drop(self, server: ServerRecord, segment_id: int, epoch: int = 0) -> int:
+        """Have the segment dropped, if it is there and was not made in a later epoch (0: whenever it was); return the
+        server's used bytes. Raises UnavailableError (outcome unknown).
         """
         try:
             peer = await self._peer(server)
-            reply = await peer.stub.DeleteSegment(pb.DeleteSegmentRequest(id=segment_id), timeout=ANSWER_S)
+            reply = await peer.stub.DeleteSegment(pb.DeleteSegmentRequest(id=segment_id, epoch=epoch), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "drop a segment", error) from error
         return int(reply.used_bytes)

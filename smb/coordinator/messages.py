@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from smb.coordinator.draining import Staying
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
+from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
 from smb.coordinator.replicas import Copy
 from smb.coordinator.state import State
@@ -119,7 +121,18 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         weight=server.weight,
         data_tls=server.data_tls,
         zone=server.zone,
+        draining=server.draining,
     )
+
+
+def stays_message(staying: Staying) -> pb.Stays:
+    """Return what a server that is being drained keeps."""
+    return pb.Stays(name=staying.record.name, nbytes=staying.nbytes, why=staying.why)
+
+
+def move_message(move: Move) -> pb.Move:
+    """Return a move for people."""
+    return pb.Move(title=move.title, nbytes=move.nbytes, leaving=move.leaving, target=move.target)
 
 
 def replica_messages(state: State, copies: Iterable[Copy]) -> list[pb.Replica]:

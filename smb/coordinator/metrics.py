@@ -103,7 +103,8 @@ def _totals(state: State, now: Instant) -> Iterator[Metric]:
     alive = [name for name in state.servers if state.alive(name, now)]
     buffers = state.listed()
     kinds = Counts(record.kind for record in state.buffers.values() if record.ready)
-    free = sum(state.servers[name].capacity_bytes - state.allocation(name).nbytes for name in alive)
+    open_to = [name for name in alive if not state.servers[name].draining]
+    free = sum(state.servers[name].capacity_bytes - state.allocation(name).nbytes for name in open_to)
     allocated = sum(allocation.nbytes for allocation in state.allocated.values())
     yield gauge("smb_coordinator_buffers", len(buffers))
     yield gauge("smb_coordinator_pending_buffers", sum(not record.ready for record in state.buffers.values()))
@@ -125,11 +126,13 @@ def _by_server(state: State, now: Instant) -> Iterator[Metric]:
     alive = gauge("smb_coordinator_server_alive")
     capacity = gauge("smb_coordinator_server_capacity_bytes")
     allocated = gauge("smb_coordinator_server_allocated_bytes")
+    draining = gauge("smb_coordinator_server_draining")
     for name, server in sorted(state.servers.items()):
         alive.add_metric([name], int(state.alive(name, now)))
         capacity.add_metric([name], server.capacity_bytes)
         allocated.add_metric([name], state.allocation(name).nbytes)
-    yield from (alive, capacity, allocated)
+        draining.add_metric([name], int(server.draining))
+    yield from (alive, capacity, allocated, draining)
 
 
 def _by_buffer(state: State) -> Metric:

@@ -1,63 +1,87 @@
-"""Has lost copies of segments made anew (docs/decisions/0025): chooses a server, has it make room, has it copied to.
+"""Has copies of segments made (docs/decisions/0025), where one is lost or is to leave its server: chooses a server, has
+it make room, has it copied to.
 
-In this order: the new backup has an empty segment, made for the next epoch; then the record says that it is being
-copied to; then the primary is told. Wherever that is cut off, nobody takes the segment for a copy: a server is told to
-drop what no record says is there.
+In this order: the new backup has an empty segment, made for the next epoch; where a primary leaves, it yields; where a
+copy leaves, the server of the other one says that it has that; then the record says what is being copied to where; then
+the primary is told, and the copy that leaves is dropped. Wherever that is cut off, nobody takes the segment for a copy:
+a server is told to drop what no record says is there. A primary that has yielded goes on as before, and asks its backup
+at each read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
-from smb.coordinator.commit_log import CommitLog
+from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import CopyBegun
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
 from smb.coordinator.placement import Pool
+from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import Copy, CopyRole
-from smb.coordinator.wanted_copies import Wish, wishes, without_room
-from smb.errors import Error
+from smb.coordinator.wanted_copies import Wish, still_wanted, wishes, without_room
+from smb.daemon.failpoint import failpoint
+from smb.errors import Error, NotFoundError
 
 LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
+CONFIRM_PAUSE_S = 1.0  # nor one that did not confirm its own: it may not have heard of its role yet
 
 _log = logging.getLogger("coordinator")
-# (segment, its server, its new copy's server): tell both what they are now.
+# Segments, and servers: tell these at once what they are to those.
 TellRoles = Callable[[tuple[int, ...], tuple[str, ...]], Awaitable[None]]
+Drop = Callable[[Committed], Awaitable[None]]
 
 
 class NewCopies:
     """Looks again and again."""
 
-    def __init__(self, commit_log: CommitLog, servers: MemoryServers, tell_roles: TellRoles) -> None:
-        """`tell_roles` tells servers at once what they are to segments."""
+    def __init__(self, commit_log: CommitLog, servers: MemoryServers, tell_roles: TellRoles, drop: Drop) -> None:
+        """`drop` has servers drop what an event has left without a name."""
         self._commit_log = commit_log
         self._servers = servers
         self._tell_roles = tell_roles
+        self._drop = drop
+        self._hurry = asyncio.Event()
+        self._moves: dict[int, Move] = {}  # by segment; forgotten with this run: they can be asked for again
         self._avoided_until: dict[str, float] = {}
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
+
+    def move(self, moves: Iterable[Move]) -> None:
+        """Make these, in place of those that were asked for before."""
+        self._moves = {move.segment_id: move for move in moves}
+        self.look_now()
+
+    def look_now(self) -> None:
+        """A copy has ended, or others are wanted."""
+        self._hurry.set()
 
     async def run(self) -> None:
         """Begin what is missing, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), LOOK_S)
+            self._hurry.clear()
             await self.begin()
 
     async def begin(self) -> None:
         """Begin what can be begun now. A server that does not answer costs the others nothing but the wait."""
         state, now = self._commit_log.state, self._commit_log.now()
         records = [record for record in state.buffers.values() if record.replicas > 1]
-        if not any(record.degraded for record in records):
+        drained = any(server.draining and state.allocation(server.name).segments for server in state.servers.values())
+        if not drained and not self._moves and not any(record.degraded for record in records):
             self._without_room = frozenset()
             return
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
         pool = state.pool(now)
+        self._moves = still_wanted(self._moves, records, pool)
         self._say_without_room(records, pool)
-        await asyncio.gather(*(self._begin(wish) for wish in wishes(records, pool, avoid)))
+        await asyncio.gather(*(self._begin(wish) for wish in wishes(records, pool, avoid, self._moves)))
 
     async def _begin(self, wish: Wish) -> None:
         epoch = wish.segment.epoch + 1
@@ -65,17 +89,44 @@ class NewCopies:
         if server is None:
             return
         made = replace(wish.segment, server=wish.target, epoch=epoch)
-        copy = Copy(made.id, epoch, CopyRole.BACKUP, wish.segment.server, copying=True)
-        begun = CopyBegun(wish.record.key, made.id, wish.target, server.instance_id, epoch)
+        copy = Copy(made.id, epoch, CopyRole.BACKUP, wish.source, copying=True)
+        begun = CopyBegun(wish.record.key, made.id, wish.target, server.instance_id, epoch, wish.leaving)
+        asked = wish.target
         try:
             message = replica_message(self._commit_log.state, copy)
             await self._servers.create(server, replace(wish.record, epoch=epoch), made, 0, message)
-            await self._commit_log.commit(begun)
+            failpoint("coordinator.copy.made")
+            if wish.leaving == wish.segment.server:
+                asked = wish.leaving
+                await self._confirm(wish, wish.leaving, yields=True)
+                failpoint("coordinator.copy.yielded")
+            if wish.leaving:
+                asked = wish.source
+                await self._confirm(wish, wish.source)
+            committed = await self._commit_log.commit(begun)
         except Error as error:
             _log.warning("no copy of a segment of %s on %s for now: %s", wish.record.title, wish.target, error)
-            self._avoided_until[wish.target] = self._commit_log.now().monotonic + PAUSE_S
+            pause_s = PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S
+            self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
             return
-        await self._tell_roles((made.id,), (wish.segment.server,))
+        failpoint("coordinator.copy.begun")
+        await self._tell_roles((made.id,), (wish.source,))
+        await self._drop(committed)
+
+    async def _confirm(self, wish: Wish, name: str, *, yields: bool = False) -> None:
+        """Check that the server has its copy now: it may be dead, or back without its memory, and its lease run still.
+        One that yields answers nothing any more that its backup does not confirm: that may be promoted then.
+        """
+        state, segment = self._commit_log.state, wish.segment
+        role, peer = CopyRole.PRIMARY, segment.backup
+        if name != segment.server:
+            role, peer = CopyRole.BACKUP, segment.server
+        message = replica_message(state, Copy(segment.id, segment.epoch, role, peer))
+        message.confirm, message.yields = True, yields
+        server = state.servers.get(name)
+        if server is None:
+            raise NotFoundError(f'memory server "{name}" is not known any more')
+        await self._servers.take_roles(server, (message,))
 
     def _say_without_room(self, records: list[BufferRecord], pool: Pool) -> None:
         found = frozenset(record.title for record in records if record.ready and without_room(record, pool))

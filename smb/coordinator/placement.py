@@ -50,7 +50,7 @@ class Placement:
 class Pool:
     """The servers to place on: free bytes of each live server, the names of those known but not alive, and weights. A
     weight is the server's share of the traffic, relative to others (default 1). `stripe_bytes`: what this cluster takes
-    where a buffer says none; 0: as `place` says.
+    where a buffer says none; 0: as `place` says. `draining`: live servers on which nothing is placed.
     """
 
     free_bytes: Mapping[str, int]
@@ -58,6 +58,11 @@ class Pool:
     weights: Mapping[str, float] = field(default_factory=dict)
     stripe_bytes: int = 0
     hosts: Mapping[str, str] = field(default_factory=dict)  # on which each live server runs
+    draining: frozenset[str] = frozenset()
+
+    def alive(self, server: str) -> bool:
+        """Whether its lease runs."""
+        return server in self.free_bytes or server in self.draining
 
     def round_of(self, servers: Sequence[str], most: int) -> list[str]:
         """Return whose turn it is, stripe by stripe, until all begins anew: at most `most` turns, one at least each."""
@@ -228,12 +233,19 @@ def _check_servers(pool: Pool, count: int, names: Sequence[str]) -> None:
         )
     alive = ", ".join(sorted(pool.free_bytes)[:SERVERS_SHOWN_MAX]) or "none"
     for name in names:
+        if name in pool.draining:
+            raise UnavailableError(
+                f'memory server "{name}" is being drained and gets nothing new; alive: {alive}. Choose others, or: '
+                f"smb undrain {name}"
+            )
         if name not in pool.free_bytes and name not in pool.dead:
             raise InvalidArgumentError(f'no memory server "{name}" is known; alive: {alive}')
         if name in pool.dead:
             raise UnavailableError(
                 f'memory server "{name}" is not alive; alive: {alive}. Start it again or choose others'
             )
+    if not pool.free_bytes and pool.draining:
+        raise UnavailableError(f"every live memory server is being drained: {', '.join(sorted(pool.draining))}")
     if not pool.free_bytes:
         raise UnavailableError(
             "no memory server is alive; start one with: smb-memserver --coordinator HOST:PORT --capacity 1GiB"

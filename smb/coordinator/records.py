@@ -150,12 +150,15 @@ class ServerRecord:
     weight: float = 1.0  # how much of the traffic it should take, beside others'; records of before have none
     data_tls: bool = False  # its data address speaks TLS
     zone: str = ""
+    draining: bool = False  # it gets no new segments, and its copies go elsewhere
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
         fields = asdict(self)
         if not self.zone:  # as coordinators wrote it that know of none
             del fields["zone"]
+        if not self.draining:
+            del fields["draining"]
         return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod

@@ -94,18 +94,27 @@ def lose_backups(record: BufferRecord, segment_ids: Collection[int]) -> BufferRe
     return _each(record, judge)
 
 
-def may_begin(segment: SegmentRecord, epoch: int) -> bool:
-    """Whether a copy can be begun in that epoch."""
-    return not segment.backup and not segment.copying_to and segment.epoch + 1 == epoch
+def stays_on(segment: SegmentRecord, leaving: str) -> str:
+    """Return the server that goes on with a segment whose copy on `leaving` goes; empty: that is not one of two."""
+    pair = (segment.server, segment.backup)
+    if segment.copying_to or not segment.backup or leaving not in pair:
+        return ""
+    return pair[1 - pair.index(leaving)]
 
 
-def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int) -> BufferRecord:
-    """Return the record with the segment being copied to `target` from that epoch on, if that may begin."""
+def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int, leaving: str = "") -> BufferRecord:
+    """Return the record with the segment being copied to `target` from that epoch on, if that may begin: in place of a
+    copy that is lost, or of the one on `leaving`, whose primary has yielded.
+    """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
-        if segment.id != segment_id or not may_begin(segment, epoch):
+        if segment.id != segment_id or segment.epoch + 1 != epoch:
             return segment
-        return replace(segment, copying_to=target, epoch=epoch)
+        alone = segment.server if not segment.backup and not segment.copying_to else ""
+        source = stays_on(segment, leaving) if leaving else alone
+        if not source or target in (segment.server, segment.backup):
+            return segment
+        return replace(segment, server=source, backup="", copying_to=target, epoch=epoch)
 
     return _each(record, judge)
 

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -22,6 +22,7 @@ import grpc.aio
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
+from smb.coordinator.draining import staying
 from smb.coordinator.events import (
     AnswerDrops,
     BackupsLost,
@@ -37,6 +38,7 @@ from smb.coordinator.events import (
     SaveBuffer,
     ServerCounted,
     ServerDied,
+    ServerDrained,
     ServerLeft,
     ServerRenewed,
     ServerReturned,
@@ -51,12 +53,15 @@ from smb.coordinator.messages import (
     creation_of,
     ended_message,
     kind_of,
+    move_message,
     registration_of,
     replica_messages,
     server_message,
+    stays_message,
     without_session,
 )
 from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.rebalance import Move, plan
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
 from smb.coordinator.replicas import CopyRole, copies_on
 from smb.coordinator.session_end_notifier import SessionEndNotifier
@@ -64,6 +69,7 @@ from smb.coordinator.state import SERVER_LEASE_S, State
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
+from smb.coordinator.wanted_copies import copies_to_come
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     AlreadyExistsError,
@@ -87,6 +93,7 @@ _BROKEN_MAX_MS = 3000
 _FINISH_S = 5.0
 # Opens of one certificate that wait at once: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
+STAYS_SHOWN_MAX = 256
 
 _Opening: TypeAlias = pb.CreateBufferRequest | pb.OpenBufferRequest
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -95,6 +102,12 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 def new_id() -> int:
     """Return a random non-zero 64-bit id."""
     return secrets.randbits(64) or 1
+
+
+def _check_unlimited(method: str) -> None:
+    """Raise PermissionDeniedError for a caller that may not know of all buffers."""
+    if caller().namespaces is not None:
+        raise PermissionDeniedError(f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster")
 
 
 class CoordinatorService(CoordinatorServicer):
@@ -126,6 +139,8 @@ class CoordinatorService(CoordinatorServicer):
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._parsing = asyncio.Lock()
         self._mirrors = mirrors
+        self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
+        self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
 
     async def finish(self) -> None:
         """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
@@ -253,6 +268,7 @@ class CoordinatorService(CoordinatorServicer):
         await self._settle(CopiesEnded(server, epochs, whole, self._commit_log.changes_max))
         if whole and targets:
             await self.tell_roles(tuple(targets), tuple(sorted(set(targets.values()))))
+        self.on_copies()
 
     async def tell_roles(self, segment_ids: Collection[int], names: Iterable[str]) -> None:
         """Tell servers at once what they are to these segments; who does not answer hears of it when it renews."""
@@ -289,12 +305,39 @@ class CoordinatorService(CoordinatorServicer):
         servers = sorted(state.servers.values(), key=lambda server: server.name)
         return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers], now=now.wall)
 
+    async def DrainServer(self, request: pb.DrainServerRequest, context: Context) -> pb.DrainServerReply:
+        """See control.proto."""
+        _check_unlimited("DrainServer")
+        await self._commit_log.commit(ServerDrained(request.name, request.undo))
+        failpoint("coordinator.drain.stored")
+        self.on_copies()
+        state = self._commit_log.state
+        held = state.allocation(request.name)
+        pool = state.pool(self._commit_log.now())
+        stays = staying(state.buffers.values(), pool, request.name)
+        return pb.DrainServerReply(
+            segment_count=held.segments,
+            nbytes=held.nbytes,
+            moving=held.segments - sum(each.segments for each in stays),
+            stays=map(stays_message, stays[:STAYS_SHOWN_MAX]),
+            stays_left_out=max(0, len(stays) - STAYS_SHOWN_MAX),
+            copying=copies_to_come(state.buffers.values(), pool),
+        )
+
+    async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceReply:
+        """See control.proto. Planned in a thread: with very many buffers it takes a while."""
+        _check_unlimited("Rebalance")
+        state = self._commit_log.state
+        pool = state.pool(self._commit_log.now())
+        capacity = {name: state.servers[name].capacity_bytes for name in pool.free_bytes}
+        moves = await asyncio.to_thread(plan, state.buffers.values(), pool, capacity)
+        if not request.dry_run:
+            self.move(moves)
+        return pb.RebalanceReply(moves=map(move_message, moves))
+
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
         """See control.proto. Made in a thread: with very many buffers it takes a while."""
-        if caller().namespaces is not None:
-            raise PermissionDeniedError(
-                f"Overview: {caller()} is limited to namespaces, and it shows all of the cluster"
-            )
+        _check_unlimited("Overview")
         if request.server:
             text = await asyncio.to_thread(self._overview.server, request.server)
         elif request.buffer:
@@ -488,16 +531,17 @@ class CoordinatorService(CoordinatorServicer):
 
     async def drop(self, committed: Committed) -> None:
         """Have the servers drop what this event left without a name. A server that misses it registers again."""
-        segments = [s for effect in committed.effects if isinstance(effect, DropSegments) for s in effect.segments]
-        await asyncio.gather(*(self._drop_segment(committed, segment) for segment in segments))
+        drops = [effect for effect in committed.effects if isinstance(effect, DropSegments)]
+        each = ((segment, effect.epoch) for effect in drops for segment in effect.segments)
+        await asyncio.gather(*(self._drop_segment(committed, *one) for one in each))
 
-    async def _drop_segment(self, committed: Committed, segment: SegmentRecord) -> None:
+    async def _drop_segment(self, committed: Committed, segment: SegmentRecord, epoch: int) -> None:
         server = committed.state.servers.get(segment.server)
         # A server without a lease must register before anything else, and hears of it then.
         if server is None or not committed.state.alive(server.name, self._commit_log.now()):
             return
         try:
-            used_bytes = await self._servers.drop(server, segment.id)
+            used_bytes = await self._servers.drop(server, segment.id, epoch)
             failpoint("coordinator.delete.segment_dropped")
             await self._commit_log.commit(ServerCounted(server.name, server.instance_id, used_bytes))
         except UnavailableError as error:

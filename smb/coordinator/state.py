@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from smb.config.parse import check_weight
 from smb.config.quotas import Quota
+from smb.coordinator.draining import check_room
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import (
     AnswerDrops,
@@ -44,6 +45,7 @@ from smb.coordinator.events import (
     SaveTokenFloor,
     ServerCounted,
     ServerDied,
+    ServerDrained,
     ServerLeft,
     ServerRegistered,
     ServerRenewed,
@@ -167,10 +169,13 @@ class State:
     def pool(self, now: Instant) -> Pool:
         """Return what there is to place on now."""
         alive = {name for name in self.servers if self.alive(name, now)}
-        free = {name: self.servers[name].capacity_bytes - self.allocation(name).nbytes for name in alive}
+        draining = frozenset(name for name in alive if self.servers[name].draining)
+        open_to = alive - draining
+        free = {name: self.servers[name].capacity_bytes - self.allocation(name).nbytes for name in open_to}
         weights = {name: self.servers[name].weight for name in alive}
         hosts = {name: self.servers[name].data_address.rpartition(":")[0] for name in alive}
-        return Pool(free, frozenset(self.servers.keys() - alive), weights, self.stripe_bytes, hosts)
+        dead = frozenset(self.servers.keys() - alive)
+        return Pool(free, dead, weights, self.stripe_bytes, hosts, draining)
 
     def copies(self, server: str) -> list[Copy]:
         """Return the server's parts in buffers of two copies, pending ones included."""
@@ -279,7 +284,8 @@ def _server_registered(state: State, event: ServerRegistered, now: Instant) -> S
             f'memory server "{server.name}" is not known here but holds {len(event.segment_ids)} segments; start the '
             f"coordinator with the --state that knows them, or remove the server's segment files to give that data up"
         )
-    server = replace(server, last_seen_at=now.wall)
+    known = state.servers.get(server.name)
+    server = replace(server, last_seen_at=now.wall, draining=known is not None and known.draining)
     here = {
         segment.id: record.name
         for record in state.buffers.values()
@@ -366,14 +372,41 @@ def _backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
     return _judge_copies(state, judge, event.changes_max)
 
 
+def _server_drained(state: State, event: ServerDrained, now: Instant) -> Step:
+    server = state.servers.get(event.name)
+    asked = f'{"undrain" if event.undo else "drain"} of "{event.name}"'
+    if server is None:
+        raise NotFoundError(f"{asked}: no such memory server is known; there are: {', '.join(sorted(state.servers))}")
+    if server.draining != event.undo:
+        return state, ()
+    if not event.undo:
+        try:
+            check_room(state.buffers.values(), state.pool(now), event.name)
+        except Error as error:
+            raise type(error)(f"{asked}: {error}") from None
+    server = replace(server, draining=not event.undo)
+    text = "gets new segments again" if event.undo else "is being drained"
+    report = Report(logging.INFO, f'memory server "{event.name}" {text}')
+    return replace(state, servers={**state.servers, event.name: server}), (SaveServer(server), report)
+
+
 def _copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
     record, target = state.buffers.get(event.key), state.servers.get(event.target)
     known = target is not None and target.instance_id == event.instance_id and state.alive(event.target, now)
-    judged = begin_copy(record, event.segment_id, event.target, event.epoch) if record is not None and known else record
+    judged = record
+    if record is not None and target is not None and known and not target.draining:
+        judged = begin_copy(record, event.segment_id, event.target, event.epoch, event.leaving)
     if record is None or judged is None or judged is record:
         raise NotFoundError(f"segment {event.segment_id:016x} wants no copy on {event.target} any more")
-    report = Report(logging.INFO, f"a segment of {record.title} is being copied to {event.target}")
-    return _add(_remove(state, record), judged), (SaveBuffer(judged), report)
+    (segment,) = (each for each in judged.segments if each.id == event.segment_id)
+    if event.leaving and not state.alive(segment.server, now):
+        raise NotFoundError(f'memory server "{segment.server}", which has the other copy, is not alive')
+    text = f"a segment of {record.title} is being copied to {event.target}"
+    effects: list[Effect] = [SaveBuffer(judged)]
+    if event.leaving:
+        text += f", and leaves {event.leaving}"
+        effects.append(DropSegments((replace(segment, server=event.leaving),), event.epoch))
+    return _add(_remove(state, record), judged), (*effects, Report(logging.INFO, text))
 
 
 def _copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
@@ -606,6 +639,7 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     ServerRenewed: _server_renewed,
     ServerLeft: _server_left,
     ServerDied: _server_died,
+    ServerDrained: _server_drained,
     ServerReturned: _server_returned,
     BackupsLost: _backups_lost,
     CopyBegun: _copy_begun,
@@ -693,7 +727,8 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
     if creation.like:
         like = _find_ready(state, creation.like)
         creation = _shaped_like(creation, like)
-        differs = _difference("layout", _cut_of(existing), _cut_of(like))
+        moves = existing.replicas > 1 or like.replicas > 1
+        differs = _difference("layout", _cut_of(existing, moves), _cut_of(like, moves))
     else:
         differs = _wishes_differ(existing, creation)
     differs = (
@@ -744,6 +779,8 @@ def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
     differs = ""
     if creation.stripe_bytes:
         differs = differs or _difference("stripe", existing.stripe_bytes, creation.stripe_bytes)
+    if existing.replicas > 1:
+        return differs  # its segments may have gone to any servers since
     if creation.server_names:
         named = creation.server_names[:stripes]
         if len(servers) < len(segments) and set(named) == set(servers):
@@ -754,8 +791,13 @@ def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
     return differs
 
 
-def _cut_of(record: BufferRecord) -> tuple[object, ...]:
-    return (record.stripe_bytes, record.chunk_bytes, *(segment.server for segment in record.segments))
+def _cut_of(record: BufferRecord, moves: bool) -> tuple[object, ...]:
+    """Return how it is cut, and where it lies unless it `moves`."""
+    return (
+        record.stripe_bytes,
+        record.chunk_bytes,
+        *("" if moves else segment.server for segment in record.segments),
+    )
 
 
 def _difference(what: str, there: object, asked: object) -> str:

@@ -1,46 +1,84 @@
-"""Which lost copies are to be made anew now, and where (docs/decisions/0025). Pure."""
+"""Which copies are to be made now, and where (docs/decisions/0025): of lost ones, and of those that are to leave their
+server. Pure.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from smb.coordinator.placement import Pool, place_copy
+from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.replicas import stays_on
 
-# At once from one server, and to one: each is a wait for its clients, and one at a time fills a link.
+# At once from one server, and to one: each is a wait for its clients, and one at a time fills a link. So few segments
+# are left with one copy at a time, too, where copies leave their server.
 FROM_ONE_MAX, TO_ONE_MAX = 2, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A copy that is to be made."""
+    """A copy that is to be made from `source` on `target`: of one that is lost, or in place of the one on `leaving`."""
 
     record: BufferRecord
     segment: SegmentRecord
     target: str
+    source: str
+    leaving: str = ""
 
 
-def wishes(records: list[BufferRecord], pool: Pool, avoid: frozenset[str] = frozenset()) -> list[Wish]:
-    """Return what to begin now, a few for each server. `avoid`: servers not to be copied to. Pure."""
+def wishes(
+    records: list[BufferRecord],
+    pool: Pool,
+    avoid: frozenset[str] = frozenset(),
+    moves: Mapping[int, Move] | None = None,
+) -> list[Wish]:
+    """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
+    then `moves`, by segment. `avoid`: servers that are not to be asked for anything.
+    """
     under_way = [segment for record in records for segment in record.segments if segment.copying_to]
     sources = Counter(segment.server for segment in under_way)
     targets = Counter(segment.copying_to for segment in under_way)
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
     found = []
-    for record in records:
-        for segment in record.segments if record.degraded and record.ready else ():
-            if segment.backup or segment.copying_to or segment.server not in pool.free_bytes:
-                continue
-            open_to = {name: nbytes for name, nbytes in free.items() if targets[name] < TO_ONE_MAX}
-            target = place_copy(replace(pool, free_bytes=open_to), segment.server, segment.file_bytes)
-            if not target or sources[segment.server] >= FROM_ONE_MAX:
-                continue
-            sources[segment.server] += 1
-            targets[target] += 1
-            free[target] -= segment.file_bytes
-            found.append(Wish(record, segment, target))
+    begun: set[int] = set()
+    for record, segment, source, leaving, chosen in (
+        *_lost(records),
+        *_leaving(records, pool),
+        *_moving(records, moves or {}),
+    ):
+        if (
+            not pool.alive(source)
+            or {source, leaving} & avoid
+            or sources[source] >= FROM_ONE_MAX
+            or segment.id in begun
+        ):
+            continue
+        names = (chosen,) if chosen else tuple(free)
+        open_to = {name: free[name] for name in names if name in free and targets[name] < TO_ONE_MAX}
+        target = place_copy(replace(pool, free_bytes=open_to), source, segment.file_bytes)
+        if not target:
+            continue
+        begun.add(segment.id)
+        sources[source] += 1
+        targets[target] += 1
+        free[target] -= segment.file_bytes
+        found.append(Wish(record, segment, target, source, leaving))
     return found
+
+
+def copies_to_come(records: Iterable[BufferRecord], pool: Pool) -> int:
+    """Return how many segments have one copy for now: another one is being made, or will be."""
+    return sum(
+        bool(
+            segment.copying_to or (pool.alive(segment.server) and place_copy(pool, segment.server, segment.file_bytes))
+        )
+        for record in records
+        for segment in (record.segments if record.degraded else ())
+        if not segment.backup
+    )
 
 
 def without_room(record: BufferRecord, pool: Pool) -> bool:
@@ -48,7 +86,48 @@ def without_room(record: BufferRecord, pool: Pool) -> bool:
     return any(
         not segment.backup
         and not segment.copying_to
-        and segment.server in pool.free_bytes
+        and pool.alive(segment.server)
         and not place_copy(pool, segment.server, segment.file_bytes)
         for segment in record.segments
     )
+
+
+def still_wanted(moves: Mapping[int, Move], records: list[BufferRecord], pool: Pool) -> dict[int, Move]:
+    """Return the moves that have not been made and still can be."""
+    there = {segment.id: segment for record in records for segment in record.segments}
+    return {
+        number: move
+        for number, move in moves.items()
+        if number in there
+        and stays_on(there[number], move.leaving)
+        and move.target not in (there[number].server, there[number].backup)
+        and pool.free_bytes.get(move.target, 0) >= move.nbytes
+    }
+
+
+_Wanted = tuple[BufferRecord, SegmentRecord, str, str, str]  # its source, what leaves, and where to if that is decided
+
+
+def _lost(records: list[BufferRecord]) -> Iterator[_Wanted]:
+    for record in records:
+        for segment in record.segments if record.degraded and record.ready else ():
+            if not segment.backup and not segment.copying_to:
+                yield record, segment, segment.server, "", ""
+
+
+def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
+    """Of two copies that both are to leave the backup goes first: that costs no change of roles."""
+    for record in records if pool.draining else ():
+        for segment in record.segments if record.replicas > 1 and record.ready else ():
+            for leaving in (segment.backup, segment.server):
+                if leaving in pool.draining and (source := stays_on(segment, leaving)):
+                    yield record, segment, source, leaving, ""
+                    break
+
+
+def _moving(records: list[BufferRecord], moves: Mapping[int, Move]) -> Iterator[_Wanted]:
+    for record in records if moves else ():
+        for segment in record.segments:
+            move = moves.get(segment.id)
+            if move is not None and record.ready and (source := stays_on(segment, move.leaving)):
+                yield record, segment, source, move.leaving, move.target

@@ -174,7 +174,9 @@ COORDINATOR: tuple[Description, ...] = (
         "smb_coordinator_allocated_bytes",
         "Bytes of the servers' capacity taken by segments, headers included, being created ones too.",
     ),
-    _gauge("smb_coordinator_free_bytes", "Capacity of the live servers that is not taken."),
+    _gauge(
+        "smb_coordinator_free_bytes", "Capacity of the live servers that is not taken, without those being drained."
+    ),
     _gauge(
         "smb_coordinator_degraded_segments", "Segments of buffers of two copies that have one; being copied or not."
     ),
@@ -184,6 +186,7 @@ COORDINATOR: tuple[Description, ...] = (
     _gauge("smb_coordinator_server_alive", "1 while the memory server's lease runs.", "server"),
     _gauge("smb_coordinator_server_capacity_bytes", "Bytes that the memory server offers.", "server"),
     _gauge("smb_coordinator_server_allocated_bytes", "Bytes of it that buffers take.", "server"),
+    _gauge("smb_coordinator_server_draining", "1 while the memory server is being drained.", "server"),
     _gauge("smb_coordinator_sessions", "Clients whose lease runs."),
     _gauge(
         "smb_coordinator_ended_sessions",

@@ -171,7 +171,8 @@ class Catalogue:
         read_at, capacity, free = self._space
         if time.monotonic() - read_at > _SERVERS_FRESH_S:
             alive = [server for server in self._client.servers() if server.alive]
-            capacity, free = sum(server.capacity for server in alive), sum(server.free for server in alive)
+            capacity = sum(server.capacity for server in alive)
+            free = sum(server.free for server in alive if not server.draining)
             self._space = time.monotonic(), capacity, free
         return capacity, free
 

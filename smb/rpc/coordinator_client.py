@@ -162,6 +162,16 @@ class Coordinator:
         reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
+    def drain_server(self, name: str, timeout: float, *, undo: bool = False) -> pb.DrainServerReply:
+        """See control.proto."""
+        reply: pb.DrainServerReply = self._call("DrainServer", pb.DrainServerRequest(name=name, undo=undo), timeout)
+        return reply
+
+    def rebalance(self, timeout: float, *, dry_run: bool) -> list[pb.Move]:
+        """Return the moves that are made from now on, or with `dry_run` would be."""
+        reply: pb.RebalanceReply = self._call("Rebalance", pb.RebalanceRequest(dry_run=dry_run), timeout)
+        return list(reply.moves)
+
     def overview(self, timeout: float, *, buffer: str = "", training: str = "") -> str:
         """Return what the page at / shows, as JSON: in brief, or all of one buffer or training."""
         request = pb.OverviewRequest(buffer=buffer, training=training)

@@ -104,6 +104,8 @@ RULES: Mapping[str, Rule] = {
     "/smb.v1.Coordinator/DeleteBuffer": Rule(_WRITERS, names=("name",)),
     "/smb.v1.Coordinator/RenameBuffer": Rule(_WRITERS, names=("name", "new_name", "displaced_name")),
     "/smb.v1.Coordinator/ListServers": Rule(_USERS),
+    "/smb.v1.Coordinator/DrainServer": Rule(frozenset({Role.OPERATOR})),
+    "/smb.v1.Coordinator/Rebalance": Rule(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Overview": Rule(_USERS),  # of who is limited to namespaces nobody: it shows them all
     "/smb.v1.Coordinator/Leader": Rule(_USERS),
     "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,

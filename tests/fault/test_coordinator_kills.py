@@ -25,6 +25,7 @@ import smb
 from smb.daemon.failpoint import ALLOWED_VARIABLE, POINT_VARIABLE
 from smb.rpc import control_pb2 as pb
 from tests.fault.long import some
+from tests.fault.test_drain import MOVING
 from tests.fault.test_elastic_kills import HSGD
 from tests.fault.test_train_kills import CLOSING, SENT
 from tests.support.clients import add_forever, make_event, spawn
@@ -294,8 +295,8 @@ def test_every_failpoint_has_its_case() -> None:
     """None is forgotten, and none is tested that is not there."""
     sources = [*(SOURCES / "smb").rglob("*.py"), *(SOURCES / "memserver").rglob("*.py")]
     points = {point for path in sources for point in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text())}
-    training = {*CLOSING, *SENT, *HSGD}  # test_train_kills.py, test_elastic_kills.py
-    assert points == {point.split(":")[0] for point in [*dict(COORDINATOR_CASES + SERVER_CASES), *training]}
+    elsewhere = {*CLOSING, *SENT, *HSGD, *MOVING}  # test_train_kills.py, test_elastic_kills.py, test_drain.py
+    assert points == {point.split(":")[0] for point in [*dict(COORDINATOR_CASES + SERVER_CASES), *elsewhere]}
 
 
 @pytest.mark.parametrize(("point", "act"), some(COORDINATOR_CASES), ids=lambda value: getattr(value, "__name__", value))

@@ -36,6 +36,8 @@ MAY = {
         "DeleteBuffer": WRITERS,
         "RenameBuffer": WRITERS,
         "ListServers": USERS,
+        "DrainServer": "operator",
+        "Rebalance": "operator",
         "Overview": USERS,
         "Leader": USERS,
     },

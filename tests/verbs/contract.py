@@ -47,6 +47,7 @@ _FRAMES = "speaks the TCP protocol itself"
 _TRAINING = "built on calls that run over verbs; minutes of PyTorch in the virtual machine"
 
 LEFT_OUT = {
+    "api/test_drain.py": _TWO_COPIES,
     "api/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
     "api/test_examples.py": _TRAINING,
     "api/test_fork.py": "a child of fork may not use its parent's client, over whatever",
@@ -59,6 +60,7 @@ LEFT_OUT = {
     "engine/test_from_python.py": "the engine without a transport's Python; tests/engine/c has its part of verbs",
     "fault/test_broken_network.py": "puts a proxy between the ends of a socket; test_daemons.py breaks the cable",
     "fault/test_coordinator_kills.py": _ELSEWHERE,
+    "fault/test_drain.py": _TWO_COPIES,
     "fault/test_elastic_kills.py": _TRAINING,
     "fault/test_histories.py": _LONG,
     "fault/test_leader_changes.py": _ELSEWHERE,

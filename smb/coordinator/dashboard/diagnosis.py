@@ -60,7 +60,7 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
         if server.name in gone:
             found.append(_of_gone_server(seen, server, held[server.name]))
         else:
-            found += _of_live_server(seen, server, now)
+            found += _of_live_server(state, seen, server, now)
     found += _of_memory(state, seen)
     found += _of_waits(state, seen, now)
     found += _of_clients(seen)
@@ -103,12 +103,17 @@ def _of_gone_server(seen: Seen, server: ServerRecord, names: list[str]) -> Probl
     return Problem(CRITICAL, what, detail, action, ("server", server.name), left or server.last_seen_at)
 
 
-def _of_live_server(seen: Seen, server: ServerRecord, now: Instant) -> Iterator[Problem]:
+def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant) -> Iterator[Problem]:
     about = ("server", server.name)
     silent_s = now.wall - server.last_seen_at
     if silent_s > LATE_S:
         detail = f"It renews every 2 s, and has not for {silent_s:.0f} s; after 6 s it counts as gone."
         yield Problem(WARNING, f"{server.name} is late", detail, "See whether its host is overloaded.", about)
+    if server.draining:
+        held = state.allocation(server.name).segments
+        detail = f"{held} segments are left." if held else "It holds nothing any more."
+        action = f"smb drain {server.name} --wait says what stays." if held else "Stop it, or: smb undrain."
+        yield Problem(NOTE, f"{server.name} is being drained", detail, action, about)
     yield from _of_capacity(seen, server)
     watch = seen.servers.get(server.name)
     if watch is None or watch.instance_id != server.instance_id:

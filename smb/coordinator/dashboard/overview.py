@@ -309,6 +309,7 @@ def _server(view: View, server: ServerRecord) -> Json:
     return {
         "name": server.name,
         "state": view.server_state(server.name),
+        "draining": server.draining,
         "address": server.data_address,
         "metrics": server.metrics_address,
         "capacity": server.capacity_bytes,

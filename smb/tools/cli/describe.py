@@ -79,4 +79,5 @@ def server_json(server: ServerInfo) -> dict[str, Any]:
         "last_seen": server.last_seen,
         "metrics": server.metrics,
         "weight": server.weight,
+        "draining": server.draining,
     }

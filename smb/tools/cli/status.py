@@ -74,7 +74,7 @@ def _table(servers: Sequence[ServerInfo]) -> Table:
     for server in servers:
         rows.add_row(
             server.name,
-            "alive" if server.alive else "gone",
+            ("alive" if server.alive else "gone") + (", draining" if server.draining else ""),
             server.address,
             format_bytes(server.capacity),
             format_bytes(server.used),

@@ -174,7 +174,9 @@ def _servers(rows: Sequence[Json], shown: Json) -> _Rows:
         waiting = row["parked"] + row["waiting"]  # codespell:ignore parked
         made.add_row(
             row["name"],
-            _STATES.get(state, state) + ("" if alive else f" {_age(shown['now'] - row['last_seen'])}"),
+            _STATES.get(state, state)
+            + ("" if alive else f" {_age(shown['now'] - row['last_seen'])}")
+            + (", draining" if row.get("draining") else ""),
             f"{row['used'] / row['capacity']:.0%} of {format_bytes(row['capacity'])}",
             _each(rates.get("operations")),
             _rate(rates.get("in")),

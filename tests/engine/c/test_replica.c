@@ -573,6 +573,31 @@ static void reads_without_a_lease(void)
     stop(&pair);
 }
 
+/* A primary that yields asks the backup before it answers a read, though its lease runs. Its next
+ * role takes that back. */
+static void a_primary_that_yields(void)
+{
+    struct pair pair;
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    struct user user = use(&pair, 9);
+    int64_t back = 1;
+    struct smb_request read = {.opcode = SMB_READ, .bytes = 8, .sink = &back};
+    CHECK_EQ(smb_server_yield(pair.servers[0], ID, 2), SMB_STALE_EPOCH);
+    CHECK_EQ(smb_server_yield(pair.servers[1], ID, 1), SMB_STALE_EPOCH);
+    CHECK_EQ(smb_server_yield(pair.servers[0], ID, 1), SMB_OK);
+    for (int i = 0; i < 20; i++)
+        must(user.buffer, read);
+    CHECK_EQ(back, 0);
+    set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
+    read.timeout_ms = 200;
+    CHECK_EQ(reach_try(user.buffer, read), SMB_TIMEOUT);
+    set_role(&pair, 0, 3, SMB_REPLICA_PRIMARY, false);
+    CHECK_EQ(smb_server_yield(pair.servers[0], ID, 3), SMB_STALE_EPOCH); /* to nobody */
+    leave(&user);
+    stop(&pair);
+}
+
 /* A segment of two copies is not mapped, locked or stepped, and its file says what it is. */
 static void what_is_refused(void)
 {
@@ -658,6 +683,7 @@ int main(void)
         TEST(a_primary_goes_on_alone),
         TEST(the_backup_takes_over),
         TEST(reads_without_a_lease),
+        TEST(a_primary_that_yields),
         TEST(what_is_refused),
         TEST(refusals_have_a_bound),
         TEST(a_copy_is_made_under_load),

@@ -46,8 +46,8 @@ const servers = new Table($("servers"), {
     {
       head: "State",
       sort: (s) => s.state,
-      said: (s) => [s.state, alive(s) ? "" : f.ago(s.last_seen, state.now)],
-      cell: (s) => badge(s.state, alive(s) ? "" : `, ${f.ago(s.last_seen, state.now)}`),
+      said: (s) => [s.state, s.draining, alive(s) ? "" : f.ago(s.last_seen, state.now)],
+      cell: (s) => badge(s.state, (alive(s) ? "" : `, ${f.ago(s.last_seen, state.now)}`) + (s.draining ? ", draining" : "")),
     },
     {
       head: "Memory",

@@ -1,0 +1,97 @@
+"""Servers that are to be emptied: whether the others have room for what is on them, and what cannot leave. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from smb.config.parse import format_bytes
+from smb.coordinator.placement import SERVERS_SHOWN_MAX, Pool, place_copy
+from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
+from smb.coordinator.replicas import stays_on
+from smb.errors import OutOfMemoryError, UnavailableError
+
+ONE_COPY = "it has one copy, which can't move; delete it, or copy it to a buffer with replicas=2"
+MIRROR = "it is a mirror; end it: smb relay NAME --stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """A buffer of which a server keeps segments, as things are: bytes of them, and why."""
+
+    record: BufferRecord
+    segments: int
+    nbytes: int
+    why: str
+
+
+def check_room(records: Iterable[BufferRecord], pool: Pool, name: str) -> None:
+    """Check that the copies on a server have room on the others. Raises UnavailableError where there are no others,
+    OutOfMemoryError that says what does not fit.
+    """
+    free = {other: nbytes for other, nbytes in pool.free_bytes.items() if other != name}
+    if not free:
+        raise UnavailableError(
+            "no other memory server is alive that is not being drained itself; start one first (smb-memserver)"
+        )
+    pool = replace(pool, free_bytes=free)
+    refused: dict[str, int] = {}
+    for title, segment in sorted(_copies(records, name), key=lambda each: -each[1].file_bytes):
+        source = stays_on(segment, name) or segment.server
+        # Of a copy that is alone a second one is made first, and then another one in its own place.
+        for _ in range(1 if segment.backup else 2):
+            target = place_copy(pool, source, segment.file_bytes)
+            if not target:
+                refused[title] = refused.get(title, 0) + segment.file_bytes
+                break
+            free[target] -= segment.file_bytes
+            source = target
+    if refused:
+        worst = sorted(refused.items(), key=lambda each: -each[1])[:SERVERS_SHOWN_MAX]
+        listed = ", ".join(f"{title} ({format_bytes(nbytes)})" for title, nbytes in worst)
+        more = f" and {len(refused) - len(worst)} more" if len(refused) > len(worst) else ""
+        raise OutOfMemoryError(
+            f"the other servers have no room for copies of {listed}{more}; free: {_shown(pool, name)}. The copies of a "
+            f"segment need a server each. Delete buffers (smb rm) or start another memory server (smb-memserver)"
+        )
+
+
+def staying(records: Iterable[BufferRecord], pool: Pool, name: str) -> list[Staying]:
+    """Return what will not leave a server as things are, by name. Locks and barriers do, a while after their last
+    use.
+    """
+    found = []
+    for record in sorted(records, key=lambda record: record.name):
+        ours = [segment for segment in record.copies if segment.server == name]
+        if ours and record.ready and record.kind is Kind.BUFFER and (why := _why(record, pool, name)):
+            found.append(Staying(record, len(ours), sum(segment.file_bytes for segment in ours), why))
+    return found
+
+
+def _why(record: BufferRecord, pool: Pool, name: str) -> str:
+    if record.mirror_of:
+        return MIRROR
+    if record.replicas == 1:
+        return ONE_COPY
+    stuck = [
+        segment
+        for _, segment in _copies((record,), name)
+        if not place_copy(pool, stays_on(segment, name) or segment.server, segment.file_bytes)
+    ]
+    if not stuck:
+        return ""
+    return f"no other server has room for {format_bytes(stuck[0].file_bytes)}; free: {_shown(pool, name)}"
+
+
+def _copies(records: Iterable[BufferRecord], name: str) -> Iterator[tuple[str, SegmentRecord]]:
+    """Yield the segments of two copies of which a server has one that is not about to leave it."""
+    for record in records:
+        for segment in record.segments if record.replicas > 1 else ():
+            if name in (segment.server, segment.backup) and not segment.copying_to:
+                yield record.title, segment
+
+
+def _shown(pool: Pool, name: str) -> str:
+    free = sorted(((nbytes, other) for other, nbytes in pool.free_bytes.items() if other != name), reverse=True)
+    shown = ", ".join(f"{other} {format_bytes(max(nbytes, 0))}" for nbytes, other in free[:SERVERS_SHOWN_MAX])
+    return shown or "nowhere"

@@ -1,0 +1,78 @@
+"""Which copies move so that servers are about equally full. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from smb.coordinator.placement import Pool
+from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.replicas import stays_on
+
+SPREAD_MAX = 0.05  # of their capacities: servers that differ by less are equally full
+MOVES_MAX = 1000  # of one plan: each is a wait for clients; ask again for more
+ENDS = 8  # so many of the fullest servers, and of the emptiest, are looked at for a move
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A copy of a segment that is to go from a server to another one. `title`: the buffer's."""
+
+    segment_id: int
+    leaving: str
+    target: str
+    nbytes: int
+    title: str
+
+
+def plan(records: Iterable[BufferRecord], pool: Pool, capacity: Mapping[str, int]) -> list[Move]:
+    """Return the moves, in their order, from the fullest servers to the emptiest ones. Each leaves its two servers less
+    different, and no two copies on one host that were on two. `capacity`: of the servers that are placed on.
+    """
+    free = dict(pool.free_bytes)
+    held: dict[str, list[tuple[SegmentRecord, str]]] = {name: [] for name in free}
+    for record in records:
+        for segment in record.segments if record.replicas > 1 and record.ready and record.mirror_of == 0 else ():
+            for name in (segment.backup, segment.server):
+                if name in held and pool.alive(stays_on(segment, name)):
+                    held[name].append((segment, record.title))
+    # The largest first; of equal ones a backup, whose move changes no roles.
+    for name, copies in held.items():
+        copies.sort(key=lambda each: (-each[0].file_bytes, each[0].server == name, each[0].id))
+
+    def used(name: str, more: int = 0) -> float:
+        return (capacity[name] - free[name] + more) / capacity[name]
+
+    found: list[Move] = []
+    moved: set[int] = set()  # once in a plan: it has one copy meanwhile
+    while len(found) < MOVES_MAX:
+        order = sorted(free, key=lambda name: (used(name), name))
+        move = next(
+            (
+                Move(segment.id, full, empty, segment.file_bytes, title)
+                for full in reversed(order[-ENDS:])
+                for empty in order[:ENDS]
+                if used(full) - used(empty) > SPREAD_MAX
+                for segment, title in held[full]
+                if segment.id not in moved
+                and free[empty] >= segment.file_bytes
+                and used(empty, segment.file_bytes) < used(full)
+                and _may(segment, full, empty, pool)
+            ),
+            None,
+        )
+        if move is None:
+            return found
+        found.append(move)
+        moved.add(move.segment_id)
+        free[move.leaving] += move.nbytes
+        free[move.target] -= move.nbytes
+    return found
+
+
+def _may(segment: SegmentRecord, leaving: str, target: str, pool: Pool) -> bool:
+    other = stays_on(segment, leaving)
+    if target == other:
+        return False
+    host = pool.hosts.get(other)
+    return pool.hosts.get(target) != host or pool.hosts.get(leaving) == host

@@ -1,0 +1,109 @@
+"""`smb drain SERVER`, `smb undrain SERVER`, `smb rebalance`: segments move between servers while their clients work."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smb.errors import Error
+from smb.tools.cli.connection import coordinator_at
+from smb.tools.cli.options import Coordinator
+from smb.tools.cli.output import console, counted, table
+
+if TYPE_CHECKING:
+    from smb.rpc import control_pb2 as pb
+
+_CALL_S = 10.0
+_LOOK_S = 0.5
+_SAY_S = 2.0
+
+Server = Annotated[str, typer.Argument(metavar="SERVER", help="The memory server's name.")]
+
+
+def drain(
+    server: Server,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it holds nothing; shows how far it is.")] = False,
+    coordinator: Coordinator = None,
+) -> None:
+    """Empty a memory server while its clients work.
+
+    It gets no new segments, and its copies of buffers with replicas=2 move to other servers. Those of buffers with one
+    copy can't move: they stay, are named, and end --wait as an error. After a restart it is still being drained.
+
+    Example: smb drain storage-2 --wait
+    """
+    with coordinator_at(coordinator) as cluster:
+        reply = cluster.drain_server(server, _CALL_S)
+        if not wait:
+            console().print(_state(server, reply))
+            _say_what_stays(reply)
+            return
+        said_at = 0.0
+        while reply.moving or reply.copying:
+            if time.monotonic() - said_at >= _SAY_S:
+                said_at = time.monotonic()
+                console(stderr=True).print(_state(server, reply))
+            time.sleep(_LOOK_S)
+            reply = cluster.drain_server(server, _CALL_S)
+        if reply.segment_count:
+            _say_what_stays(reply)
+            raise Error(f"{server} is not empty: what stays there is listed above")
+        console().print(f"{server} is empty: it can be stopped")
+
+
+def undrain(server: Server, coordinator: Coordinator = None) -> None:
+    """Let a memory server have segments again.
+
+    Segments that have moved away stay where they are: smb rebalance brings some back.
+
+    Example: smb undrain storage-2
+    """
+    with coordinator_at(coordinator) as cluster:
+        cluster.drain_server(server, _CALL_S, undo=True)
+    console().print(f"{server} gets new segments again")
+
+
+def rebalance(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would move, and move nothing.")] = False,
+    coordinator: Coordinator = None,
+) -> None:
+    """Move segments from full memory servers to empty ones.
+
+    Copies of buffers with replicas=2 move, while their users work, until the servers are about equally full. It goes on
+    by itself; smb status shows how full they are.
+
+    Example: smb rebalance --dry-run
+    """
+    from smb.config.parse import format_bytes
+
+    with coordinator_at(coordinator) as cluster:
+        moves = cluster.rebalance(_CALL_S, dry_run=dry_run)
+    if not moves:
+        console().print("Nothing to move: no move of a copy would leave the servers more equally full")
+        return
+    rows = table("BUFFER", "SIZE", "FROM", "TO", right=("SIZE",))
+    for move in moves:
+        rows.add_row(move.title, format_bytes(move.nbytes), move.leaving, move.target)
+    console().print(rows)
+    total = f"{counted(len(moves), 'segment')}, {format_bytes(sum(move.nbytes for move in moves))}"
+    console().print(f"\n{total} {'would move' if dry_run else 'move from now on'}")
+
+
+def _state(server: str, reply: pb.DrainServerReply) -> str:
+    from smb.config.parse import format_bytes
+
+    held = f"{counted(reply.segment_count, 'segment')}, {format_bytes(reply.nbytes)}"
+    copying = f"; {counted(reply.copying, 'segment')} with one copy get another" if reply.copying else ""
+    return f"{server} is being drained: {held} left, of which {reply.moving} are to leave{copying}"
+
+
+def _say_what_stays(reply: pb.DrainServerReply) -> None:
+    from smb.config.parse import format_bytes
+
+    for each in reply.stays:
+        sys.stderr.write(f'stays: buffer "{each.name}", {format_bytes(each.nbytes)}: {each.why}\n')
+    if reply.stays_left_out:
+        sys.stderr.write(f"and {reply.stays_left_out} more\n")

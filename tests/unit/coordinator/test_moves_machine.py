@@ -1,0 +1,145 @@
+"""Random orders of everything that moves copies: nobody becomes the primary who has not all, and drains end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smb.coordinator.events import (
+    CopiesEnded,
+    CopyBegun,
+    Event,
+    ServerDied,
+    ServerDrained,
+    ServerRegistered,
+    ServerReturned,
+    Ticked,
+)
+from smb.coordinator.rebalance import plan
+from smb.coordinator.records import SegmentRecord
+from smb.coordinator.wanted_copies import still_wanted, wishes
+from smb.errors import Error
+from tests.unit.coordinator.test_state import MIB, Cluster, server
+
+NAMES = "abcd"
+
+
+@dataclass
+class Machine:
+    """A cluster, and what its servers have in memory."""
+
+    cluster: Cluster = field(default_factory=Cluster)
+    runs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, 1))
+    held: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in NAMES})
+
+    def begin(self) -> None:
+        """Make some buffers."""
+        self.cluster.register(*NAMES)
+        for number, name in enumerate(NAMES):
+            made = self.cluster.create(f"w{number}", 2 * MIB, replicas=2, server_names=(name,))
+            for copy in made.copies:
+                self.held[copy.server].add(copy.id)
+
+    @property
+    def segments(self) -> dict[int, SegmentRecord]:
+        """All of them, by id."""
+        return {each.id: each for record in self.cluster.state.buffers.values() for each in record.segments}
+
+    def do(self, event: Event) -> None:
+        """Step, and check what became of each segment."""
+        before = self.segments
+        self.cluster.do(event)
+        for number, now in self.segments.items():
+            was = before[number]
+            if now == was:
+                continue
+            assert now.epoch == was.epoch + 1
+            assert now.server in (was.server, was.backup)
+            if now.backup:
+                assert now.backup in (was.backup, was.copying_to)
+            assert not (now.backup and now.copying_to)
+            assert len({now.server, now.backup, now.copying_to} - {""}) == 1 + bool(now.backup) + bool(now.copying_to)
+        taken = dict.fromkeys(NAMES, 0)
+        for record in self.cluster.state.buffers.values():
+            for copy in record.copies:
+                taken[copy.server] += copy.file_bytes
+        assert all(self.cluster.state.allocation(name).nbytes == nbytes for name, nbytes in taken.items())
+
+    def look(self, *, moves: bool) -> None:
+        """Begin what is wanted, as new_copies.py does."""
+        records, pool = list(self.cluster.state.buffers.values()), self.cluster.state.pool(self.cluster.now)
+        capacity = {name: self.cluster.state.servers[name].capacity_bytes for name in pool.free_bytes}
+        wanted = {move.segment_id: move for move in plan(records, pool, capacity)} if moves else {}
+        for wish in wishes(records, pool, moves=still_wanted(wanted, records, pool)):
+            if wish.leaving and wish.segment.id not in self.held[wish.source]:
+                continue  # it does not confirm
+            self.held[wish.target].add(wish.segment.id)
+            begun = CopyBegun(
+                wish.record.key,
+                wish.segment.id,
+                wish.target,
+                self.runs[wish.target],
+                wish.segment.epoch + 1,
+                wish.leaving,
+            )
+            self.do(begun)
+            self.held[wish.leaving or wish.target] -= {wish.segment.id} if wish.leaving else set()
+
+    def end(self, name: str, *, whole: bool) -> None:
+        """A primary says how its copies went."""
+        ours = {each.id: each.epoch for each in self.segments.values() if each.server == name and each.copying_to}
+        self.do(CopiesEnded(name, ours, whole))
+
+    def lose(self, name: str) -> None:
+        """A server dies with its memory, if all that it has is elsewhere too; it is back at once, as another run."""
+        if any(name == each.server and not each.backup for each in self.segments.values()):
+            return
+        self.do(ServerDied(name, self.runs[name]))
+        self.do(Ticked())
+        self.runs[name] += 1
+        self.held[name] = set()
+        self.do(ServerReturned(name, self.runs[name], frozenset()))
+        self.do(ServerRegistered(replace(server(name), instance_id=self.runs[name]), frozenset()))
+
+    def drain(self, name: str, *, undo: bool) -> None:
+        """Ask for it, which may be refused."""
+        try:
+            self.do(ServerDrained(name, undo))
+        except Error:
+            assert not undo
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(("look", "look", "rebalance", "whole", "whole", "given up", "lose", "drain", "undrain")),
+    st.sampled_from(NAMES),
+)
+
+
+@given(st.lists(ACTIONS, max_size=40))
+def test_moves_keep_what_is_whole(actions: list[tuple[str, str]]) -> None:
+    """Then all settles: every segment has two copies, none of them on a server that is drained."""
+    machine = Machine()
+    machine.begin()
+    for action, name in actions:
+        match action:
+            case "look" | "rebalance":
+                machine.look(moves=action == "rebalance")
+            case "whole" | "given up":
+                machine.end(name, whole=action == "whole")
+            case "lose":
+                machine.lose(name)
+            case _:
+                machine.drain(name, undo=action == "undrain")
+    drained = {name for name in NAMES if machine.cluster.state.servers[name].draining}
+    if len(drained) > 2:  # two copies need two servers
+        machine.drain(min(drained), undo=True)
+    for _ in range(40):
+        machine.look(moves=False)
+        for name in NAMES:
+            machine.end(name, whole=True)
+    drained = {name for name in NAMES if machine.cluster.state.servers[name].draining}
+    for segment in machine.segments.values():
+        assert segment.backup
+        assert not drained & {segment.server, segment.backup}

@@ -1,0 +1,137 @@
+"""smb.coordinator.rebalance: which copies move, and where; and that wanted_copies wants those."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smb.coordinator import rebalance
+from smb.coordinator.events import CopiesEnded, CopyBegun, ServerDrained
+from smb.coordinator.placement import Pool
+from smb.coordinator.rebalance import SPREAD_MAX, Move, plan
+from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.wanted_copies import still_wanted, wishes
+from tests.unit.coordinator.test_state import MIB, Cluster
+
+CAPACITY = 64 * MIB
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """Six buffers of 8 MiB and two copies on a and b; c and d are empty."""
+    made = Cluster()
+    made.register("a", "b")
+    for number in range(6):
+        made.create(f"w{number}", 2 * MIB, replicas=2, server_names=("ab"[number % 2],))
+    made.register("c", "d")
+    return made
+
+
+def planned(cluster: Cluster) -> list[Move]:
+    pool = cluster.state.pool(cluster.now)
+    capacity = {name: cluster.state.servers[name].capacity_bytes for name in pool.free_bytes}
+    return plan(cluster.state.buffers.values(), pool, capacity)
+
+
+def make(cluster: Cluster) -> int:
+    """Make the planned moves, as far as the limits on what goes at once let them; return how many that took."""
+    moves = {move.segment_id: move for move in planned(cluster)}
+    rounds = 0
+    while moves:
+        rounds += 1
+        records = list(cluster.state.buffers.values())
+        found = wishes(records, cluster.state.pool(cluster.now), moves=moves)
+        assert found
+        for wish in found:
+            assert wish.target == moves[wish.segment.id].target
+            epoch = wish.segment.epoch + 1
+            cluster.do(CopyBegun(wish.record.key, wish.segment.id, wish.target, 1, epoch, wish.leaving))
+            cluster.do(CopiesEnded(wish.source, {wish.segment.id: epoch}, whole=True))
+        moves = still_wanted(moves, list(cluster.state.buffers.values()), cluster.state.pool(cluster.now))
+    return rounds
+
+
+def test_servers_become_about_equally_full(cluster: Cluster) -> None:
+    """Each segment moves once, backups first, and then nothing is left to do."""
+    moves = planned(cluster)
+    assert len(moves) == len({move.segment_id for move in moves}) == 6
+    assert {move.leaving for move in moves} == {"a", "b"}
+    make(cluster)
+    held = [cluster.state.allocation(name).nbytes for name in "abcd"]
+    assert max(held) - min(held) <= SPREAD_MAX * CAPACITY
+    for record in cluster.state.buffers.values():
+        assert all(each.backup and each.backup != each.server for each in record.segments)
+    assert planned(cluster) == []
+
+
+def test_what_does_not_move(cluster: Cluster) -> None:
+    """Buffers of one copy, copies that are not whole, and anything to a server that is drained."""
+    cluster.do(ServerDrained("d"))
+    assert {move.target for move in planned(cluster)} == {"c"}
+    records = {
+        name: replace(record, segments=tuple(replace(each, backup="") for each in record.segments))
+        for name, record in cluster.state.buffers.items()
+    }
+    cluster.state = replace(cluster.state, buffers=records)
+    assert planned(cluster) == []
+    single = Cluster()
+    single.register("a")
+    single.create("w", 10 * MIB)
+    single.register("b")
+    assert planned(single) == []
+
+
+def test_copies_stay_on_two_hosts() -> None:
+    """A move to the other copy's host is none, unless they were on one."""
+    record = _record("a", "b", 8 * MIB)
+    pool = Pool({"a": 10, "b": 10, "c": CAPACITY}, hosts={"a": "1", "b": "2", "c": "2"})
+    (move,) = plan([record], pool, dict.fromkeys("abc", CAPACITY))
+    assert (move.leaving, move.target) == ("b", "c")
+    assert plan([record], replace(pool, hosts={"a": "2", "b": "1", "c": "3"}), dict.fromkeys("abc", CAPACITY))
+    assert not plan([_record("b", "a", 8 * MIB)], replace(pool, free_bytes={"a": 10, "c": 10}), {"a": 99, "c": 99})
+
+
+def test_a_move_that_can_not_be_made_any_more_is_forgotten(cluster: Cluster) -> None:
+    """Its buffer is gone, the copy has left already, or its target has no room, or is drained."""
+    moves = {move.segment_id: move for move in planned(cluster)}
+    records, pool = list(cluster.state.buffers.values()), cluster.state.pool(cluster.now)
+    assert still_wanted(moves, records, pool) == moves
+    assert still_wanted(moves, records[1:], pool).keys() == moves.keys() - {records[0].segments[0].id}
+    assert still_wanted(moves, records, replace(pool, free_bytes=dict.fromkeys("abcd", 1))) == {}
+    cluster.do(ServerDrained("c"))
+    cluster.do(ServerDrained("d"))
+    assert still_wanted(moves, records, cluster.state.pool(cluster.now)) == {}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4), st.integers(1, 20)), max_size=40),
+    st.lists(st.integers(100, 300), min_size=5, max_size=5),
+)
+def test_no_plan_makes_it_worse(copies: list[tuple[int, int, int]], sizes: list[int]) -> None:
+    """Whatever lies where: no server gets more than it has room for, the fullest never gets fuller, and it ends."""
+    names = "abcde"
+    records, used = [], dict.fromkeys(names, 0)
+    for first, step, nbytes in copies:
+        server, backup = names[first], names[(first + step) % 5]
+        records.append(_record(server, backup, nbytes, len(records) + 1))
+        used[server] += nbytes
+        used[backup] += nbytes
+    capacity = {name: max(size, used[name]) for name, size in zip(names, sizes, strict=True)}
+    pool = Pool({name: capacity[name] - used[name] for name in names})
+    pairs = {record.segments[0].id: {record.segments[0].server, record.segments[0].backup} for record in records}
+    moves = plan(records, pool, capacity)
+    assert len(moves) <= rebalance.MOVES_MAX
+    highest = max(used[name] / capacity[name] for name in names)
+    for move in moves:
+        used[move.leaving] -= move.nbytes
+        used[move.target] += move.nbytes
+        assert move.target not in pairs[move.segment_id]
+        assert max(used[name] / capacity[name] for name in names) <= highest
+
+
+def _record(server: str, backup: str, nbytes: int, number: int = 1) -> BufferRecord:
+    segment = SegmentRecord(number, server, nbytes, nbytes, backup, 1)
+    return BufferRecord(f"w{number}", number, (1,), "uint8", 1, 1, 4096, 4096, (segment,), 0.0, True, replicas=2)
