@@ -36,7 +36,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -164,6 +164,10 @@ wheel: $(VENV)/test-installed libssl
 # That it installs and works where there is no compiler; with ARGS=--chroot in a bare Debian, too (as root, 2 minutes).
 wheel-test: wheel
 	@$(call step,$(BIN)/python -m tests.ops.deploy.wheel $(ARGS), the wheel in a fresh environment)
+
+# A rolling upgrade from the last tag (FROM=: another commit) to this tree and back, under clients of both: all sums must be exact.
+upgrade: $(VENV)/installed
+	@$(call step,$(BIN)/python -m tests.ops.deploy.upgrade $(FROM), the upgrade. Again: $(BIN)/python -m tests.ops.deploy.upgrade $(FROM))
 
 # The container file's steps in a chroot of Debian's, and the daemons in it as the file's user. As root, about 5 minutes.
 container-test: $(VENV)/test-installed
