@@ -334,14 +334,16 @@ class Follower:
         """Bytes that the last read received, without frames: with placements= those of the parts."""
         return self._memory.nbytes if self._reader is None else self._reader.received_bytes
 
-    def wait(self, *, timeout: float | None = None) -> int:
-        """Wait until there is a generation later than the one read last; return the latest. Does not read it.
+    def wait(self, *, timeout: float | None = None, generation: int | None = None) -> int:
+        """Wait until there is a generation later than the one read last, or until the one given can be read; return the
+        latest. Does not read it.
 
         Sleeps; the publication wakes it. Raises TimeoutError after `timeout` seconds (None: no end).
         """
+        wanted = self.generation + 1 if generation is None else generation
         if self._reader is not None:
-            return self._reader.wait(self.generation + 1, timeout)
-        return self._nearest.wait(self.generation + 1, timeout)
+            return self._reader.wait(wanted, timeout)
+        return self._nearest.wait(wanted, timeout)
 
     def load(self, model: torch.nn.Module, *, generation: int | None = None) -> int:
         """Read the latest generation, or the one given, into a model, on any device, and return its number.
@@ -382,6 +384,11 @@ class Follower:
         """
         self._read(f"state_dict of {self.buffer.name!r}", generation)
         return self._named({name: tensor.clone() for name, tensor in self._memory.tensors.items()})
+
+    def views(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
+        """As state_dict, without a copy: the tensors are this Follower's memory, and change with what it reads next."""
+        self._read(f"views of {self.buffer.name!r}", generation)
+        return self._named()
 
     def _named(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Return the tensors by all their names."""
