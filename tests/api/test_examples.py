@@ -55,6 +55,20 @@ def test_one_trainer_and_sixteen_readers() -> None:
     assert trainer.startswith("the trainer published 50 generations")
 
 
+def test_rollouts_of_a_policy_that_is_learning() -> None:
+    """The trainer learns the task from samples that are a few generations old at most; a worker that leaves and one
+    that comes instead have both given some."""
+    *lines, stale, workers = run_example("rl_rollouts.py", "240")
+    earned = [float(line.rsplit(" ", 1)[1]) for line in lines]
+    assert len(earned) == 5
+    assert earned[-1] > 0.8
+    ages = {int(age): int(count) for age, count in re.findall(r"(\d+): (\d+)", stale)}
+    assert sum(ages.values()) == 240
+    assert max(ages) <= 6
+    came = {int(number): int(count) for number, count in re.findall(r"(\d+): (\d+)", workers)}
+    assert came.keys() >= {0, 1, 2, 3, 4}, workers
+
+
 def test_training_with_numpy_alone() -> None:
     """Three processes train one linear model, and all contribute."""
     *workers, last = run_example("numpy_only.py")
