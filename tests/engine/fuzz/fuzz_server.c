@@ -84,11 +84,12 @@ static void start(void)
     }
     MUST(smb_server_create_replica(server, fuzz_path("primary"), PRIMARY, 1, SMB_INT64, BYTES,
                                    CHUNK) == SMB_OK);
-    MUST(smb_server_set_replica(server, PRIMARY, EPOCH, SMB_REPLICA_PRIMARY, false, false) ==
-         SMB_OK);
+    MUST(smb_server_set_replica(server, PRIMARY, EPOCH, SMB_REPLICA_PRIMARY, false, false,
+                                "peer") == SMB_OK);
     MUST(smb_server_create_replica(server, fuzz_path("backup"), BACKUP, 1, SMB_INT64, BYTES,
                                    CHUNK) == SMB_OK);
-    MUST(smb_server_set_replica(server, BACKUP, EPOCH, SMB_REPLICA_BACKUP, true, false) == SMB_OK);
+    MUST(smb_server_set_replica(server, BACKUP, EPOCH, SMB_REPLICA_BACKUP, true, false, "peer") ==
+         SMB_OK);
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
     smb_server_guard(server);
     struct smb_key set = {.generation = 1};
