@@ -374,11 +374,22 @@ class Buffer:
                         account.settled = True
             raise
 
-    def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
+    def accumulate_from(
+        self,
+        other: Buffer,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        offset: int = 0,
+        count: int | None = None,
+        fence: Lock | None = None,
+    ) -> None:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
-        `other` has the same placement: create one of the two with like= the other.
+        `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
+        `offset` on (default: all).
         """
+        offset, count = self._arguments.range(offset, self.size if count is None else count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
         self._check_beside(other, "accumulate_from")
         if other.info.versions > 1:
@@ -386,11 +397,22 @@ class Buffer:
                 f"{self._arguments.asked('accumulate_from')}: {other!r} has several copies that take turns; "
                 f"read() it and accumulate"
             )
-        request = Request(Opcode.ACCUMULATE_FROM, 0, self.nbytes, op=number, scale=scale)
+        itemsize = self._arguments.itemsize
+        request = Request(Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=number, scale=scale)
         self._dispatcher.call(request, fence=fence, others=(other._dispatcher,))
 
-    def apply(self, rule: str, gradient: Buffer, *state: Buffer, fence: Lock | None = None, **hyper: float) -> None:
+    def apply(
+        self,
+        rule: str,
+        gradient: Buffer,
+        *state: Buffer,
+        offset: int = 0,
+        count: int | None = None,
+        fence: Lock | None = None,
+        **hyper: float,
+    ) -> None:
         """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
+        Of each, the `count` elements from `offset` on (default: all).
 
         All are float32 and have the same placement: create them with like= one of them. `state` starts as zeros, and is
         the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
@@ -428,7 +450,9 @@ class Buffer:
                 raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
         if len({self._dispatcher.info.id, *(other.info.id for other in others)}) != 1 + len(others):
             raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
-        request = Request(Opcode.APPLY, 0, self.nbytes, op=known.number, hyper=numbers)
+        offset, count = self._arguments.range(offset, self.size if count is None else count, "apply")
+        itemsize = self._arguments.itemsize
+        request = Request(Opcode.APPLY, offset * itemsize, count * itemsize, op=known.number, hyper=numbers)
         self._dispatcher.call(request, fence=fence, others=tuple(other._dispatcher for other in others))
 
     @direct(Opcode.FETCH_ADD)
