@@ -77,13 +77,14 @@ class Buffer:
     With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
     LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
 
-    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16" or "int8", of a call or, from
-    create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in float32
-    where the memory is. Values are rounded over shared memory too, so that a result does not depend on the path. Types
-    bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x| (float16: at most
-    2**-25 below 2**-14, and infinity from 65520 on). Type int8 sends blocks of 256 elements, counted from the start of
-    each chunk or of the range: s = max|x|/127 and the integers nearest to x/s. The error is at most max|x|/254 of the
-    block, and a little more by the rounding of s. A block with an infinity or NaN arrives as NaN.
+    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16", "int8" or "int4", of a call or,
+    from create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in
+    float32 where the memory is. Values are rounded over shared memory too, so that a result does not depend on the
+    path. Types bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x|
+    (float16: at most 2**-25 below 2**-14, and infinity from 65520 on). Type int8 sends blocks of 256 elements, counted
+    from the start of each chunk or of the range: s = max|x|/127 and the integers nearest to x/s. The error is at most
+    max|x|/254 of the block, and a little more by the rounding of s. A block with an infinity or NaN arrives as NaN.
+    Type int4 does so with blocks of 64 and s = max|x|/7: the error is at most max|x|/14. It wants an ErrorFeedback.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_place")  # `_place` is where direct methods look
@@ -130,7 +131,7 @@ class Buffer:
 
     @property
     def wire(self) -> str:
-        """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
+        """How its elements travel unless a call says: "exact", "bfloat16", "float16", "int8" or "int4"."""
         return self._dispatcher.info.wire
 
     @property

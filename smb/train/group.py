@@ -44,7 +44,7 @@ METADATA = "smb.train"
 LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
 _SETUP_S = 30.0
-WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256}  # of an element, as it travels
+WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}  # of an element
 
 _log = logging.getLogger("smb")
 

@@ -6,8 +6,9 @@ ends before the next one's contribution is due, as `delay` is shorter than that.
 
 Two threads. The caller's makes the delta of a fragment in memory of its own, and takes over what came of it; it alone
 touches the parameters. Between the two a thread of this exchange writes the delta, marks it and waits for the round.
-It closes that where it is the last one, and reads the fragment. It alone has the round's state (of RoundExchange) meanwhile,
-and the bases of the fragments. Its error is raised at the step that takes over; called again, it goes on from there.
+It closes that where it is the last one, and reads the fragment. It alone has the round's state (of RoundExchange)
+meanwhile, and the bases of the fragments. Its error is raised at the step that takes over; called again, it goes on
+from there.
 
 A contribution that comes after its round was closed, by a quorum, is dropped. All fragments that were closed without
 this worker are taken over with the one that it is waiting for: a member that falls behind skips fragments.
