@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import smb
@@ -47,3 +48,21 @@ def test_rm_inside_a_namespace(run_as: Run, connect_as: Any) -> None:
     assert "is limited to team/..." in said
     assert run_as("of-team", "rm", "team/junk") == (0, "")
     assert [buffer.name for buffer in everybody.list()] == ["other/junk"]
+
+
+def test_a_reader_takes_snapshots(run_as: Run, connect_as: Any, tmp_path: Path) -> None:
+    """A reader's certificate is enough for a snapshot of a buffer of any kind; one under the lock takes a client's, and
+    the refusal says so.
+    """
+    everybody = connect_as("client")
+    everybody.create("team/w", (4,)).fill(3)
+    everybody.create("team/v", (4,), versions=2).publish(np.full(4, 5, np.float32))
+    assert run_as("reader-of-team", "snapshot", "team/w", str(tmp_path / "w.npy"))[0] == 0
+    assert np.load(tmp_path / "w.npy").tolist() == [3, 3, 3, 3]
+    assert run_as("reader-of-team", "snapshot", "team/v", str(tmp_path / "v.npy"))[0] == 0
+    assert np.load(tmp_path / "v.npy").tolist() == [5, 5, 5, 5]
+    code, said = run_as("reader-of-team", "snapshot", "team/w", str(tmp_path / "locked.npy"), "--lock")
+    assert code == 1
+    assert "snapshot of 'team/w' under its lock: who may not change it can't take that" in said
+    assert not (tmp_path / "locked.npy").exists()
+    assert {buffer.name for buffer in everybody.list()} == {"team/v", "team/w"}
