@@ -83,7 +83,7 @@ from smb.errors import (
 )
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
-from smb.security.roles import Role, caller
+from smb.security.roles import ANYBODY, Role, caller
 
 _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
@@ -105,10 +105,23 @@ def new_id() -> int:
     return secrets.randbits(64) or 1
 
 
+def _name_of(client_name: str) -> str:
+    """Return what people are shown for a client: its own name, and in brackets at the end its certificate's, or its
+    role.
+    """
+    name, who = client_name or "a client without a name", caller()
+    if who == ANYBODY or who.role is None:
+        return name
+    return f"{name} ({who.name or who.role.value})"
+
+
 def _check_unlimited(method: str) -> None:
     """Raise PermissionDeniedError for a caller that may not know of all buffers."""
     if caller().namespaces is not None:
-        raise PermissionDeniedError(f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster")
+        raise PermissionDeniedError(
+            f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster; use a certificate of "
+            f"role operator"
+        )
 
 
 class CoordinatorService(CoordinatorServicer):
@@ -153,7 +166,7 @@ class CoordinatorService(CoordinatorServicer):
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionReply:
         """See control.proto."""
         session_id = new_id()
-        name = request.client_name or "a client without a name"
+        name = _name_of(request.client_name)
         await self._commit_log.commit(SessionRenewed(session_id, name, caller().key))
         failpoint("coordinator.session.opened")
         reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
@@ -165,7 +178,7 @@ class CoordinatorService(CoordinatorServicer):
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
         """See control.proto."""
         self._check_session(request)
-        name = request.client_name or "a client without a name"
+        name = _name_of(request.client_name)
         failpoint("coordinator.session.renewal_asked")
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
