@@ -452,6 +452,9 @@ class CoordinatorService(CoordinatorServicer):
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
         """The answer, with tokens where a session asks."""
         message = buffer_message(self._commit_log.state, record)
+        lost = self._watch.lost_segments()
+        for segment in message.layout.segments:
+            segment.lost = segment.id in lost
         message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
         if self._tokens is not None and request.session_id:
             self._tokens.add_to(message, request.session_id, may_write=caller().role is not Role.READER)
