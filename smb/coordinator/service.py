@@ -105,6 +105,14 @@ def new_id() -> int:
     return secrets.randbits(64) or 1
 
 
+class _MuteServersError(UnavailableError):
+    """Servers that count as alive did not make their segments."""
+
+    def __init__(self, text: str, servers: frozenset[str]) -> None:
+        super().__init__(text)
+        self.servers = servers
+
+
 def _name_of(client_name: str) -> str:
     """Return what people are shown for a client: its own name, and in brackets at the end its certificate's, or its
     role.
@@ -493,12 +501,25 @@ class CoordinatorService(CoordinatorServicer):
 
     async def _create(self, creation: Creation) -> BufferRecord:
         deadline = time.monotonic() + _OTHERS_CREATION_S
+        # What the first attempt met. Not the error itself, which would keep this frame, and the request.
+        mute: frozenset[str] = frozenset()
+        said = ""
         while True:
-            committed = await self._commit_log.commit(BufferWanted(creation, new_id))
+            try:
+                committed = await self._commit_log.commit(BufferWanted(creation, new_id, mute))
+            except (UnavailableError, OutOfMemoryError):
+                if mute:  # the others do not do: that these did not answer is the cause
+                    raise _MuteServersError(said, mute) from None
+                raise
             for effect in committed.effects:
                 if isinstance(effect, MakeSegments):
                     failpoint("coordinator.create.pending_stored")
-                    return await self._make(committed, effect.record, creation.asked)
+                    try:
+                        return await self._make(committed, effect.record, creation.asked)
+                    except _MuteServersError as error:
+                        if mute or creation.like or creation.server_names or creation.mirror_of:
+                            raise
+                        mute, said = error.servers, str(error)
             record = self._commit_log.state.buffers.get(creation.key)
             if record is not None and record.ready:
                 return record
@@ -533,11 +554,26 @@ class CoordinatorService(CoordinatorServicer):
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, int):
                 await self._commit_log.commit(ServerCounted(server.name, server.instance_id, answer))
+        mute = frozenset(
+            server.name for server, answer in zip(servers, answers, strict=True) if isinstance(answer, UnavailableError)
+        )
         for answer in answers:
+            if isinstance(answer, UnavailableError):
+                left_s = self._alive_for(mute)
+                raise _MuteServersError(
+                    f"{asked}: {answer}; nothing was created. It counts as alive for {left_s:.0f} s more, unless it is "
+                    f"heard of: try again then, or name other servers",
+                    mute,
+                ) from answer
             if isinstance(answer, Error):
                 raise type(answer)(f"{asked}: {answer}; nothing was created") from answer
             if isinstance(answer, BaseException):
                 raise answer
+
+    def _alive_for(self, servers: Iterable[str]) -> float:
+        """Return in how many seconds the last of these servers' leases ends."""
+        leases, now = self._commit_log.state.server_leases, self._commit_log.now()
+        return max((leases.ends.get(name, now.monotonic) - now.monotonic for name in servers), default=0.0)
 
     async def _make_segment(
         self, state: State, server: ServerRecord, record: BufferRecord, segment: SegmentRecord
