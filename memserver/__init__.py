@@ -4,3 +4,8 @@ The data plane is the C engine's: its threads touch nothing of Python. Here are 
 control service for the coordinator (`control`). `segments` has what is held, `recovery` finds it again after a restart.
 `registration` reports it to the coordinator, `metrics` to Prometheus. Only `engine` touches the C library.
 """
+
+import os
+
+# Read as gRPC is imported: without it, lines of its C library stand before our own sentence, which says the same.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from smb.config.parse import parse_address, parse_addresses
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
 from smb.rpc.peers import MovedError, Peers
-from smb.security.credentials import Credentials
+from smb.security.credentials import COORDINATOR_NAME, Credentials
 
 
 class SessionEndedError(errors.UnavailableError):
@@ -54,9 +55,8 @@ _LAST_S = 0.05  # for an attempt at the very end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
 _LOOKS_PER_LIFE = 4  # at what is due, even if a thread opened a buffer meanwhile
+_WRONG_NAME = 62  # X509_V_ERR_HOSTNAME_MISMATCH
 _NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
-_UNSECURED = " Or it wants credentials: set SMB_CREDENTIALS=DIR"
-_SECURED = " Or it does not know our certificate, or has no credentials itself"
 
 
 def _was_not_sent(error: Any) -> bool:
@@ -72,13 +72,40 @@ def _is_repeatable(request: Any) -> bool:
     return not isinstance(request, (pb.DeleteBufferRequest, pb.RenameBufferRequest))
 
 
-def _why_not(address: str) -> str:
-    """Return why no coordinator could be reached, as a bare connection finds it."""
+def _why_not(address: str, credentials: Credentials | None) -> str:
+    """Return why no coordinator could be reached, as a connection of our own finds it: bare, and then TLS."""
     try:
-        socket.create_connection(parse_address(address), _PROBE_S).close()
+        with socket.create_connection(parse_address(address), _PROBE_S) as opened:
+            return _why_no_tls(opened, credentials)
     except OSError as error:
         return error.strerror or str(error)
-    return _NO_COORDINATOR
+
+
+def _why_no_tls(opened: socket.socket, credentials: Credentials | None) -> str:
+    """Shake hands, without a certificate of our own, and return what that says of the peer. Nothing is sent to it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    if credentials is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    else:
+        context.load_verify_locations(credentials.ca_path)
+    try:
+        context.wrap_socket(opened, server_hostname=COORDINATOR_NAME).close()
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code == _WRONG_NAME:
+            return "its certificate is not a coordinator's: a memory server's port?"
+        return (
+            f"its certificate is not of the authority in {credentials.ca_path if credentials else ''}: "
+            f"{error.verify_message}; take the credentials of this cluster"
+        )
+    except OSError:  # it does not speak TLS, or not at all
+        return _NO_COORDINATOR + (" Or it has no credentials, and we have" if credentials is not None else "")
+    if credentials is None:
+        return "it wants credentials: set SMB_CREDENTIALS=DIR"
+    return (
+        f"it does not take our certificate, {credentials.certificate_path}: is it of another authority, or has it "
+        f"expired? smb doctor says until when it is good. Or it is no coordinator"
+    )
 
 
 class Coordinator:
@@ -88,7 +115,7 @@ class Coordinator:
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address = address
-        self._secured = credentials is not None
+        self._credentials = credentials
         self._addresses = parse_addresses(address)
         self._peers = Peers(self._addresses, credentials)
         self._session_id, self._session_secret = 0, b""
@@ -240,9 +267,7 @@ class Coordinator:
         )
 
     def _why_not(self) -> str:
-        found = [_why_not(address) for address in self._addresses]
-        if _NO_COORDINATOR in found:
-            return _NO_COORDINATOR + (_SECURED if self._secured else _UNSECURED)
+        found = [_why_not(address, self._credentials) for address in self._addresses]
         return ", ".join(dict.fromkeys(found))
 
     def _nobody(self, why: str) -> errors.UnavailableError:

@@ -128,3 +128,30 @@ def test_what_certs_prints_as_the_next_step_works(tmp_path: Path) -> None:
                     break
                 assert time.monotonic() < end, created.stderr
             assert "node1" in subprocess.run([*smb_cli, "status"], check=True, capture_output=True, **options).stdout
+
+
+def test_wrong_credentials_are_one_sentence_with_the_cause(guarded: smb.LocalCluster, certificates: Path) -> None:
+    """An authority of another cluster, an expired certificate, and none: the error names that, and lines of gRPC's
+    library stand neither before it nor in the daemons' logs.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SMB_", "GRPC_"))}
+
+    def said(address: str, who: Path | None) -> str:
+        if who is not None:
+            environment["SMB_CREDENTIALS"] = str(who)
+        command = [sys.executable, "-m", "smb.tools.cli.main", "status", "-c", address]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert "ssl_transport" not in done.stderr
+        assert done.stderr.startswith(f"smb: no coordinator answers at {address} ("), done.stderr
+        return done.stderr.partition(" (")[2]
+
+    assert said(guarded.address, None).startswith("it wants credentials: set SMB_CREDENTIALS=DIR")
+    other = certificates / "other" / "operator"
+    assert said(guarded.address, other).startswith(f"its certificate is not of the authority in {other}")
+    expired = certificates / "expired"
+    assert said(guarded.address, expired).startswith(f"it does not take our certificate, {expired}")
+    with smb.LocalCluster(servers=1) as open_to_all:
+        assert "Or it has no credentials, and we have" in said(open_to_all.address, certificates / "client")
+    for server in (guarded.coordinator, *guarded.servers):
+        assert "ssl_transport" not in server.log.read_text()
