@@ -10,8 +10,10 @@ smb.security.credentials.check_exposure keeps such ports on loopback, unless the
 
 from __future__ import annotations
 
+import binascii
 import hashlib
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -125,6 +127,19 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 def caller() -> Caller:
     """Return who makes the call that runs in this task."""
     return _caller.get()
+
+
+def namespaces_in(pem: bytes) -> list[str]:
+    """Return the namespaces that our own certificate is limited to, sorted, for a look at them: nothing is verified."""
+    begin, end = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
+    der = binascii.a2b_base64(pem.partition(begin)[2].partition(end)[0])
+    prefix = NAMESPACE_URI.encode()
+    found = []
+    # A URI among the alternative names: its tag, its length, its text.
+    for match in re.finditer(rb"\x86([\x00-\x7f])" + re.escape(prefix), der, re.DOTALL):
+        text = der[match.start() + 2 :][: match[1][0]]
+        found.append(text.removeprefix(prefix).decode("ascii", "replace"))
+    return sorted(found)
 
 
 def caller_of(uris: Iterable[str]) -> Caller:

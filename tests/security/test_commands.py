@@ -155,3 +155,14 @@ def test_wrong_credentials_are_one_sentence_with_the_cause(guarded: smb.LocalClu
         assert "Or it has no credentials, and we have" in said(open_to_all.address, certificates / "client")
     for server in (guarded.coordinator, *guarded.servers):
         assert "ssl_transport" not in server.log.read_text()
+
+
+def test_doctor_measures_inside_the_own_namespace(run_as: Run, connect_as: Any) -> None:
+    """A client limited to a namespace hears how fast its servers are, and nothing is left there; a reader hears that it
+    makes no buffers.
+    """
+    said = run_as("of-team", "doctor")[1]
+    assert "server-0 over tcp" in said
+    assert "not measured" not in said
+    assert run_as("reader-of-team", "doctor")[1].count("use a certificate that may create buffers") == 2
+    assert connect_as("operator").list() == []

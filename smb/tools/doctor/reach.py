@@ -19,6 +19,7 @@ from smb.config.transports import CHOICES
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError
 from smb.security.credentials import find
 from smb.security.expiry import NOW_DAYS, SOON_DAYS, days_left, ends_of
+from smb.security.roles import namespaces_in
 from smb.tools.doctor.findings import Finding, advice, fine, problem
 from smb.transport.choose import TRY_AUTO
 from smb.transport.verbs.transport import NO_RDMA_HERE
@@ -85,6 +86,12 @@ def _coordinator(client: smb.Client, address: str, joined_s: float) -> Iterator[
         yield fine("clock", found, offset_s=offset_s)
 
 
+def _namespaces() -> list[str]:
+    """Return what our certificate is limited to; nothing of it is trusted."""
+    credentials = find()
+    return namespaces_in(credentials.certificate) if credentials is not None else []
+
+
 def _certificates() -> Iterator[Finding]:
     """Those that we show and trust; every daemon tells of its own in its metrics."""
     credentials = find()
@@ -127,7 +134,8 @@ def _server(
         ago = f"{time.time() - server.last_seen:.0f} s ago"
         yield problem(check, f"gone, last seen {ago} at {server.address}", "start it again, or see its log")
         return
-    name = f"smb-doctor/{socket.gethostname()[:64].lower()}-{os.getpid()}-{secrets.token_hex(4)}"
+    inside = next((f"{namespace}/" for namespace in _namespaces()), "")
+    name = f"{inside}smb-doctor/{socket.gethostname()[:64].lower()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         client.create(name, _PROBE_BYTES, "uint8", servers=[server.name])
     except PermissionDeniedError as error:
