@@ -58,7 +58,8 @@ struct tls {
 /* ---- who may be at the other end ------------------------------------------------------------- */
 
 static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
-static const char *const user_roles[] = {"client", "reader", "operator"};
+/* A memory server's relay fills mirrors from others. A token it needs, too. */
+static const char *const user_roles[] = {"client", "reader", "operator", "server"};
 
 /* The names in a certificate. */
 struct shown {

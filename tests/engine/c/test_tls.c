@@ -296,12 +296,11 @@ static void who_may(void)
     issue(&of_client_only, &authority, "URI:smb:role/server,DNS:server-0.server.smb", "clientAuth");
     issue(&wild, &authority, "URI:smb:role/server,DNS:*.server.smb", BOTH);
     const char *name = "server-0.server.smb", *reply = "it does not take us";
-    const struct holder *users[] = {&client, &reader, &operator};
-    for (int i = 0; i < 3; i++)
+    const struct holder *users[] = {&client, &reader, &operator, &server_1};
+    for (int i = 0; i < 4; i++)
         expect(&authority, &server_0, &authority, users[i], name, NULL, NULL);
     expect(&authority, &server_0, &authority, &client, "SERVER-0.server.smb", NULL, NULL);
     expect(&authority, &server_0, &authority, &stranger, name, "is not good", reply);
-    expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", reply);
     expect(&authority, &server_0, &authority, &coordinator, name, "role \"coordinator\"", reply);
     expect(&authority, &server_0, &authority, &two, name, "role \"operator\" and others", reply);
     expect(&authority, &server_0, &authority, &odd, name, "role \"?\" and others", reply);
