@@ -332,14 +332,11 @@ class Client:
 
         Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
         readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
-        one already keep it. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or
-        more), or with deltas, and OutOfMemoryError where a server has no room: then none was added.
+        one already keep it. Of what is published with deltas= whole states are mirrored; deltas come from the buffers
+        themselves. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or more),
+        and OutOfMemoryError where a server has no room: then none was added.
         """
-        asked = f"relay {name!r}"
         source = self.open(name)
-        about = source.metadata.get("smb.publish")
-        if isinstance(about, dict) and about.get("deltas"):
-            raise InvalidArgumentError(f"{asked}: it is published with deltas=, which relays do not forward yet")
         has = {mirror.server for mirror in source.info.mirrors}
         if to == "auto":
             parts = {place.server for place in source.layout.segments}
