@@ -21,13 +21,13 @@ from tests.conftest import Connect
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_example(name: str, *arguments: str) -> list[str]:
+def run_example(name: str, *arguments: str, limit_s: float = 110.0) -> list[str]:
     """Return what it prints, by lines."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=limit_s,
         env={key: value for key, value in os.environ.items() if not key.startswith("SMB_")},
     )
     assert done.returncode == 0, done.stderr
@@ -91,9 +91,10 @@ def test_unequal_workers_get_unequal_batches() -> None:
     assert all("staleness at most 2" in lines[3] for lines in (equal, by_speed))
 
 
+@pytest.mark.timeout(260)  # four processes load PyTorch, beside whatever else runs
 def test_diloco_goes_on_while_workers_are_killed() -> None:
     """Rounds are closed after each kill, and what is shared knows the digits."""
-    lines = [re.findall(r"[\d.]+", line) for line in run_example("elastic_diloco.py", "1")]
+    lines = [re.findall(r"[\d.]+", line) for line in run_example("elastic_diloco.py", "1", limit_s=250)]
     rounds, _, kills, accuracy = ([float(each) for each in column] for column in zip(*lines, strict=True))
     assert kills == [0, 1]
     assert rounds[1] > rounds[0] >= 20
