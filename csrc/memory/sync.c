@@ -31,6 +31,14 @@ static void mend_words(struct sync_words *words, uint64_t now_ns)
     }
 }
 
+/* 0: nobody ever asked for a lock, so nobody comes back for one. */
+static uint64_t grace_end_ns(const struct sync_words *words, uint64_t now_ns)
+{
+    bool locked_before = word_get(&words->locks[SYNC_USER].token) ||
+                         word_get(&words->locks[SYNC_PUBLISHER].token);
+    return locked_before ? clock_later(now_ns, SYNC_GRACE_MS) : 0;
+}
+
 int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, bool grace,
                 uint64_t now_ns, struct sync **sync)
 {
@@ -53,9 +61,7 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     if (made->capacity > SYNC_PARTIES_MAX)
         made->capacity = SYNC_PARTIES_MAX;
     mend_words(words, now_ns);
-    bool locked_before = word_get(&words->locks[SYNC_USER].token) ||
-                         word_get(&words->locks[SYNC_PUBLISHER].token);
-    made->grace_ns = grace && locked_before ? clock_later(now_ns, SYNC_GRACE_MS) : 0;
+    made->grace_ns = grace ? grace_end_ns(words, now_ns) : 0;
     made->due_ns = made->pinned_ns = UINT64_MAX;
     made->asked_ns = now_ns;
     made->closed = word_get(&words->retired) == SYNC_RETIRED ? SMB_NOT_FOUND : 0;
@@ -129,7 +135,7 @@ void sync_take_over(struct sync *sync, uint64_t now_ns)
     struct news news = sync_acquire(sync);
     sync->now_ns = now_ns;
     mend_words(sync->words, now_ns);
-    sync->grace_ns = clock_later(now_ns, SYNC_GRACE_MS);
+    sync->grace_ns = grace_end_ns(sync->words, now_ns);
     news_due(&news, now_ns); /* a lease may be over, and nobody has looked */
     sync_release(sync, &news);
 }
