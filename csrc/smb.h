@@ -92,6 +92,9 @@ enum smb_op {
  *                      magnitude)/127, a float32 (127 s is finite), then of each element x the
  *                      integer nearest to x/s (ties to even, at most 127 in magnitude); decoded:
  *                      that integer times s. A block with an infinity or NaN arrives as NaN, whole.
+ *   int4               as int8, with blocks of SMB_WIRE_INT4_BLOCK, s = (largest magnitude)/7 and
+ *                      integers of at most 7 in magnitude, two in a byte, the first one in the low
+ *                      half
  *   sparse             of any dtype, ACCUMULATE only: some elements of the range, each its index in
  *                      it (uint32) and its value; indices ascend. The others stay as they are */
 enum smb_wire {
@@ -99,9 +102,10 @@ enum smb_wire {
     SMB_WIRE_BFLOAT16 = 1,
     SMB_WIRE_FLOAT16 = 2,
     SMB_WIRE_INT8 = 3,
-    SMB_WIRE_SPARSE = 4
+    SMB_WIRE_SPARSE = 4,
+    SMB_WIRE_INT4 = 5
 };
-enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
+enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INT4_BLOCK = 64, SMB_WIRE_INDEX_BYTES = 4 };
 
 /* An optimizer's step with weights b, a gradient g and its state m, v, all float32. With g' =
  * scale*g + weight_decay*b (the last term left out where weight_decay is 0), each step below
@@ -261,7 +265,7 @@ int smb_rule_accepts(int rule, const struct smb_hyper *hyper);
  * overlap. */
 int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count,
                     const struct smb_hyper *hyper);
-/* Whether it is one of bfloat16, float16 and int8. */
+/* Whether it is one of bfloat16, float16, int8 and int4. */
 int smb_wire_is_dense(int wire);
 /* Bytes that count float32 elements take on the way; 0 for a number that is no enum smb_wire. */
 uint64_t smb_wire_bytes(int wire, uint64_t count);

@@ -86,6 +86,7 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
     reply.offset = connection->nonce;
     reply.segment = server->instance;
+    reply.length = SMB_FEATURES;
     reply.argument = server->journal ? journal_identity(server->journal) : server->instance;
     output_put(connection, &reply);
     count_request(connection, NULL, SMB_HELLO, 0, smb_now_ns() - connection->opened_ns);

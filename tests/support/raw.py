@@ -83,6 +83,7 @@ class Flag(IntFlag):
     FLOAT16 = 0x20
     INT8 = 0x30
     SPARSE = 0x40
+    INT4 = 0x50
     CHECKSUM = 0x80
 
 

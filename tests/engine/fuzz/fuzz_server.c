@@ -349,7 +349,8 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
         uint64_t wire = where >> 9 & 7;
         frame.segment = FLOATS;
         frame.dtype = SMB_FLOAT32;
-        if (wire <= SMB_WIRE_INT8 || (wire == SMB_WIRE_SPARSE && frame.opcode == SMB_ACCUMULATE))
+        if (wire <= SMB_WIRE_INT8 || wire == SMB_WIRE_INT4 ||
+            (wire == SMB_WIRE_SPARSE && frame.opcode == SMB_ACCUMULATE))
             frame.flags |= (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT);
         if (wire == SMB_WIRE_SPARSE)
             frame.flags &= (uint16_t)~SMB_FLAG_FETCH;
