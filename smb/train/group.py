@@ -48,6 +48,10 @@ WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256
 _log = logging.getLogger("smb")
 
 
+class GivenUpError(Error):
+    """A step in the background was given up, as its worker was closed. Nobody but the worker sees it."""
+
+
 class Group:
     """A worker's view of its group. Made by `enter`; one thread at a time, like the Exchange that it is for.
 
@@ -79,6 +83,7 @@ class Group:
         self._guard = Guard(self.guards)
         self.guard_fired = ""  # what the last refusal said
         self._seen = 0  # the tick's version, as far as we know
+        self.given_up = False  # written by the thread that closes the worker, read by the one that exchanges
         self._rejoins = 0
         self.patience = max(0.05, self.lease / 4)
         self.sent_bytes = round(weights.size * WIRE_BYTES[weights.wire])
@@ -166,13 +171,19 @@ class Group:
         """Wait until somebody calls wake(); False after `timeout` seconds (default: a quarter of the lease).
 
         A wake() since the last wait counts: look at the table, then wait, and nothing is missed. On False look for dead
-        members: reap().
+        members: reap(). Raises GivenUpError.
         """
+        self.go_on()
         try:
             self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
         except TimeoutError:
             return False
         return True
+
+    def go_on(self) -> None:
+        """Raise GivenUpError if this worker's step in the background was given up."""
+        if self.given_up:
+            raise GivenUpError(f"group {self.name!r}: the exchange under way was given up: the worker is closed")
 
     # ---- weights
 
@@ -197,6 +208,18 @@ class Group:
             after = self.table.get(0, t.ROUND)
             if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & BUILT:
                 return before >> t.ROUND_SHIFT
+
+    def read_from(self, read: Callable[[Buffer], object]) -> int:
+        """Call `read` with the weights once; return the round that they were of when it began.
+
+        A round that is closed meanwhile makes it a mix. For those whose contribution to the former round is dropped
+        then.
+        """
+        while (before := self.table.get(0, t.ROUND)) & BUILT:
+            if not self.wait():
+                self._finish_round()
+        read(self.weights)
+        return before >> t.ROUND_SHIFT
 
     def replace(self, following: Buffer, claim: int, fence: Lock) -> None:
         """Do the second half of closing a round (rounds.py): these are the weights, and the round's number says so."""
@@ -231,19 +254,22 @@ class Group:
 
     # ---- contributions
 
-    def check(self, contribution: Norm, staleness: int = 0) -> None:
+    def check(self, contribution: Norm, staleness: int = 0, *, whole: bool = True) -> None:
         """Call it before a contribution counts: looks at the guards and at our membership; no call to a server.
 
+        Without `whole` before a part of it does, with all parts so far: what is sent keeps to the guards.
         Raises RefusedContributionError (counted), MembershipLostError.
         """
         self.member.check()
         try:
-            norm = self._guard.check(contribution, staleness)
+            norm = self._guard.check(contribution, staleness, whole=whole)
         except RefusedContributionError as error:
             self.guard_fired = str(error)
             self.member.add(t.REFUSED, 1)
             self.member.report()
             raise
+        if not whole:
+            return
         self.member.set(t.NORM, struct.unpack("<q", struct.pack("<d", norm))[0])
         self.member.set(t.STALENESS, staleness)
         self.member.set(t.STALENESS_MAX, max(staleness, self.member.get(t.STALENESS_MAX)))

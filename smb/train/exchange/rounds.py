@@ -208,7 +208,10 @@ class RoundExchange(Exchange):
             raise refused
 
     def _take_over(self) -> None:
-        self._base_round = self._group.read_by(self.snapshot.fetch)
+        # Parts are taken over as they come. If a round is closed meanwhile they are a mix, which counts for nothing: the
+        # next contribution is to the round that they began with, and is dropped.
+        read = self._group.read_from if self.snapshot.by_parts else self._group.read_by
+        self._base_round = read(self.snapshot.fetch)
         self.snapshot.adopt()
         self._steps = self._samples = 0
         self._owing = self._repeated = False
