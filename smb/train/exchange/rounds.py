@@ -28,7 +28,7 @@ import math
 import struct
 import time
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -401,7 +401,7 @@ class RoundExchange(Exchange):
             self._sum.accumulate_from(inbox, op=op, scale=-weight / total, fence=fences[self._sum.name])
             failpoint("train-added")
         if chosen:
-            hyper = dict(self._outer.hyper)
+            hyper: dict[str, Any] = dict(self._outer.hyper)
             following.apply(self._outer.rule, self._sum, *new, fence=fences[following.name], **hyper)
 
 
