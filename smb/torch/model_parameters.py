@@ -74,6 +74,7 @@ class Piece:
 
     @property
     def here(self) -> slice:
+        """Where it is in the vector."""
         return slice(self.begin, self.begin + self.count)
 
 
@@ -150,7 +151,9 @@ class ModelParameters(Parameters):
         self, base: Values, *, on_device: bool, plan: Sequence[Piece] | None = None
     ) -> Iterator[tuple[int, Values]]:
         whole = torch.from_numpy(base)
-        for piece, found, room in self._walk(self._plan if plan is None else plan, residuals=False, base=whole if on_device else None):
+        for piece, found, room in self._walk(
+            self._plan if plan is None else plan, residuals=False, base=whole if on_device else None
+        ):
             ours = whole[piece.here]
             for part, values, _ in found:
                 before = ours[part.here]

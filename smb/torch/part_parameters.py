@@ -30,6 +30,7 @@ class PartParameters(ModelParameters, ByParts):
     def seated(self, group: Group) -> None:
         """Take note of the group, which says whether its worker's steps go on."""
         self._group = group
+        self.flow.client = group.client
 
     def give_up(self) -> None:
         """Have the flow wait for nothing."""

@@ -246,8 +246,27 @@ class Worker:
     @property
     def lost(self) -> bool:
         """Whether a step in the background has ended because this worker's membership was lost. No call."""
-        job = self._job
-        return job is not None and isinstance(job.error, MembershipLostError)
+        return self._job is not None and isinstance(self._job.error, MembershipLostError)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step in the background has failed, as far as is known now; `settle` says how. No call."""
+        return self._job is not None and self._job.error is not None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a step has failed, as `settle` said, and `recover` was not called. No call."""
+        return self._failed or self._away
+
+    def join_step(self) -> None:
+        """Wait for a step in the background, and leave it to `settle` to say how it ended."""
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join()
+
+    @property
+    def weights(self) -> Buffer:
+        """The group's weights."""
+        return self._group.weights
 
     @property
     def under_way(self) -> bool:
@@ -255,8 +274,8 @@ class Worker:
         return self._job is not None
 
     def settle(self) -> bool:
-        """Wait for a step in the background. Raises what `step` raises, in the same cases, and joins again as that does:
-        then True, and the parameters are the shared model's.
+        """Wait for a step in the background. Raises what `step` raises, in the same cases, and joins again as that
+        does: then True, and the parameters are the shared model's.
         """
         job, self._job = self._job, None
         if job is None:

@@ -41,7 +41,7 @@ class Deltas:
         self.adopt()
 
     def exchange(self, check: Check, *, fetch: bool) -> None:
-        """Make the present delta, `check` it, and send it. Blocks. Call `finish` before. Raises as `check` and `send`."""
+        """Make the present delta, `check` it, and send it. Blocks. Call `finish` before. Raises as both do."""
         check(self.take(), whole=True)
         self.send(fetch=fetch)
 

@@ -10,8 +10,8 @@ exchanging thread's until the step is over. A part's elements of `landing` are t
 `base` is the computing thread's alone, but between steps. `changed` guards `_made`, `_came`, `_over` and the figures.
 A step is over before the next one begins: Worker sees to it.
 
-Exactly once. A part that failed is settled, and what it missed is sent again, before anything else is (`Deltas.finish`).
-So each element of each delta counts once, whatever parts came.
+Exactly once. A part that failed is settled, and what it missed is sent again, before anything else is
+(`Deltas.finish`). So each element of each delta counts once, whatever parts came.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +35,10 @@ from smb.train.exchange.contribution import missed
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.guards import Check, Norm
 from smb.train.parameters import Run, SelfMoving, Values
+
+if TYPE_CHECKING:
+    from smb.client import Client
+    from smb.queue import Queue
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Cut:
 
 @dataclass
 class Traffic:
-    """What a step moved in one direction: `busy_s`, seconds with something under way, `first`, `last`: when it began and
+    """What a step moved in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began and
     ended, of time.perf_counter()."""
 
     nbytes: int = 0
@@ -91,6 +95,7 @@ class Flow:
     def __init__(self, parameters: ByParts, cut: Cut) -> None:
         self.parameters = parameters
         self.cut = cut
+        self.client: Client | None = None  # by which parts travel
         self.base: Values = np.zeros(parameters.size, np.float32)
         self.delta: Values = np.zeros(parameters.size, np.float32)
         self.landing: Values = np.zeros(parameters.size, np.float32)
@@ -100,7 +105,7 @@ class Flow:
         self.running = False  # a step is under way: written by the computing thread between steps
         self.pushed = Traffic()
         self.pulled = Traffic()
-        self._queue: _Calls | None = None
+        self._queue: Queue | None = None
         self.changed = threading.Condition()
         self._norms: list[Norm] = [Norm() for _ in cut.push]
         self._made: list[int] = []  # parts of this step, in the order in which they were made
@@ -133,7 +138,6 @@ class Flow:
 
     def settle_base(self) -> None:
         """What was taken over in a step that is over is the base of the next."""
-        self.running = False
         if len(self._adopted) == len(self.cut.pull):
             self.base, self.landing = self.landing, self.base
         else:
@@ -180,7 +184,6 @@ class Flow:
 
     def refill(self, values: Values) -> None:
         """Make the parameters and the base these values, all at once, between steps; forget what was not sent."""
-        self.settle_base()
         self.parameters.fill(values)
         self.base[:] = values
 
@@ -202,6 +205,7 @@ class Flow:
         """Say that the step is over."""
         with self.changed:
             self._over = True
+            self.running = False
             self.changed.notify_all()
 
     def as_made(self, go_on: Callable[[], None]) -> Iterator[tuple[list[int], Norm, bool]]:
@@ -238,10 +242,11 @@ class Flow:
                     delta = self.delta[piece.place]
                     np.subtract(delta, as_sent(buffer, delta, piece.there), out=self.unsent[piece.place])
 
-    def queue(self, buffer: Buffer) -> _Calls:
+    def queue(self) -> Queue:
         """Return the queue that parts travel by."""
         if self._queue is None:
-            self._queue = _Calls(self.cut.credit_bytes)
+            assert self.client is not None
+            self._queue = self.client.queue(self.cut.credit_bytes or None)
         return self._queue
 
     def close(self) -> None:
@@ -339,7 +344,7 @@ class PartedDeltas(Deltas):
 
     def exchange(self, check: Check, *, fetch: bool) -> None:
         """Send the parts as they are made, each once `check` has seen all parts up to it."""
-        flow, weights, queue = self._flow, self._weights, self._flow.queue(self._weights)
+        flow, weights, queue = self._flow, self._weights, self._flow.queue()
         sending, begun = _Sending(flow, flow.pushed), 0
         self._touched = False
         try:
@@ -348,7 +353,7 @@ class PartedDeltas(Deltas):
                 if sending.failed:
                     break
                 for number in fresh:
-                    self._add(queue, sending, number, fetch)
+                    self._begin(queue, sending, number, fetch)
                     begun += 1
                     self._touched = True
         except BaseException:
@@ -361,13 +366,15 @@ class PartedDeltas(Deltas):
         flow.sent(weights)
         self._moved_bytes += self._sent_bytes + (weights.nbytes if fetch else 0)
 
-    def _add(self, queue: _Calls, sending: _Sending, number: int, fetch: bool) -> None:
+    def _begin(self, queue: Queue, sending: _Sending, number: int, fetch: bool) -> None:
         flow, weights = self._flow, self._weights
         part = flow.cut.push[number]
 
         def call(run: Run) -> Future[Any]:
             out = flow.landing[run.place] if fetch else None
-            return queue.accumulate(weights, flow.delta[run.place], run.there, out=out, priority=part.urgency)
+            return queue.accumulate(
+                weights, flow.delta[run.place], run.there, fetch=fetch, out=out, priority=part.urgency
+            )
 
         sending.add(part, call, (lambda: flow.came(number)) if fetch else None)
 
@@ -389,6 +396,7 @@ class PartedDeltas(Deltas):
 
     def fetch(self) -> None:
         """Read all of the shared weights."""
+        self._flow.settle_base()
         self._flow.parameters.read(self._weights, self._flow.landing)
 
     def adopt(self) -> None:
@@ -432,7 +440,7 @@ class PartedSnapshot(Snapshot):
 
     def send(self, inbox: Buffer) -> Norm:
         """Write all parts. Nothing of them counts before the member has marked."""
-        flow, queue = self._flow, self._flow.queue(inbox)
+        flow, queue = self._flow, self._flow.queue()
         sending = _Sending(flow, flow.pushed)
         found = Norm()
         try:
@@ -452,7 +460,7 @@ class PartedSnapshot(Snapshot):
             flow.sent(inbox)
         return found
 
-    def _write(self, queue: _Calls, inbox: Buffer, run: Run, part: Part) -> Future[Any]:
+    def _write(self, queue: Queue, inbox: Buffer, run: Run, part: Part) -> Future[Any]:
         return queue.write(inbox, self._flow.delta[run.place], run.there, priority=part.urgency)
 
     def fetch(self, weights: Buffer) -> None:
@@ -460,6 +468,7 @@ class PartedSnapshot(Snapshot):
         if self.by_parts:
             read_parts(self._flow, weights)
         else:
+            self._flow.settle_base()
             self._flow.parameters.read(weights, self._flow.landing)
 
     def adopt(self) -> None:
@@ -474,40 +483,15 @@ class PartedSnapshot(Snapshot):
 
 def read_parts(flow: Flow, weights: Buffer) -> None:
     """Read the weights by parts, exact, the most urgent first. Raises where a call failed."""
-    queue, sending = flow.queue(weights), _Sending(flow, flow.pulled)
+    queue, sending = flow.queue(), _Sending(flow, flow.pulled)
     for number, part in enumerate(flow.cut.pull):
 
         def call(run: Run, part: Part = part) -> Future[Any]:
-            return queue.read(weights, run.there, run.count, out=flow.landing[run.place], priority=part.urgency)
+            out = flow.landing[run.place]
+            return queue.read(weights, run.there, run.count, out=out, wire="exact", priority=part.urgency)
 
         sending.add(part, call, lambda number=number: flow.came(number))  # type: ignore[misc]
     failures = sending.finish()
     if failures:
         raise failures[0][1]
     flow.unsettled = False
-
-
-class _Calls:
-    """Calls by parts, until client.queue is there."""
-
-    def __init__(self, credit_bytes: int) -> None:
-        self._credit_bytes = credit_bytes
-
-    def read(self, buffer: Buffer, offset: int, count: int, *, out: Values, priority: int) -> Future[Any]:
-        return buffer.read_async(offset, count, out=out, wire="exact")
-
-    def write(self, buffer: Buffer, array: Values, offset: int, *, priority: int) -> Future[Any]:
-        return buffer.write_async(array, offset)
-
-    def accumulate(
-        self, buffer: Buffer, array: Values, offset: int, *, out: Values | None, priority: int
-    ) -> Future[Any]:
-        def call() -> None:
-            found = buffer.accumulate(array, offset, fetch=out is not None)
-            if out is not None and found is not None:
-                out[:] = found
-
-        return buffer._submit(call, offset, array.size)
-
-    def close(self) -> None:
-        return

@@ -208,8 +208,8 @@ class RoundExchange(Exchange):
             raise refused
 
     def _take_over(self) -> None:
-        # Parts are taken over as they come. If a round is closed meanwhile they are a mix, which counts for nothing: the
-        # next contribution is to the round that they began with, and is dropped.
+        # Parts are taken over as they come. If a round is closed meanwhile they are a mix, which counts for nothing:
+        # the next contribution is to the round that they began with, and is dropped.
         read = self._group.read_from if self.snapshot.by_parts else self._group.read_by
         self._base_round = read(self.snapshot.fetch)
         self.snapshot.adopt()
