@@ -10,7 +10,7 @@ Invariant: a parameter changes between its gradient and the next use of it, neve
 module's parameters are taken over before it runs; what is called without its module is found by its gradient.
 
 The first steps exchange without overlap, and are measured: which modules are called, in which order, how long each
-layer computes, how fast the link is. Then smb.train.overlap_plan picks the parts, and picks anew where measurements move.
+layer computes, how fast the link is. Then smb.train.overlap_plan picks the parts, and picks anew if measurements move.
 """
 
 from __future__ import annotations

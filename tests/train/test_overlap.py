@@ -1,11 +1,16 @@
-"""smb.torch.join(overlap=): behind the passes exchanges come to the same as without; what they would spoil is refused."""
+"""smb.torch.join(overlap=): what is exchanged behind the passes comes to the same; what that would spoil is refused."""
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +19,12 @@ import smb
 import smb.torch
 import smb.train
 from smb.torch import overlap as overlap_of
-from smb.train import overlap_plan
-from smb.train.partition import FUSED, Prediction
 from tests.conftest import Connect
+from tests.support.clients import in_process
+from tests.support.daemons import wait_for
+from tests.support.marking_workers import in_threads, members
+from tests.support.overlapped_workers import SIZES, mark_behind_passes, plan_by
+from tests.support.training_judges import check_bound, check_own, check_rotation
 
 DEADLINE_S = 60.0
 SCHEMES = ("bsp", "asp", "ssp", "r2sp")
@@ -66,24 +74,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, number
 
 
 def force(monkeypatch: pytest.MonkeyPatch, kind: str, slice_bytes: int = 1000) -> None:
-    """Have the planner pick a schedule, after two steps: what it would pick depends on the machine."""
-
-    def plan(
-        places: Sequence[Any], layers: Sequence[Any], channel: Any, exchange: str, closing_s: float, overlap: str
-    ) -> overlap_plan.Plan:
-        count = len(places)
-        if kind == "slices":
-            chosen = Prediction(overlap, "slices", 1.0, 0.0, slice_bytes=slice_bytes, credit_bytes=4 * slice_bytes)
-        else:  # runs of two layers
-            sizes = (2,) * (count // 2) + (1,) * (count % 2)
-            pushes = sizes if overlap == "both" else ()
-            pulls = () if overlap == "both" and exchange == FUSED else sizes
-            chosen = Prediction(overlap, "planned", 1.0, 0.0, pushes=pushes, pulls=pulls)
-        cut = overlap_plan.cut_of(places, chosen, exchange)
-        return overlap_plan.Plan(chosen, chosen, cut, tuple(layers), channel)
-
+    """Have the planner pick a schedule, after two steps."""
     monkeypatch.setattr(overlap_of, "_LEARNING", 2)
-    monkeypatch.setattr(overlap_of, "plan", plan)
+    monkeypatch.setattr(overlap_of, "plan", plan_by(kind, slice_bytes))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -138,3 +131,92 @@ def test_bsp_comes_to_the_same_to_the_bit(connect: Connect, monkeypatch: pytest.
         assert losses == expected
         assert all(torch.equal(found[key], model[key]) for key in model)
     assert expected[0][-1] < expected[0][0]
+
+
+WORKERS = 3
+
+
+@pytest.fixture(params=["forward", "both"])
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each overlap; with its planner put back afterwards, as marking workers in threads replace it."""
+    force(monkeypatch, "slices")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("scheme", [smb.train.ASP(), smb.train.SSP(staleness=1), smb.train.R2SP()], ids=SCHEMES[1:])
+def test_every_update_counts_once_and_the_scheme_holds(
+    cluster: smb.LocalCluster, connect: Connect, scheme: smb.train.Scheme, overlap: str
+) -> None:
+    """Three workers: every forward pass computes with all of its own updates, and with others' as the scheme promises;
+    the bound of SSP, the rotation of R2SP, in which no part of an update is seen without the rest.
+    """
+    steps = 12
+    rotates = isinstance(scheme, smb.train.R2SP)
+    tasks = [
+        partial(mark_behind_passes, address=cluster.address, scheme=scheme, worker=number, workers=WORKERS,
+                overlap=overlap, steps=steps, whole=rotates)
+        for number in range(WORKERS)
+    ]  # fmt: skip
+    history = in_threads(tasks)
+    assert len(history) == WORKERS * steps
+    check_own(history)
+    if isinstance(scheme, smb.train.SSP):
+        check_bound(history, 1)
+    if rotates:  # who is done leaves
+        check_rotation([read for read in history if read.clock < steps], WORKERS)
+    shared = smb.train.shared(connect(), "run")
+    assert shared.sum() == sum(SIZES) * steps
+    assert [worker.contributions for worker in members(connect())] == [steps] * WORKERS
+
+
+POINTS = ("train-sent", "train-marked", "train-claimed", "train-decided", "train-computed", "train-built",
+          "train-copied", "train-committed")  # fmt: skip
+KILLS = [("asp", "both", "train-part", 12), ("bsp", "both", "train-part", 12), ("bsp", "forward", "train-built", 4)]
+if os.environ.get("SMB_LONG"):
+    KILLS = [(scheme, how, "train-part", count) for scheme in SCHEMES for how in ("forward", "both")
+             for count in (1, 2, 3, 12, 27, 40)]  # fmt: skip
+    KILLS += [("bsp", how, point, count) for how in ("forward", "both") for point in POINTS for count in (1, 4)]
+
+
+@pytest.mark.parametrize(("scheme", "how", "point", "count"), KILLS)
+def test_killed_in_the_middle(
+    cluster: smb.LocalCluster, connect: Connect, monkeypatch: pytest.MonkeyPatch, scheme: str, how: str, point: str,
+    count: int,
+) -> None:  # fmt: skip
+    """A worker is killed at a place of its exchange. The other goes on, its own updates count once; of the dead one
+    each element has all updates that were seen, and at most one more; in rounds no part of an update without the rest.
+    """
+    force(monkeypatch, "slices")
+    made, halt, told = smb.train.SCHEMES[scheme](), threading.Event(), queue.Queue[Any]()
+    judged = scheme != "bsp"
+    with ExitStack() as stack:
+        killed, _ = stack.enter_context(
+            in_process(mark_behind_passes, cluster.address, made, 0, 2, how, lease=0.7, judged=judged, point=point,
+                       count=count)
+        )  # fmt: skip
+        wait_for(lambda: members(connect()), "the first member", 60)
+        survivor = partial(mark_behind_passes, address=cluster.address, scheme=made, worker=1, workers=2, overlap=how,
+                           halt=halt, judged=judged, lease=0.7)  # fmt: skip
+
+        def watch(_: Any) -> None:
+            wait_for(lambda: not killed.is_alive(), "the kill", 60)
+            before = told.qsize()
+            wait_for(lambda: told.qsize() > before + 5, "the other going on", 60)
+            halt.set()
+
+        in_threads([lambda _: survivor(told), watch])
+    reads = list(told.queue)[:-1]
+    found = smb.torch.shared_state_dict(connect(), "run")
+    final = np.concatenate([found[f"layers.{layer}.weight"].numpy() for layer in range(len(SIZES))])
+    if judged:
+        check_own(reads)
+        dead, own = final[np.arange(final.size) % 2 == 0], final[np.arange(final.size) % 2 == 1]
+        assert (own == reads[-1].clock).all()
+        assert set(np.unique(dead)) <= {reads[-1].seen[0], reads[-1].seen[0] + 1}
+    else:
+        rows = [read.reshape(-1, 2) for read in [*reads, final]]
+        assert all((row == row[0]).all() for row in rows), "a part of a round was seen without the rest"
+        gained = np.diff([row[0] for row in rows], axis=0)
+        # The first reads may be of a round that it joined in the middle of, and was not in.
+        assert set(map(tuple, gained[2:-1])) <= {(0.5, 0.5), (0.0, 1.0), (0.0, 0.0)}
+        assert tuple(gained[-2]) == (0.0, 1.0)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smb.buffer import Buffer
+from smb.daemon.failpoint import failpoint
 from smb.errors import Error, UnavailableError
 from smb.feedback import as_sent
 from smb.train.exchange.background_send import Deltas
@@ -67,8 +68,8 @@ class Cut:
 
 @dataclass
 class Traffic:
-    """What a step moved in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began and
-    ended, of time.perf_counter()."""
+    """What a step moved in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began
+    and ended, of time.perf_counter()."""
 
     nbytes: int = 0
     messages: int = 0
@@ -289,6 +290,7 @@ class _Sending:
     def add(self, part: Part, call: Callable[[Run], Future[Any]], came: Callable[[], None] | None) -> None:
         """Begin a part's calls; `came` is called, in whatever thread, when all of them have succeeded."""
         left = set(range(len(part.runs)))
+        failpoint("train-part")
         for index, run in enumerate(part.runs):
             self.flow.began(self.traffic, 4 * run.count)
             future = call(run)
