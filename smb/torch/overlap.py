@@ -44,6 +44,7 @@ _INSTEAD = {
 }
 _LEARNING = 4  # steps without overlap; the first one, which warms up, is not measured
 _LOOK_EVERY = 20  # steps from one look at whether the plan is outdated to the next
+_CHANGES = "changes {} in its step, which it would do once for each parameter"
 _PROBES, _PROBES_AT_ONCE = 5, 16  # small reads that tell what a message costs
 
 _news = logging.getLogger(TRAINING)
@@ -63,6 +64,11 @@ def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, me
         instead = _INSTEAD.get(scheme.NAME, "it does not exchange after every step by parts")
         raise InvalidArgumentError(
             f"smb.torch.join: overlap={overlap!r} is for {', '.join(_SCHEMES)}, not for {scheme.NAME!r}: {instead}"
+        )
+    if isinstance(scheme, smb.train.R2SP) and scheme.batch_size is not None:
+        raise InvalidArgumentError(
+            f"smb.torch.join: overlap={overlap!r} with batch_size= of 'r2sp', which measures computing by itself: "
+            f"leave one of them out"
         )
 
 
@@ -105,6 +111,7 @@ class Overlap:
         self._began = False  # this step's exchange began in the backward pass
         self._clock = _Clock(any(entry.tensor.device.type != "cpu" for entry in trained.entries))
         self._gradients = _Gradients(optimizer, self._names)
+        self._steps_inside = 0  # of the optimizer: one inside of the other
         self._hooks: list[Any] = []
         self._install()
 
@@ -124,14 +131,11 @@ class Overlap:
 
     def stepped(self, samples: int | None) -> None:
         """Exchange after a step of the optimizer: begin, or end what began in the backward pass."""
-        self._clock.optimized()
         self._samples = samples
         self._unseen = None
         if self._began:
             self._began = False
             self._flow.make_rest()
-            if self._worker.failed:  # the sooner the better
-                self._settle()
         else:
             if self._settle() or self._recovered():
                 self._clock.forget()
@@ -145,7 +149,7 @@ class Overlap:
 
     def wait(self) -> None:
         """Wait for the exchange under way, and take all of it over. Raises what the exchange does."""
-        self._take_all(again=False)
+        self._take_all()
         self._settle()
 
     def finish(self) -> None:
@@ -164,26 +168,29 @@ class Overlap:
                 add(module.register_forward_pre_hook(self._before_module))
         add(self._model.register_forward_hook(lambda *_: self._clock.forward_ended()))
         model: Any = self._model
-        add(model.register_state_dict_pre_hook(lambda *_: self._take_all(again=True)))
+        add(model.register_state_dict_pre_hook(lambda *_: self._take_all()))
         parameters: list[Any] = [each for each in self._runs if each.requires_grad]
         for parameter in parameters:
             add(parameter.register_post_accumulate_grad_hook(self._gradient_there))
         add(self._optimizer.register_step_pre_hook(self._before_step))
-        add(self._optimizer.register_step_post_hook(lambda *_: self._gradients.show()))
+        add(self._optimizer.register_step_post_hook(lambda *_: self._after_step()))
 
     def _before_module(self, module: torch.nn.Module, _: Any) -> None:
         self._clock.module(module if self._own[module] or module in self._needed else None)
-        if not self._steps:
+        if not self._places:
             self._called.setdefault(module)
+        if self._pending and self._worker.unfinished:
+            self._again()  # a pass failed here: this is the first module of the next one
         if self._pending:
             if module.training and torch.is_grad_enabled():
                 for number in self._pulls.get(module, ()):
-                    self._take(number, again=True)
+                    self._take(number)
             else:  # a whole block may run as one function then, its modules not called
-                self._take_all(again=True)
+                self._take_all()
         self._clock.resume()
 
     def _gradient_there(self, parameter: torch.Tensor) -> None:
+        self._steps_inside = 0  # if a step of the optimizer was left by an exception
         self._clock.gradient(parameter)
         if self._unseen is None:  # the first one of a backward pass
             self._unseen = frozenset(self._pending)
@@ -196,17 +203,35 @@ class Overlap:
             self._gradients.check(parameter)
             if self._now == "both":
                 self._step_by_parameter(parameter)
-            self._gradients.used(parameter)
+            self._gradients.used(parameter, summed=self._plan is None)
         self._clock.resume()
 
     def _before_step(self, _: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
+        if self.inside:  # one whose step() calls that of its class above, which runs hooks, too
+            self._steps_inside += 1
+            return
+        if not self._began:
+            self._take_all()
+            self._worker.join_step()
+            if not self._worker.lost:
+                self._settle()  # here, so that a step that raises has changed nothing, and may be called again
         if self._asked == "both":
             self._gradients.check_step(args, options)
             if self._now == "both":
                 self._gradients.hide()
-        if not self._began:
-            self._take_all(again=False)
         self._clock.backward_ended()
+        self._steps_inside += 1
+
+    def _after_step(self) -> None:
+        self._steps_inside -= 1
+        if not self.inside:
+            self._clock.optimized()
+            self._gradients.show()
+
+    @property
+    def inside(self) -> bool:
+        """Whether a step of the optimizer is under way: another one inside of it, or by parameter."""
+        return self._steps_inside > 0 or self._gradients.stepping
 
     def _step_by_parameter(self, parameter: torch.Tensor) -> None:
         """Step the optimizer for one parameter, and make the parts that this completes."""
@@ -215,7 +240,7 @@ class Overlap:
             # optimizer's step, as a graph needs the parameters now.
             self._worker.join_step()
             if not self._worker.failed:
-                self._take_all(again=False)  # of modules that were not called
+                self._take_all()  # of modules that were not called
                 self._settle()
                 self._begin()
                 self._began = True
@@ -244,8 +269,14 @@ class Overlap:
             self._pending.clear()
             raise
 
-    def _take(self, number: int, *, again: bool) -> None:
-        """Take over a part. If the exchange fails that raises; asked once more with `again`, it exchanges anew."""
+    def _again(self) -> None:
+        """Exchange anew after a failure, and bring all parts once more: before any is used."""
+        if not self._recovered():
+            self._begin()
+            self._flow.make_rest()
+
+    def _take(self, number: int) -> None:
+        """Take over a part. Raises if the exchange has failed; asked once more it leaves the part as it is."""
         while number in self._pending:
             if self._flow.wait(number):
                 self._flow.adopt(number)
@@ -255,15 +286,12 @@ class Overlap:
                 self._pending.clear()
             elif self._worker.under_way:
                 self._settle()
-            elif not again:  # what was done here is kept, and sent with the next step
+            else:  # what was done here is kept, and sent with the next step
                 self._pending.clear()
-            elif not self._recovered():
-                self._begin()
-                self._flow.make_rest()
 
-    def _take_all(self, *, again: bool) -> None:
+    def _take_all(self) -> None:
         for number in sorted(self._pending):
-            self._take(number, again=again)
+            self._take(number)
 
     def _settle(self) -> bool:
         """Wait for the exchange under way. True if this worker joined again, with the shared model's parameters."""
@@ -302,13 +330,13 @@ class Overlap:
 
     def _learn(self) -> None:
         """Between two exchanges: measure, and plan where it is time to."""
-        if self._steps == 1 and self._measured is None:
-            self._find_layers()
-            start_s, gap_s = self._probed()
-            self._measured = Measured(self._places, start_s, gap_s)
-            return
         measured = self._measured
         if measured is None:
+            if self._steps:
+                if not self._places:
+                    self._find_layers()
+                with contextlib.suppress(Error):  # then later: the optimizer has stepped, and must not step again
+                    self._measured = Measured(self._places, *self._probed())
             return
         if self._clock.tells(learning=self._plan is None):
             measured.computed(*self._clock.by_layer(self._layer, self._layer_of_module, len(self._places)))
@@ -334,33 +362,28 @@ class Overlap:
         _news.info("training %r: %s", self._worker.name, self._plan)
 
     def _find_layers(self) -> None:
-        """Divide the parameters over the modules that are called, in the order of their first call."""
-        taken: set[torch.Tensor] = set()
-        for module in self._called:
-            needed = [*self._own[module]]
-            for child in module.modules():
-                if child not in self._called:  # its parameters are used by a module around it
-                    needed += self._own[child]
-            if needed:
-                self._needed[module] = list(dict.fromkeys(needed))
-        for module in self._called:
-            first = [each for each in self._needed.get(module, ()) if each not in taken]
-            if module in self._own and not self._own[module] and first:
-                # A module around some that are not called: those around them that have parameters come first.
-                first = [each for each in first if not self._nearer(module, each)]
-            if first:
-                self._add_layer(first)
-                taken.update(first)
-        if rest := [each for each in self._runs if each not in taken]:  # in no forward pass so far
-            self._add_layer(rest)
-        self._index()
+        """Divide the parameters over the modules that are called, in the order of their first call. Those of a module
+        that is not called itself are used by the nearest one around it that is.
+        """
+        first = next(iter(self._called), self._model)
+        needed: dict[torch.nn.Module, list[torch.Tensor]] = {module: [] for module in self._called}
 
-    def _nearer(self, module: torch.nn.Module, parameter: torch.Tensor) -> bool:
-        """Whether a module inside of this one needs the parameter, too."""
-        return any(
-            inner is not module and any(parameter is each for each in self._needed.get(inner, ()))
-            for inner in module.modules()
-        )
+        def walk(module: torch.nn.Module, around: torch.nn.Module) -> None:
+            if module in self._called:
+                around = module
+            needed.setdefault(around, []).extend(self._own[module])
+            for child in module.children():
+                walk(child, around)
+
+        walk(self._model, first)
+        taken: set[torch.Tensor] = set()
+        for module, parameters in needed.items():
+            if parameters:
+                self._needed[module] = list(dict.fromkeys(parameters))
+            if new := [each for each in self._needed.get(module, ()) if each not in taken]:
+                self._add_layer(new)
+                taken.update(new)
+        self._index()
 
     def _add_layer(self, parameters: list[torch.Tensor]) -> None:
         runs = sorted((self._runs[each] for each in parameters), key=lambda run: run.here)
@@ -515,6 +538,8 @@ class _Gradients:
         self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, when the first gradient came
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._groups: dict[torch.Tensor, dict[str, Any]] = {}
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients, in the first steps
+        self.stepping = False  # by parameter
 
     def check(self, parameter: torch.Tensor) -> None:
         """Look at a gradient that is there. Raises Error."""
@@ -534,10 +559,15 @@ class _Gradients:
             self._settings = [_settings(group) for group in self._optimizer.param_groups]
             self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
 
-    def used(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient that was used, or would have been."""
-        assert parameter.grad is not None
-        self._used[parameter] = parameter.grad, parameter.grad._version
+    def used(self, parameter: torch.Tensor, *, summed: bool) -> None:
+        """Take note of a gradient that was used, or would have been; of its sum too, as not all that changes a tensor
+        changes its version.
+        """
+        grad = parameter.grad
+        assert grad is not None
+        self._used[parameter] = grad, grad._version
+        if summed and grad.layout == torch.strided:
+            self._sums[parameter] = grad.sum()
 
     def step(self, parameter: torch.Tensor) -> None:
         """Step the optimizer for one parameter, by its own state and its group's settings."""
@@ -546,22 +576,25 @@ class _Gradients:
             return  # another optimizer's, or nobody's
         alone = {**group, "params": [parameter]}
         groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
+        self.stepping = True
         try:
             _step_of(type(self._optimizer))(self._optimizer)
         finally:
+            self.stepping = False
             self._optimizer.param_groups = groups
-        self._check_settings(
-            _settings(alone), _settings(group), "changes {} in its own step, as it looks at all at once"
-        )
+        self._check_settings(_settings(alone), _settings(group), _CHANGES)
 
     def check_step(self, args: Sequence[Any], options: dict[str, Any]) -> None:
         """Look at the script's own step. Raises Error."""
-        if len(args) > 1 or options.get("closure") is not None:
+        if any(each is not None for each in args[1:]) or options.get("closure") is not None:
             raise _refused("optimizer.step() got a closure, which computes the gradients once more")
         if getattr(self._optimizer, "grad_scale", None) is not None or "grad_scaler" in options:
             raise _refused("a GradScaler scales the gradients until the optimizer's step")
         for parameter, (grad, version) in self._used.items():
-            if parameter.grad is not grad or grad._version != version:
+            same = parameter.grad is grad and grad._version == version
+            if same and (total := self._sums.get(parameter)) is not None:
+                same = torch.allclose(total, grad.sum(), rtol=0, atol=0, equal_nan=True)
+            if not same:
                 raise _refused(
                     f"the gradient of {self._names[parameter]!r} was changed between backward() and optimizer.step(): "
                     f"clipping by norm or value, GradScaler.unscale_, or noise"
@@ -581,10 +614,13 @@ class _Gradients:
             parameter.grad = None
 
     def show(self) -> None:
-        """End a step."""
+        """End a step. Raises Error for an optimizer that changes its groups: it would count its steps by parameter."""
+        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
+            self._check_settings(_settings(group), before, _CHANGES)
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden = []
+        self._sums = {}
         self._before = {each: (id(grad), version) for each, (grad, version) in self._used.items()}
         self._used = {}
 

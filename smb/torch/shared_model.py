@@ -417,6 +417,8 @@ class Shared:
             return
         if self._overlap is None:
             self.worker.step(self.samples)
+        elif self._overlap.inside:
+            return
         else:
             self._overlap.stepped(self.samples)
         self._mix_after_exchange()
