@@ -586,7 +586,7 @@ def test_hooks_leave_with_close(connect: Connect, overlap: str) -> None:
 
 
 def test_an_optimizer_above_another(connect: Connect, overlap: str) -> None:
-    """An optimizer whose step calls its base class's, which runs hooks, too: one exchange a step, and the same model."""
+    """An optimizer whose step calls its base class's, which runs hooks, too: one exchange a step, the same model."""
     ends = []
     for name, kind in (("plain", torch.optim.SGD), ("above", Above)):
         model = Network(1)
