@@ -78,13 +78,14 @@ class Buffer:
     With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
     LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
 
-    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16" or "int8", of a call or, from
-    create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in float32
-    where the memory is. Values are rounded over shared memory too, so that a result does not depend on the path. Types
-    bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x| (float16: at most
-    2**-25 below 2**-14, and infinity from 65520 on). Type int8 sends blocks of 256 elements, counted from the start of
-    each chunk or of the range: s = max|x|/127 and the integers nearest to x/s. The error is at most max|x|/254 of the
-    block, and a little more by the rounding of s. A block with an infinity or NaN arrives as NaN.
+    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16", "int8" or "int4", of a call or,
+    from create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in
+    float32 where the memory is. Values are rounded over shared memory too, so that a result does not depend on the
+    path. Types bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x|
+    (float16: at most 2**-25 below 2**-14, and infinity from 65520 on). Type int8 sends blocks of 256 elements, counted
+    from the start of each chunk or of the range: s = max|x|/127 and the integers nearest to x/s. The error is at most
+    max|x|/254 of the block, and a little more by the rounding of s. A block with an infinity or NaN arrives as NaN.
+    Type int4 does so with blocks of 64 and s = max|x|/7: the error is at most max|x|/14. It wants an ErrorFeedback.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_place")  # `_place` is where direct methods look
@@ -131,7 +132,7 @@ class Buffer:
 
     @property
     def wire(self) -> str:
-        """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
+        """How its elements travel unless a call says: "exact", "bfloat16", "float16", "int8" or "int4"."""
         return self._dispatcher.info.wire
 
     @property
@@ -379,11 +380,22 @@ class Buffer:
                         account.settled = True
             raise
 
-    def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
+    def accumulate_from(
+        self,
+        other: Buffer,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        offset: int = 0,
+        count: int | None = None,
+        fence: Lock | None = None,
+    ) -> None:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
-        `other` has the same placement: create one of the two with like= the other.
+        `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
+        `offset` on (default: all).
         """
+        offset, count = self._arguments.range(offset, self.size if count is None else count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
         self._check_beside(other, "accumulate_from")
         if other.info.versions > 1:
@@ -391,7 +403,8 @@ class Buffer:
                 f"{self._arguments.asked('accumulate_from')}: {other!r} has several copies that take turns; "
                 f"read() it and accumulate"
             )
-        request = Request(Opcode.ACCUMULATE_FROM, 0, self.nbytes, op=number, scale=scale)
+        itemsize = self._arguments.itemsize
+        request = Request(Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=number, scale=scale)
         self._dispatcher.call(request, fence=fence, others=(other._dispatcher,))
 
     def apply(
@@ -405,6 +418,7 @@ class Buffer:
         **hyper: float,
     ) -> None:
         """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
+        Of each, the `count` elements from `offset` on (default: all).
 
         All are float32 and have the same placement: create them with like= one of them. `state` starts as zeros, and is
         the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
@@ -444,7 +458,7 @@ class Buffer:
                 raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
         if len({self._dispatcher.info.id, *(other.info.id for other in others)}) != 1 + len(others):
             raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
-        offset, count = self._arguments.range(offset, count, "apply")
+        offset, count = self._arguments.range(offset, self.size if count is None else count, "apply")
         itemsize = self._arguments.itemsize
         request = Request(Opcode.APPLY, offset * itemsize, count * itemsize, op=known.number, hyper=numbers)
         self._dispatcher.call(request, fence=fence, others=tuple(other._dispatcher for other in others))

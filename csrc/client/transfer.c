@@ -151,6 +151,26 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
     return true;
 }
 
+/* Every server of the range knows how the request's elements travel: an older one would close the
+ * connection, time after time. */
+static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_request *request,
+                          uint32_t *without)
+{
+    if (request->wire != SMB_WIRE_INT4)
+        return true;
+    for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
+        struct smb_cursor cursor = smb_cursor_make(&buffer->layout, i, request->offset,
+                                                   request->bytes);
+        const struct smb_link *link = buffer->places[i].link;
+        if (cursor.position < cursor.end && !buffer->places[i].segment && link &&
+            !(atomic_load_explicit(&link->features, memory_order_relaxed) & SMB_FEATURE_INT4)) {
+            *without = i;
+            return false;
+        }
+    }
+    return true;
+}
+
 /* The local part's account into the call's, when the progress thread is done with that. */
 static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 {
@@ -346,6 +366,8 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
 {
     if (!places_are_set(buffer, request, &outcome->segment))
         return outcome->status = SMB_INVALID;
+    if (!wire_is_known(buffer, request, &outcome->segment))
+        return outcome->status = SMB_VERSION;
     struct stream on_stack[STREAMS_ON_STACK];
     struct stream *streams = on_stack;
     /* The local part may run in this thread while another one drives the links: each has its own
