@@ -28,11 +28,11 @@ import smb.train
 from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError
 from smb.torch.part_parameters import PartParameters
-from smb.train.overlap_plan import Measured, Place, Plan, plan
+from smb.train.overlap_plan import Measured, Place, Plan, plan_of
 from smb.train.parameters import Run
 from smb.train.partition import FUSED, OVERLAPS, ROUNDS
 
-_SCHEMES = {"asp": FUSED, "ssp": FUSED, "r2sp": FUSED, "bsp": ROUNDS}
+SCHEMES = {"asp": FUSED, "ssp": FUSED, "r2sp": FUSED, "bsp": ROUNDS}
 _INSTEAD = {
     "seasgd": "it sends in the background already",
     "hsgd": "it sends in the background already",
@@ -60,10 +60,10 @@ def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, me
         raise InvalidArgumentError(
             f"smb.torch.join: overlap={overlap!r} is not there with mesh= yet: leave one of them out"
         )
-    if scheme is not None and scheme.NAME not in _SCHEMES:
+    if scheme is not None and scheme.NAME not in SCHEMES:
         instead = _INSTEAD.get(scheme.NAME, "it does not exchange after every step by parts")
         raise InvalidArgumentError(
-            f"smb.torch.join: overlap={overlap!r} is for {', '.join(_SCHEMES)}, not for {scheme.NAME!r}: {instead}"
+            f"smb.torch.join: overlap={overlap!r} is for {', '.join(SCHEMES)}, not for {scheme.NAME!r}: {instead}"
         )
     if isinstance(scheme, smb.train.R2SP) and scheme.batch_size is not None:
         raise InvalidArgumentError(
@@ -99,7 +99,7 @@ class Overlap:
         self._places: list[Place] = []
         self._layer: dict[torch.Tensor, int] = {}
         self._measured: Measured | None = None
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None  # by which exchanges go; None while the first steps are measured
         self._steps = 0  # exchanged
         # The parts, by module and by parameter.
         self._pulls: dict[torch.nn.Module, list[int]] = {}
@@ -203,7 +203,7 @@ class Overlap:
             self._gradients.check(parameter)
             if self._now == "both":
                 self._step_by_parameter(parameter)
-            self._gradients.used(parameter, summed=self._plan is None)
+            self._gradients.used(parameter, summed=self.plan is None)
         self._clock.resume()
 
     def _before_step(self, _: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
@@ -257,10 +257,10 @@ class Overlap:
     def _begin(self) -> None:
         if self._trained.verify is not None:
             self._trained.verify()
-        if self._plan is None:
+        if self.plan is None:
             self._flow.begin()
         else:
-            self._flow.begin(self._plan.cut)
+            self._flow.begin(self.plan.cut)
         self._pending = set(range(len(self._flow.cut.pull)))
         try:
             self._worker.start(self._samples, self._flow.over)
@@ -338,28 +338,28 @@ class Overlap:
                 with contextlib.suppress(Error):  # then later: the optimizer has stepped, and must not step again
                     self._measured = Measured(self._places, *self._probed())
             return
-        if self._clock.tells(learning=self._plan is None):
+        if self._clock.tells(learning=self.plan is None):
             measured.computed(*self._clock.by_layer(self._layer, self._layer_of_module, len(self._places)))
-        if self._plan is None:
+        if self.plan is None:
             if self._steps >= _LEARNING and measured.ready:
                 self._replan(measured)
-        elif self._steps % _LOOK_EVERY == 0 and measured.outdated(self._plan):
+        elif self._steps % _LOOK_EVERY == 0 and measured.outdated(self.plan):
             self._replan(measured)
 
     def _replan(self, measured: Measured) -> None:
         scheme = self._worker.scheme
-        self._plan = plan(
+        self.plan = plan_of(
             self._places,
             measured.layers(),
             measured.channel(),
-            _SCHEMES[scheme.NAME],
+            SCHEMES[scheme.NAME],
             measured.closing_s(),
             self._asked,
         )
-        self._now = self._plan.chosen.overlap
+        self._now = self.plan.chosen.overlap
         self._trained.recut()
         self._index()
-        _news.info("training %r: %s", self._worker.name, self._plan)
+        _news.info("training %r: %s", self._worker.name, self.plan)
 
     def _find_layers(self) -> None:
         """Divide the parameters over the modules that are called, in the order of their first call. Those of a module
@@ -397,7 +397,7 @@ class Overlap:
 
     def _index(self) -> None:
         """Find the parts of each module and each parameter."""
-        cut = self._flow.cut if self._plan is None else self._plan.cut
+        cut = self._flow.cut if self.plan is None else self.plan.cut
         pulls, pushes = (_Ranges(parts) for parts in (cut.pull, cut.push))
         self._pulls_of = {each: set(pulls.of(run)) for each, run in self._runs.items()}
         self._pushes_of = {each: sorted(set(pushes.of(run))) for each, run in self._runs.items()}

@@ -45,6 +45,7 @@ from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of,
 from smb.torch.overlap import Overlap, check_overlap
 from smb.torch.part_parameters import PartParameters
 from smb.train.group import clear, enter, view
+from smb.train.overlap_plan import Plan
 
 STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
@@ -324,6 +325,11 @@ class Shared:
         self._check_open()
         if self._overlap is not None:
             self._overlap.wait()
+
+    @property
+    def plan(self) -> Plan | None:
+        """How exchanges hide behind the passes; None without overlap=, and until the first steps were measured."""
+        return None if self._overlap is None else self._overlap.plan
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared model of now, in memory of its own: the model's own state_dict() with the group's values in

@@ -58,7 +58,7 @@ def whole(places: Sequence[Place]) -> Cut:
     return Cut(part, part)
 
 
-def plan(places: Sequence[Place], layers: Sequence[Layer], channel: Channel, exchange: str, closing_s: float,
+def plan_of(places: Sequence[Place], layers: Sequence[Layer], channel: Channel, exchange: str, closing_s: float,
          overlap: str) -> Plan:  # fmt: skip
     """Return the best plan with at most this overlap. Places and layers are in the order of the forward pass."""
     predictions = predict(layers, channel, exchange, closing_s)

@@ -239,7 +239,7 @@ def test_exchanges_behind_the_passes(
     exchanges only copy beside the device's work.
     """
     monkeypatch.setattr(overlap_of, "_LEARNING", 2)
-    monkeypatch.setattr(overlap_of, "plan", plan_by("slices", 100))
+    monkeypatch.setattr(overlap_of, "plan_of", plan_by("slices", 100))
     ends = []
     for name in ("none", overlap):
         model = network(dtype, fake_device.NAME)

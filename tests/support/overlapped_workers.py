@@ -98,7 +98,7 @@ def mark_behind_passes(
     values themselves, unless `judged`), then "done". At the count-th time at a `point` of an exchange it kills itself.
     """
     overlap_of._LEARNING = 2
-    overlap_of.plan = plan_by(kind, 40_000)  # type: ignore[assignment]
+    overlap_of.plan_of = plan_by(kind, 40_000)
     if point:
         _kill_at(point, count)
     model = MarkingModel(worker, workers)

@@ -81,7 +81,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, number
 def force(monkeypatch: pytest.MonkeyPatch, kind: str, slice_bytes: int = 2000) -> None:
     """Have the planner pick a schedule, after two steps."""
     monkeypatch.setattr(overlap_of, "_LEARNING", 2)
-    monkeypatch.setattr(overlap_of, "plan", plan_by(kind, slice_bytes))
+    monkeypatch.setattr(overlap_of, "plan_of", plan_by(kind, slice_bytes))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -610,8 +610,7 @@ def test_the_planner_is_asked_with_what_was_measured(connect: Connect, caplog: p
     ):
         for number in range(8):
             step(model, optimizer, 0, number)
-        assert shared._overlap is not None
-        made = shared._overlap._plan
+        made = shared.plan
     assert made is not None
     assert [layer.nbytes for layer in made.layers] == [4 * 30, 4 * 40 * 24, *([4 * (24 * 24 + 24), 4 * 48] * 2)]
     assert all(layer.backward_s > 0 for layer in made.layers)
