@@ -179,6 +179,9 @@ class Overlap:
         self._clock.module(module if self._own[module] or module in self._needed else None)
         if not self._places:
             self._called.setdefault(module)
+        if self._began and torch._C._current_graph_task_id() != -1:  # checkpointing computes a part once more
+            self._clock.resume()
+            return
         if self._pending and self._worker.unfinished:
             self._again()  # a pass failed here: this is the first module of the next one
         if self._pending:
@@ -277,6 +280,8 @@ class Overlap:
 
     def _take(self, number: int) -> None:
         """Take over a part. Raises if the exchange has failed; asked once more it leaves the part as it is."""
+        if self._began and number in self._pending:
+            raise _refused("the parameters were looked at between backward() and optimizer.step()")
         while number in self._pending:
             if self._flow.wait(number):
                 self._flow.adopt(number)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import smb
@@ -476,6 +477,23 @@ class Above(torch.optim.SGD):
         return super().step(closure)
 
 
+def looking(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, 0, number).backward()
+    with torch.no_grad():
+        loss_of(model, 0, number)
+    optimizer.step()
+
+
+def checkpointed(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    values = model.first(torch.arange(9) + number)  # type: ignore[operator]
+    for part in model.middle:  # type: ignore[union-attr]
+        values = torch.utils.checkpoint.checkpoint(part, values, use_reentrant=False)
+    model.head(values).square().mean().backward()  # type: ignore[operator]
+    optimizer.step()
+
+
 def plainly(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     step(model, optimizer, 0, number)
 
@@ -517,17 +535,33 @@ def test_what_both_would_make_wrong_is_refused_by_name(
     assert torch.equal(*ends)
 
 
+def test_checkpointing(connect: Connect, overlap: str) -> None:
+    """Modules that the backward pass calls once more wait for nothing, and compute with what they had."""
+    ends = []
+    for name in ("none", overlap):
+        model = Network(1)
+        optimizer = adam(model)
+        with smb.torch.join(model, optimizer, name, scheme="bsp", client=connect(), overlap=name):
+            for number in range(6):
+                checkpointed(model, optimizer, number)
+        ends.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    assert torch.equal(*ends)
+
+
 def test_what_begins_later_is_refused_then(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clipping that begins when "both" steps in the backward pass already, and weights used before their module."""
+    """Clipping that begins when "both" steps in the backward pass already, a look at the parameters before the step is
+    over, and weights used before their module.
+    """
     force(monkeypatch, "slices")
-    model = Network(1)
-    optimizer = adam(model)
-    shared = smb.torch.join(model, optimizer, "clips", scheme="asp", client=connect(), overlap="both")
-    for number in range(4):
-        step(model, optimizer, 0, number)
-    with pytest.raises(smb.Error, match="was changed between backward"):
-        clipped(model, optimizer, 4)
-    shared.abandon()
+    for script, reason in ((clipped, "was changed between backward"), (looking, "were looked at between backward")):
+        model = Network(1)
+        optimizer = adam(model)
+        shared = smb.torch.join(model, optimizer, script.__name__, scheme="asp", client=connect(), overlap="both")
+        for number in range(4):
+            step(model, optimizer, 0, number)
+        with pytest.raises(smb.Error, match=reason):
+            script(model, optimizer, 4)
+        shared.abandon()
     model = Network(1)
     optimizer = adam(model)
     shared = smb.torch.join(model, optimizer, "uses", scheme="asp", client=connect(), overlap="forward")
