@@ -93,7 +93,7 @@ class Overlap:
             for module in model.modules()
         }
         self._samples: int | None = None
-        # What is learned: modules in the order of their first call, and of each the parameters that it needs.
+        # Learned in the first steps: modules in the order of their first call, and the parameters that each needs.
         self._called: dict[torch.nn.Module, None] = {}
         self._needed: dict[torch.nn.Module, list[torch.Tensor]] = {}
         self._places: list[Place] = []

@@ -89,7 +89,7 @@ class Guard:
 
 
 class Check(Protocol):
-    """What looks at a contribution before it is sent; raises RefusedContributionError."""
+    """A look at a contribution before it is sent; raises RefusedContributionError."""
 
     def __call__(self, contribution: Norm, *, whole: bool) -> None:
         """Look at its parts so far; `whole`: these are all."""

@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is exchanged how: the prediction that was picked, the one of today's exchange without overlap, the parts."""
+    """How to exchange: the prediction that was picked, the one of today's exchange without overlap, the parts."""
 
     chosen: Prediction
     without: Prediction

@@ -317,7 +317,7 @@ class Worker:
         return False
 
     def _give_up(self) -> None:
-        """End a step in the background before it is done. What was sent counts."""
+        """End a step in the background before it is done. Parts that were sent count."""
         job, self._job = self._job, None
         if job is None or job.thread is None:
             return

@@ -73,7 +73,7 @@ class MarkingModel(nn.Module):
         return self.layers(value)  # type: ignore[no-any-return]
 
     def seen(self) -> Any:
-        """What the last forward pass computed with, float32 (n,)."""
+        """Return the values that the last forward pass computed with, float32 (n,)."""
         return torch.cat([layer.seen for layer in self.layers]).numpy()  # type: ignore[union-attr,misc]
 
 

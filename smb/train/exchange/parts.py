@@ -68,7 +68,7 @@ class Cut:
 
 @dataclass
 class Traffic:
-    """What a step moved in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began
+    """The traffic of a step in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began
     and ended, of time.perf_counter()."""
 
     nbytes: int = 0
@@ -138,7 +138,7 @@ class Flow:
         self.running = True
 
     def settle_base(self) -> None:
-        """What was taken over in a step that is over is the base of the next."""
+        """Make what was taken over in a step, which is over, the base of the next."""
         if len(self._adopted) == len(self.cut.pull):
             self.base, self.landing = self.landing, self.base
         else:
@@ -148,7 +148,7 @@ class Flow:
         self._adopted = set()
 
     def make(self, number: int) -> None:
-        """Make a part of the delta: from here on the scheme may send it. What is done to it later is the next delta."""
+        """Make a part of the delta: from here on the scheme may send it. Later changes are the next delta."""
         part = self.cut.push[number]
         before = self.delta if self._on_top else self.unsent
         kept = None if before is None else [before[run.place].copy() for run in part.runs]
