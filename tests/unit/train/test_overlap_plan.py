@@ -42,7 +42,7 @@ def covered(parts: Sequence[Part]) -> dict[int, int]:
 @pytest.mark.parametrize("exchange", [FUSED, ROUNDS])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_element_travels_once(exchange: str, seed: int) -> None:
-    """Whatever the schedule: an element of a tensor is in one part each way; what lies between tensors in one at most."""
+    """Whatever the schedule: an element of a tensor is in one part each way; one between tensors in one at most."""
     print("seed", seed)
     random_ = random.Random(seed)
     places = places_of(random_, random_.randint(1, 9))

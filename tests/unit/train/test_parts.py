@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +59,7 @@ class Numbers(ByParts):
 def cut(random_: random.Random) -> Cut:
     places = sorted(random_.sample(range(1, SIZE), random_.randint(0, 6)))
     bounds = [0, *places, SIZE]
-    runs = [Run(one, one, two - one) for one, two in zip(bounds, bounds[1:], strict=False)]
+    runs = [Run(one, one, two - one) for one, two in itertools.pairwise(bounds)]
     random_.shuffle(runs)
     parts = tuple(Part(tuple(sorted(runs[at::3], key=lambda run: run.here)), -at) for at in range(min(3, len(runs))))
     return Cut(parts, parts)
@@ -107,7 +108,7 @@ def test_what_is_done_is_sent_once(seed: int) -> None:
 
 
 def test_what_comes_is_taken_over_by_parts() -> None:
-    """A part that did not come leaves its parameters and their base; the next delta has what was done since, no more."""
+    """A part that did not come leaves its parameters and base; the next delta has what was done since, no more."""
     parameters = Numbers()
     first, second = Part((Run(0, 0, 10),), 0), Part((Run(10, 10, 30),), -1)
     flow = Flow(parameters, Cut((first, second), (first, second)))
