@@ -97,6 +97,7 @@ def mark_behind_passes(
     """Join, wait for all others, then take `steps` steps; tell what each forward pass was seen to compute with (the
     values themselves, unless `judged`), then "done". At the count-th time at a `point` of an exchange it kills itself.
     """
+    torch.set_num_threads(1)
     overlap_of._LEARNING = 2
     overlap_of.plan_of = plan_by(kind, 40_000)
     if point:

@@ -68,8 +68,9 @@ class Cut:
 
 @dataclass
 class Traffic:
-    """A step's messages in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began and
-    ended, of time.perf_counter()."""
+    """A step's messages in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began
+    and ended, of time.perf_counter().
+    """
 
     nbytes: int = 0
     messages: int = 0
