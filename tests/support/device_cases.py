@@ -229,9 +229,9 @@ def test_who_joins_on_a_device_and_who_on_the_host(connect: Connect) -> None:
             assert np.allclose(ours.detach().numpy(), theirs.detach().cpu().float().numpy(), rtol=2.0**-7)
 
 
-@pytest.mark.parametrize("scheme", ["asp", "bsp"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("overlap", ["forward", "both"])
+@pytest.mark.parametrize(
+    ("overlap", "dtype", "scheme"), [("both", torch.float32, "asp"), ("forward", torch.bfloat16, "bsp")]
+)
 def test_exchanges_behind_the_passes(
     client: smb.Client, monkeypatch: pytest.MonkeyPatch, overlap: str, dtype: torch.dtype, scheme: str
 ) -> None:

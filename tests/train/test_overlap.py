@@ -163,7 +163,12 @@ def overlap(request: pytest.FixtureRequest, sliced: None) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("scheme", [smb.train.ASP(), smb.train.SSP(staleness=1), smb.train.R2SP()], ids=SCHEMES[1:])
+MARKED = [(scheme, how) for scheme in (smb.train.ASP(), smb.train.SSP(staleness=1), smb.train.R2SP())
+          for how in ("forward", "both") if LONG or (how == "forward") == (scheme.NAME == "ssp")]  # fmt: skip
+
+
+@pytest.mark.usefixtures("sliced")
+@pytest.mark.parametrize(("scheme", "overlap"), MARKED)
 def test_every_update_counts_once_and_the_scheme_holds(
     cluster: smb.LocalCluster, connect: Connect, scheme: smb.train.Scheme, overlap: str
 ) -> None:
@@ -191,7 +196,7 @@ def test_every_update_counts_once_and_the_scheme_holds(
 
 POINTS = ("train-sent", "train-marked", "train-claimed", "train-decided", "train-computed", "train-built",
           "train-copied", "train-committed")  # fmt: skip
-KILLS = [("asp", "both", "train-part", 12), ("bsp", "both", "train-part", 12), ("bsp", "forward", "train-built", 4)]
+KILLS = [("asp", "both", "train-part", 12), ("bsp", "both", "train-part", 12)]
 if LONG:
     KILLS = [(scheme, how, "train-part", count) for scheme in SCHEMES for how in ("forward", "both")
              for count in (1, 2, 3, 12, 27, 40)]  # fmt: skip
