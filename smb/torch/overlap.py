@@ -92,7 +92,7 @@ class Overlap:
             module: [each for each in module.parameters(recurse=False) if each in self._runs]
             for module in model.modules()
         }
-        self._samples: int | None = None
+        self._samples: Callable[[], int | None]
         # Learned in the first steps: modules in the order of their first call, and the parameters that each needs.
         self._called: dict[torch.nn.Module, None] = {}
         self._needed: dict[torch.nn.Module, list[torch.Tensor]] = {}
@@ -115,9 +115,10 @@ class Overlap:
         self._hooks: list[Any] = []
         self._install()
 
-    def attach(self, worker: smb.train.Worker) -> None:
-        """Exchange by this worker from now on."""
+    def attach(self, worker: smb.train.Worker, samples: Callable[[], int | None]) -> None:
+        """Exchange by this worker from now on; `samples` tells how many this step is over."""
         self._worker = worker
+        self._samples = samples
         self._index()
 
     def remove(self) -> None:
@@ -129,9 +130,8 @@ class Overlap:
 
     # ---- for Shared
 
-    def stepped(self, samples: int | None) -> None:
+    def stepped(self) -> None:
         """Exchange after a step of the optimizer: begin, or end what began in the backward pass."""
-        self._samples = samples
         self._unseen = None
         if self._began:
             self._began = False
@@ -266,7 +266,7 @@ class Overlap:
             self._flow.begin(self.plan.cut)
         self._pending = set(range(len(self._flow.cut.pull)))
         try:
-            self._worker.start(self._samples, self._flow.over)
+            self._worker.start(self._samples(), self._flow.over)
         except BaseException:
             self._flow.over()
             self._pending.clear()

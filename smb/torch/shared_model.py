@@ -245,7 +245,7 @@ class Shared:
         if self._state is not None:
             self._statistics.spread()
         if self._overlap is not None:
-            self._overlap.attach(self.worker)
+            self._overlap.attach(self.worker, lambda: self.samples)
         self.worker.announce()
 
     @property
@@ -426,7 +426,7 @@ class Shared:
         elif self._overlap.inside:
             return
         else:
-            self._overlap.stepped(self.samples)
+            self._overlap.stepped()
         self._mix_after_exchange()
 
     def _mix_after_exchange(self) -> None:

@@ -124,13 +124,17 @@ def trace(connect: Connect, name: str, overlap: str, scheme: str, steps: int = 8
     models = [Network(1), Network(2)]
     optimizers = [adam(model) for model in models]
     members = [
-        smb.torch.join(model, optimizer, name, scheme=scheme, client=connect(), overlap=overlap)
+        smb.torch.join(model, optimizer, name, scheme=scheme, client=connect(), overlap=overlap, token_weights=True)
         for model, optimizer in zip(models, optimizers, strict=True)
     ]
 
     def train(which: int) -> list[float]:
-        with members[which]:
-            return [step(models[which], optimizers[which], which, number) for number in range(steps)]
+        losses = []
+        with members[which] as shared:
+            for number in range(steps):
+                shared.samples = 1 + (2 * number + which) % 3  # of this step: it weighs in this step's round
+                losses.append(step(models[which], optimizers[which], which, number))
+        return losses
 
     losses = together(lambda: train(0), lambda: train(1))
     return losses, smb.torch.shared_state_dict(connect(), name)
@@ -335,6 +339,37 @@ def test_an_exchange_that_fails_goes_on(
         Failing(patch, (35, 75, 76, 131))
         train("broken")
     assert failures
+    assert torch.allclose(ends[0], ends[1], rtol=0, atol=1e-6)
+
+
+def test_a_lease_that_cant_be_renewed_for_a_moment(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    """The look at the lease fails in the middle of a contribution, of which parts were sent: they count once, too."""
+    ends = []
+    for name in ("whole", "broken"):
+        model = Network(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        looks = [0]
+        with smb.torch.join(model, optimizer, name, scheme="asp", client=connect(), overlap=overlap) as shared:
+            member, failures = shared.worker._group.member, 0
+
+            def look(check: Callable[[], None], looks: list[int] = looks, broken: bool = name == "broken") -> None:
+                looks[0] += 1
+                if broken and looks[0] in (6, 9, 14):
+                    raise smb.UnavailableError("away, says the test")
+                check()
+
+            monkeypatch.setattr(member, "check", partial(look, member.check))
+            for number in range(10):
+                optimizer.zero_grad()
+                loss, failed = insist(partial(loss_of, model, 0, number))
+                loss.backward()
+                failures += failed + insist(optimizer.step)[1]
+            failures += insist(partial(loss_of, model, 0, 10))[1]
+            insist(shared.wait)
+        assert failures == (3 if name == "broken" else 0)
+        ends.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
     assert torch.allclose(ends[0], ends[1], rtol=0, atol=1e-6)
 
 

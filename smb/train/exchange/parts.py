@@ -21,7 +21,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,9 @@ from smb.feedback import as_sent
 from smb.train.exchange.background_send import Deltas
 from smb.train.exchange.contribution import missed
 from smb.train.exchange.snapshot import Snapshot
-from smb.train.guards import Check, Norm
+from smb.train.group import GivenUpError
+from smb.train.guards import Check, Norm, RefusedContributionError
+from smb.train.members import MembershipLostError
 from smb.train.parameters import Run, SelfMoving, Values
 
 if TYPE_CHECKING:
@@ -233,6 +234,11 @@ class Flow:
             self._came.add(number)
             self.changed.notify_all()
 
+    def is_made(self, number: int) -> bool:
+        """Whether a part of this step, or of the last one, is made."""
+        with self.changed:
+            return number in self._made
+
     def sent(self, buffer: Buffer) -> None:
         """Account for a delta that was sent, or is sure to be."""
         self.unsettled = False
@@ -287,31 +293,38 @@ class _Sending:
     traffic: Traffic
     calls: list[tuple[Run, Future[Any]]] = field(default_factory=list)
     failed: bool = False
+    open: int = 0  # calls of which not all is done, their callbacks among it; under `changed`
 
     def add(self, part: Part, call: Callable[[Run], Future[Any]], came: Callable[[], None] | None) -> None:
         """Begin a part's calls; `came` is called, in whatever thread, when all of them have succeeded."""
         left = set(range(len(part.runs)))
         failpoint("train-part")
         for index, run in enumerate(part.runs):
-            self.flow.began(self.traffic, 4 * run.count)
             future = call(run)
             self.calls.append((run, future))
+            self.flow.began(self.traffic, 4 * run.count)
+            with self.flow.changed:
+                self.open += 1
             future.add_done_callback(lambda done, index=index: self._ended(done, index, left, came))  # type: ignore[misc]
 
     def _ended(self, done: Future[Any], index: int, left: set[int], came: Callable[[], None] | None) -> None:
         self.flow.ended(self.traffic)
         if done.cancelled() or done.exception() is not None:
             self.failed = True
-            return
+        else:
+            with self.flow.changed:
+                left.discard(index)
+                whole = not left
+            if whole and came is not None:
+                came()
         with self.flow.changed:
-            left.discard(index)
-            whole = not left
-        if whole and came is not None:
-            came()
+            self.open -= 1
+            self.flow.changed.notify_all()
 
     def finish(self) -> list[tuple[Run, Error]]:
         """Wait for all; return those that failed. Raises what is no error of a call."""
-        wait_for_all([future for _, future in self.calls])
+        with self.flow.changed:  # a future is done before its callbacks are
+            self.flow.changed.wait_for(lambda: self.open == 0)
         failures = []
         for run, future in self.calls:
             if future.cancelled():
@@ -335,7 +348,8 @@ class PartedDeltas(Deltas):
         self._moved_bytes = 0
         self._go_on = go_on
         self._failures: list[tuple[Run, Error]] = []
-        self._runs_left: list[Run] = []  # made, or to be made, and not begun
+        self._parts_left: list[int] = []  # not begun
+        self._runs_left: list[Run] = []  # known as not applied
         self._touched = False
         if weights.wire != "exact" and flow.unsent is None:
             flow.unsent = np.zeros(flow.base.size, np.float32)
@@ -348,7 +362,7 @@ class PartedDeltas(Deltas):
     def exchange(self, check: Check, *, fetch: bool) -> None:
         """Send the parts as they are made, each once `check` has seen all parts up to it."""
         flow, weights, queue = self._flow, self._weights, self._flow.queue()
-        sending, begun = _Sending(flow, flow.pushed), 0
+        sending, begun = _Sending(flow, flow.pushed), set[int]()
         self._touched = False
         try:
             for fresh, found, whole in flow.as_made(self._go_on):
@@ -356,15 +370,17 @@ class PartedDeltas(Deltas):
                 if sending.failed:
                     break
                 for number in fresh:
-                    self._begin(queue, sending, number, fetch)
-                    begun += 1
                     self._touched = True
-        except BaseException:
+                    begun.add(number)
+                    self._begin(queue, sending, number, fetch)
+        except (RefusedContributionError, MembershipLostError, GivenUpError):
             sending.finish()  # the memory is in use until then
             raise
-        self._failures = sending.finish()
+        except Error:
+            self._note_left(sending, begun)
+            raise
+        self._note_left(sending, begun)
         if self._failures:
-            self._runs_left = self._not_begun(sending)
             raise self._failures[0][1]
         flow.sent(weights)
         self._moved_bytes += self._sent_bytes + (weights.nbytes if fetch else 0)
@@ -381,9 +397,18 @@ class PartedDeltas(Deltas):
 
         sending.add(part, call, (lambda: flow.came(number)) if fetch else None)
 
-    def _not_begun(self, sending: _Sending) -> list[Run]:
-        begun = {run.here for run, _ in sending.calls}
-        return [run for part in self._flow.cut.push for run in part.runs if run.here not in begun]
+    def _note_left(self, sending: _Sending, begun: set[int]) -> None:
+        """Wait for what is under way, and take note of what is left to be sent, where any of it was begun."""
+        self._failures = sending.finish()
+        self._parts_left, self._runs_left = [], []
+        if not begun:
+            return  # all of it is: with what is done until the next exchange
+        tried = {run.here for run, _ in sending.calls}
+        for number, part in enumerate(self._flow.cut.push):
+            if number in begun:
+                self._runs_left += [run for run in part.runs if run.here not in tried]
+            else:
+                self._parts_left.append(number)
 
     def read(self) -> None:
         """Read the shared weights by parts, the most urgent first."""
@@ -395,7 +420,7 @@ class PartedDeltas(Deltas):
     def forget(self) -> None:
         """Drop what was not sent."""
         self._flow.forget()
-        self._failures, self._runs_left = [], []
+        self._failures, self._parts_left, self._runs_left = [], [], []
 
     def fetch(self) -> None:
         """Read all of the shared weights."""
@@ -408,8 +433,12 @@ class PartedDeltas(Deltas):
 
     def add_missing(self) -> bool:
         """Add what an exchange that failed has left; False if none did."""
-        if not self._failures and not self._runs_left:
+        if not self._failures and not self._runs_left and not self._parts_left:
             return False
+        while self._parts_left:
+            number = self._parts_left.pop()
+            if self._flow.is_made(number):  # else its worker leaves in the middle of a step
+                self._runs_left += self._flow.cut.push[number].runs
         while self._failures:
             run, error = self._failures[0]
             self._runs_left += missed(self._weights, run, error)

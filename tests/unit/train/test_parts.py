@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 
-from smb.train.exchange.parts import ByParts, Cut, Flow, Part
+from smb.train.exchange.parts import ByParts, Cut, Flow, Part, _Sending
 from smb.train.parameters import Run, Values
 
 SIZE = 40
@@ -126,3 +127,16 @@ def test_what_comes_is_taken_over_by_parts() -> None:
     flow.begin()
     flow.make_rest()
     assert flow.delta.tolist() == [2] * SIZE
+
+
+def test_a_step_is_over_when_its_parts_came() -> None:
+    """A future is done before its callbacks are: a call counts as under way until what it brought is noted."""
+    parameters = Numbers()
+    part = Part((Run(0, 0, SIZE),), 0)
+    flow = Flow(parameters, Cut((part,), (part,)))
+    sending, future, seen = _Sending(flow, flow.pushed), Future[None](), list[tuple[bool, int]]()
+    sending.add(part, lambda _: future, lambda: seen.append((future.done(), sending.open)))
+    future.set_result(None)
+    assert seen == [(True, 1)]
+    assert sending.open == 0
+    assert sending.finish() == []
