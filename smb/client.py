@@ -34,6 +34,7 @@ from smb.config.transports import check_choice
 from smb.engine import AskOpcode
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, TransportError
 from smb.lock import Lock
+from smb.queue import Queue
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import JSON, encode
 from smb.security.credentials import Credentials, find
@@ -470,6 +471,14 @@ class Client:
         """Run a call on a thread of the client's, in no order with others; Buffer.submit is for what has one."""
         self._session.check_open()
         return self._session.calls.submit(call, Turns(), 0, 0, changes=False)
+
+    def queue(self, credit: int | None = None) -> Queue:
+        """Return a queue: async operations with priorities, of which at most `credit` bytes are in flight.
+
+        None: about twice what the path holds (bandwidth times delay), measured as it goes, within bounds.
+        """
+        self._session.check_open()
+        return Queue(self._session, credit)
 
     def serve_metrics(self, address: str) -> None:
         """Serve /metrics at "host:port" until close(). If the address can't be had, that is logged, no more."""

@@ -50,6 +50,10 @@ WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256
 _log = logging.getLogger("smb")
 
 
+class GivenUpError(Error):
+    """A step in the background was given up, as its worker was closed. Nobody but the worker sees it."""
+
+
 class Group:
     """A worker's view of its group. Made by `enter`. For the thread of the Exchange that it is for, and for one that an
     Exchange starts: guards are the former's, `wait` is the latter's as long as it runs.
@@ -82,6 +86,7 @@ class Group:
         self._guard = Guard(self.guards)
         self.guard_fired = ""  # what the last refusal said
         self._seen = 0  # the tick's version, as far as we know
+        self.given_up = False  # written by the thread that closes the worker, read by the one that exchanges
         self._rejoins = 0
         self.patience = max(0.05, self.lease / 4)
         self.sent_bytes = round(weights.size * WIRE_BYTES[weights.wire])
@@ -169,13 +174,19 @@ class Group:
         """Wait until somebody calls wake(); False after `timeout` seconds (default: a quarter of the lease).
 
         A wake() since the last wait counts: look at the table, then wait, and nothing is missed. On False look for dead
-        members: reap().
+        members: reap(). Raises GivenUpError.
         """
+        self.go_on()
         try:
             self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
         except TimeoutError:
             return False
         return True
+
+    def go_on(self) -> None:
+        """Raise GivenUpError if this worker's step in the background was given up."""
+        if self.given_up:
+            raise GivenUpError(f"group {self.name!r}: the exchange under way was given up: the worker is closed")
 
     # ---- weights
 
@@ -207,6 +218,20 @@ class Group:
             after = self.table.get(0, t.ROUND)
             if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & BUILT:
                 return before >> t.ROUND_SHIFT
+
+    def read_from(self, read: Callable[[Buffer], object], *, known: int | None = None) -> int:
+        """Call `read` with the weights once; return the round that they were of when it began. `known`: as in read_by.
+
+        A round that is closed meanwhile makes it a mix. For those whose contribution to the former round is dropped
+        then.
+        """
+        before = self.table.get(0, t.ROUND) if known is None else known
+        while before & BUILT:
+            if not self.wait():
+                self._finish_round()
+            before = self.table.get(0, t.ROUND)
+        read(self.weights)
+        return before >> t.ROUND_SHIFT
 
     @functools.cached_property
     def remote(self) -> bool:
@@ -259,19 +284,22 @@ class Group:
 
     # ---- contributions
 
-    def check(self, contribution: Norm, staleness: int = 0) -> None:
+    def check(self, contribution: Norm, staleness: int = 0, *, whole: bool = True) -> None:
         """Call it before a contribution counts: looks at the guards and at our membership; no call to a server.
 
+        Without `whole` before a part of it does, with all parts so far: what is sent keeps to the guards.
         Raises RefusedContributionError (counted), MembershipLostError.
         """
         self.member.check()
         try:
-            norm = self._guard.check(contribution, staleness)
+            norm = self._guard.check(contribution, staleness, whole=whole)
         except RefusedContributionError as error:
             self.guard_fired = str(error)
             self.member.add(t.REFUSED, 1)
             self.member.report()
             raise
+        if not whole:
+            return
         self.member.set(t.NORM, struct.unpack("<q", struct.pack("<d", norm))[0])
         self.member.set(t.STALENESS, staleness)
         self.member.set(t.STALENESS_MAX, max(staleness, self.member.get(t.STALENESS_MAX)))

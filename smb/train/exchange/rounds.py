@@ -34,7 +34,7 @@ import struct
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -233,7 +233,13 @@ class RoundExchange(Exchange):
             raise refused
 
     def _take_over(self, known: int | None = None) -> None:
-        self._base_round = self._group.read_by(self.snapshot.fetch, known=known, needs_us=self._needed())
+        fetch = self.snapshot.fetch
+        if self.snapshot.by_parts:
+            # Parts are taken over as they come. If a round is closed meanwhile they are a mix, which counts for
+            # nothing: the next contribution is to the round that they began with, and is dropped.
+            self._base_round = self._group.read_from(fetch, known=known)
+        else:
+            self._base_round = self._group.read_by(fetch, known=known, needs_us=self._needed())
         self.snapshot.adopt()
         self._grace.opened(time.monotonic())
         self._steps = self._samples = 0
@@ -486,7 +492,7 @@ class RoundExchange(Exchange):
                 combine(self._sum, inbox, "sum", -share)
             failpoint("train-added")
         if chosen:
-            hyper = dict(self._outer.hyper)
+            hyper: dict[str, Any] = dict(self._outer.hyper)
             fence = fences[following.name]
             following.apply(self._outer.rule, self._sum, *new, offset=offset, count=count, fence=fence, **hyper)
 
