@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import threadpoolctl
+import threadpoolctl  # type: ignore[import-untyped]
 
 import smb
 import smb.train
@@ -138,7 +138,7 @@ def _loss(address: str, case: Case, seed: int) -> float:
     train, test = flat_images(digits)
     values = [initial_values(seed) for _ in range(2)]
     clients = [smb.connect(address) for _ in values]
-    name = f"loss-{case.name}-{seed}".replace(", ", "-")
+    name = f"loss-{CASES.index(case)}-{seed}"
     workers = [
         smb.train.join(client, name, own, smb.train.scheme_of("diloco", settings), wire=case.wire)
         for client, own in zip(clients, values, strict=True)
