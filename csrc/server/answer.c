@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "base/failpoint.h"
 #include "server/counters.h"
+#include "server/handshake.h"
 #include "server/loop.h"
 #include "server/output.h"
 #include "server/read.h"
@@ -102,12 +103,12 @@ static enum step answer_confirmed(struct connection *connection, uint64_t order,
                                   struct sync_answer answer)
 {
     struct gate_request *request = &connection->request;
-    answer.status = SMB_OK;
     int status = waits_confirm(connection, request, order, answer);
     if (status == SMB_OUT_OF_MEMORY)
         return connection_refuse(connection, status);
     if (status != SMB_DEFERRED) {
-        answer.status = status;
+        if (status != SMB_OK)
+            answer.status = status;
         put_answer(connection, &request->frame, request->segment, connection->begun_ns, answer);
     }
     uint32_t held = connection->replies_held;
@@ -177,10 +178,12 @@ static enum step answer_change(struct connection *connection)
 static enum step answer_watermark(struct connection *connection)
 {
     uint64_t watermark, refused;
+    struct replica *replica = served_of(connection->request.segment)->replica;
+    if (replica && connection->waits_now >= ANSWERS_PER_CONNECTION)
+        return answer_defer(connection);
     int status = gate_watermark(&connection->request, &watermark, &refused);
     if (status != SMB_OK)
         return answer_failure(connection, status);
-    struct replica *replica = served_of(connection->request.segment)->replica;
     uint64_t order = replica ? replica_newest(replica) : 0;
     if (order)
         return answer_confirmed(connection, order,
@@ -198,9 +201,21 @@ static enum step answer_watermark(struct connection *connection)
 static enum step answer_sync(struct connection *connection)
 {
     struct sync_answer answer = {0};
-    int status = waits_ask(connection, &connection->request, connection->staging, &answer);
+    struct replica *replica = served_of(connection->request.segment)->replica;
+    if (replica && connection->waits_now >= ANSWERS_PER_CONNECTION)
+        return answer_defer(connection);
+    int status = replica ? replica_prepare_sync(replica) : SMB_OK;
+    if (status == SMB_BUSY)
+        return answer_defer(connection);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    status = waits_ask(connection, &connection->request, connection->staging, &answer);
+    if (replica)
+        replica_done(replica, NULL);
+    answer.status = status;
+    if (replica && status != SMB_DEFERRED)
+        return answer_confirmed(connection, replica_told_by_sync(replica), answer);
     if (status != SMB_DEFERRED) {
-        answer.status = status;
         put_answer(connection, &connection->request.frame, connection->request.segment,
                    connection->begun_ns, answer);
     }
@@ -222,6 +237,20 @@ void answer_put_late(struct connection *connection)
     }
 }
 
+/* With credentials: only the server that the coordinator has named may change the copy here. It
+ * speaks for the lane from here on, and is asked once more after that: a change of roles meanwhile
+ * either fences the connection, or is seen here. */
+static bool take_feeder(struct connection *connection, struct replica *replica)
+{
+    uint32_t epoch = connection->request.frame.epoch;
+    const char *name = connection->channel.tls ? tls_server_name(connection->channel.tls) : "";
+    if (!replica_is_peer(replica, epoch, name))
+        return false;
+    if (!connection->proven)
+        handshake_speak_for_lane(connection);
+    return replica_is_peer(replica, epoch, name);
+}
+
 /* From the primary: its changes come over this connection; later: whether this is still the
  * backup. */
 static enum step answer_feed(struct connection *connection)
@@ -229,10 +258,13 @@ static enum step answer_feed(struct connection *connection)
     struct gate_request *request = &connection->request;
     if (!request->fed || connection->session != request->frame.segment)
         return connection_refuse(connection, SMB_PROTOCOL);
+    struct replica *replica = served_of(request->segment)->replica;
     if (!connection->feeds) {
+        if (connection->loop->server->guarded && !take_feeder(connection, replica))
+            return handshake_refuse(connection, &request->frame, SMB_DENIED);
         connection->feeds = true;
-        connection->feeds_segment = request->frame.segment;
-        replica_feed_begins(served_of(request->segment)->replica, connection);
+        connection->feeds_segment = request->feeds = request->frame.segment;
+        replica_feed_begins(replica, connection);
     }
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     output_put(connection, &reply);

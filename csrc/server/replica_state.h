@@ -38,6 +38,10 @@ struct replica {
     struct copy copy;     /* primary: of a backup that is being made */
     uint64_t copied; /* backup: the last part of a copy that was made here; its feeder's loop */
     struct records *records;
+    struct sync *sync;
+    /* a change of its words was not queued for want of memory: nothing after it may be confirmed in
+     * this epoch */
+    bool words_lost;
     _Atomic int role; /* enum smb_replica_role */
     _Atomic uint32_t epoch;
     _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */
@@ -49,6 +53,7 @@ struct replica {
     struct feed feed;               /* to the backup */
     bool told_works;                /* what was told last: there is a connection that works */
     struct wait *waiting, *waiting_last; /* by order */
+    char peer[SMB_SERVER_NAME_BYTES];    /* the server of the other copy, in this epoch */
     const struct connection *feeder;     /* backup: the primary's, compared only */
 };
 

@@ -175,7 +175,8 @@ class State:
         weights = {name: self.servers[name].weight for name in alive}
         hosts = {name: self.servers[name].data_address.rpartition(":")[0] for name in alive}
         dead = frozenset(self.servers.keys() - alive)
-        return Pool(free, dead, weights, self.stripe_bytes, hosts, draining)
+        plain = frozenset(name for name in alive if not self.servers[name].data_tls)
+        return Pool(free, dead, weights, self.stripe_bytes, hosts, draining, plain)
 
     def copies(self, server: str) -> list[Copy]:
         """Return the server's parts in buffers of two copies, pending ones included."""
@@ -693,6 +694,11 @@ def _mirroring(state: State, creation: Creation) -> Creation:
     """Return the creation of a mirror with the form of what it is one of, which has to be published."""
     source = _find_ready(state, creation.mirror_of)
     (server,) = creation.server_names
+    if namespace_of(creation.name) != namespace_of(source.name):
+        raise InvalidArgumentError(
+            f'{creation.asked} as a mirror of "{source.name}": a mirror is in the namespace of its source, so that the '
+            f"same clients may read it"
+        )
     if source.mirror_of:
         raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')
     if source.versions < 2:

@@ -41,6 +41,9 @@ class Opcode(IntEnum):
     UNPIN = 20
     APPLY = 21
     AUTHORIZE = 22
+    REPLICATE = 23
+    REFUSED = 24
+    COPY = 25
 
 
 class Dtype(IntEnum):
