@@ -393,9 +393,9 @@ class Buffer:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
         `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
-        `offset` on (default: all).
+        `offset` on (default: all that follow).
         """
-        offset, count = self._arguments.range(offset, self.size if count is None else count, "accumulate_from")
+        offset, count = self._arguments.range(offset, count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
         self._check_beside(other, "accumulate_from")
         if other.info.versions > 1:
@@ -418,7 +418,7 @@ class Buffer:
         **hyper: float,
     ) -> None:
         """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
-        Of each, the `count` elements from `offset` on (default: all).
+        Of each, the `count` elements from `offset` on (default: all that follow).
 
         All are float32 and have the same placement: create them with like= one of them. `state` starts as zeros, and is
         the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
@@ -458,7 +458,7 @@ class Buffer:
                 raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
         if len({self._dispatcher.info.id, *(other.info.id for other in others)}) != 1 + len(others):
             raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
-        offset, count = self._arguments.range(offset, self.size if count is None else count, "apply")
+        offset, count = self._arguments.range(offset, count, "apply")
         itemsize = self._arguments.itemsize
         request = Request(Opcode.APPLY, offset * itemsize, count * itemsize, op=known.number, hyper=numbers)
         self._dispatcher.call(request, fence=fence, others=tuple(other._dispatcher for other in others))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import threadpoolctl
+import threadpoolctl  # type: ignore[import-untyped]
 
 import smb
 import smb.train
@@ -90,7 +90,11 @@ def how_hidden(quick: bool) -> Answer:
         rows=rows,
         limit=(
             "Fragments are equal here: an exchange, and the rate that hides it, is DiLoCo's divided by their number. "
-            "Reads of the model are exact: that bounds what int4 saves. Other work ran on these two cores."
+            "The goals were 5 % exposed where DiLoCo exposes 40 %, 1/350 of DDP's bytes, and a loss within 0.3 % of "
+            "DiLoCo's. Reads of the model are exact: that bounds what int4 saves. Rounding alone changes the loss by "
+            "what the rows with int4 differ from those without. mix=0.5 learns slower in so short a run: a worker's "
+            "own share holds the shared model back. Other work ran on these two cores: rows of one kind differ by "
+            "some per cent exposed."
         ),
     )
 
@@ -138,7 +142,7 @@ def _loss(address: str, case: Case, seed: int) -> float:
     train, test = flat_images(digits)
     values = [initial_values(seed) for _ in range(2)]
     clients = [smb.connect(address) for _ in values]
-    name = f"loss-{case.name}-{seed}".replace(", ", "-")
+    name = f"loss-{CASES.index(case)}-{seed}"
     workers = [
         smb.train.join(client, name, own, smb.train.scheme_of("diloco", settings), wire=case.wire)
         for client, own in zip(clients, values, strict=True)

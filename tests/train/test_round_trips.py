@@ -15,6 +15,7 @@ import smb.train
 from smb.lock import Lock
 from smb.train import DiLoCo, LocalSGD
 from smb.train.exchange import rounds
+from smb.train.parameters import ArrayParameters
 from tests.support.daemons import wait_for
 from tests.support.training import Crew, waiting
 
@@ -108,3 +109,29 @@ def test_round_trips(
                 step(2)
     assert trips == {0: member, 1: member, 2: closer}
     crew.close()
+
+
+@pytest.mark.parametrize("scheme", [LocalSGD(every=1), DiLoCo(every=2, fragments=2, delay=0, mix=0.5)], ids=str)
+def test_parameters_are_the_callers_threads(
+    connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch, scheme: smb.train.Scheme
+) -> None:
+    """Over a network, where calls go at one time: whatever touches the values is done by the thread that steps."""
+    touched: set[str] = set()
+
+    def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapper(*args: Any) -> Any:
+            touched.add(threading.current_thread().name)
+            return call(*args)
+
+        return wrapper
+
+    for name in ("fill", "deltas", "pieces"):
+        monkeypatch.setattr(ArrayParameters, name, noting(getattr(ArrayParameters, name)))
+    crew = Crew(lambda: connect("tcp"), 2, scheme)
+    for _ in range(3):
+        with waiting(lambda: crew.step(0)):
+            crew.step(1)
+    crew.close()
+    assert touched
+    assert not [name for name in touched if name.startswith("smb-")]

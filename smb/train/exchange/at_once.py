@@ -33,7 +33,8 @@ def begin(call: Callable[[], Result], pool: ThreadPoolExecutor = _chains) -> Fut
 
 
 def at_once(calls: Sequence[Callable[[], Any]], *, remote: bool) -> list[Any]:
-    """Do all calls, at one time if `remote`, else in order; return their results. Ends when all have ended.
+    """Do all calls, at one time if `remote`, else in order; return their results. Ends when all have ended. The first
+    one is done in the caller's thread.
 
     Raises what the first one raised, in the order of the sequence; the others were done all the same if `remote`.
     """

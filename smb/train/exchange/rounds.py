@@ -227,7 +227,8 @@ class RoundExchange(Exchange):
             self._settle()
         self._group.count_samples(self._samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes + self._group.weights.nbytes)
-        at_once([self._group.member.report, lambda: self._take_over(self._word)], remote=self._group.remote)
+        # The first is done in this thread, the only one that may touch the parameters.
+        at_once([lambda: self._take_over(self._word), self._group.member.report], remote=self._group.remote)
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
