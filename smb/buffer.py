@@ -12,6 +12,7 @@ import numpy as np
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import SPARSE_WIRE
 from smb.buffer_info import BufferInfo
+from smb.call.async_order import Window
 from smb.call.dispatcher import Dispatcher, signed
 from smb.call.optimizer_rules import hyper_of, rule_of
 from smb.call.outcomes import Failed, ranges_of
@@ -279,6 +280,7 @@ class Buffer:
         op: str = "sum",
         scale: float = 1.0,
         fetch: bool = False,
+        out: Any = None,
         fence: Lock | None = None,
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
@@ -292,7 +294,8 @@ class Buffer:
 
         With fetch=True the new values come back in the same round trip, in the array's shape; they contain this
         contribution and may contain later ones of others (after a lost connection they are read anew: at least as new
-        as this contribution). Otherwise None is returned.
+        as this contribution). With `out`, as read() takes it, they go straight there and `out` is returned; it shares
+        no memory with the array. Otherwise None is returned.
 
         With `wire` the array is rounded before it is scaled and combined; the values that fetch=True brings back are
         exact. With op="sum" and feedback=, an ErrorFeedback of this buffer, the array is scaled first. The rounding
@@ -307,8 +310,10 @@ class Buffer:
             owner = self._arguments.readable(array, "accumulate")
             count = owner.count
         offset, count = self._arguments.range(offset, count, "accumulate")
-        result = np.empty(owner.shape, self.dtype) if fetch else None
-        sink = arrays.writable(result, self._arguments.dtype, count).place if result is not None else NOWHERE
+        if out is not None and not fetch:
+            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= is for fetch=True")
+        result = np.empty(owner.shape, self.dtype) if fetch and out is None else out
+        sink = self._arguments.writable(result, count, "accumulate").place if result is not None else NOWHERE
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
         if feedback is None or count == 0:
             place = NOWHERE if feedback is not None else place
@@ -430,6 +435,8 @@ class Buffer:
         Numbers without an element in them are computed in float64 and rounded once. These are torch.optim's rules (with
         dampening=0): Kingma and Ba 2015 for Adam, Loshchilov and Hutter 2019 for the decoupled decay, Zhang et al. 2015
         for elastic.
+
+        `count` elements from element `offset` of all of them take part, by default all.
 
         The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
         server is killed in the middle. Blocks, and raises, as accumulate_from does.
@@ -602,11 +609,13 @@ class Buffer:
         that do not overlap, and reads, run side by side. Calls of other threads, and calls in a future's callback, are
         unordered. Leave `out` alone until the future is done.
         """
-        return self._submit(lambda: self.read(offset, count, out=out, wire=wire), offset, count, changes=False)
+        return self._read_later(offset, count, out=out, wire=wire)
 
-    def write_async(self, array: Any, offset: int = 0, *, wire: str | None = None) -> Future[None]:
+    def write_async(
+        self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None
+    ) -> Future[None]:
         """As write, at once, in its turn (read_async). Don't change the array until the future is done."""
-        return self._submit(lambda: self.write(array, offset, wire=wire), offset, _elements(array))
+        return self._write_later(array, offset, fence=fence, wire=wire)
 
     def accumulate_async(
         self,
@@ -616,14 +625,14 @@ class Buffer:
         op: str = "sum",
         scale: float = 1.0,
         fetch: bool = False,
+        out: Any = None,
+        fence: Lock | None = None,
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Future[Array | None]:
         """As accumulate, at once, in its turn (read_async). Don't change the array until the future is done."""
-        return self._submit(
-            lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch, wire=wire, feedback=feedback),
-            offset,
-            _elements(array),
+        return self._accumulate_later(
+            array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
         )
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
@@ -634,15 +643,64 @@ class Buffer:
 
     # ---- inside
 
+    def _read_later(
+        self, offset: int, count: int | None, *, out: Any, wire: str | None = None, **when: Any
+    ) -> Future[Array]:
+        return self._submit(lambda: self.read(offset, count, out=out, wire=wire), offset, count, changes=False, **when)
+
+    def _write_later(
+        self, array: Any, offset: int, *, fence: Lock | None, wire: str | None, **when: Any
+    ) -> Future[None]:
+        return self._submit(lambda: self.write(array, offset, fence=fence, wire=wire), offset, _elements(array), **when)
+
+    def _accumulate_later(
+        self,
+        array: Any,
+        offset: int,
+        *,
+        op: str,
+        scale: float,
+        fetch: bool,
+        out: Any,
+        fence: Lock | None,
+        wire: str | None,
+        feedback: ErrorFeedback | None = None,
+        **when: Any,
+    ) -> Future[Array | None]:
+        return self._submit(
+            lambda: self.accumulate(
+                array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
+            ),
+            offset,
+            _elements(array),
+            **when,
+        )
+
     def _submit(
-        self, call: Callable[[], Result], offset: int, count: int | None, *, changes: bool = True
+        self,
+        call: Callable[[], Result],
+        offset: int,
+        count: int | None,
+        *,
+        changes: bool = True,
+        priority: int = 0,
+        window: Window | None = None,
     ) -> Future[Result]:
         self._session.check_open()
         try:
             start, elements = self._arguments.range(offset, count, "")
         except InvalidArgumentError:
             start = elements = 0  # the call itself says why, and changes nothing
-        return self._session.calls.submit(call, self._dispatcher.turns, start, start + elements, changes=changes)
+        return self._session.calls.submit(
+            call,
+            self._dispatcher.turns,
+            start,
+            start + elements,
+            changes=changes,
+            priority=priority,
+            window=window,
+            nbytes=elements * self._arguments.itemsize,
+        )
 
     def _check_beside(self, other: Buffer, call: str) -> None:
         if not isinstance(other, Buffer) or other._session is not self._session:
