@@ -699,3 +699,35 @@ def test_the_planner_is_asked_with_what_was_measured(connect: Connect, caplog: p
     assert all(layer.backward_s > 0 for layer in made.layers)
     assert sum(layer.forward_s for layer in made.layers) > 0
     assert f"{made}" in caplog.text
+
+
+@pytest.mark.parametrize(("scheme", "how"), [(scheme, how) for scheme in SCHEMES[1:] for how in ("forward", "both")
+                                             if LONG or (scheme, how) == ("asp", "both")])  # fmt: skip
+def test_killed_servers_lose_nothing(monkeypatch: pytest.MonkeyPatch, scheme: str, how: str) -> None:
+    """Memory servers are killed and started again under two workers: every update is in the model once."""
+    force(monkeypatch, "slices")
+    halt, told = threading.Event(), [queue.Queue[Any]() for _ in range(2)]
+    with smb.LocalCluster(servers=2, capacity="64MiB") as own, smb.connect(own.address, timeout=30) as client:
+
+        def kill(_: Any) -> None:
+            for server in own.servers:
+                before = min(each.qsize() for each in told)
+                wait_for(lambda before=before: min(each.qsize() for each in told) > before + 3, "steps", 60)  # type: ignore[misc]
+                server.kill()
+                server.start()
+            before = min(each.qsize() for each in told)
+            wait_for(lambda: min(each.qsize() for each in told) > before + 2, "steps after the last kill", 60)
+            halt.set()
+
+        def work(number: int) -> None:
+            made = smb.train.SCHEMES[scheme]()
+            mark_behind_passes(told[number], own.address, made, number, 2, how, halt=halt)
+
+        in_threads([lambda _: work(0), lambda _: work(1), kill])
+        histories = [list(each.queue)[:-1] for each in told]
+        for history in histories:
+            check_own(history)
+        found = smb.torch.shared_state_dict(client, "run")
+        final = np.concatenate([found[f"layers.{layer}.weight"].numpy() for layer in range(len(SIZES))])
+        for number in range(2):
+            assert set(np.unique(final[np.arange(final.size) % 2 == number])) == {histories[number][-1].clock}
