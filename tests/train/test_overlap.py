@@ -310,6 +310,17 @@ def insist(call: Callable[[], Any]) -> tuple[Any, int]:
     raise AssertionError("it fails for ever")
 
 
+def insisting_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Take ten steps, and look at what comes back of the last; return how often something failed."""
+    failures = 0
+    for number in range(10):
+        optimizer.zero_grad()
+        loss, failed = insist(partial(loss_of, model, 0, number))
+        loss.backward()
+        failures += failed + insist(optimizer.step)[1]
+    return failures + insist(partial(loss_of, model, 0, 10))[1]
+
+
 @pytest.mark.usefixtures("sliced")
 @pytest.mark.parametrize(("overlap", "scheme"), PAIRS)
 def test_an_exchange_that_fails_goes_on(
@@ -325,12 +336,7 @@ def test_an_exchange_that_fails_goes_on(
         model = Network(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with smb.torch.join(model, optimizer, name, scheme=scheme, client=connect(), overlap=overlap):
-            for number in range(10):
-                optimizer.zero_grad()
-                loss, failed = insist(partial(loss_of, model, 0, number))
-                loss.backward()
-                failures += failed + insist(optimizer.step)[1]
-            failures += insist(partial(loss_of, model, 0, 10))[1]
+            failures += insisting_steps(model, optimizer)
         ends.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
 
     train("whole")
@@ -361,12 +367,7 @@ def test_a_lease_that_cant_be_renewed_for_a_moment(
                 check()
 
             monkeypatch.setattr(member, "check", partial(look, member.check))
-            for number in range(10):
-                optimizer.zero_grad()
-                loss, failed = insist(partial(loss_of, model, 0, number))
-                loss.backward()
-                failures += failed + insist(optimizer.step)[1]
-            failures += insist(partial(loss_of, model, 0, 10))[1]
+            failures += insisting_steps(model, optimizer)
             insist(shared.wait)
         assert failures == (3 if name == "broken" else 0)
         ends.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
