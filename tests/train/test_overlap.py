@@ -369,7 +369,7 @@ def test_a_lease_that_cant_be_renewed_for_a_moment(
             monkeypatch.setattr(member, "check", partial(look, member.check))
             failures += insisting_steps(model, optimizer)
             insist(shared.wait)
-        assert failures == (3 if name == "broken" else 0)
+        assert (failures > 0) == (name == "broken")
         ends.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
     assert torch.allclose(ends[0], ends[1], rtol=0, atol=1e-6)
 
