@@ -847,7 +847,7 @@ void smb_window_destroy(struct smb_window *window);
 int smb_async_submit(struct smb_async *async, struct smb_window *window, struct smb_buffer *buffer,
                      int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink,
                      int op, double scale, int wire, uint64_t token, uint32_t timeout_ms,
-                     uint64_t key, int priority, struct smb_operation **operation);
+                     uint64_t key, int priority, uint64_t tag);
 enum smb_told_what {
     SMB_TOLD_DONE = 0,   /* the operation is no more */
     SMB_TOLD_FAILED = 1, /* the caller may go on with it; then smb_async_end */
@@ -857,6 +857,7 @@ enum smb_told_what {
 };
 struct smb_told {
     struct smb_operation *operation;
+    uint64_t tag; /* as submitted */
     int what;
     struct smb_outcome outcome; /* the caller's, as after smb_transfer */
 };
@@ -866,8 +867,8 @@ int smb_async_await_told(struct smb_async *async, uint32_t timeout_ms);
 uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t most);
 /* One that was told, but not as DONE: its turn is over. */
 void smb_async_end(struct smb_async *async, struct smb_operation *operation);
-/* 1: it had not begun, and is no more. Not after it was taken. */
-int smb_async_cancel(struct smb_async *async, struct smb_operation *operation);
+/* 1: the operation of that tag had not begun, and is no more. 0: it has, or there is none. */
+int smb_async_cancel(struct smb_async *async, uint64_t tag);
 /* Waits until no earlier operation conflicts with a call on that range: SMB_TIMEOUT. */
 int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint64_t bytes,
                    bool changes, uint32_t timeout_ms);

@@ -465,13 +465,6 @@ static bool some_begun(const struct smb_async *async)
     return false;
 }
 
-/* Small local operations follow each other faster than a thread wakes. */
-static bool tells_later(const struct smb_async *async)
-{
-    return async->here && async->flying_count == 0 && async->told_count < TOLD_AT_ONCE &&
-           async->here->request.bytes <= SMB_CHUNK_BYTES_MAX;
-}
-
 static void *run(void *argument)
 {
     struct smb_async *async = argument;
@@ -480,9 +473,9 @@ static void *run(void *argument)
         call_rearm(&async->bell);
         reap(async);
         begin_what_may(async);
-        if (async->told_count > 0 && !tells_later(async))
-            pthread_cond_signal(&async->told);
         bool idle = !async->flying && !async->here;
+        if (async->told_count >= async->taker_wants || (idle && async->told_count > 0))
+            pthread_cond_signal(&async->told);
         if (idle && async->stopped && !some_begun(async))
             break;
         async->sleeps = idle;
@@ -547,6 +540,7 @@ int smb_async_create(struct smb_client *client, struct smb_async **async)
     made->pid = getpid();
     made->told_end = &made->told_head;
     made->flying_end = &made->flying;
+    made->taker_wants = 1;
     made->bell = (struct call){.is_bell = true, .deadline_ns = UINT64_MAX};
     pthread_mutex_init(&made->mutex, NULL);
     make_condition(&made->changed);
@@ -621,7 +615,7 @@ static int submit(struct smb_async *async, struct smb_operation *operation)
 int smb_async_submit(struct smb_async *async, struct smb_window *window, struct smb_buffer *buffer,
                      int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink,
                      int op, double scale, int wire, uint64_t token, uint32_t timeout_ms,
-                     uint64_t key, int priority, struct smb_operation **operation)
+                     uint64_t key, int priority, uint64_t tag)
 {
     struct smb_request request = {.opcode = opcode,
                                   .op = op,
@@ -645,17 +639,15 @@ int smb_async_submit(struct smb_async *async, struct smb_window *window, struct 
     made->window = window;
     made->buffer = buffer;
     made->request = request;
+    made->tag = tag;
     made->key = key;
     made->urgency = priority;
     made->changes = smb_opcode_changes(opcode);
     made->local = buffer && touches_mapped(buffer);
     int status = submit(async, made);
-    if (status != SMB_OK) {
+    if (status != SMB_OK)
         free(made);
-        return status;
-    }
-    *operation = made;
-    return SMB_OK;
+    return status;
 }
 
 /* With the mutex. */
@@ -665,19 +657,24 @@ static void forget(struct smb_operation *operation)
     free(operation);
 }
 
-int smb_async_cancel(struct smb_async *async, struct smb_operation *operation)
+int smb_async_cancel(struct smb_async *async, uint64_t tag)
 {
+    struct smb_operation *found = NULL;
     pthread_mutex_lock(&async->mutex);
-    bool may = operation->state == OPERATION_WAITS;
-    if (may) {
-        if (operation->in_heap)
-            heap_remove(operation);
-        leave_order(async, operation);
-        forget(operation);
+    for (int list = 0; list < ORDERS && !found; list++) {
+        found = async->first[list];
+        while (found && (found->tag != tag || found->state != OPERATION_WAITS))
+            found = found->later;
+    }
+    if (found) {
+        if (found->in_heap)
+            heap_remove(found);
+        leave_order(async, found);
+        forget(found);
         wake_thread(async);
     }
     pthread_mutex_unlock(&async->mutex);
-    return may;
+    return found != NULL;
 }
 
 void smb_async_end(struct smb_async *async, struct smb_operation *operation)
@@ -703,7 +700,13 @@ int smb_async_await_told(struct smb_async *async, uint32_t timeout_ms)
 {
     uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     pthread_mutex_lock(&async->mutex);
+    async->taker_wants = 1;
     while (async->told_count == 0 && wait_until(&async->told, &async->mutex, until_ns))
+        continue;
+    async->taker_wants = TOLD_AT_ONCE;
+    until_ns = smb_now_ns() + TAKER_LINGERS_NS;
+    while (async->told_count > 0 && async->told_count < TOLD_AT_ONCE && async->busy &&
+           wait_until(&async->told, &async->mutex, until_ns))
         continue;
     bool some = async->told_count > 0;
     pthread_mutex_unlock(&async->mutex);
@@ -720,8 +723,10 @@ uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t
         if (!async->told_head)
             async->told_end = &async->told_head;
         async->told_count--;
-        told[count++] = (struct smb_told){
-            .operation = operation, .what = operation->what, .outcome = operation->outcome};
+        told[count++] = (struct smb_told){.operation = operation,
+                                          .tag = operation->tag,
+                                          .what = operation->what,
+                                          .outcome = operation->outcome};
         operation->outcome.unknown = NULL;
         if (operation->what == SMB_TOLD_DONE)
             forget(operation);

@@ -23,9 +23,8 @@
  * async thread's. It is taken before the client's mutex, and never held over I/O. Slices and their
  * outcomes are the progress thread's until their call is done.
  *
- * Memory. An operation is its submitter's to know until smb_async_take tells that it is done, or
- * smb_async_end, or a cancellation that succeeded. The submitter keeps buffer, window and memory
- * until then.
+ * Memory. The submitter keeps buffer, window and memory until smb_async_take tells that the
+ * operation is done, or until smb_async_end, or a cancellation that succeeded.
  */
 #ifndef SMB_ASYNC_H
 #define SMB_ASYNC_H
@@ -39,7 +38,10 @@ enum {
     ORDERS = 64,           /* lists of operations, by the buffer's number */
     SLICES_MAX = 256,      /* in flight: each is looked at whenever one of them is done */
     SLICES_PER_CREDIT = 4, /* so that the path stays full while one is answered */
-    TOLD_AT_ONCE = 16,     /* small local operations that are told together */
+    /* Told together if they end one after the other: to wake the taker, and to hand it Python's
+     * lock, takes as long as a small operation. */
+    TOLD_AT_ONCE = 16,
+    TAKER_LINGERS_NS = 50000,
     /* of one window, not ended: each is looked at by every later one on buffers of its list */
     OPERATIONS_MAX = 1 << 20,
 };
@@ -66,6 +68,7 @@ struct smb_operation {
     struct smb_window *window;
     struct smb_buffer *buffer; /* NULL: a call of the library's */
     struct smb_request request;
+    uint64_t tag;    /* its submitter's name for it */
     uint64_t key;    /* of its buffer */
     uint64_t number; /* in the order of the calls */
     uint64_t begun_ns;
@@ -124,7 +127,7 @@ struct smb_async {
     struct smb_operation *first[ORDERS], *last[ORDERS];
     struct smb_window *windows;
     struct smb_operation *told_head, **told_end;
-    uint32_t told_count;
+    uint32_t told_count, taker_wants; /* at least so many, while some are under way */
     /* the async thread's */
     struct call bell;
     /* over links, in the order in which they began; their local part is done, or `here` */

@@ -5,11 +5,13 @@ additions on a thread of its own. Everything else, and what the engine could not
 engine says when it is its turn, and it runs on a thread of the executor. One more of those threads, the watch, takes
 what the engine tells and completes the futures, many at a time. It runs only while there are calls.
 
-Threads: `_lock` guards which calls are left and whether there is a watch. No future is completed while it is held.
+Threads: `_lock` guards which calls are left and whether there is a watch. It is held for no call of the engine, which
+would hand Python's lock over, and no future is completed meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +33,9 @@ _WATCH_MS = 1000  # so often the watch looks whether calls are left
 _LINGER_MS = 5  # the watch's, after the last one: another may follow, and to start a watch takes as long as a call
 _LOOK_S = 0.1  # so often a thread that waits for its turn looks for signals
 
+_CLOSED = "the client is closed; call smb.connect again"
+
+_tags = itertools.count(1)
 _here = threading.local()  # `inside`: this thread runs async calls, and must not wait for others of them
 
 
@@ -50,12 +55,14 @@ class Turns:
 class _Future(Future[Any]):
     """Of a call that the engine may begin at any time: only the engine knows whether it can be cancelled still."""
 
-    withdraw: Callable[[], bool]
+    def __init__(self, calls: AsyncCalls, tag: int) -> None:
+        super().__init__()
+        self._calls, self._tag = calls, tag
 
     def cancel(self) -> bool:
         if self.cancelled():
             return True
-        if not self.withdraw():
+        if not self._calls.withdraw(self._tag):
             return False
         self.end_cancelled()
         return True
@@ -71,18 +78,24 @@ class _Call:
     failed. `result` is the future's if the engine succeeds.
     """
 
-    __slots__ = ("future", "go_on", "keeps", "operation", "result", "turns", "window")
+    __slots__ = ("future", "go_on", "keeps", "result", "tag", "turns", "window")
 
     def __init__(
-        self, turns: Turns, window: Window, go_on: Callable[[Outcome | None], Any], result: Any, keeps: object
+        self,
+        calls: AsyncCalls,
+        turns: Turns,
+        window: Window,
+        go_on: Callable[[Outcome | None], Any],
+        result: Any,
+        keeps: object,
     ) -> None:
+        self.tag = next(_tags)
         self.turns = turns
         self.window = window
         self.go_on = go_on
         self.result = result
         self.keeps = keeps  # what the engine uses
-        self.future = _Future()
-        self.operation: Any = None
+        self.future = _Future(calls, self.tag)
 
 
 class AsyncCalls:
@@ -97,7 +110,7 @@ class AsyncCalls:
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
         self._watched = False
-        self._calls: dict[Any, _Call] = {}  # of the engine, by operation
+        self._calls: dict[int, _Call] = {}  # of the engine, by tag
         self._running: set[_Call] = set()  # on the executor
 
     def window(self, credit: int | None) -> Window:
@@ -121,12 +134,12 @@ class AsyncCalls:
     ) -> Future[Result]:
         """Return the future of a call of Python's on the elements start to stop; it begins when it is its turn."""
         window = self._calls_window if window is None else window
-        call = _Call(turns, window, lambda _: run(), None, None)
+        call = _Call(self, turns, window, lambda _: run(), None, None)
         itemsize = turns.itemsize
 
-        def begin() -> Any:
-            return self._operations.submit_call(
-                window, start * itemsize, (stop - start) * itemsize, turns.key, priority, changes=changes
+        def begin() -> None:
+            self._operations.submit_call(
+                window, start * itemsize, (stop - start) * itemsize, turns.key, priority, call.tag, changes=changes
             )
 
         self._enter(call, begin)
@@ -148,10 +161,10 @@ class AsyncCalls:
         None if the engine leaves it to blocking calls.
         """
         window = self._window if window is None else window
-        call = _Call(turns, window, go_on, result, (handle, request, keeps))
+        call = _Call(self, turns, window, go_on, result, (handle, request, keeps))
 
-        def begin() -> Any:
-            return self._operations.submit(window, handle, request, self._timeout_ms, turns.key, priority)
+        def begin() -> None:
+            self._operations.submit(window, handle, request, self._timeout_ms, turns.key, priority, call.tag)
 
         try:
             self._enter(call, begin)
@@ -161,24 +174,26 @@ class AsyncCalls:
             raise
         return call.future
 
-    def _enter(self, call: _Call, begin: Callable[[], Any]) -> None:
+    def _enter(self, call: _Call, begin: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:
-                raise UnavailableError("the client is closed; call smb.connect again")
+                raise UnavailableError(_CLOSED)
             call.turns.quiet.open = False
             call.turns.pending += 1
-            try:
-                operation = call.operation = begin()
-            except EngineError as error:
-                self._leave(call)
-                if error.status is Status.BUSY:
-                    raise Error("too many async calls have not ended; wait for some of their futures first") from error
-                raise
-            self._calls[operation] = call
-            call.future.withdraw = lambda: self._withdraw(operation)
+            self._calls[call.tag] = call
             if not self._watched:
                 self._watched = True
                 self._start_watch()
+        try:
+            begin()
+        except EngineError as error:
+            with self._lock:
+                self._leave(self._calls.pop(call.tag))
+            if error.status is Status.DISCONNECTED:
+                raise UnavailableError(_CLOSED) from error
+            if error.status is Status.BUSY:
+                raise Error("too many async calls have not ended; wait for some of their futures first") from error
+            raise
 
     def _start_watch(self) -> None:
         if self._executor is None:
@@ -193,12 +208,13 @@ class AsyncCalls:
         call.turns.pending -= 1
         call.turns.quiet.open = call.turns.pending == 0
 
-    def _withdraw(self, operation: Any) -> bool:
+    def withdraw(self, tag: int) -> bool:
+        """Whether the engine had not begun a call, and does not any more."""
+        if not self._operations.cancel(tag):
+            return False
         with self._lock:
-            if operation not in self._calls or not self._operations.cancel(operation):
-                return False
-            self._leave(self._calls.pop(operation))
-            return True
+            self._leave(self._calls.pop(tag))
+        return True
 
     def cancel(self, window: Window) -> None:
         """Cancel a queue's calls that have not begun, and wait for the others."""
@@ -242,8 +258,8 @@ class AsyncCalls:
         """Complete the futures of what the engine has done, until no call is left."""
         while True:
             self._operations.await_told(_WATCH_MS if self._calls else _LINGER_MS)
+            taken = self._operations.take()
             with self._lock:
-                taken = self._operations.take()
                 if not taken and not self._calls:
                     self._watched = False
                     return
@@ -257,7 +273,7 @@ class AsyncCalls:
 
     def _take(self, one: Taken) -> _Call:
         """Take what is told of a call out of the engine's; with the lock held."""
-        call = self._calls.pop(one.operation)
+        call = self._calls.pop(one.tag)
         if one.told == Told.DONE:
             self._leave(call)
         else:
@@ -266,34 +282,34 @@ class AsyncCalls:
 
     def _hand_over(self, call: _Call, one: Taken) -> None:
         if one.told == Told.CANCELLED:
-            self._end(call)
+            self._end(call, one)
             call.future.end_cancelled()
             return
         try:
             assert self._executor is not None
-            self._executor.submit(self._run, call, one.outcome)
+            self._executor.submit(self._run, call, one)
         except RuntimeError:  # at the process's end no thread can be had: this one is the last
-            self._run(call, one.outcome)
+            self._run(call, one)
 
-    def _run(self, call: _Call, outcome: Outcome | None) -> None:
+    def _run(self, call: _Call, one: Taken) -> None:
         call.future.set_running_or_notify_cancel()
         result: Any = None
         error: BaseException | None = None
         try:
-            result = call.go_on(outcome)
+            result = call.go_on(one.outcome)
         except BaseException as raised:  # noqa: BLE001 - the future's to raise
             error = raised
         # Before its future is done: a thread that learns of the end by the future need not wait any more.
-        self._end(call)
+        self._end(call, one)
         if error is not None:
             call.future.set_exception(error)
         else:
             call.future.set_result(result)
-        del call, error  # the traceback of the one refers to this frame
+        del call, one, error  # the traceback of the one refers to this frame
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _Call, one: Taken) -> None:
+        self._operations.end(one.operation)
         with self._lock:
-            self._operations.end(call.operation)
             self._running.discard(call)
             self._leave(call)
 

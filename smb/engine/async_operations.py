@@ -11,7 +11,7 @@ from smb.engine.calls import NOWHERE, Outcome, Request, outcome_of
 from smb.engine.enums import Opcode, check
 from smb.engine.links import EngineClient
 
-Operation: TypeAlias = Any  # hashable; of no use once it was taken as DONE, ended or cancelled
+Operation: TypeAlias = Any
 
 _TAKEN_MAX = 64
 
@@ -26,8 +26,9 @@ class Told(IntEnum):
 
 
 class Taken(NamedTuple):
-    """An operation of which something is told, and the outcome if it failed."""
+    """What is told of the operation of a tag, and the outcome if it failed. `operation` is to be ended, unless DONE."""
 
+    tag: int
     operation: Operation
     told: Told
     outcome: Outcome | None
@@ -40,37 +41,41 @@ class AsyncOperations:
         made = ffi.new("struct smb_async **")
         check(lib.smb_async_create(client.pointer, made))
         self.pointer = ffi.gc(made[0], lib.smb_async_destroy)
-        self._made = ffi.new("struct smb_operation **")  # its reader holds the caller's lock
         self._told = ffi.new("struct smb_told[]", _TAKEN_MAX)
 
     def submit(
-        self, window: Window, handle: BufferHandle, request: Request, timeout_ms: int, key: int, priority: int
-    ) -> Operation:
+        self,
+        window: Window,
+        handle: BufferHandle,
+        request: Request,
+        timeout_ms: int,
+        key: int,
+        priority: int,
+        tag: int,
+    ) -> None:
         """Begin a read, write or addition in its turn; its memory, handle and window stay until it is told of, at most
         timeout_ms for each part after it began. EngineError INVALID where smb_transfer is to do or refuse it,
-        DISCONNECTED once stopped, BUSY if there are too many. One thread at a time.
+        DISCONNECTED once stopped, BUSY if there are too many. It is told of by its tag.
         """
         opcode, offset, nbytes, source, sink, op, scale, _, _, wire, token, _, _ = request
         check(
             lib.smb_async_submit(
                 self.pointer, window.pointer, handle.pointer, opcode, offset, nbytes, source, sink, op, scale, wire,
-                token, timeout_ms, key, priority, self._made,
+                token, timeout_ms, key, priority, tag,
             )
         )  # fmt: skip
-        return self._made[0]
 
     def submit_call(
-        self, window: Window, offset: int, nbytes: int, key: int, priority: int, *, changes: bool
-    ) -> Operation:
+        self, window: Window, offset: int, nbytes: int, key: int, priority: int, tag: int, *, changes: bool
+    ) -> None:
         """Have a call of the caller's told as BEGIN in its turn."""
         opcode = Opcode.WRITE if changes else Opcode.READ
         check(
             lib.smb_async_submit(
                 self.pointer, window.pointer, NOWHERE, opcode, offset, nbytes, NOWHERE, NOWHERE, 0, 0.0, 0, 0, 0, key,
-                priority, self._made,
+                priority, tag,
             )
         )  # fmt: skip
-        return self._made[0]
 
     def await_told(self, timeout_ms: int) -> None:
         """Wait until there is something to take, at most so long."""
@@ -84,16 +89,16 @@ class AsyncOperations:
             one = told[index]
             what = one.what
             outcome = outcome_of(one.outcome) if what == Told.FAILED else None
-            taken.append(Taken(one.operation, what, outcome))
+            taken.append(Taken(one.tag, one.operation, what, outcome))
         return taken
 
     def end(self, operation: Operation) -> None:
         """Its turn is over: one that was taken, but not as DONE."""
         lib.smb_async_end(self.pointer, operation)
 
-    def cancel(self, operation: Operation) -> bool:
-        """Whether it had not begun, and is no more. Not of one that was taken."""
-        return bool(lib.smb_async_cancel(self.pointer, operation))
+    def cancel(self, tag: int) -> bool:
+        """Whether the operation of that tag had not begun, and is no more."""
+        return bool(lib.smb_async_cancel(self.pointer, tag))
 
     def wait(self, key: int, offset: int, nbytes: int, timeout_ms: int, *, changes: bool) -> bool:
         """Wait until no earlier operation conflicts with a call on that range; False after timeout_ms."""

@@ -24,7 +24,8 @@ def path(request: pytest.FixtureRequest, connect: Callable[..., smb.Client]) -> 
 @pytest.fixture
 def held(path: smb.Client) -> Iterator[tuple[smb.Buffer, Future[bool], threading.Event]]:
     """A buffer all of whose elements wait behind a call until the event is set."""
-    buffer, gate = path.create("held", 65 * _PART), threading.Event()
+    buffer, gate = path.create("held", 65 * _PART, servers=1), threading.Event()
+    buffer.fill(0)  # paths are found: from now on the engine does what is asked for
     future = buffer.submit(lambda: gate.wait(_PATIENCE_S))
     yield buffer, future, gate
     gate.set()

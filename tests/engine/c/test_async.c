@@ -28,6 +28,7 @@ struct bench {
     struct smb_window *window;
     struct smb_told told[NOTED_MAX];
     uint32_t count;
+    uint64_t tags; /* used */
 };
 
 static void bench_start(struct bench *bench, enum way way, uint64_t credit)
@@ -51,32 +52,32 @@ static void bench_end(struct bench *bench)
     reach_end(&bench->reach);
 }
 
-static struct smb_operation *submit_to(struct bench *bench, struct smb_window *window, int opcode,
-                                       uint64_t offset, uint64_t bytes, const void *source,
-                                       void *sink, int priority)
+static uint64_t submit_to(struct bench *bench, struct smb_window *window, int opcode,
+                          uint64_t offset, uint64_t bytes, const void *source, void *sink,
+                          int priority)
 {
-    struct smb_operation *operation = NULL;
+    uint64_t tag = ++bench->tags;
     CHECK_EQ(smb_async_submit(bench->async, window, bench->reach.buffer, opcode, offset, bytes,
                               source, sink, SMB_SUM, 1.0, SMB_WIRE_EXACT, 0, RIG_TIMEOUT_MS, KEY,
-                              priority, &operation),
+                              priority, tag),
              SMB_OK);
-    return operation;
+    return tag;
 }
 
-static struct smb_operation *submit(struct bench *bench, int opcode, uint64_t offset,
-                                    uint64_t bytes, const void *source, void *sink, int priority)
+static uint64_t submit(struct bench *bench, int opcode, uint64_t offset, uint64_t bytes,
+                       const void *source, void *sink, int priority)
 {
     return submit_to(bench, bench->window, opcode, offset, bytes, source, sink, priority);
 }
 
 /* A call of the caller's on that range, which it changes. */
-static struct smb_operation *hold(struct bench *bench, uint64_t offset, uint64_t bytes)
+static uint64_t hold(struct bench *bench, uint64_t offset, uint64_t bytes)
 {
-    struct smb_operation *operation = NULL;
+    uint64_t tag = ++bench->tags;
     CHECK_EQ(smb_async_submit(bench->async, bench->window, NULL, SMB_WRITE, offset, bytes, NULL,
-                              NULL, 0, 0, 0, 0, 0, KEY, 0, &operation),
+                              NULL, 0, 0, 0, 0, 0, KEY, 0, tag),
              SMB_OK);
-    return operation;
+    return tag;
 }
 
 /* Until so many were told in all, or more. */
@@ -91,10 +92,10 @@ static void take_until(struct bench *bench, uint32_t count)
     }
 }
 
-static uint32_t index_of(const struct bench *bench, const struct smb_operation *operation)
+static uint32_t index_of(const struct bench *bench, uint64_t tag)
 {
     uint32_t index = 0;
-    while (index < bench->count && bench->told[index].operation != operation)
+    while (index < bench->count && bench->told[index].tag != tag)
         index++;
     CHECK(index < bench->count);
     return index;
@@ -192,11 +193,11 @@ static void the_most_urgent_goes_first(void)
     static int64_t memory[2 * PART];
     for (int way = 0; way < WAYS; way++) {
         bench_start(&bench, (enum way)way, CHUNK);
-        struct smb_operation *holding = hold(&bench, 0, LAYOUT.bytes);
+        uint64_t holding = hold(&bench, 0, LAYOUT.bytes);
         take_until(&bench, 1);
         CHECK_EQ(bench.told[0].what, SMB_TOLD_BEGIN);
         static const int priorities[] = {0, 0, 5, -1, 5};
-        struct smb_operation *made[8];
+        uint64_t made[8];
         for (int i = 0; i < 5; i++)
             made[i] = submit(&bench, SMB_WRITE, (uint64_t)(4 * i) * CHUNK, CHUNK, memory, NULL,
                              priorities[i]);
@@ -204,7 +205,7 @@ static void the_most_urgent_goes_first(void)
         made[6] = submit(&bench, SMB_WRITE, 21U * CHUNK, 2U * CHUNK, memory, NULL, -9);
         made[7] = submit(&bench, SMB_READ, 22U * CHUNK, CHUNK, NULL, memory, 7);
         CHECK_EQ(smb_async_take(bench.async, bench.told + 1, NOTED_MAX - 1), 0);
-        smb_async_end(bench.async, holding);
+        smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
         take_until(&bench, 9);
         static const int order[] = {5, 6, 7, 2, 4, 0, 1, 3};
         for (int i = 0; i < 8; i++)
@@ -223,13 +224,13 @@ static void an_urgent_one_waits_for_one_window(void)
     static int64_t memory[ELEMENTS], part[PART];
     for (int way = 0; way < WAYS; way++) {
         bench_start(&bench, (enum way)way, WINDOW * CHUNK);
-        struct smb_operation *holding = hold(&bench, 0, LAYOUT.bytes);
+        uint64_t holding = hold(&bench, 0, LAYOUT.bytes);
         take_until(&bench, 1);
         for (uint64_t i = 0; i < 64; i++)
             submit(&bench, SMB_WRITE, i / 4 * (2 * CHUNK) + i % 4 * (CHUNK / 4), CHUNK / 4, memory,
                    NULL, 0);
-        struct smb_operation *read = submit(&bench, SMB_READ, 40U * CHUNK, CHUNK, NULL, part, 9);
-        smb_async_end(bench.async, holding);
+        uint64_t read = submit(&bench, SMB_READ, 40U * CHUNK, CHUNK, NULL, part, 9);
+        smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
         take_until(&bench, 66);
         CHECK(index_of(&bench, read) <= 1 + 4 * WINDOW);
         bench_end(&bench);
@@ -245,27 +246,26 @@ static void cancelling(void)
     for (int i = 0; i < PART; i++)
         ones[i] = 1;
     bench_start(&bench, BY_TCP, 0);
-    struct smb_operation *holding = hold(&bench, 0, CHUNK);
-    struct smb_operation *waits = submit(&bench, SMB_WRITE, 0, CHUNK, ones, NULL, 0);
-    struct smb_operation *after = submit(&bench, SMB_ACCUMULATE, 0, CHUNK, ones, NULL, 0);
+    uint64_t holding = hold(&bench, 0, CHUNK);
+    uint64_t waits = submit(&bench, SMB_WRITE, 0, CHUNK, ones, NULL, 0);
+    uint64_t after = submit(&bench, SMB_ACCUMULATE, 0, CHUNK, ones, NULL, 0);
     take_until(&bench, 1);
     CHECK_EQ(smb_async_cancel(bench.async, holding), 0);
     CHECK_EQ(smb_async_cancel(bench.async, waits), 1);
-    smb_async_end(bench.async, holding);
+    smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
     take_until(&bench, 2);
     CHECK_EQ(index_of(&bench, after), 1);
     holding = hold(&bench, 0, CHUNK);
     take_until(&bench, 3);
-    struct smb_operation *left = submit(&bench, SMB_ACCUMULATE, 0, CHUNK, ones, NULL, 0);
+    uint64_t left = submit(&bench, SMB_ACCUMULATE, 0, CHUNK, ones, NULL, 0);
     smb_async_stop(bench.async);
     take_until(&bench, 4);
     CHECK_EQ(bench.told[3].what, SMB_TOLD_CANCELLED);
-    struct smb_operation *refused;
     CHECK_EQ(smb_async_submit(bench.async, bench.window, bench.reach.buffer, SMB_READ, 0, CHUNK,
-                              NULL, now, 0, 0, 0, 0, RIG_TIMEOUT_MS, KEY, 0, &refused),
+                              NULL, now, 0, 0, 0, 0, RIG_TIMEOUT_MS, KEY, 0, 0),
              SMB_DISCONNECTED);
-    smb_async_end(bench.async, left);
-    smb_async_end(bench.async, holding);
+    smb_async_end(bench.async, bench.told[index_of(&bench, left)].operation);
+    smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
     must(bench.reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = CHUNK, .sink = now});
     CHECK(memcmp(now, ones, CHUNK) == 0);
     bench_end(&bench);
@@ -285,7 +285,7 @@ static void waiting_for_a_turn(void)
     static struct bench bench;
     pthread_t thread;
     bench_start(&bench, BY_MAPPING, 0);
-    struct smb_operation *holding = hold(&bench, 0, CHUNK);
+    uint64_t holding = hold(&bench, 0, CHUNK);
     take_until(&bench, 1);
     CHECK_EQ(smb_async_wait(bench.async, KEY, CHUNK, 8, true, 0), SMB_OK);
     CHECK_EQ(smb_async_wait(bench.async, KEY + ORDERS, 0, 8, true, 0), SMB_OK); /* another buffer */
@@ -297,7 +297,7 @@ static void waiting_for_a_turn(void)
         pthread_mutex_unlock(&bench.async->mutex);
         waits;
     }));
-    smb_async_end(bench.async, holding);
+    smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
     pthread_join(thread, NULL);
     bench_end(&bench);
     rig_stop(&bench.rig);
