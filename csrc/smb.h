@@ -863,7 +863,7 @@ struct smb_told {
 };
 /* Waits until there is something to be taken: 1; 0 after timeout_ms. */
 int smb_async_await_told(struct smb_async *async, uint32_t timeout_ms);
-/* What ended, in the order in which it did; returns how many. Does not block. */
+/* Takes those that ended, in that order; returns how many. Does not block. */
 uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t most);
 /* One that was told, but not as DONE: its turn is over. */
 void smb_async_end(struct smb_async *async, struct smb_operation *operation);

@@ -10,7 +10,7 @@
 #include "client/unknown.h"
 #include "memory/change.h"
 
-/* ---- the order of the calls -------------------------------------------------------------------- */
+/* ---- the order of the calls ------------------------------------------------------------------ */
 
 static bool overlap(uint64_t offset, uint64_t bytes, const struct smb_operation *other)
 {
@@ -143,7 +143,7 @@ static void wake_thread(struct smb_async *async)
         call_ring(async->client, &async->bell);
 }
 
-/* ---- windows ----------------------------------------------------------------------------------- */
+/* ---- windows --------------------------------------------------------------------------------- */
 
 static uint64_t slice_bytes(const struct smb_operation *operation)
 {
@@ -274,9 +274,9 @@ void smb_window_destroy(struct smb_window *window)
     async_release(async);
 }
 
-/* ---- the async thread -------------------------------------------------------------------------- */
+/* ---- the async thread ------------------------------------------------------------------------ */
 
-/* What was not begun of a failed change is not applied. */
+/* The rest of a failed change, which was not begun, is not applied. */
 static void note_rest(struct smb_operation *operation)
 {
     struct smb_outcome rest = {0};
@@ -519,7 +519,7 @@ static int start_thread(struct smb_async *async)
     return SMB_OK;
 }
 
-/* ---- the library's side ------------------------------------------------------------------------ */
+/* ---- the library's side ---------------------------------------------------------------------- */
 
 static void make_condition(pthread_cond_t *condition)
 {

@@ -4,9 +4,9 @@
  * Operations. One is a request on a buffer, or a call of the library above, of which the engine
  * only knows the range. Each has a place in the order of the calls: it begins when no earlier one
  * that conflicts with it is left. Two conflict if their ranges of one buffer overlap and one of
- * them changes it. What may begin waits in its window's heap, the most urgent first, and equal ones
- * in the order of the calls. An operation is at least as urgent as each later one that waits for
- * it.
+ * them changes it. Operations that may begin wait in their window's heap, the most urgent first,
+ * and equal ones in the order of the calls. An operation is at least as urgent as each later one
+ * that waits for it.
  *
  * Windows. A request is cut into slices at the borders of chunks, each a transfer of its own, a
  * quarter of the window's credit at most. So an urgent operation waits for what is in flight, and

@@ -2,7 +2,8 @@
  *
  * A call and its streams live on the caller's stack until `done`, and so does the caller's memory.
  * A thread that has several calls at once waits for a bell: a call without streams that is done
- * when one of them is, or when somebody rings. Unless noted otherwise, functions are the progress thread's.
+ * when one of them is, or when somebody rings. Unless noted otherwise, functions are the progress
+ * thread's.
  */
 #ifndef SMB_CALL_H
 #define SMB_CALL_H
@@ -80,8 +81,8 @@ bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns,
                bool (*work)(void *), void *work_argument);
 /* Any thread: the bell is done, now or as soon as it is submitted. */
 void call_ring(struct smb_client *client, struct call *bell);
-/* The bell's thread, which may then submit it again. What rang before is to be looked for after
- * this. */
+/* The bell's thread, which may then submit it again. After this it looks for what has rung
+ * before. */
 void call_rearm(struct call *bell);
 
 #endif

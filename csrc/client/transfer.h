@@ -1,5 +1,5 @@
-/* transfer.h: one request on its way, by streams over links and pieces of mapped segments. What
- * smb_transfer does on the caller's stack, and the async operations on memory of their own. */
+/* transfer.h: one request on its way, by streams over links and pieces of mapped segments. It lives
+ * on the caller's stack in smb_transfer, and in memory of its own in an async operation. */
 #ifndef SMB_TRANSFER_H
 #define SMB_TRANSFER_H
 

@@ -17,7 +17,7 @@ _TAKEN_MAX = 64
 
 
 class Told(IntEnum):
-    """What is told of an operation."""
+    """An operation has come so far."""
 
     DONE = lib.SMB_TOLD_DONE  # it is no more
     FAILED = lib.SMB_TOLD_FAILED  # its turn lasts until end()
@@ -26,7 +26,7 @@ class Told(IntEnum):
 
 
 class Taken(NamedTuple):
-    """What is told of the operation of a tag, and the outcome if it failed. `operation` is to be ended, unless DONE."""
+    """How far the operation of a tag has come, and the outcome if it failed. `operation` is to be ended, unless DONE."""
 
     tag: int
     operation: Operation
