@@ -660,6 +660,8 @@ static void forget(struct smb_operation *operation)
 int smb_async_cancel(struct smb_async *async, uint64_t tag)
 {
     struct smb_operation *found = NULL;
+    if (async->pid != getpid())
+        return 0; /* its parent's, and begun there */
     pthread_mutex_lock(&async->mutex);
     for (int list = 0; list < ORDERS && !found; list++) {
         found = async->first[list];

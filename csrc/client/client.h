@@ -1,10 +1,10 @@
 /* client.h: a session: its links to servers, and the calls that travel on them.
  *
  * I/O. Of the threads that wait for a call, one is the progress thread. It moves the bytes of all
- * calls on all links of the client. When its own call is done, another waiting thread takes over. So
- * a lone caller sends and receives by itself, without a wake-up in between. Many callers share the
- * links and fill them. The client has one thread of its own, for async operations (async.h), which
- * is such a caller.
+ * calls on all links of the client. When its own call is done, another waiting thread takes over.
+ * So a lone caller sends and receives by itself, without a wake-up in between. Many callers share
+ * the links and fill them. The client has one thread of its own, for async operations (async.h),
+ * which is such a caller.
  *
  * Ownership. `mutex` guards: has_progress_thread, arrivals, rung, each call's `done` and `waits`,
  * and which links want a connection. All else of links, streams, calls and unknown outcomes belongs

@@ -101,9 +101,8 @@ class _Call:
 class AsyncCalls:
     """One client's async calls."""
 
-    def __init__(self, operations: AsyncOperations, timeout_ms: int) -> None:
+    def __init__(self, operations: AsyncOperations) -> None:
         self._operations = operations
-        self._timeout_ms = timeout_ms
         self._calls_window = Window(operations, _RUNNING_MAX, counts_calls=True)
         self._window = Window(operations, 0)  # of what no queue has asked for
         self._lock = threading.Lock()
@@ -151,6 +150,7 @@ class AsyncCalls:
         handle: BufferHandle,
         turns: Turns,
         go_on: Callable[[Outcome | None], Any],
+        timeout_ms: int,
         *,
         result: Any,
         keeps: object,
@@ -164,7 +164,7 @@ class AsyncCalls:
         call = _Call(self, turns, window, go_on, result, (handle, request, keeps))
 
         def begin() -> None:
-            self._operations.submit(window, handle, request, self._timeout_ms, turns.key, priority, call.tag)
+            self._operations.submit(window, handle, request, timeout_ms, turns.key, priority, call.tag)
 
         try:
             self._enter(call, begin)

@@ -76,7 +76,7 @@ class ClusterSession:
         self._session_id = session_id
         checksums = shared.checksum if checksum is None else checksum
         self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
-        self.calls = AsyncCalls(AsyncOperations(self.engine), self.timeout_ms)
+        self.calls = AsyncCalls(AsyncOperations(self.engine))
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
         ours = weakref.ref(self)
         self._links = Links(

@@ -172,9 +172,11 @@ class Dispatcher:
 
         future = None
         if handle is not None and self.one_copy and request.nbytes > 0:
+            timeout_ms = self.session.timeout_ms
             future = calls.transfer(
-                request, handle, self.turns, go_on, result=result, keeps=keeps, window=window, priority=priority
-            )
+                request, handle, self.turns, go_on, timeout_ms, result=result, keeps=keeps, window=window,
+                priority=priority,
+            )  # fmt: skip
         if future is None:
             changes = request.opcode is not Opcode.READ
             future = calls.submit(

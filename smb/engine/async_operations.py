@@ -26,7 +26,7 @@ class Told(IntEnum):
 
 
 class Taken(NamedTuple):
-    """How far the operation of a tag has come, and the outcome if it failed. `operation` is to be ended, unless DONE."""
+    """How far the operation of a tag has come; its outcome if it failed. `operation` is to be ended, unless DONE."""
 
     tag: int
     operation: Operation

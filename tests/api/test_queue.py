@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import smb
+from tests.support.daemons import stopped
 
 _PATIENCE_S = 60.0
 _PART = 16_384  # elements: 64 KiB
@@ -129,6 +130,47 @@ def test_close_cancels_what_has_not_begun(
     beside.result(_PATIENCE_S)
     assert first.result()
     assert buffer.read().sum() == 30
+
+
+def test_what_a_failed_operation_did_is_found_out() -> None:
+    """Behind stopped servers an operation of many slices fails as unknown; done again as settle() says it counts once,
+    also in the slices that were never begun.
+    """
+    size = 1 << 20
+    with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address, transport="tcp", timeout=0.5) as client:
+        buffer = client.create("w", size)
+        buffer.fill(0)
+        with client.queue(credit=1 << 20) as queue:
+            with stopped(*(server.pid for server in cluster.servers)):
+                failed = queue.accumulate(buffer, np.ones(size, np.float32)).exception(_PATIENCE_S)
+                assert isinstance(failed, (smb.TimeoutError, smb.UnavailableError)), failed
+                assert failed.outcome == "unknown"
+            missing = buffer.settle(failed, timeout=_PATIENCE_S)
+            assert sum(map(len, missing)) >= size // 2  # what the window has kept back
+        with smb.connect(cluster.address, transport="tcp", timeout=60) as patient, patient.queue() as queue:
+            whole = patient.open("w")
+            for part in missing:
+                queue.accumulate(whole, np.ones(len(part), np.float32), part.start)
+            assert (queue.read(whole).result(_PATIENCE_S) == 1).all()
+
+
+def test_each_counts_once_over_a_restart() -> None:
+    """Additions by a queue whose server is killed and started again meanwhile: each counts once."""
+    size = 2 << 20
+    with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, transport="tcp", timeout=60) as client:
+        buffer = client.create("w", size)
+        buffer.fill(0)
+        with client.queue() as queue:
+            begun = threading.Event()
+            ones = np.ones(size, np.float32)
+            futures = [queue.accumulate(buffer, ones) for _ in range(8)]
+            futures[0].add_done_callback(lambda _: begun.set())
+            assert begun.wait(_PATIENCE_S)
+            cluster.servers[0].kill()
+            cluster.servers[0].start()
+            for future in futures:
+                future.result(_PATIENCE_S)
+        assert (buffer.read() == 8).all()
 
 
 def test_what_a_queue_refuses(path: smb.Client, connect: Callable[..., smb.Client]) -> None:
