@@ -92,6 +92,9 @@ enum smb_op {
  *                      magnitude)/127, a float32 (127 s is finite), then of each element x the
  *                      integer nearest to x/s (ties to even, at most 127 in magnitude); decoded:
  *                      that integer times s. A block with an infinity or NaN arrives as NaN, whole.
+ *   int4               as int8, with blocks of SMB_WIRE_INT4_BLOCK, s = (largest magnitude)/7 and
+ *                      integers of at most 7 in magnitude, two in a byte, the first one in the low
+ *                      half
  *   sparse             of any dtype, ACCUMULATE only: some elements of the range, each its index in
  *                      it (uint32) and its value; indices ascend. The others stay as they are */
 enum smb_wire {
@@ -99,9 +102,10 @@ enum smb_wire {
     SMB_WIRE_BFLOAT16 = 1,
     SMB_WIRE_FLOAT16 = 2,
     SMB_WIRE_INT8 = 3,
-    SMB_WIRE_SPARSE = 4
+    SMB_WIRE_SPARSE = 4,
+    SMB_WIRE_INT4 = 5
 };
-enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INDEX_BYTES = 4 };
+enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INT4_BLOCK = 64, SMB_WIRE_INDEX_BYTES = 4 };
 
 /* An optimizer's step with weights b, a gradient g and its state m, v, all float32. With g' =
  * scale*g + weight_decay*b (the last term left out where weight_decay is 0), each step below
@@ -260,7 +264,7 @@ int smb_rule_accepts(int rule, const struct smb_hyper *hyper);
  * overlap. */
 int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count,
                     const struct smb_hyper *hyper);
-/* Whether it is one of bfloat16, float16 and int8. */
+/* Whether it is one of bfloat16, float16, int8 and int4. */
 int smb_wire_is_dense(int wire);
 /* Bytes that count float32 elements take on the way; 0 for a number that is no enum smb_wire. */
 uint64_t smb_wire_bytes(int wire, uint64_t count);
@@ -502,6 +506,7 @@ void smb_server_end_session(struct smb_server *server, uint64_t session);
  * ended. */
 void smb_server_know_ended(struct smb_server *server, bool all);
 /* Segments with two copies: docs/decisions/0025. */
+enum { SMB_SERVER_NAME_BYTES = 65 /* a memory server's name, and its end */ };
 enum smb_replica_role { SMB_REPLICA_NONE = 0, SMB_REPLICA_PRIMARY = 1, SMB_REPLICA_BACKUP = 2 };
 /* Lanes from here on are of one such segment each. */
 enum { SMB_LANE_OF_SEGMENTS = 256 };
@@ -514,15 +519,17 @@ struct smb_replica_status {
     uint32_t broken_ms;   /* for how long the two have had no connection that works; 0: they have */
     uint64_t unconfirmed; /* changes */
     uint64_t queued_bytes;
+    int refused; /* primary: the status with which the last connection ended; SMB_OK: none such */
 };
 /* As smb_server_create_segment, of one of them: nobody is let in until it has a role. */
 int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
                               uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes);
 /* Its role from an epoch on; an older one than is known is left. `paired`: the primary of a
- * segment that has a backup, or (`copying`) one that gets it: smb_server_copy. SMB_INVALID:
- * it cannot have a backup without being copied. */
+ * segment that has a backup, or (`copying`) one that gets it: smb_server_copy. `peer`: the name of
+ * the server of the other copy; a guarded backup takes changes from that server alone.
+ * SMB_INVALID: it cannot have a backup without being copied, or the name is too long. */
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
-                           bool paired, bool copying);
+                           bool paired, bool copying, const char *peer);
 /* Sends about so many bytes more to the new backup. SMB_OK: *copied of *total bytes went there so
  * far. SMB_BUSY: nothing can be sent now; waits a little before it says so. SMB_EXISTS: all is
  * there and confirmed. SMB_STALE_EPOCH: that copy is not wanted any more, or was given up. */
@@ -537,9 +544,11 @@ int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch);
 /* Until when this server may take itself for the primary unasked: of CLOCK_BOOTTIME. */
 void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
 /* To the primary: a connected stream socket to the backup's data address, which is the engine's
- * from here on, also if this fails; and that server's instance. */
+ * from here on, also if this fails; and that server's instance. With `tls` it goes inside TLS, to
+ * the server whose certificate is for the name `expected`, and to no other. SMB_DENIED: a guarded
+ * server feeds nobody without TLS. */
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
-                    uint64_t instance);
+                    uint64_t instance, struct smb_tls *tls, const char *expected);
 /* Requests that wait for the backup are sent elsewhere. */
 int smb_server_suspend(struct smb_server *server, uint64_t id);
 /* Waits until roles or connections have changed since they were at `seen`; returns where they are
@@ -651,6 +660,9 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
  * the link is closed. Not at the same time as smb_link_attach. */
 int smb_link_authorize(struct smb_link *link, const struct smb_token *token, uint32_t timeout_ms,
                        uint64_t *why);
+/* As smb_link_authorize, but shows it from the next connection on. For a link that is about to get
+ * one. SMB_OUT_OF_MEMORY. */
+int smb_link_keep_token(struct smb_link *link, const struct smb_token *token);
 /* 1 unless it was closed, by either side of the library. One whose connection broke is alive: it is
  * waiting for another. */
 int smb_link_alive(struct smb_link *link);

@@ -73,6 +73,8 @@ def main() -> None:
             accuracy = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean()
             alive = sum(worker.alive for worker in smb.train.status(client, "elastic").workers)
             print(f"round {rounds}: {alive} members, {killed} killed, test accuracy {accuracy:.3f}", flush=True)
+            if killed == kills:
+                break
             victim = killed % WORKERS
             workers[victim].kill()
             workers[victim].join()

@@ -154,8 +154,9 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         engine.guard()
     secured = tls.is_on(options.data_tls, options.credentials)
     current = Current(options.credentials) if options.credentials is not None else None
-    if secured and current is not None:
-        leaving.callback(tls.DataTls(engine, current).close)
+    data_tls = tls.DataTls(engine, current) if secured and current is not None else None
+    if data_tls is not None:
+        leaving.callback(data_tls.close)
     data_port = engine.listen_tcp(numeric, port)
     engine.listen_unix(place.socket_path)
     rdma = Rdma(engine, instance_id, None if options.data_tls == tls.ON else options.verbs)
@@ -167,7 +168,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     asked_host, asked_port = check_listen(options.control) if options.control else (host, 0)
     control_host = _numeric(asked_host)
     check_exposure("a memory server", control_host, options.credentials, options.insecure)
-    replication = Replication(engine, options.copy_rate)
+    replication = Replication(engine, options.copy_rate, data_tls.now if data_tls is not None else None)
     leaving.callback(replication.close)
 
     def forget(segment_id: int) -> None:

@@ -98,6 +98,7 @@ class ReplicaStatus:
     broken_ms: int
     unconfirmed: int
     queued_bytes: int
+    refused: str  # why the last connection to the backup ended; empty: it has not
 
 
 class CopyState(Enum):
@@ -304,11 +305,12 @@ class Engine:
         """Have its lock's next token be higher than this one. Raises NotFoundError, InvalidArgumentError."""
         _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
 
-    def set_replica(self, segment_id: int, epoch: int, role: int, *, paired: bool, copying: bool = False) -> None:
-        """Give this server its role in such a segment, from that epoch on. `copying`: its backup is to be copied to.
-        Raises NotFoundError, InvalidArgumentError.
+    def set_replica(self, segment_id: int, epoch: int, role: int, peer: str, *, copying: bool = False) -> None:
+        """Give this server its role in such a segment, from that epoch on. `peer`: the server of the other copy; empty:
+        there is none. `copying`: its backup is to be copied to. Raises NotFoundError, InvalidArgumentError.
         """
-        status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, paired, copying)
+        name = peer.encode()
+        status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, bool(peer), copying, name)
         _check(status, f"take a role in {segment_id:016x}")
 
     def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyState, int, int]:
@@ -338,11 +340,17 @@ class Engine:
         """Say until when nobody else is made the primary of what this server has, on the clock that runs in sleep."""
         lib.smb_server_serve_until(self._server, int(boot_s * 1e9))
 
-    def feed(self, segment_id: int, epoch: int, fd: int, instance_id: int) -> None:
+    def feed(
+        self, segment_id: int, epoch: int, fd: int, instance_id: int, tls: Tls | None = None, expected: str = ""
+    ) -> None:
         """Forward changes over a socket that is connected to the backup, which is the engine's from here on, also if
-        this fails. Raises NotFoundError, UnavailableError.
+        this fails. `tls`: inside it, to the server whose certificate is for the name `expected`. Raises NotFoundError,
+        UnavailableError.
         """
-        status = lib.smb_server_feed(self._server, segment_id, epoch, fd, instance_id)
+        inside = tls.pointer if tls is not None else ffi.NULL
+        status = lib.smb_server_feed(
+            self._server, segment_id, epoch, fd, instance_id, inside, expected.encode() if tls is not None else ffi.NULL
+        )
         _check(status, f"forward changes of {segment_id:016x}")
 
     def suspend(self, segment_id: int) -> None:
@@ -368,7 +376,7 @@ class Engine:
         return [
             ReplicaStatus(
                 each.segment, each.epoch, each.role, bool(each.paired), bool(each.dialled), each.broken_ms,
-                each.unconfirmed, each.queued_bytes,
+                each.unconfirmed, each.queued_bytes, status_name(each.refused) if each.refused else "",
             )
             for each in raw[0:found]
         ]  # fmt: skip

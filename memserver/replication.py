@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable
 from memserver.copier import Copier
 from memserver.engine import Engine, ReplicaStatus
 from smb.config.parse import parse_address
+from smb.engine import Status, Tls, status_name
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
+from smb.security.credentials import server_name
 
 PRIMARY, BACKUP = 1, 2
 LOOK_S = 0.05  # while something is broken
@@ -29,15 +31,21 @@ SILENT_MS = 2000  # a backup's host that acknowledges nothing for so long is tak
 TOLD_MAX = 4096
 COPIES_TOLD_MAX = 256  # the coordinator has a server make a few at a time
 
+_NOT_TAKEN = frozenset(map(status_name, (Status.DENIED, Status.UNTRUSTED)))
+
 _log = logging.getLogger("memserver")
 
 
 class Replication:
     """`close` it. Methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, copy_rate: int = 0) -> None:
-        """`copy_rate`: bytes per second that new copies take; 0: as many as the network does."""
+    def __init__(self, engine: Engine, copy_rate: int = 0, shown: Callable[[], Tls | None] | None = None) -> None:
+        """`copy_rate`: bytes per second that new copies take; 0: as many as the network does. `shown`: returns what is
+        shown to backups, inside TLS; None: there are no credentials, or data goes without TLS.
+        """
         self._engine = engine
+        self._shown = shown
+        self._complained: dict[int, str] = {}  # by segment: what was said of its backup last
         self._lock = threading.Lock()
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
@@ -56,9 +64,7 @@ class Replication:
                 self._confirm(part)
                 continue
             try:
-                self._engine.set_replica(
-                    part.segment_id, part.epoch, part.role, paired=bool(part.peer), copying=part.copying
-                )
+                self._engine.set_replica(part.segment_id, part.epoch, part.role, part.peer, copying=part.copying)
             except NotFoundError:  # not here, or not yet
                 continue
             except InvalidArgumentError as error:
@@ -94,6 +100,7 @@ class Replication:
         """It was dropped."""
         with self._lock:
             self._parts.pop(segment_id, None)
+            self._complained.pop(segment_id, None)
         self._copier.forget(segment_id)
 
     def serve_until(self, boot_s: float) -> None:
@@ -157,6 +164,7 @@ class Replication:
             if status.role == PRIMARY and not status.paired:
                 continue  # a copy that was given up
             works = works and status.broken_ms == 0
+            self._complain(part, status)
             if status.role == PRIMARY and not status.dialled and part.data_address not in unreachable:
                 self._dial(part, status, unreachable)
             if part.copying and status.broken_ms >= COPY_BROKEN_MS and self._copier.give_up(part.segment_id):
@@ -167,6 +175,21 @@ class Replication:
                     # Neither the backup nor the coordinator says that it is ours: clients may know better.
                     self._engine.suspend(status.segment_id)
         return broken, works
+
+    def _complain(self, part: pb.Replica, status: ReplicaStatus) -> None:
+        """Say once that the backup does not take us: that does not pass as a broken connection does."""
+        why = status.refused if status.broken_ms and status.refused in _NOT_TAKEN else ""
+        with self._lock:
+            before = self._complained.get(part.segment_id, "")
+            self._complained[part.segment_id] = why
+        if why and why != before:
+            _log.warning(
+                "segment %016x: memory server %s at %s does not take changes of it from here: %s",
+                part.segment_id,
+                part.peer,
+                part.data_address,
+                why,
+            )
 
     def _dial(self, part: pb.Replica, status: ReplicaStatus, unreachable: set[str]) -> None:
         try:
@@ -179,6 +202,9 @@ class Replication:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
         connection.setblocking(False)
         try:
-            self._engine.feed(status.segment_id, status.epoch, connection.detach(), part.instance_id)
+            tls = self._shown() if self._shown is not None else None
+            self._engine.feed(
+                status.segment_id, status.epoch, connection.detach(), part.instance_id, tls, server_name(part.peer)
+            )
         except Error as error:
             _log.debug("%s", error)

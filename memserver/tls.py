@@ -30,6 +30,7 @@ class DataTls:
         self._engine = engine
         self._current = current
         self._used: Credentials | None = None
+        self._tls: Tls | None = None
         self._complained = ""
         self._look()
         self._stop = threading.Event()
@@ -41,11 +42,16 @@ class DataTls:
         self._stop.set()
         self._thread.join()
 
+    def now(self) -> Tls | None:
+        """Return what this server shows to others."""
+        return self._tls
+
     def _look(self) -> None:
         found = self._current.now()
         if found is not self._used:
-            self._engine.use_tls(Tls(found.ca, found.certificate, found.key))
-            self._used = found
+            tls = Tls(found.ca, found.certificate, found.key)
+            self._engine.use_tls(tls)
+            self._used, self._tls = found, tls
 
     def _watch(self) -> None:
         while not self._stop.wait(LOOK_S):

@@ -81,7 +81,7 @@ def read(address: str, count: int, near: str) -> None:
             generation = 0
             while True:
                 nearest.wait(generation + 1, None)
-                generation = nearest.read(memory, generation)
+                generation = nearest.read(lambda buffer, _: buffer.read_version(memory), generation)
                 told = {"generation": generation, "at": time.monotonic(), "sum": int(memory.sum(dtype=np.uint64))}
                 with telling:
                     print(json.dumps(told | {"from": nearest.buffer().name}), flush=True)

@@ -26,6 +26,7 @@ from smb.engine import (
     PartState,
     Request,
     Window,
+    address_of,
     direct,
     memory_of,
 )
@@ -78,13 +79,14 @@ class Buffer:
     With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
     LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
 
-    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16" or "int8", of a call or, from
-    create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in float32
-    where the memory is. Values are rounded over shared memory too, so that a result does not depend on the path. Types
-    bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x| (float16: at most
-    2**-25 below 2**-14, and infinity from 65520 on). Type int8 sends blocks of 256 elements, counted from the start of
-    each chunk or of the range: s = max|x|/127 and the integers nearest to x/s. The error is at most max|x|/254 of the
-    block, and a little more by the rounding of s. A block with an infinity or NaN arrives as NaN.
+    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16", "int8" or "int4", of a call or,
+    from create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in
+    float32 where the memory is. Values are rounded over shared memory too, so that a result does not depend on the
+    path. Types bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x|
+    (float16: at most 2**-25 below 2**-14, and infinity from 65520 on). Type int8 sends blocks of 256 elements, counted
+    from the start of each chunk or of the range: s = max|x|/127 and the integers nearest to x/s. The error is at most
+    max|x|/254 of the block, and a little more by the rounding of s. A block with an infinity or NaN arrives as NaN.
+    Type int4 does so with blocks of 64 and s = max|x|/7: the error is at most max|x|/14. It wants an ErrorFeedback.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_place")  # `_place` is where direct methods look
@@ -131,7 +133,7 @@ class Buffer:
 
     @property
     def wire(self) -> str:
-        """How its elements travel unless a call says: "exact", "bfloat16", "float16" or "int8"."""
+        """How its elements travel unless a call says: "exact", "bfloat16", "float16", "int8" or "int4"."""
         return self._dispatcher.info.wire
 
     @property
@@ -374,11 +376,22 @@ class Buffer:
                         account.settled = True
             raise
 
-    def accumulate_from(self, other: Buffer, *, op: str = "sum", scale: float = 1.0, fence: Lock | None = None) -> None:
+    def accumulate_from(
+        self,
+        other: Buffer,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        offset: int = 0,
+        count: int | None = None,
+        fence: Lock | None = None,
+    ) -> None:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
-        `other` has the same placement: create one of the two with like= the other.
+        `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
+        `offset` on (default: all).
         """
+        offset, count = self._arguments.range(offset, count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
         self._check_beside(other, "accumulate_from")
         if other.info.versions > 1:
@@ -386,7 +399,8 @@ class Buffer:
                 f"{self._arguments.asked('accumulate_from')}: {other!r} has several copies that take turns; "
                 f"read() it and accumulate"
             )
-        request = Request(Opcode.ACCUMULATE_FROM, 0, self.nbytes, op=number, scale=scale)
+        itemsize = self._arguments.itemsize
+        request = Request(Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=number, scale=scale)
         self._dispatcher.call(request, fence=fence, others=(other._dispatcher,))
 
     def apply(
@@ -400,6 +414,7 @@ class Buffer:
         **hyper: float,
     ) -> None:
         """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
+        Of each, the `count` elements from `offset` on (default: all).
 
         All are float32 and have the same placement: create them with like= one of them. `state` starts as zeros, and is
         the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
@@ -692,6 +707,9 @@ class Buffer:
         offset, count = self._arguments.range(offset, count, "accumulate")
         result, sink = self._fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
+        if out is not None and abs(address_of(sink) - address_of(place)) < nbytes:
+            # What is sent again after a broken connection would be the answer.
+            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= shares memory with the array")
         request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
         return request, result, owner
 

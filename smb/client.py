@@ -193,7 +193,7 @@ class Client:
         another server: any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes
         twice the memory and, for changes, one more round trip; all goes through the servers, on the same host too. Such
         a buffer has no locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel
-        where a call does not say: "exact" (default), or for float32 "bfloat16", "float16" or "int8", see Buffer; like=
+        where a call does not say: "exact" (default), or for float32 one of those that Buffer's docstring has; like=
         takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
         keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
         opened by exist_ok=True has the metadata that it was created with.

@@ -36,6 +36,10 @@
 
 enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
 
+/* A server tells what it can do beyond the first version, in `length` of its answer to HELLO. Older
+ * ones send 0. */
+enum smb_feature { SMB_FEATURE_INT4 = 1 << 0, SMB_FEATURES = SMB_FEATURE_INT4 };
+
 enum smb_frame_flag {
     SMB_FLAG_REPLY = 1 << 0,
     SMB_FLAG_FETCH = 1 << 1, /* accumulate: send the new values back */

@@ -52,6 +52,8 @@ struct tls {
     uint32_t left_start, left_end; /* encrypted, for the socket */
     uint8_t *left;
     char expected[NAME_BYTES];
+    char
+        server[SMB_SERVER_NAME_BYTES]; /* whom the peer's certificate is for, if it is a server's */
     char why[SMB_WHY_BYTES];
 };
 
@@ -59,11 +61,13 @@ struct tls {
 
 static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
 static const char *const user_roles[] = {"client", "reader", "operator"};
+static const char server_role[] = "server";
 
 /* The names in a certificate. */
 struct shown {
     int roles; /* how many it has; those that are too long, or not printable, count, too */
     char role[32];
+    int names; /* likewise */
     char name[NAME_BYTES];
     bool is_expected;
 };
@@ -101,8 +105,8 @@ static void read_names(X509 *certificate, const char *expected, struct shown *sh
         if (name->type == GEN_URI) {
             shown->roles += take_after(role_uri, name->d.uniformResourceIdentifier, shown->role,
                                        sizeof shown->role);
-            take_after(name_uri, name->d.uniformResourceIdentifier, shown->name,
-                       sizeof shown->name);
+            shown->names += take_after(name_uri, name->d.uniformResourceIdentifier, shown->name,
+                                       sizeof shown->name);
         } else if (name->type == GEN_DNS) {
             char host[NAME_BYTES];
             const ASN1_IA5STRING *text = name->d.dNSName;
@@ -115,12 +119,25 @@ static void read_names(X509 *certificate, const char *expected, struct shown *sh
     GENERAL_NAMES_free(names);
 }
 
+static bool is_server(const struct shown *shown)
+{
+    return shown->roles == 1 && strcmp(shown->role, server_role) == 0;
+}
+
 static bool may_use(const struct shown *shown)
 {
     for (size_t i = 0; i < sizeof user_roles / sizeof *user_roles; i++)
         if (shown->roles == 1 && strcmp(shown->role, user_roles[i]) == 0)
             return true;
     return false;
+}
+
+/* A memory server may connect to another one under a name that is its alone. */
+static bool take_server(struct tls *tls, const struct shown *shown)
+{
+    if (!is_server(shown) || shown->names != 1 || !shown->name[0] || strcmp(shown->name, "?") == 0)
+        return false;
+    return take_text(shown->name, strlen(shown->name), tls->server, sizeof tls->server);
 }
 
 /* Called for each certificate of the chain, the peer's own last. */
@@ -132,9 +149,8 @@ static int verify(int good, X509_STORE_CTX *chain)
         return 1;
     struct shown shown;
     read_names(X509_STORE_CTX_get0_cert(chain), tls->expected, &shown);
-    if (good &&
-        (tls->serves ? may_use(&shown)
-                     : shown.roles == 1 && strcmp(shown.role, "server") == 0 && shown.is_expected))
+    if (good && (tls->serves ? may_use(&shown) || take_server(tls, &shown)
+                             : is_server(&shown) && shown.is_expected))
         return 1;
     if (!good) {
         snprintf(tls->why, sizeof tls->why,
@@ -435,6 +451,11 @@ void tls_end(struct tls *tls)
 size_t tls_unsent_bytes(const struct tls *tls)
 {
     return tls->left_end - tls->left_start;
+}
+
+const char *tls_server_name(const struct tls *tls)
+{
+    return tls->greeted ? tls->server : "";
 }
 
 const char *tls_why(const struct tls *tls)

@@ -2,8 +2,9 @@
  * knows OpenSSL.
  *
  * Both ends show a certificate of one authority. A server takes certificates of roles that may use
- * data. A client takes the certificate of the memory server that it names, and no other.
- * smb/security/credentials.py and smb/security/roles.py say what stands in them.
+ * data, and those of memory servers, which tls_server_name tells apart. A client takes the
+ * certificate of the memory server that it names, and no other. smb/security/credentials.py and
+ * smb/security/roles.py say what stands in them.
  *
  * Bytes go straight between OpenSSL and the caller's memory. Below OpenSSL are send and recv of our
  * own: what OpenSSL has encrypted is always taken, and what the socket does not take of it is kept
@@ -47,6 +48,8 @@ ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count);
 /* Of what tls_write took so much has not gone, encrypted: tls_write, of nothing as well, goes on
  * with it. */
 size_t tls_unsent_bytes(const struct tls *tls);
+/* Once the handshake is done, at a server: which memory server the peer is. Empty: it is none. */
+const char *tls_server_name(const struct tls *tls);
 /* The error as text. Empty: none, or one of the network. */
 const char *tls_why(const struct tls *tls);
 

@@ -13,7 +13,7 @@
 
 static int shake_hands(const struct channel *channel, const struct smb_client *client,
                        uint16_t lane, struct until until, struct access_connection *proof,
-                       uint64_t *identity)
+                       uint64_t *identity, uint32_t *features)
 {
     struct smb_frame hello = {.opcode = SMB_HELLO,
                               .flags = client_frame_flags(client),
@@ -35,6 +35,7 @@ static int shake_hands(const struct channel *channel, const struct smb_client *c
                                         .session = client->session,
                                         .lane = lane};
     *identity = reply.argument;
+    *features = reply.length;
     return SMB_OK;
 }
 
@@ -43,10 +44,11 @@ static int greet(struct smb_client *client, struct channel *channel, int status,
                  struct until until, struct smb_link **link, uint64_t *instance)
 {
     uint64_t identity = 0;
+    uint32_t features = 0;
     struct access_connection proof = {0};
     struct smb_link *made = NULL;
     if (status == SMB_OK)
-        status = shake_hands(channel, client, lane, until, &proof, &identity);
+        status = shake_hands(channel, client, lane, until, &proof, &identity, &features);
     *instance = proof.instance;
     if (status == SMB_OK && !(made = calloc(1, sizeof *made)))
         status = SMB_OUT_OF_MEMORY;
@@ -55,6 +57,7 @@ static int greet(struct smb_client *client, struct channel *channel, int status,
     made->client = client_retain(client);
     made->id = atomic_fetch_add(&client->links_made, 1) + 1;
     made->identity = identity;
+    atomic_store_explicit(&made->features, features, memory_order_relaxed);
     made->proof = proof;
     made->references = 1;
     made->channel = *channel;
@@ -149,9 +152,11 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
                      uint64_t accept_instance, struct until until, uint64_t *instance)
 {
     uint64_t identity = 0;
+    uint32_t features = 0;
     struct access_connection proof = {0};
     bool proven;
-    int status = shake_hands(channel, link->client, link->lane, until, &proof, &identity);
+    int status = shake_hands(channel, link->client, link->lane, until, &proof, &identity,
+                             &features);
     *instance = proof.instance;
     if (status == SMB_OK && identity != link->identity && *instance != accept_instance)
         status = SMB_NOT_FOUND;
@@ -175,6 +180,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     link->trusted |= proven;
     pthread_mutex_unlock(&link->client->mutex);
     link->identity = identity;
+    atomic_store_explicit(&link->features, features, memory_order_relaxed);
     atomic_store(&link->fresh_by_reference, by_reference);
     struct channel *older = atomic_exchange(&link->fresh, fresh);
     if (older)

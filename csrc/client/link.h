@@ -36,6 +36,8 @@ struct smb_link {
     struct smb_client *client;
     uint64_t id;
     uint64_t identity; /* of the server's memory */
+    /* enum smb_feature, of the server of its newest connection; written by who connects */
+    _Atomic uint32_t features;
     _Atomic uint32_t references;
     _Atomic bool closing;            /* asked for by its owner; the progress thread does it */
     struct channel *_Atomic fresh;   /* a new connection, handed over; NULL: none */

@@ -98,6 +98,14 @@ static int keep_token(struct smb_link *link, const struct smb_token *token)
     return SMB_OK;
 }
 
+int smb_link_keep_token(struct smb_link *link, const struct smb_token *token)
+{
+    pthread_mutex_lock(&link->client->mutex);
+    int status = keep_token(link, token);
+    pthread_mutex_unlock(&link->client->mutex);
+    return status;
+}
+
 /* As any other request, on the connection of now. If that is another one when it arrives, it was
  * shown there already, or is proved once more. */
 static int show_now(struct smb_link *link, const struct smb_token *token,

@@ -148,6 +148,26 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
     return true;
 }
 
+/* Every server of the range knows how the request's elements travel: an older one would close the
+ * connection, time after time. */
+static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_request *request,
+                          uint32_t *without)
+{
+    if (request->wire != SMB_WIRE_INT4)
+        return true;
+    for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
+        struct smb_cursor cursor = smb_cursor_make(&buffer->layout, i, request->offset,
+                                                   request->bytes);
+        const struct smb_link *link = buffer->places[i].link;
+        if (cursor.position < cursor.end && !buffer->places[i].segment && link &&
+            !(atomic_load_explicit(&link->features, memory_order_relaxed) & SMB_FEATURE_INT4)) {
+            *without = i;
+            return false;
+        }
+    }
+    return true;
+}
+
 void transfer_add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 {
     struct smb_unknown **end = &sum->unknown;
@@ -347,6 +367,8 @@ int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
 {
     if (!places_are_set(buffer, request, &outcome->segment))
         return outcome->status = SMB_INVALID;
+    if (!wire_is_known(buffer, request, &outcome->segment))
+        return outcome->status = SMB_VERSION;
     /* All but the streams at hand, which are 1 KiB and written when they are used. */
     transfer->call = (struct call){
         .outcome = outcome, .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};

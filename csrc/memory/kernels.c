@@ -4,6 +4,7 @@
  * Invariant: the same bits on every path, and the bits that numpy gives (ml_dtypes for bfloat16);
  * only the sign and payload of a NaN may differ. Hence no fused multiply-add (-ffp-contract=off)
  * and no reassociation. */
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -102,6 +103,8 @@ static uint16_t double_to_float16(double value)
     }
     return float_to_float16(narrow);
 }
+
+enum { INT4_BLOCK_BYTES = 4 + SMB_WIRE_INT4_BLOCK / 2 };
 
 /* GCC and clang say "this target from here on" in different words. */
 #if defined(__clang__)
@@ -374,7 +377,8 @@ int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint
 
 int smb_wire_is_dense(int wire)
 {
-    return wire == SMB_WIRE_BFLOAT16 || wire == SMB_WIRE_FLOAT16 || wire == SMB_WIRE_INT8;
+    return wire == SMB_WIRE_BFLOAT16 || wire == SMB_WIRE_FLOAT16 || wire == SMB_WIRE_INT8 ||
+           wire == SMB_WIRE_INT4;
 }
 
 uint64_t smb_wire_bytes(int wire, uint64_t count)
@@ -384,6 +388,10 @@ uint64_t smb_wire_bytes(int wire, uint64_t count)
     case SMB_WIRE_BFLOAT16:
     case SMB_WIRE_FLOAT16: return 2 * count;
     case SMB_WIRE_INT8: return count + 4 * ((count + SMB_WIRE_BLOCK - 1) / SMB_WIRE_BLOCK);
+    case SMB_WIRE_INT4: {
+        uint64_t rest = count % SMB_WIRE_INT4_BLOCK;
+        return count / SMB_WIRE_INT4_BLOCK * INT4_BLOCK_BYTES + (rest ? 4 + (rest + 1) / 2 : 0);
+    }
     default: return 0;
     }
 }
@@ -408,7 +416,8 @@ int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, u
 int smb_kernel_round(int wire, const void *from_, uint64_t count, uint64_t offset,
                      uint32_t chunk_bytes, void *to_)
 {
-    enum { BLOCK = 4 * SMB_WIRE_BLOCK }; /* whole blocks, from each piece's start */
+    /* whole blocks, of int4 too, from each piece's start */
+    enum { BLOCK = 4 * SMB_WIRE_BLOCK };
     const float *from = from_;
     float *to = to_;
     uint16_t encoded[BLOCK];

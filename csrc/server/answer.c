@@ -7,6 +7,7 @@
 #include "base/clock.h"
 #include "base/failpoint.h"
 #include "server/counters.h"
+#include "server/handshake.h"
 #include "server/loop.h"
 #include "server/output.h"
 #include "server/read.h"
@@ -222,6 +223,20 @@ void answer_put_late(struct connection *connection)
     }
 }
 
+/* With credentials: only the server that the coordinator has named may change the copy here. It
+ * speaks for the lane from here on, and is asked once more after that: a change of roles meanwhile
+ * either fences the connection, or is seen here. */
+static bool take_feeder(struct connection *connection, struct replica *replica)
+{
+    uint32_t epoch = connection->request.frame.epoch;
+    const char *name = connection->channel.tls ? tls_server_name(connection->channel.tls) : "";
+    if (!replica_is_peer(replica, epoch, name))
+        return false;
+    if (!connection->proven)
+        handshake_speak_for_lane(connection);
+    return replica_is_peer(replica, epoch, name);
+}
+
 /* From the primary: its changes come over this connection; later: whether this is still the
  * backup. */
 static enum step answer_feed(struct connection *connection)
@@ -229,10 +244,13 @@ static enum step answer_feed(struct connection *connection)
     struct gate_request *request = &connection->request;
     if (!request->fed || connection->session != request->frame.segment)
         return connection_refuse(connection, SMB_PROTOCOL);
+    struct replica *replica = served_of(request->segment)->replica;
     if (!connection->feeds) {
+        if (connection->loop->server->guarded && !take_feeder(connection, replica))
+            return handshake_refuse(connection, &request->frame, SMB_DENIED);
         connection->feeds = true;
-        connection->feeds_segment = request->frame.segment;
-        replica_feed_begins(served_of(request->segment)->replica, connection);
+        connection->feeds_segment = request->feeds = request->frame.segment;
+        replica_feed_begins(replica, connection);
     }
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     output_put(connection, &reply);

@@ -1,12 +1,7 @@
 #include "server/feed.h"
 
-#include <errno.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
-#include "base/channel.h"
 #include "base/clock.h"
 
 enum {
@@ -21,7 +16,7 @@ enum {
 
 void feed_create(struct feed *feed)
 {
-    *feed = (struct feed){.fd = -1, .broken_ns = smb_now_ns()};
+    *feed = (struct feed){.channel.fd = -1, .broken_ns = smb_now_ns()};
 }
 
 static void free_all(struct forward *forward)
@@ -35,8 +30,7 @@ static void free_all(struct forward *forward)
 
 void feed_destroy(struct feed *feed)
 {
-    if (feed->fd >= 0)
-        close(feed->fd);
+    channel_close(&feed->channel);
     free_all(feed->first);
     free_all(feed->spare);
 }
@@ -121,7 +115,8 @@ void feed_clear(struct feed *feed)
 
 /* ---- the connection -------------------------------------------------------------------------- */
 
-void feed_connect(struct feed *feed, int fd, uint64_t segment, uint32_t epoch, uint64_t instance)
+void feed_connect(struct feed *feed, struct channel channel, uint64_t segment, uint32_t epoch,
+                  uint64_t instance)
 {
     feed_disconnect(feed);
     struct smb_frame hello = {
@@ -134,16 +129,15 @@ void feed_connect(struct feed *feed, int fd, uint64_t segment, uint32_t epoch, u
     smb_frame_encode(&hello, feed->greeting);
     smb_frame_encode(&begin, feed->greeting + SMB_FRAME_BYTES);
     feed->instance = instance;
-    feed->fd = fd;
+    feed->channel = channel;
+    feed->refused = SMB_OK;
 }
 
 void feed_disconnect(struct feed *feed)
 {
-    if (feed->fd >= 0)
-        close(feed->fd);
+    channel_close(&feed->channel);
     if (feed->broken_ns == 0)
         feed->broken_ns = smb_now_ns();
-    feed->fd = -1;
     feed->greeting_sent = feed->greeting_answered = 0;
     feed->in_have = 0;
     feed->unsent = feed->first;
@@ -152,9 +146,33 @@ void feed_disconnect(struct feed *feed)
         sent->frame[FLAGS_AT] |= SMB_FLAG_RETRY;
 }
 
+static void fail(struct feed *feed, int status)
+{
+    feed->refused = status;
+    feed_disconnect(feed);
+}
+
+/* Whether frames may go: both ends have shown who they are. */
+static bool is_secured(struct feed *feed)
+{
+    if (!feed->channel.tls)
+        return feed_is_dialled(feed);
+    int status = tls_handshake(feed->channel.tls);
+    if (status != SMB_OK && status != SMB_BUSY)
+        fail(feed, status);
+    return status == SMB_OK;
+}
+
+/* The socket is gone. Inside TLS the other end may have said that it does not take us. */
+static void lose(struct feed *feed)
+{
+    bool refused = feed->channel.tls && tls_why(feed->channel.tls)[0];
+    fail(feed, refused ? SMB_UNTRUSTED : SMB_LINK_LOST);
+}
+
 void feed_send(struct feed *feed)
 {
-    while (feed->fd >= 0) {
+    while (is_secured(feed)) {
         struct iovec parts[SEND_PARTS];
         int count = 0;
         if (feed->greeting_sent < GREETING_BYTES)
@@ -166,15 +184,16 @@ void feed_send(struct feed *feed)
             at->was_sent = true;
             skip = 0;
         }
-        if (count == 0)
+        if (count == 0 && channel_unsent_bytes(&feed->channel) == 0)
             return;
-        struct channel channel = {.fd = feed->fd};
-        ssize_t done = channel_write(&channel, parts, count);
+        ssize_t done = channel_write(&feed->channel, parts, count);
         if (done < 0) {
             if (channel_failed(done))
-                feed_disconnect(feed);
+                lose(feed);
             return; /* epoll tells when there is room */
         }
+        if (count == 0 && channel_unsent_bytes(&feed->channel) > 0)
+            return; /* likewise */
         uint64_t left = (uint64_t)done;
         uint32_t greeting = GREETING_BYTES - feed->greeting_sent;
         uint32_t of_greeting = left < greeting ? (uint32_t)left : greeting;
@@ -193,44 +212,45 @@ void feed_send(struct feed *feed)
     }
 }
 
-/* *confirmed: what it confirms, taken out; NULL: it answers our greeting. false: the other end does
- * not take us, or does not speak our protocol. */
-static bool take_answer(struct feed *feed, struct forward **confirmed)
+/* *confirmed: what it confirms, taken out; NULL: it answers our greeting. Else why the other end
+ * does not take us, or SMB_PROTOCOL. */
+static int take_answer(struct feed *feed, struct forward **confirmed)
 {
     struct smb_frame reply;
     *confirmed = NULL;
-    if (smb_frame_parse(feed->in, &reply) != SMB_OK || !(reply.flags & SMB_FLAG_REPLY) ||
-        reply.status != SMB_OK)
-        return false;
+    if (smb_frame_parse(feed->in, &reply) != SMB_OK || !(reply.flags & SMB_FLAG_REPLY))
+        return SMB_PROTOCOL;
+    if (reply.status != SMB_OK)
+        return reply.status;
     if (feed->greeting_answered < FEED_GREETING_FRAMES) {
         if (reply.opcode == SMB_HELLO && reply.segment != feed->instance)
-            return false;
+            return SMB_NOT_FOUND; /* another run of it */
         if (++feed->greeting_answered == FEED_GREETING_FRAMES)
             feed->broken_ns = 0;
-        return true;
+        return SMB_OK;
     }
     struct smb_frame asked;
     /* Our own frame: it parses. */
     if (!feed->first || feed->first == feed->unsent ||
         smb_frame_parse(feed->first->frame, &asked) != SMB_OK || reply.opcode != asked.opcode ||
         reply.sequence != asked.sequence || reply.session != asked.session)
-        return false;
+        return SMB_PROTOCOL;
     *confirmed = feed->first;
     feed->first = feed->first->next;
     if (!feed->first)
         feed->last = NULL;
-    return true;
+    return SMB_OK;
 }
 
 struct forward *feed_receive(struct feed *feed)
 {
-    while (feed->fd >= 0) {
-        ssize_t done = recv(feed->fd, feed->in + feed->in_have, SMB_FRAME_BYTES - feed->in_have,
-                            MSG_DONTWAIT);
-        if (done < 0 && (errno == EAGAIN || errno == EINTR))
+    while (is_secured(feed)) {
+        struct iovec part = {feed->in + feed->in_have, SMB_FRAME_BYTES - feed->in_have};
+        ssize_t done = channel_read(&feed->channel, &part, 1);
+        if (done < 0 && !channel_failed(done))
             break;
         if (done <= 0) {
-            feed_disconnect(feed);
+            lose(feed);
             break;
         }
         feed->in_have += (uint32_t)done;
@@ -238,8 +258,9 @@ struct forward *feed_receive(struct feed *feed)
             continue;
         feed->in_have = 0;
         struct forward *confirmed;
-        if (!take_answer(feed, &confirmed))
-            feed_disconnect(feed);
+        int status = take_answer(feed, &confirmed);
+        if (status != SMB_OK)
+            fail(feed, status);
         else if (confirmed)
             return confirmed;
     }

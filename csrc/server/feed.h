@@ -10,6 +10,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/channel.h"
 #include "base/frame.h"
 
 enum { FEED_GREETING_FRAMES = 2 /* HELLO, REPLICATE */, REPLICA_LANE = 65535 };
@@ -26,7 +27,8 @@ struct forward {
 };
 
 struct feed {
-    int fd; /* -1: none */
+    struct channel channel; /* to the other server, inside TLS where there are credentials */
+    int refused;            /* how the last one ended: smb.h */
     uint64_t instance;
     uint64_t broken_ns; /* since when there is no connection that works; 0: there is */
     uint8_t greeting[FEED_GREETING_FRAMES * SMB_FRAME_BYTES];
@@ -56,8 +58,14 @@ void feed_replace(struct feed *feed, struct forward *forward, const struct smb_f
 /* Breaks the connection; what is queued goes over the next one in that epoch. */
 void feed_enter_epoch(struct feed *feed, uint32_t epoch);
 
-/* Over this socket from here on. The other end is to be that run of its server. */
-void feed_connect(struct feed *feed, int fd, uint64_t segment, uint32_t epoch, uint64_t instance);
+/* Over this channel from here on; a handshake that it needs is done on the way. The other end is to
+ * be that run of its server. */
+void feed_connect(struct feed *feed, struct channel channel, uint64_t segment, uint32_t epoch,
+                  uint64_t instance);
+static inline bool feed_is_dialled(const struct feed *feed)
+{
+    return feed->channel.fd >= 0;
+}
 void feed_disconnect(struct feed *feed);
 /* Nothing of what is queued is to be confirmed any more. */
 void feed_clear(struct feed *feed);

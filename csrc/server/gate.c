@@ -33,16 +33,23 @@ static uint32_t right_for(int opcode)
     }
 }
 
+/* Of a guarded server. Another server's connection has the right to the segment that it feeds, once
+ * REPLICATE has said which one that is; a client's to those of which it has shown a token. */
+static bool has_right(const struct gate_request *request, uint64_t id, uint32_t right)
+{
+    if (request->fed)
+        return request->feeds ? request->feeds == id : request->frame.opcode == SMB_REPLICATE;
+    const struct grant *grant = request->grants ? grants_find(request->grants, id) : NULL;
+    return grant && (grant->rights & right) != 0 && grant->expires_ns > smb_now_ns();
+}
+
 /* Takes a reference to a segment if the connection has this right to it. A connection without the
  * right does not learn whether the segment is here. */
 static int find(struct smb_server *server, const struct gate_request *request, uint64_t id,
                 uint32_t right, struct smb_segment **segment)
 {
-    if (server->guarded) {
-        const struct grant *grant = request->grants ? grants_find(request->grants, id) : NULL;
-        if (!grant || (grant->rights & right) == 0 || grant->expires_ns <= smb_now_ns())
-            return SMB_DENIED;
-    }
+    if (server->guarded && !has_right(request, id, right))
+        return SMB_DENIED;
     struct smb_segment *found = server_find(server, id);
     if (!found)
         return SMB_NOT_FOUND;
@@ -50,18 +57,20 @@ static int find(struct smb_server *server, const struct gate_request *request, u
     return SMB_OK;
 }
 
-/* A token is for the epoch that it was made in. */
+/* A token is for the epoch that it was made in: of two copies, for that of their roles. */
 static bool is_of_epoch(struct smb_server *server, const struct gate_request *request,
                         const struct smb_segment *segment)
 {
     const struct replica *replica = served_of(segment)->replica;
-    if (replica || request->fed)
-        return replica && replica_serves(replica, request->frame.epoch, request->fed);
+    uint32_t epoch = request->frame.epoch;
+    if (request->fed)
+        return replica && replica_serves(replica, epoch, true);
     const struct grant *grant = server->guarded
                                     ? grants_find(request->grants, request->frame.segment)
                                     : NULL;
-    uint32_t epoch = smb_segment_epoch(segment);
-    return request->frame.epoch == epoch && (!server->guarded || (grant && grant->epoch == epoch));
+    return (replica ? replica_serves(replica, epoch, false)
+                    : epoch == smb_segment_epoch(segment)) &&
+           (!server->guarded || (grant && grant->epoch == epoch));
 }
 
 int gate_admit(struct smb_server *server, const struct smb_frame *frame,
@@ -71,6 +80,7 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
                                      .record_hint = request->record_hint,
                                      .grants = request->grants,
                                      .fed = request->fed,
+                                     .feeds = request->feeds,
                                      .begun_ns = request->begun_ns};
     struct smb_segment *segment;
     int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);

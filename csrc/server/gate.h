@@ -25,6 +25,7 @@ struct gate_request {
     bool retried; /* was deferred before */
     /* of a segment with two copies (replica.h) */
     bool fed;                /* from the primary, for its backup */
+    uint64_t feeds;          /* for this segment its connection was taken as its primary's; 0 */
     uint64_t begun_ns;       /* a read: when it came */
     struct forward *forward; /* what is to go to the backup */
     uint64_t order;          /* what its answer waits for; 0: nothing */

@@ -29,7 +29,7 @@ enum step handshake_secure(struct connection *connection)
     return STEP_ON;
 }
 
-static void speak_for_lane(struct connection *connection)
+void handshake_speak_for_lane(struct connection *connection)
 {
     SMB_ASSERT(!connection->proven && connection->loop->not_greeted > 0);
     connection->proven = true;
@@ -38,9 +38,7 @@ static void speak_for_lane(struct connection *connection)
     lanes_enter(connection);
 }
 
-/* The peer learns why before it is closed. */
-static enum step refuse_hello(struct connection *connection, const struct smb_frame *frame,
-                              int status)
+enum step handshake_refuse(struct connection *connection, const struct smb_frame *frame, int status)
 {
     if (connection->out_end + SMALL_REPLY_BYTES <= OUT_BYTES) {
         struct smb_frame reply = smb_frame_reply(frame, status);
@@ -48,6 +46,14 @@ static enum step refuse_hello(struct connection *connection, const struct smb_fr
         output_flush(connection);
     }
     return connection_refuse(connection, status);
+}
+
+/* Of a guarded server: memory servers feed copies, on their lane, and nobody else does. */
+static bool is_of_its_lane(const struct connection *connection, const struct smb_frame *frame)
+{
+    const struct tls *tls = connection->channel.tls;
+    bool is_server = tls && tls_server_name(tls)[0];
+    return is_server == (frame->lane == REPLICA_LANE);
 }
 
 enum step handshake_greet(struct connection *connection, const struct smb_frame *frame)
@@ -58,6 +64,8 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     /* it has not heard of the coordinator yet; the peer tries again */
     if (server->guarded && !access_ready(&server->keys))
         return connection_refuse(connection, SMB_DENIED);
+    if (server->guarded && !is_of_its_lane(connection, frame))
+        return handshake_refuse(connection, frame, SMB_DENIED);
     if (server->guarded &&
         getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
         return connection_refuse(connection, SMB_SYSTEM);
@@ -70,14 +78,15 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     connection->request.fed = frame->lane == REPLICA_LANE;
     /* If tokens are required, a session's name alone must not shut others out. */
     if (!server->guarded)
-        speak_for_lane(connection);
+        handshake_speak_for_lane(connection);
     /* After it is among the lanes: a session that ends meanwhile is either seen here, or fences
      * this connection. */
     if (session_has_ended(server, frame->session))
-        return refuse_hello(connection, frame, SMB_SESSION_ENDED);
+        return handshake_refuse(connection, frame, SMB_SESSION_ENDED);
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
     reply.offset = connection->nonce;
     reply.segment = server->instance;
+    reply.length = SMB_FEATURES;
     reply.argument = server->journal ? journal_identity(server->journal) : server->instance;
     output_put(connection, &reply);
     count_request(connection, NULL, SMB_HELLO, 0, smb_now_ns() - connection->opened_ns);
@@ -100,9 +109,9 @@ enum step handshake_authorize(struct connection *connection, const struct smb_fr
                      ? access_check(&server->keys, &self, frame, payload, &grant, &answer, &why)
                      : SMB_OK;
     if (status == SMB_OK && !connection->proven) {
-        speak_for_lane(connection);
+        handshake_speak_for_lane(connection);
         if (session_has_ended(server, frame->session))
-            return refuse_hello(connection, frame, SMB_SESSION_ENDED);
+            return handshake_refuse(connection, frame, SMB_SESSION_ENDED);
     }
     if (status == SMB_OK && server->guarded)
         status = grants_put(&connection->grants, &grant);
@@ -119,5 +128,5 @@ enum step handshake_authorize(struct connection *connection, const struct smb_fr
 
 enum step handshake_refuse_version(struct connection *connection)
 {
-    return refuse_hello(connection, &(struct smb_frame){.opcode = SMB_HELLO}, SMB_VERSION);
+    return handshake_refuse(connection, &(struct smb_frame){.opcode = SMB_HELLO}, SMB_VERSION);
 }

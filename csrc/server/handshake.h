@@ -12,6 +12,11 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
 /* A token. The first good one also proves the session that HELLO named. */
 enum step handshake_authorize(struct connection *connection, const struct smb_frame *frame,
                               const uint8_t *payload);
+/* It has shown that it may: the connection is the one of its session and lane from here on. */
+void handshake_speak_for_lane(struct connection *connection);
+/* The peer learns why before it is closed. */
+enum step handshake_refuse(struct connection *connection, const struct smb_frame *frame,
+                           int status);
 /* Frames of another version are not understood, so the reply repeats nothing of them. */
 enum step handshake_refuse_version(struct connection *connection);
 

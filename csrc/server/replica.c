@@ -163,7 +163,8 @@ void replica_stop_forwarding(struct replica *replica, int status)
     answer_waiting(replica, UINT64_MAX, status);
 }
 
-static void take_role(struct replica *replica, uint32_t epoch, int role, bool paired, bool copying)
+static void take_role(struct replica *replica, uint32_t epoch, int role, bool paired, bool copying,
+                      const char *peer)
 {
     pthread_mutex_lock(&replica->lock);
     /* Before `paired`: whoever finds it unpaired and a primary takes it for the only copy. */
@@ -181,6 +182,7 @@ static void take_role(struct replica *replica, uint32_t epoch, int role, bool pa
     atomic_store_explicit(&replica->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
     atomic_store_explicit(&replica->yields, false, memory_order_release);
+    strcpy(replica->peer, peer);
     atomic_store_explicit(&replica->epoch, epoch, memory_order_release);
     atomic_store_explicit(&replica->role, role, memory_order_release);
     if (copying && role == SMB_REPLICA_PRIMARY)
@@ -215,8 +217,10 @@ static bool may_take(struct replica *replica, int role_now, int role, bool paire
 }
 
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
-                           bool paired, bool copying)
+                           bool paired, bool copying, const char *peer)
 {
+    if (strnlen(peer, SMB_SERVER_NAME_BYTES) == SMB_SERVER_NAME_BYTES)
+        return SMB_INVALID;
     struct smb_segment *segment;
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
@@ -231,11 +235,11 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
         } else {
             if (role_now == SMB_REPLICA_BACKUP) {
                 /* The old primary's requests here end before another primary's begin. */
-                take_role(replica, epoch, SMB_REPLICA_NONE, false, false);
+                take_role(replica, epoch, SMB_REPLICA_NONE, false, false, "");
                 lanes_fence_session(server, id);
                 FAILPOINT("replica.fenced");
             }
-            take_role(replica, epoch, role, paired, copying);
+            take_role(replica, epoch, role, paired, copying, peer);
         }
     }
     pthread_mutex_unlock(&server->roles_lock);
@@ -528,21 +532,24 @@ void replica_stop_forwarder(struct smb_server *server)
 /* ---- for the control threads ----------------------------------------------------------------- */
 
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
-                    uint64_t instance)
+                    uint64_t instance, struct smb_tls *tls, const char *expected)
 {
     struct smb_segment *segment;
     struct replica *replica = replica_of(server, id, &segment);
+    struct channel channel = {.fd = fd};
     if (!replica) {
-        close(fd);
+        channel_close(&channel);
         return SMB_NOT_FOUND;
     }
-    int status = start_forwarder(server);
+    int status = server->guarded && !tls ? SMB_DENIED : start_forwarder(server);
+    if (status == SMB_OK && tls && !(channel.tls = tls_begin(tls, fd, expected)))
+        status = SMB_OUT_OF_MEMORY;
     pthread_mutex_lock(&replica->lock);
     if (status == SMB_OK && (!is_paired(replica) ||
                              epoch != atomic_load_explicit(&replica->epoch, memory_order_relaxed)))
         status = SMB_STALE_EPOCH;
     if (status == SMB_OK) {
-        feed_connect(&replica->feed, fd, id, epoch, instance);
+        feed_connect(&replica->feed, channel, id, epoch, instance);
         /* Told at each change: a socket that was full and has room again, and each arrival. */
         struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.u64 = id};
         if (epoll_ctl(server->forward_epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
@@ -552,7 +559,7 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
             feed_send(&replica->feed);
         }
     } else {
-        close(fd);
+        channel_close(&channel);
     }
     replica_unlock(replica);
     smb_segment_release(segment);
@@ -614,12 +621,13 @@ static void look_at(void *argument, struct smb_segment *segment)
             .epoch = atomic_load_explicit(&replica->epoch, memory_order_relaxed),
             .role = atomic_load_explicit(&replica->role, memory_order_relaxed),
             .paired = is_paired(replica),
-            .dialled = replica->feed.fd >= 0,
+            .dialled = feed_is_dialled(&replica->feed),
             .broken_ms = replica->feed.broken_ns
                              ? 1 + (uint32_t)((smb_now_ns() - replica->feed.broken_ns) / 1000000U)
                              : 0,
             .unconfirmed = order - atomic_load_explicit(&replica->confirmed, memory_order_relaxed),
-            .queued_bytes = replica->feed.queued_bytes};
+            .queued_bytes = replica->feed.queued_bytes,
+            .refused = replica->feed.refused};
         pthread_mutex_unlock(&replica->lock);
     }
     look->found++;
@@ -643,6 +651,14 @@ bool replica_has_copied(const struct replica *replica, uint64_t sequence)
 void replica_note_copied(struct replica *replica, uint64_t sequence)
 {
     replica->copied = sequence;
+}
+
+bool replica_is_peer(struct replica *replica, uint32_t epoch, const char *name)
+{
+    pthread_mutex_lock(&replica->lock);
+    bool is = replica_serves(replica, epoch, true) && name[0] && strcmp(replica->peer, name) == 0;
+    pthread_mutex_unlock(&replica->lock);
+    return is;
 }
 
 void replica_feed_begins(struct replica *replica, const struct connection *feeder)

@@ -80,6 +80,8 @@ bool replica_forget(struct replica *replica, struct wait *wait);
 /* At the backup: whether that part of a copy was made here before, and that it was now. */
 bool replica_has_copied(const struct replica *replica, uint64_t sequence);
 void replica_note_copied(struct replica *replica, uint64_t sequence);
+/* At the backup: whether the server of that name may bring the changes of that epoch. */
+bool replica_is_peer(struct replica *replica, uint32_t epoch, const char *name);
 /* At the backup: which connection brings the primary's changes. */
 void replica_feed_begins(struct replica *replica, const struct connection *feeder);
 void replica_feed_ends(struct replica *replica, const struct connection *feeder);

@@ -49,6 +49,7 @@ struct replica {
     struct feed feed;               /* to the backup */
     bool told_works;                /* what was told last: there is a connection that works */
     struct wait *waiting, *waiting_last; /* by order */
+    char peer[SMB_SERVER_NAME_BYTES];    /* the server of the other copy, in this epoch */
     const struct connection *feeder;     /* backup: the primary's, compared only */
 };
 

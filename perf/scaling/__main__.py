@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from perf.netlab import LabError
-from perf.scaling import clients, coordinator, servers
+from perf.scaling import clients, coordinator, servers, size
 from perf.scaling.report import Answer, save
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
@@ -20,6 +20,7 @@ EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "connections": clients.how_many_connections,
     "costs": clients.what_each_costs,
     "coordinator": coordinator.how_many_sessions,
+    "size": size.how_large,
 }
 
 

@@ -48,7 +48,7 @@ DTYPES: dict[str, Dtype] = {
     )
 }
 # How float32 travels between client and server; the numbers are in frames.
-WIRES: dict[str, int] = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+WIRES: dict[str, int] = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 5}
 SPARSE_WIRE = 4
 _AMBIGUOUS = ("float", "int")
 OPS: dict[str, int] = {"sum": 1, "min": 2, "max": 3, "prod": 4, "replace": 5, "elastic": 6}

@@ -113,6 +113,11 @@ def error_of(
     if outcome.status is Status.DENIED:
         why = "it may only read it" if reader else "its right has expired and the coordinator gave no newer one"
         return PermissionDeniedError(f"{asked}: {where} does not let this session do it: {why}; {applied}")
+    if outcome.status is Status.VERSION:
+        return TransportError(
+            f"{asked}: {where} is of a release that does not know this wire; run newer memory servers, or pass "
+            f"wire='int8'; {applied}"
+        )
     if outcome.status is Status.OUT_OF_MEMORY:
         no_memory = f"{where} has no memory for it (its file system is full?), or this process has none"
         return OutOfMemoryError(f"{asked}: {no_memory}; {applied}")

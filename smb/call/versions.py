@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from smb.call.dispatcher import Dispatcher
@@ -26,6 +31,8 @@ _PIECE_MIN = 1 << 14  # elements
 _VERSION_BITS = 56  # of a publisher's turn; above them the copy
 _VERSION_MASK = 2**_VERSION_BITS - 1
 
+_log = logging.getLogger("smb")
+
 
 class Publication:
     """A version that is being written: a publisher's turn, which ends with `ttl` seconds unless it is renewed. Nobody
@@ -39,6 +46,33 @@ class Publication:
         self._version = version
         self._ttl_ms = round(1000 * ttl)
         self.copy = copy
+
+    @property
+    def turn(self) -> tuple[int, int, int, float]:
+        """The words with which another client takes part: Versions.take_part."""
+        return self._token, self._version, self.copy, self._ttl_ms / 1000
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Renew it while the block runs, from another thread. If it is lost, writes and the commit are refused."""
+        over = threading.Event()
+
+        def keep() -> None:
+            while not over.wait(self._ttl_ms / 3000):
+                try:
+                    self.renew()
+                except LockLostError:
+                    return
+                except Error as error:  # not reached for now
+                    _log.debug("%s", error)
+
+        thread = threading.Thread(target=keep, name="smb-publication", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def write(self, start: int, nbytes: int, source: Any) -> None:
         """Write bytes of it, through the servers: refused once the turn is another's."""
@@ -85,8 +119,12 @@ class Versions:
         return latest, copy if there else -1
 
     def read(self, offset: int, count: int, sink: Any, wire: int, wanted: int | None = None) -> int:
-        """Read from the copy of the latest version, or of the one that is `wanted`, and return which version that was.
-        Raises NotFoundError if that is not there.
+        """Read elements; see read_ranges."""
+        return self.read_ranges([(offset, count, sink)], wire, wanted)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int, Any]], wire: int, wanted: int | None = None) -> int:
+        """Read ranges (first element, how many, where to) of the latest version, or of the one that is `wanted`. Return
+        which version that was: all of them are of it. Raises NotFoundError if it is not there.
 
         No byte of it changed if it is still in that copy after the read.
 
@@ -95,22 +133,29 @@ class Versions:
         """
         started = looked = time.monotonic()
         deadline = Deadline(self._calls.session.timeout, started)
-        if not self._calls.turns.quiet.open:
-            itemsize = self._arguments.itemsize
-            self._calls.wait_turn(Request(Opcode.READ, offset * itemsize, count * itemsize), deadline)
+        itemsize = self._arguments.itemsize
+        ends = list(accumulate(count for _, count, _ in ranges))
+        count = ends[-1] if ends else 0  # of all
+        if not self._calls.turns.quiet.open and count:
+            first = min(offset for offset, length, _ in ranges if length)
+            last = max(offset + length for offset, length, _ in ranges if length)
+            self._calls.wait_turn(Request(Opcode.READ, first * itemsize, (last - first) * itemsize), deadline)
         home, asked = self._calls.homes()[0], self._arguments.asked("read")
         version, copy = self._find_readable(wanted, deadline)
         done, lost = 0, 0
         pin: int | None = None
-        piece = _PIECE_BYTES // self._arguments.itemsize
+        piece = _PIECE_BYTES // itemsize
         try:
             while True:
-                base = self._copy_base(copy) + offset
-                length = self._piece(base + done, count - done, piece)
                 began = time.monotonic()
-                there = memory_at(address_of(sink) + done * self._arguments.itemsize)
-                self._read(base + done, length, there, wire, started)
-                done += length
+                if done < count:
+                    place = bisect_right(ends, done)
+                    offset, size, sink = ranges[place]
+                    inside = done - (ends[place] - size)
+                    base = self._copy_base(copy) + offset + inside
+                    length = self._piece(base, size - inside, piece)
+                    self._read(base, length, memory_at(address_of(sink) + inside * itemsize), wire, started)
+                    done += length
                 now = time.monotonic()
                 piece = max(_PIECE_MIN, piece // 2 if now - began > _LOOK_S else min(4 * piece, self._arguments.size))
                 if done == count and self.find(version)[1] == copy:
@@ -219,6 +264,10 @@ class Versions:
             self._nothing_done(error)
             raise
         return begun
+
+    def take_part(self, turn: tuple[int, int, int, float]) -> Publication:
+        """Return another client's publication, to write a part of it."""
+        return Publication(self._calls, *turn)
 
     def publish(self, source: Any, timeout: float, ttl: float, readers: float) -> int:
         """Replace all elements and return the new version; see Buffer.publish."""

@@ -59,10 +59,15 @@ class Pool:
     stripe_bytes: int = 0
     hosts: Mapping[str, str] = field(default_factory=dict)  # on which each live server runs
     draining: frozenset[str] = frozenset()
+    plain: frozenset[str] = frozenset()  # live servers that take data without TLS
 
     def alive(self, server: str) -> bool:
         """Whether its lease runs."""
         return server in self.free_bytes or server in self.draining
+
+    def may_copy(self, server: str, other: str) -> bool:
+        """Whether one of them may have a copy of what the other has: changes go there as each of them takes data."""
+        return server != other and (server in self.plain) == (other in self.plain)
 
     def round_of(self, servers: Sequence[str], most: int) -> list[str]:
         """Return whose turn it is, stripe by stripe, until all begins anew: at most `most` turns, one at least each."""
@@ -146,7 +151,7 @@ def place_backups(pool: Pool, placement: Placement) -> tuple[str, ...]:
     backups = []
     for share in placement.shares:
         host = pool.hosts.get(share.server)
-        others = [name for name in free if name != share.server and free[name] >= share.file_bytes]
+        others = [name for name in free if pool.may_copy(share.server, name) and free[name] >= share.file_bytes]
         if not others:
             raise _no_room(pool, 2 * sum(share.file_bytes for share in placement.shares), " in two copies")
         chosen = min(others, key=lambda name: (pool.hosts.get(name) == host, given[name], -free[name], name))
@@ -159,7 +164,7 @@ def place_backups(pool: Pool, placement: Placement) -> tuple[str, ...]:
 def place_copy(pool: Pool, server: str, file_bytes: int) -> str:
     """Return where a new copy of a segment of `server` goes: as `place_backups`; empty: no other server has room."""
     host = pool.hosts.get(server)
-    others = [name for name, free in pool.free_bytes.items() if name != server and free >= file_bytes]
+    others = [name for name, free in pool.free_bytes.items() if pool.may_copy(server, name) and free >= file_bytes]
     return min(others, key=lambda name: (pool.hosts.get(name) == host, -pool.free_bytes[name], name), default="")
 
 

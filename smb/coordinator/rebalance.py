@@ -72,7 +72,7 @@ def plan(records: Iterable[BufferRecord], pool: Pool, capacity: Mapping[str, int
 
 def _may(segment: SegmentRecord, leaving: str, target: str, pool: Pool) -> bool:
     other = stays_on(segment, leaving)
-    if target == other:
+    if not pool.may_copy(other, target):
         return False
     host = pool.hosts.get(other)
     return pool.hosts.get(target) != host or pool.hosts.get(leaving) == host

@@ -61,6 +61,7 @@ from smb.coordinator.messages import (
     without_session,
 )
 from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.rebalance import Move, plan
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
 from smb.coordinator.replicas import CopyRole, copies_on
@@ -354,10 +355,13 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto."""
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
-        if request.replicas > 1 and self._tokens is not None:
+        plain = sorted(self._commit_log.state.pool(self._commit_log.now()).plain)
+        if request.replicas > 1 and self._tokens is not None and plain:
             raise InvalidArgumentError(
-                f'create of "{request.name}" with replicas={request.replicas}: servers of a cluster with credentials '
-                f"do not forward changes to each other yet; use replicas=1"
+                f'create of "{request.name}" with replicas={request.replicas}: with credentials servers forward '
+                f"changes to each other inside TLS alone, and without it data is served by "
+                f"{', '.join(plain[:SERVERS_SHOWN_MAX])} (--data-tls off); start them without that option, or use "
+                f"replicas=1"
             )
         if request.mirror_of and self._tokens is not None:
             raise InvalidArgumentError(

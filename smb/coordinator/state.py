@@ -175,7 +175,8 @@ class State:
         weights = {name: self.servers[name].weight for name in alive}
         hosts = {name: self.servers[name].data_address.rpartition(":")[0] for name in alive}
         dead = frozenset(self.servers.keys() - alive)
-        return Pool(free, dead, weights, self.stripe_bytes, hosts, draining)
+        plain = frozenset(name for name in alive if not self.servers[name].data_tls)
+        return Pool(free, dead, weights, self.stripe_bytes, hosts, draining, plain)
 
     def copies(self, server: str) -> list[Copy]:
         """Return the server's parts in buffers of two copies, pending ones included."""

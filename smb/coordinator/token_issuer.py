@@ -81,7 +81,7 @@ class Tokens:
                 b"smb token 1",
                 session_id,
                 segment.id,
-                buffer.layout.epoch,
+                segment.epoch or buffer.layout.epoch,  # of two copies: of their roles
                 rights,
                 generation,
                 expires_ms,

@@ -101,7 +101,7 @@ class EngineClient:
         return self._connect(lib.smb_client_connect_unix, os.fsencode(path), lane, timeout_ms)
 
     def connect_tls(
-        self, host: str, port: int, tls: Tls, expected: str, lane: Lane, timeout_ms: int
+        self, host: str, port: int, tls: Tls, expected: str, lane: int, timeout_ms: int
     ) -> tuple[Link, int]:
         """As connect_tcp, inside TLS, to the server whose certificate is for the name `expected`. EngineError UNTRUSTED
         says who answers instead, or why it refuses us.
@@ -213,16 +213,17 @@ class Link:
         """Show a token, on the connection of now and on every later one. Blocks up to timeout_ms. EngineError DENIED
         where the server does not take it, with the reason.
         """
-        shown, why = ffi.new("struct smb_token *"), ffi.new("uint64_t *")
-        shown.segment, shown.epoch, shown.rights = token.segment_id, token.epoch, token.rights
-        shown.generation, shown.expires_ms = token.generation, token.expires_at_ms
-        ffi.memmove(shown.secret, token.secret, len(token.secret))
-        status = lib.smb_link_authorize(self.pointer, shown, timeout_ms, why)
+        why = ffi.new("uint64_t *")
+        status = lib.smb_link_authorize(self.pointer, _shown(token), timeout_ms, why)
         if status == Status.DENIED:
             raise EngineError(status, why=DENIED.get(why[0], ""))
         if status == Status.UNTRUSTED:
             raise EngineError(status)
         check(status)
+
+    def keep_token(self, token: Token) -> None:
+        """Show a token from the next connection on. EngineError OUT_OF_MEMORY."""
+        check(lib.smb_link_keep_token(self.pointer, _shown(token)))
 
     def attach(self, segment_id: int, epoch: int, timeout_ms: int) -> Segment:
         """Map a segment of the server behind this Unix link. One caller at a time. EngineError."""
@@ -282,3 +283,11 @@ def _close_link(made_by_pid: int, pointer: Any) -> None:
 
 def _room_for_why() -> Any:
     return ffi.new("char[]", lib.SMB_WHY_BYTES)
+
+
+def _shown(token: Token) -> Any:
+    shown = ffi.new("struct smb_token *")
+    shown.segment, shown.epoch, shown.rights = token.segment_id, token.epoch, token.rights
+    shown.generation, shown.expires_ms = token.generation, token.expires_at_ms
+    ffi.memmove(shown.secret, token.secret, len(token.secret))
+    return shown

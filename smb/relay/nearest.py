@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 from smb.errors import (
@@ -160,15 +160,19 @@ class Nearest:
             return -1, -1
         return next(((m.version, m.arrived_bytes) for m in info.mirrors if m.name == mirror.name and m.alive), (-1, -1))
 
-    def read(self, elements: Any, generation: int) -> int:
-        """Read the latest, not an older one than `generation`, and return its number."""
+    def read(self, read: Callable[[Buffer, int | None], int], generation: int, wanted: int | None = None) -> int:
+        """Read the latest, not an older one than `generation`, or the one that is `wanted`; return its number. `read`
+        does it, of a buffer and with a version as that of Versions.read.
+        """
         while (buffer := self.buffer()) is not self._source:
             try:
                 if buffer.version == 0 and self._source.version > 0:  # it is being filled for the first time
                     self._await(buffer, 1, _LEASE_S)
-                if buffer.version >= max(generation, 1):
-                    return buffer.read_version(elements)
+                if buffer.version >= max(generation if wanted is None else wanted, 1):
+                    return read(buffer, wanted)
                 break
             except Error as error:
+                if wanted is not None and isinstance(error, NotFoundError):  # a mirror may leave versions out
+                    break
                 self.leave(error)
-        return self._source.read_version(elements)
+        return read(self._source, wanted)

@@ -67,10 +67,12 @@ class Tokens:
             renew_at = min(renew_at, before.renew_at) if before else renew_at
             self._opened[buffer.kind, buffer.id] = _Opened(buffer.name, renew_at, [segment.id for segment in given])
             for segment in given:
-                token = segment.token
-                self._tokens[segment.id] = Token(
-                    segment.id, buffer.layout.epoch, token.rights, token.generation, token.expires_at_ms, token.secret
-                )
+                token, epoch = segment.token, segment.epoch or buffer.layout.epoch
+                known = self._tokens.get(segment.id)
+                if known is None or known.epoch <= epoch:  # answers may come in another order
+                    self._tokens[segment.id] = Token(
+                        segment.id, epoch, token.rights, token.generation, token.expires_at_ms, token.secret
+                    )
 
     def read_only(self, segment_id: int) -> bool:
         """Whether the coordinator refused us the right to write there."""
@@ -109,6 +111,16 @@ class Tokens:
         if token is None or shown.get(segment_id) is token:
             return
         link.authorize(token, timeout_ms)
+        shown[segment_id] = token
+
+    def keep(self, link: Link, segment_id: int) -> None:
+        """Have a link show the segment's token, if there is one, from its next connection on. EngineError."""
+        with self._lock:
+            token = self._tokens.get(segment_id)
+            shown = self._shown.setdefault(link, {})
+        if token is None:
+            return
+        link.keep_token(token)
         shown[segment_id] = token
 
     def next_s(self) -> float:

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, state_sum
+from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, memory_of, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
+from smb.torch.state_bytes import StateBytes
 
 if TYPE_CHECKING:
+    import torch
+
     from smb.buffer import Buffer
     from smb.client import Client
 
@@ -93,19 +96,6 @@ class _Head:
         return chain if whole else None
 
 
-class StateBytes:
-    """A state in this process's memory: bytes, filled up to whole words, and as what the buffer of anchors takes."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.nbytes = buffer.nbytes
-        self.bytes = np.zeros(-(-max(buffer.nbytes, 1) // 8) * 8, np.uint8)  # what lies between tensors, too, is zero
-        self.elements = self.bytes[: buffer.nbytes].view(buffer.dtype)
-        # Bits are compared in units that no tensor's elements are smaller than, or that are half of them: of a model in
-        # two dtypes the smaller one.
-        sizes = [place.dtype.itemsize for place in buffer.table.values() if place.nbytes]
-        self.width = min((size for size in sizes if size in (2, 4, 8)), default=1) if min(sizes, default=1) > 1 else 1
-
-
 def create(client: Client, made: list[str], name: str, *form: Any, **options: Any) -> Buffer:
     """Client.create of what may be there; what it had to make is named in `made`."""
     try:
@@ -144,10 +134,11 @@ class Ring:
         self.size = self.bytes.size
         self.delta_max = self.size // _DELTA_SHARE
 
-    def head(self, asked: str) -> _Head:
-        """The latest; generation 0 before the first."""
+    def head(self, asked: str, wanted: int | None = None) -> _Head:
+        """The latest, or the one that is wanted; generation 0 before the first. Raises NotFoundError if that is not
+        there."""
         words = np.empty(self.heads.size, np.int64)
-        version = self.heads.read_version(words)
+        version = self.heads._versions.read(0, self.heads.size, memory_of(words), 0, wanted)
         if version == 0:
             return _Head()
         head = _Head.of(asked, words)
@@ -183,9 +174,9 @@ class DeltaWriter:
         """The one published last."""
         return self._ring.heads.version
 
-    def take(self, pieces: Iterable[tuple[int, int, int, object]]) -> None:
-        """Take over a state: pieces (first byte, address, bytes, owner of the memory). Afterwards `state` is that."""
-        given = list(pieces)  # the owners, too: their memory is read below
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over a state. Afterwards `state` is that."""
+        given = list(self._state.pieces(tensors))  # the owners, too: their memory is read below
         self._delta, head = None, self._head
         self._head = None  # until it is published
         width, base = self._state.width, self._state.bytes.ctypes.data
@@ -293,15 +284,17 @@ class DeltaReader:
         """As Buffer.wait."""
         return self._ring.heads.wait(generation, timeout=timeout)
 
-    def read(self, asked: str) -> int:
-        """Make the state the latest generation and return that; 0 before the first. Raises UnavailableError if
-        publications overtake every attempt.
+    def read(self, asked: str, wanted: int | None = None) -> int:
+        """Make the state the latest generation, or the one that is wanted, and return that; 0 before the first. Raises
+        UnavailableError if publications overtake every attempt, NotFoundError if the one that is wanted is not there.
         """
         self.received_bytes = 0
         for _ in range(_TRIES):
-            head = self._ring.head(asked)
+            head = self._ring.head(asked, wanted)
             if head.generation == 0 or head.generation == self.generation:
                 return head.generation
+            if wanted is not None and self._ring.heads.version >= wanted + 2:
+                raise NotFoundError(f"{asked}: generation {wanted} is over: with deltas= the last two can be read")
             chain = head.since(self.generation) if self.generation else None
             if chain is None or sum(entry.nbytes for entry in chain) >= self._state.nbytes:
                 self.generation = 0

@@ -358,19 +358,13 @@ class MeshShared(Shared):
         self._ranks = Ranks(mesh)
         self._parted = False  # by all ranks together
         self._samples_left: list[int | None] = []  # samples of each step that the worker has not counted yet
-        failure: Error | None = None
-        try:
+        with self._ranks.agreed():
             parts = parts_of(model, optimizer, sharded=True)
             if sharded := [names[0] for names, tensor in parts.statistics.items() if isinstance(tensor, DTensor)]:
                 raise InvalidArgumentError(f"smb.torch.join with mesh=: buffer {sharded[0]!r} is sharded")
             self._shards = ShardParameters(parts.trained)
             self._mesh = MeshParameters(client, self._ranks, self._shards, Statistics(parts.statistics))
             self._shards.verify = Check(model, optimizer, self._shards.given, parts.frozen)
-        except Error as error:
-            failure = error
-        failures = [each for each in self._ranks.gather(None if failure is None else str(failure)) if each is not None]
-        if failures:
-            raise failure or InvalidArgumentError(f"smb.torch.join: another rank of the mesh: {failures[0]}")
         self._shards.meet(self._ranks)
         try:
             super().__init__(model, optimizer, name, scheme, settings, client, samples, options)

@@ -164,6 +164,15 @@ class ModelParameters(Parameters):
         """Keep what rounding leaves out; it costs nothing for float32."""
         self._exact = True
 
+    def part(self, offset: int, count: int) -> ModelParameters:
+        """Return the tensors that lie there, with the memory for pieces that these have; none may be cut."""
+        inside = {entry.names: entry.tensor for entry in self.entries if offset <= entry.offset < offset + count}
+        part = ModelParameters(inside, self.verify)
+        part.origin = offset
+        part._staging, part._scratch = self._staging, self._scratch_memory()
+        part._locked = self._locked
+        return part
+
     def hold(self, values: Values) -> None:
         """Have the device copy from it by itself, where it can: see page_lock.py."""
         if not self._devices:
@@ -175,6 +184,11 @@ class ModelParameters(Parameters):
             weakref.finalize(values, _let_go, self._locked, address, unlock)
 
     # ---- inside
+
+    def _scratch_memory(self) -> list[torch.Tensor]:
+        if not self._scratch:
+            self._scratch = [torch.from_numpy(memory) for memory in scratch(self.size)]
+        return self._scratch
 
     @property
     def _devices(self) -> set[torch.device]:
@@ -188,8 +202,7 @@ class ModelParameters(Parameters):
         """
         if not self._plan:
             return  # a rank that has no part of anything
-        if not self._scratch:
-            self._scratch = [torch.from_numpy(memory) for memory in scratch(self.size)]
+        self._scratch_memory()
         flat = _Flat(self.entries)
         self._staging.begin(self._devices)
         coming: list[list[_Found]] = []

@@ -11,33 +11,75 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX
 from smb.relay.nearest import Nearest
-from smb.tensors import TensorTable
-from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, StateBytes, create
+from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state
+from smb.torch.pieces import Piece, local_of, piece_of, piece_of_slices, whole
+from smb.torch.ranks import Ranks
+from smb.torch.shard_writer import ShardWriter, check_same, ranks_of
+from smb.torch.state_bytes import PartBytes, ReadBytes, StateBytes
 from smb.train.group import METADATA
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from smb.buffer import Buffer
     from smb.client import Client
 
 State: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
+# A model with DTensors, its state_dict, or slices by name.
+Placements: TypeAlias = "State | Mapping[str, tuple[slice, ...]]"
 
 # A publication waits for readers as long as a pin lasts that is not renewed, and has something left for the way.
 _PATIENCE_S = PIN_S_MAX + 5.0
 _ABOUT = "smb.publish"  # in the buffer's metadata: how it is published
 
 
+class _Writer(Protocol):
+    """The way in which a state becomes a generation."""
+
+    @property
+    def generation(self) -> int:
+        """The one published last."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the last publication sent."""
+
+    def take(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Copy what publish() is to publish; checked, and stored tensors only."""
+
+    def publish(self, asked: str, timeout: float, /) -> int:
+        """Publish what was taken last; return its generation."""
+
+
+class _WholeWriter:
+    """Publishes each generation whole."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self._state = StateBytes(buffer)
+        self.sent_bytes = buffer.nbytes
+        self.take = self._state.take
+
+    @property
+    def generation(self) -> int:
+        return self._buffer.version
+
+    def publish(self, _asked: str, timeout: float) -> int:
+        return self._buffer.publish(self._state.elements, timeout=timeout)
+
+
 class Publisher:
-    """Publishes a state_dict under a name, generation after generation. Any device; one process at a time.
+    """Publishes a state_dict under a name, generation after generation. Any device; one trainer at a time.
 
     `state` (a module, or a mapping of names to dense tensors) gives names, shapes and dtypes; the buffer is created, or
     opened where it exists with the same: a trainer that was restarted goes on with the next generation. `names` takes
@@ -49,6 +91,12 @@ class Publisher:
     sooner where much changes. That is for states of which a step changes few bits, as with bfloat16; what is published
     stays exact. It takes one further buffer of one and a half times the state's size, and two names beside this one
     (`.deltas`, `.generations`).
+
+    `mesh` is of a model that is sharded over several ranks (FSDP2, tensor parallel): every rank makes the Publisher and
+    publishes as the others do, and writes its own shards. Where the state has DTensors and no mesh is given, the ranks
+    are all of torch.distributed. Other tensors are taken from the first rank. If a rank fails, all raise, and
+    nothing was published. If a rank dies, the others raise UnavailableError, and a generation of which a part is
+    missing never appears.
 
     `relays` has the state mirrored on memory servers near its readers: their names, or "auto" for all that are there
     now (Client.relay).
@@ -70,42 +118,65 @@ class Publisher:
         deltas: int = 0,
         versions: int = 2,
         relays: Iterable[str] | str | None = None,
+        mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
         asked = f"publish {name!r}"
-        if dtype is not None and not dtype.is_floating_point:
-            raise InvalidArgumentError(f"{asked}: dtype={dtype} is no floating-point dtype; integers stay as they are")
-        if not isinstance(deltas, int) or not 0 <= deltas <= DELTAS_MAX or deltas == 1:
-            raise InvalidArgumentError(f"{asked}: deltas={deltas!r} is not 0 or between 2 and {DELTAS_MAX}")
-        if not isinstance(versions, int) or versions < 2:
-            raise InvalidArgumentError(f"{asked}: versions={versions!r}: a published state takes 2 to 16 copies")
-        if relays is not None and deltas:
-            raise InvalidArgumentError(f"{asked}: relays do not forward deltas yet; leave relays= or deltas= out")
+        self._ranks = ranks = ranks_of(asked, state, mesh)
         self._source = state
         self._names = names if names is None or callable(names) else frozenset(names)
         self._dtype = dtype
         self._turn = threading.Lock()
-        tensors = self._selected(asked, state)
+        with _agreed(ranks):
+            if dtype is not None and not dtype.is_floating_point:
+                raise InvalidArgumentError(
+                    f"{asked}: dtype={dtype} is no floating-point dtype; integers stay as they are"
+                )
+            if not isinstance(deltas, int) or not 0 <= deltas <= DELTAS_MAX or deltas == 1:
+                raise InvalidArgumentError(f"{asked}: deltas={deltas!r} is not 0 or between 2 and {DELTAS_MAX}")
+            if not isinstance(versions, int) or versions < 2:
+                raise InvalidArgumentError(f"{asked}: versions={versions!r}: a published state takes 2 to 16 copies")
+            if relays is not None and deltas:
+                raise InvalidArgumentError(f"{asked}: relays do not forward deltas yet; leave relays= or deltas= out")
+            if ranks is not None and deltas:
+                raise InvalidArgumentError(
+                    f"{asked}: deltas={deltas} of a state that lies in {ranks.count} ranks are not there yet; leave "
+                    f"deltas= out"
+                )
+            tensors = self._selected(asked, state)
         self._tied = _tied(tensors)
+        if ranks is not None:
+            self._tied = ranks.tell(self._tied)  # a rank whose shards are empty cannot know
+        stored = {each: tensor for each, tensor in tensors.items() if each not in self._tied}
+        forms = {each: (tuple(tensor.shape), self._kind(tensor)) for each, tensor in stored.items()}
+        if ranks is not None:
+            check_same(asked, ranks, forms)
         about = {"deltas": deltas, "tied": self._tied, "part": names is not None}
         options["metadata"] = {**(options.get("metadata") or {}), _ABOUT: about}
-        forms = {
-            each: (tuple(tensor.shape), self._kind(tensor))
-            for each, tensor in tensors.items()
-            if each not in self._tied
-        }
         placement = {key: value for key, value in options.items() if key in ("servers", "stripe")}
         made: list[str] = []
+        self._writer: _Writer
         try:
-            self.buffer = create(client, made, name, tensors=forms, versions=versions, **options)
-            if (found := _about(self.buffer)) != about:
-                raise InvalidArgumentError(
-                    f"{asked}: it exists, published with {_told(found)}, not {_told(about)}; do as before, or delete it"
-                )
-            self._memory = _Memory(self.buffer)
-            self._writer = DeltaWriter(client, self.buffer, self._memory, deltas, placement, made) if deltas else None
-            if relays is not None:
-                client.relay(name, relays)
+            with _agreed(ranks):
+                if ranks is None or ranks.speaks:
+                    self.buffer = create(client, made, name, tensors=forms, versions=versions, **options)
+                    if (found := _about(self.buffer)) != about:
+                        raise InvalidArgumentError(
+                            f"{asked}: it exists, published with {_told(found)}, not {_told(about)}; do as before, or "
+                            f"delete it"
+                        )
+            if ranks is not None:
+                with ranks.agreed():
+                    if not ranks.speaks:
+                        self.buffer = client.open(name)
+                self._writer = ShardWriter(self.buffer, ranks, stored)
+            elif deltas:
+                self._writer = DeltaWriter(client, self.buffer, StateBytes(self.buffer), deltas, placement, made)
+            else:
+                self._writer = _WholeWriter(self.buffer)
+            with _agreed(ranks):
+                if relays is not None and (ranks is None or ranks.speaks):
+                    client.relay(name, relays)
         except BaseException:
             for each in reversed(made):
                 with suppress(Error):  # the first error says more
@@ -115,12 +186,12 @@ class Publisher:
     @property
     def generation(self) -> int:
         """The one published last, by whomever; 0 before the first."""
-        return self.buffer.version if self._writer is None else self._writer.generation
+        return self._writer.generation
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the last publication sent, without frames."""
-        return self._memory.nbytes if self._writer is None else self._writer.sent_bytes
+        """Bytes that the last publication sent, without frames; of a mesh, from this rank."""
+        return self._writer.sent_bytes
 
     def publish(self, state: State | None = None, *, timeout: float = _PATIENCE_S) -> int:
         """Publish the state as it is now (default: of what the Publisher was made with); return its generation.
@@ -150,11 +221,17 @@ class Publisher:
         return future
 
     def _publish(self, timeout: float) -> int:
-        if self._writer is not None:
-            return self._writer.publish(f"publish {self.buffer.name!r}", timeout)
-        return self.buffer.publish(self._memory.elements, timeout=timeout)
+        return self._writer.publish(f"publish {self.buffer.name!r}", timeout)
 
     def _take(self, state: State | None) -> None:
+        try:
+            self._check_and_take(state)
+        except Exception as error:
+            if not isinstance(self._writer, ShardWriter):
+                raise
+            self._writer.fail(error)  # by `publish`, at all ranks
+
+    def _check_and_take(self, state: State | None) -> None:
         asked = f"publish {self.buffer.name!r}"
         given = self._selected(asked, self._source if state is None else state)
         for name, first in self._tied.items():
@@ -164,12 +241,9 @@ class Publisher:
                 )
             if given.pop(name, None) is None:
                 raise InvalidArgumentError(f"{asked}: {name} is missing, which is one tensor with {first}")
-        ours = {name: (tensor.shape, tensor.dtype) for name, tensor in self._memory.tensors.items()}
-        _check_same(asked, {name: (tensor.shape, self._kind(tensor)) for name, tensor in given.items()}, ours)
-        if self._writer is None:
-            self._memory.take(given)
-        else:
-            self._writer.take(self._memory.pieces(given))
+        ours = {name: (place.shape, getattr(torch, place.dtype.name)) for name, place in self.buffer.table.items()}
+        _check_same(asked, {name: (tuple(tensor.shape), self._kind(tensor)) for name, tensor in given.items()}, ours)
+        self._writer.take(given)
 
     def _kind(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -189,26 +263,66 @@ class Publisher:
 class Follower:
     """Reads what a Publisher publishes, always one generation as a whole. Made by `follow`. For one thread at a time.
 
-    It keeps one copy of the state in this process. `generation` is the one that was read last, 0 before the first.
+    It keeps one copy of the state, or of the parts that it reads, in this process. `generation` is the one that was
+    read last, 0 before the first.
     """
 
-    def __init__(self, client: Client, buffer: Buffer, timeout: float = 0.0, near: str | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        buffer: Buffer,
+        timeout: float = 0.0,
+        near: str | None = None,
+        placements: Placements | None = None,
+    ) -> None:
+        asked = f"follow {buffer.name!r}"
         if METADATA in buffer.metadata:
             raise InvalidArgumentError(
-                f"follow {buffer.name!r}: it is a group of smb.train, which publishes nothing: read what it has by "
+                f"{asked}: it is a group of smb.train, which publishes nothing: read what it has by "
                 f"smb.torch.shared_state_dict(client, {buffer.name!r})"
             )
         if buffer.versions < 2 or not buffer.table:
-            raise InvalidArgumentError(
-                f"follow {buffer.name!r}: it is no published state: it has one copy, or no named tensors"
-            )
+            raise InvalidArgumentError(f"{asked}: it is no published state: it has one copy, or no named tensors")
         self.buffer = buffer
         self.generation = 0
         self._nearest = Nearest(client, buffer, near)
-        self._memory = _Memory(buffer)
         self._about = _about(buffer)
         deltas = self._about["deltas"]
-        self._reader = DeltaReader(client, buffer, self._memory, deltas, max(timeout, 10.0)) if deltas else None
+        self._memory: StateBytes | PartBytes
+        self._reader: DeltaReader | None = None
+        if placements is not None:
+            if deltas:
+                raise InvalidArgumentError(
+                    f"{asked}: it is published with deltas={deltas}, which are of whole tensors; leave placements= "
+                    f"out, or publish without deltas="
+                )
+            self._memory = PartBytes(buffer.table, self._pieces(asked, placements))
+        elif deltas:
+            self._memory = state = StateBytes(buffer)
+            self._reader = DeltaReader(client, buffer, state, deltas, max(timeout, 10.0))
+        else:
+            self._memory = StateBytes(buffer)
+
+    def _pieces(self, asked: str, placements: Placements) -> dict[str, Piece]:
+        """Return which part of each stored tensor is read. Raises InvalidArgumentError."""
+        given = plain_state(placements) if isinstance(placements, torch.nn.Module) else placements
+        pieces: dict[str, Piece] = {}
+        for name, each in given.items():
+            first = self._about["tied"].get(name, name)
+            if first not in self.buffer.table:
+                if self._about["part"] and isinstance(placements, torch.nn.Module):
+                    continue  # that part of it is published
+                raise InvalidArgumentError(f"{asked}: placements= has {name!r}, which is not published there")
+            shape = self.buffer.table[first].shape
+            if not isinstance(each, torch.Tensor):
+                piece = piece_of_slices(asked, name, each, shape)
+            elif tuple(each.shape) != shape:
+                raise InvalidArgumentError(f"{asked}: {name} is {tuple(each.shape)} in placements=, {shape} there")
+            else:
+                piece = piece_of(name, each) or whole(local_of(each).shape)  # of no elements
+            if pieces.setdefault(first, piece) != piece:
+                raise InvalidArgumentError(f"{asked}: {name} and {first} are one tensor, and placements= differ")
+        return pieces
 
     @property
     def latest(self) -> int:
@@ -217,54 +331,69 @@ class Follower:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that the last read received, without frames."""
+        """Bytes that the last read received, without frames: with placements= those of the parts."""
         return self._memory.nbytes if self._reader is None else self._reader.received_bytes
 
-    def wait(self, *, timeout: float | None = None) -> int:
-        """Wait until there is a generation later than the one read last; return the latest. Does not read it.
+    def wait(self, *, timeout: float | None = None, generation: int | None = None) -> int:
+        """Wait until there is a generation later than the one read last, or until the one given can be read; return the
+        latest. Does not read it.
 
         Sleeps; the publication wakes it. Raises TimeoutError after `timeout` seconds (None: no end).
         """
+        wanted = self.generation + 1 if generation is None else generation
         if self._reader is not None:
-            return self._reader.wait(self.generation + 1, timeout)
-        return self._nearest.wait(self.generation + 1, timeout)
+            return self._reader.wait(wanted, timeout)
+        return self._nearest.wait(wanted, timeout)
 
-    def load(self, model: torch.nn.Module) -> int:
-        """Read the latest generation into a model, on any device, and return its number.
+    def load(self, model: torch.nn.Module, *, generation: int | None = None) -> int:
+        """Read the latest generation, or the one given, into a model, on any device, and return its number.
 
-        Its names and shapes must be those of the published state; prefixes of torch.compile and DistributedDataParallel
-        do not count. If a part was published (names=), the model may have more tensors, which stay. Else it raises
-        InvalidArgumentError, and the model is unchanged. Values of another dtype are converted, as load_state_dict
-        does. Raises NotFoundError before the first generation: wait() for it.
+        Its names and shapes must be those of the published state, or with placements= of the parts; prefixes of
+        torch.compile and DistributedDataParallel do not count. If a part was published (names=), the model may have
+        more tensors, which stay. Else it raises InvalidArgumentError, and the model is unchanged. Values of another
+        dtype are converted, as load_state_dict does. Raises NotFoundError before the first generation: wait() for it;
+        and if the one given is overwritten, or not published yet.
+
+        Each rank of a sharded model reads for itself. Ranks that shall have the same name it: `generation=`.
         """
         asked = f"load {self.buffer.name!r}"
-        wanted = {name: tensor for name, tensor in plain_state(model).items() if isinstance(tensor, torch.Tensor)}
+        here = {name: tensor for name, tensor in plain_state(model).items() if isinstance(tensor, torch.Tensor)}
         tensors = self._named()
+        if isinstance(self._memory, StateBytes) and any(isinstance(tensor, DTensor) for tensor in here.values()):
+            raise InvalidArgumentError(
+                f"{asked}: the model is sharded: follow with placements=model, which reads what this rank has of it"
+            )
         if self._about["part"]:
-            wanted = {name: tensor for name, tensor in wanted.items() if name in tensors}
+            here = {name: tensor for name, tensor in here.items() if name in tensors}
         _check_same(
             asked,
-            {name: tensor.shape for name, tensor in wanted.items()},
+            {name: local_of(tensor).shape for name, tensor in here.items()},
             {name: tensor.shape for name, tensor in tensors.items()},
         )
-        self._read(asked)
+        self._read(asked, generation)
         names = ((name, plain_name(model, name)) for name in model.state_dict())
         model.load_state_dict(
-            {name: tensors[plain] for name, plain in names if plain in wanted}, strict=not self._about["part"]
+            {name: _placed_as(here[plain], tensors[plain]) for name, plain in names if plain in here},
+            strict=not self._about["part"],
         )
         return self.generation
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Read the latest generation; return it as new tensors in the host's memory; tied ones are one tensor. Raises
-        NotFoundError as load.
+    def state_dict(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
+        """Read the latest generation, or the one given; return it as new tensors in the host's memory, with placements=
+        the parts; tied ones are one tensor. Raises NotFoundError as load.
         """
-        self._read(f"state_dict of {self.buffer.name!r}")
+        self._read(f"state_dict of {self.buffer.name!r}", generation)
         return self._named({name: tensor.clone() for name, tensor in self._memory.tensors.items()})
+
+    def views(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
+        """As state_dict, without a copy: the tensors are this Follower's memory, and change with what it reads next."""
+        self._read(f"views of {self.buffer.name!r}", generation)
+        return self._named()
 
     def _named(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Return the tensors by all their names."""
         stored = self._memory.tensors if tensors is None else tensors
-        return stored | {name: stored[first] for name, first in self._about["tied"].items()}
+        return stored | {name: stored[first] for name, first in self._about["tied"].items() if first in stored}
 
     @contextmanager
     def pin(self, *, ttl: float = 5.0) -> Iterator[Generation]:
@@ -278,7 +407,7 @@ class Follower:
         """
         if self._reader is not None:
             self._read(f"pin of {self.buffer.name!r}")
-            yield Generation(self.generation, self.buffer.table, self._about["tied"], self._piece)
+            yield self._generation(self.generation, self._copy)
             return
         near = self._nearest.buffer()
         if near is not self.buffer and near.version < max(self.generation, 1):
@@ -286,37 +415,41 @@ class Follower:
         with near.pin(ttl=ttl) as pin:
             if pin.version == 0:
                 raise _nothing_yet(f"pin of {self.buffer.name!r}")
-            itemsize = self.buffer.table.dtype.itemsize
+            dtype = self.buffer.table.dtype
 
-            def piece(start: int, memory: Any) -> None:
-                out = memory.view(self.buffer.table.dtype)
-                pin.read(start // itemsize, memory.nbytes // itemsize, out=out)
+            def read(start: int, memory: Any) -> None:
+                pin.read(start // dtype.itemsize, memory.nbytes // dtype.itemsize, out=memory.view(dtype))
 
-            yield Generation(pin.version, self.buffer.table, self._about["tied"], piece)
+            yield self._generation(pin.version, read)
 
-    def _piece(self, start: int, memory: Any) -> None:
+    def _generation(self, number: int, read: ReadBytes) -> Generation:
+        names = {name: name for name in self._memory.tensors}
+        names |= {name: first for name, first in self._about["tied"].items() if first in names}
+        return Generation(number, names, lambda name: self._memory.read_one(name, read))
+
+    def _copy(self, start: int, memory: Any) -> None:
         memory[:] = self._memory.bytes[start : start + memory.nbytes]
 
-    def _read(self, asked: str) -> None:
+    def _read(self, asked: str, wanted: int | None = None) -> None:
+        if wanted is not None and (not isinstance(wanted, int) or wanted < 1):
+            raise InvalidArgumentError(f"{asked}: generation={wanted!r} is no number from 1 on")
         if self._reader is not None:
-            generation = self._reader.read(asked)
+            generation = self._reader.read(asked, wanted)
         else:
-            generation = self._nearest.read(self._memory.elements, self.generation)
+            generation = self._nearest.read(self._memory.read, self.generation, wanted)
         if generation == 0:
             raise _nothing_yet(asked)
         self.generation = generation
 
 
 class Generation(Mapping[str, torch.Tensor]):
-    """A pinned generation: tensors by name, each read when it is asked for, into new memory."""
+    """A pinned generation: tensors by name, or with placements= the parts of them, each read when it is asked for, into
+    new memory."""
 
-    def __init__(
-        self, number: int, table: TensorTable, tied: Mapping[str, str], read: Callable[[int, Any], None]
-    ) -> None:
+    def __init__(self, number: int, names: Mapping[str, str], read: Callable[[str], torch.Tensor]) -> None:
         self._number = number
-        self._table = table
-        self._tied = tied
-        self._read = read  # (first byte, where to)
+        self._names = names  # each, and the name under which it is stored
+        self._read = read
 
     @property
     def number(self) -> int:
@@ -324,20 +457,13 @@ class Generation(Mapping[str, torch.Tensor]):
         return self._number
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        first = self._tied.get(name, name)
-        if first not in self._table:
-            raise KeyError(name)
-        place = self._table[first]
-        memory = np.empty(place.nbytes, np.uint8)
-        if place.nbytes:
-            self._read(place.offset, memory)
-        return _as_torch(memory, place.dtype, place.shape)
+        return self._read(self._names[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._table, *self._tied))
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._table) + len(self._tied)
+        return len(self._names)
 
 
 def publish(client: Client, name: str, state: State, **options: Any) -> int:
@@ -347,43 +473,33 @@ def publish(client: Client, name: str, state: State, **options: Any) -> int:
     return Publisher(client, name, state, **options).publish()
 
 
-def follow(client: Client, name: str, *, timeout: float = 0.0, near: str | None = None) -> Follower:
+def follow(
+    client: Client, name: str, *, timeout: float = 0.0, near: str | None = None, placements: Placements | None = None
+) -> Follower:
     """Follow what is published under that name; with timeout > 0 (seconds) wait until a trainer has made it.
 
     Where it has mirrors (`Publisher(relays=)`, `smb relay`) generations come from the nearest: one on this host, else
     in this host's zone, else the fastest. The zone is that of a memory server here. `near=` names another, or a server.
     A mirror that dies, or to which nothing comes for 6 s, is left for the next.
 
-    Raises NotFoundError, InvalidArgumentError if the buffer is no published state. There may be no generation yet:
-    Follower.wait waits for it.
+    `placements` reads parts, and receives their bytes alone: a model with DTensors (or its state_dict) gives the shards
+    that this rank has, however the trainer is sharded; a mapping of names to slices, one for each dimension, gives
+    those parts of these tensors. Not of what is published with deltas=.
+
+    Raises NotFoundError, InvalidArgumentError if the buffer is no published state, or has not what placements= names.
+    There may be no generation yet: Follower.wait waits for it.
     """
-    return Follower(client, client.open(name, timeout=timeout), timeout, near)
+    return Follower(client, client.open(name, timeout=timeout), timeout, near, placements)
 
 
-class _Memory(StateBytes):
-    """One copy of a state in this process: as bytes, as the buffer's elements, and as tensors that are views of it."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        super().__init__(buffer)
-        self._places = buffer.table
-        self.tensors = {
-            name: _as_torch(self.bytes[place.offset : place.offset + place.nbytes], place.dtype, place.shape)
-            for name, place in self._places.items()
-        }
-
-    def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors of the same names, shapes and dtypes in."""
-        with torch.no_grad():
-            for name, tensor in given.items():
-                self.tensors[name].copy_(tensor)
-
-    def pieces(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, int, object]]:
-        """Yield (first byte, address, bytes, owner) of such tensors; not of the host's memory they are copied there."""
-        for name, tensor in given.items():
-            place = self._places[name]
-            host = tensor.to("cpu", self.tensors[name].dtype).contiguous()
-            if place.nbytes:
-                yield place.offset, host.data_ptr(), place.nbytes, host
+def _placed_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part as the whole tensor that it is a part of in the model."""
+    if not isinstance(like, DTensor):
+        return tensor
+    here = tensor.to(like.to_local().device)
+    return DTensor.from_local(
+        here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _about(buffer: Buffer) -> dict[str, Any]:
@@ -392,22 +508,32 @@ def _about(buffer: Buffer) -> dict[str, Any]:
     return {"deltas": 0, "tied": {}, "part": False, **(stored if isinstance(stored, dict) else {})}
 
 
+def _agreed(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """Do the block; with ranks, what it raises at one of them ends it at all."""
+    return nullcontext() if ranks is None else ranks.agreed()
+
+
 def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return which names are further ones of a tensor: name to the first."""
     first: dict[tuple[Any, ...], str] = {}
     return {
         name: kept
         for name, tensor in tensors.items()
-        if tensor.numel() and tensor.device.type != "meta" and (kept := first.setdefault(_place(tensor), name)) != name
+        if local_of(tensor).numel()
+        and tensor.device.type != "meta"
+        and (kept := first.setdefault(_place(tensor), name)) != name
     }
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    here = local_of(tensor)
+    return here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride()
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _place(one) == _place(other) or (one.dtype == other.dtype and one.equal(other.to(one.device)))
+    """Whether two tensors are the same, as far as they are here."""
+    here, there = local_of(one), local_of(other)
+    return _place(one) == _place(other) or (here.dtype == there.dtype and here.equal(there.to(here.device)))
 
 
 def _told(about: dict[str, Any]) -> str:
@@ -428,12 +554,6 @@ def _tensors(asked: str, state: State) -> dict[str, torch.Tensor]:
             raise InvalidArgumentError(f"{asked}: {name!r} is sparse or quantized; pass a dense tensor")
         tensors[name] = tensor.detach()
     return tensors
-
-
-def _as_torch(memory: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
-    """Return bytes as a tensor, without a copy."""
-    kind = getattr(torch, dtype.name)
-    return torch.from_numpy(memory).view(kind).view(shape) if memory.size else torch.empty(shape, dtype=kind)
 
 
 def _check_same(asked: str, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

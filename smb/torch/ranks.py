@@ -6,13 +6,13 @@ import contextlib
 import datetime
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from smb.errors import InvalidArgumentError, UnavailableError
+from smb.errors import UNKNOWN, CallOutcome, Error, InvalidArgumentError, UnavailableError
 from smb.train.parameters import Values
 
 _FOREVER = datetime.timedelta(days=30)  # a round may take long; a dead rank's connections end at once
@@ -26,31 +26,36 @@ def world() -> DeviceMesh | None:
     return DeviceMesh("cpu" if accelerator is None else accelerator.type, torch.arange(dist.get_world_size()))
 
 
-_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}  # (all of torch.distributed, the gloo group)
+_Key: TypeAlias = "tuple[str, tuple[int, ...]]"
+_groups: dict[_Key, tuple[Any, Any]] = {}  # (all of torch.distributed, the gloo group)
 
 
-def _group_of(ranks: list[int]) -> Any:
-    """Return the gloo group of these ranks. One is made once: PyTorch does not take one's connections away."""
-    world, group = _groups.get(tuple(ranks), (None, None))
+def _group_of(key: _Key) -> Any:
+    """Return the gloo group of these ranks for that purpose. One is made once: PyTorch does not take one's connections
+    away."""
+    world, group = _groups.get(key, (None, None))
     if world is not dist.group.WORLD:
-        group = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
-        _groups[tuple(ranks)] = dist.group.WORLD, group
+        group = dist.new_group(list(key[1]), timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
+        _groups[key] = dist.group.WORLD, group
     return group
 
 
 class Ranks:
-    """The processes of a mesh, and how they talk."""
+    """The processes of a mesh, and how they talk. Those who talk for different purposes (a training, or publications in
+    the background) do not hear each other.
+    """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, purpose: str = "") -> None:
         everyone = mesh.mesh.flatten().tolist()
         if dist.get_rank() not in everyone:
-            raise InvalidArgumentError("smb.torch.join: this process is no part of the mesh")
+            raise InvalidArgumentError("this process is no part of the mesh")
         self.mesh = mesh
         self.count = len(everyone)
         self.rank: int = everyone.index(dist.get_rank())
         self._everyone: list[int] = everyone
         self._first = everyone[0]
-        self._group = _group_of(everyone)
+        self._key = purpose, tuple(everyone)
+        self._group = _group_of(self._key)
 
     @property
     def speaks(self) -> bool:
@@ -71,6 +76,26 @@ class Ranks:
             dist.all_gather_object(said, what, group=self._group)
         return said
 
+    def agree(self, failure: BaseException | None) -> None:
+        """With all ranks: return if none of them failed; else raise, at each, what one failed with, its own first."""
+        failures = self.gather(None if failure is None else _told(failure, self.rank))
+        if failure is not None:
+            raise failure
+        for each in failures:
+            if each is not None:
+                kind, text, outcome = each
+                raise kind(text, outcome=outcome)
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Do the block at all ranks; whatever it raises at one of them ends it at all."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - the other ranks wait for what became of it
+            failure = error
+        self.agree(failure)
+
     def swap(self, values: Values, gives: Mapping[int, Sequence[slice]], takes: Mapping[int, Sequence[slice]]) -> None:
         """Give ranks parts of a vector, and take other parts from ranks; two ranks name the same, in one order."""
         vector = torch.from_numpy(values)
@@ -86,7 +111,7 @@ class Ranks:
 
     def forget(self) -> None:
         """The ranks are not at the same place any more: who joins later talks over another group."""
-        _groups.pop(tuple(self._everyone), None)
+        _groups.pop(self._key, None)
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:
@@ -94,4 +119,11 @@ class Ranks:
             yield
         except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
             self.forget()
-            raise UnavailableError(f"a rank of the mesh is gone: {error}") from error
+            raise UnavailableError(f"a rank of the mesh is gone: {error}", outcome=UNKNOWN) from error
+
+
+def _told(failure: BaseException, rank: int) -> tuple[type[Error], str, CallOutcome]:
+    """Return a failure as other ranks are told of it."""
+    if isinstance(failure, Error):
+        return type(failure), f"rank {rank} of the mesh: {failure}", failure.outcome
+    return Error, f"rank {rank} of the mesh: {failure!r}", UNKNOWN

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
 from smb.torch.model_parameters import Entry, ModelParameters, check, lay_out
+from smb.torch.pieces import Piece, local_of, piece_of, runs_of
 from smb.train.parameters import Run, Values
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from smb.torch.ranks import Ranks
 
 _READS_MAX = 16  # under way at once, of a rank whose shards lie in many places
-
-_Piece: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]] | None"  # shape and offsets in the whole tensor
 
 
 class ShardParameters(ModelParameters):
@@ -38,7 +36,7 @@ class ShardParameters(ModelParameters):
 
     def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
         self._tensors = dict(tensors)
-        local = {names: _local(tensor) for names, tensor in tensors.items()}
+        local = {names: local_of(tensor) for names, tensor in tensors.items()}
         for names, tensor in local.items():
             if tensor.numel():
                 check(names[0], tensor)
@@ -51,12 +49,9 @@ class ShardParameters(ModelParameters):
             Entry(names, tensor, place.offset // 4)
             for (names, tensor), place in zip(tensors.items(), self.whole.values(), strict=True)
         )
-        self.pieces_here: list[_Piece] = [
-            _piece_of(names[0], tensor, entry.count)
-            for (names, tensor), entry in zip(tensors.items(), self.entries, strict=True)
-        ]
+        self.pieces_here: list[Piece | None] = [piece_of(names[0], tensor) for names, tensor in tensors.items()]
         self._runs: list[list[Run]] = [
-            list(_runs(entry, piece, tuple(place.shape), place.offset // 4))
+            list(_runs(entry, piece, place.shape, place.offset // 4))
             for entry, piece, place in zip(self.entries, self.pieces_here, self.whole.values(), strict=True)
         ]
         self.replicated = False
@@ -103,7 +98,7 @@ class ShardParameters(ModelParameters):
     def refresh(self) -> None:
         """Take the shards where they are now: FSDP2 may have moved them."""
         self.entries = tuple(
-            Entry(entry.names, _local(tensor), entry.offset)
+            Entry(entry.names, local_of(tensor), entry.offset)
             for entry, tensor in zip(self.entries, self._tensors.values(), strict=True)
         )
 
@@ -148,35 +143,7 @@ class ShardParameters(ModelParameters):
                 weights.write(part, there, wire="exact")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _piece_of(name: str, tensor: torch.Tensor, count: int) -> _Piece:
-    """Return which part of a whole tensor this process has; None if it has no element."""
-    if not count:
-        return None
-    if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape), (0,) * tensor.dim()
-    placements = tensor.placements
-    if not all(type(placement) in (Shard, Replicate) for placement in placements):
-        raise InvalidArgumentError(f"parameter {name!r} is placed as {placements}: shards and replicas can be shared")
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
-    return tuple(map(int, shape)), tuple(map(int, offsets))
-
-
-def _runs(entry: Entry, piece: _Piece, whole: tuple[int, ...], start: int) -> Iterator[Run]:
-    """Where a shard lies in its whole tensor, which begins at `start` of the group's vector."""
-    if piece is None:
-        return
-    shape, offsets = piece
-    # The last dimensions that are whole follow each other in memory, with one more that is cut.
-    cut = len(shape)
-    while cut > 0 and shape[cut - 1] == whole[cut - 1]:
-        cut -= 1
-    length = int(np.prod(shape[max(cut - 1, 0) :], dtype=np.int64))
-    strides = [int(np.prod(whole[dim + 1 :], dtype=np.int64)) for dim in range(len(whole))]
-    base = start + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    for number, index in enumerate(np.ndindex(*shape[: max(cut - 1, 0)])):
-        there = base + sum(place * stride for place, stride in zip(index, strides, strict=False))
-        yield Run(entry.offset + number * length, there, length)
+def _runs(entry: Entry, piece: Piece | None, shape: tuple[int, ...], start: int) -> Iterator[Run]:
+    """Where a shard lies in the group's vector, in which its whole tensor begins at `start`."""
+    for run in runs_of(piece, shape) if piece is not None else ():
+        yield Run(entry.offset + run.here, start + run.there, run.count)

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from smb.errors import InvalidArgumentError
 from smb.train.diloco import DiLoCo
 
 
@@ -37,3 +38,11 @@ class AsyncDiLoCo(DiLoCo):
     quorum: int | None = 1
     outer_lr: float = 0.07
     WAITS: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.fragments, self.delay, self.mix) != (1, 0, 0):
+            raise InvalidArgumentError(
+                f"{self.NAME}: fragments={self.fragments!r}, delay={self.delay!r}, mix={self.mix!r}: only diloco has "
+                f"fragments; leave the three out"
+            )

@@ -14,6 +14,17 @@ Taxonomy: data parallel; central; synchronous, H steps apart; one write and one 
 
 Staleness: as LocalSGD. tests/train/test_rounds.py: equal to a reference in numpy, to the bit, also when
 members and closers are killed at each step of closing.
+
+Streaming (Douillard et al., Streaming DiLoCo with overlapping communication, 2025): the model is cut into P = fragments
+of whole tensors. Each is exchanged once in H steps, at its own time: one every H / P steps. A worker's change of it is
+sent in the background, and `delay` steps later
+
+    w <- mix w + (1 - mix) W
+
+so that what the worker did meanwhile, and what others did not share, stays with the weight `mix`. The next
+contribution is w - W. With fragments=1, delay=0, mix=0 it is the rule above. A contribution that comes after its round
+was closed by a quorum is dropped: its worker takes the fragment over, and goes on. exchange/streaming.py;
+tests/train/test_streaming.py: equal to a reference in numpy.
 """
 
 from __future__ import annotations
@@ -21,19 +32,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from smb.buffer import Buffer
 from smb.errors import InvalidArgumentError
-from smb.train.exchange.rounds import Outer, RoundScheme
-from smb.train.scheme import is_number
+from smb.train.exchange.rounds import Outer, RoundExchange, RoundScheme
+from smb.train.exchange.streaming import FragmentExchange
+from smb.train.fragments import cut
+from smb.train.group import Group
+from smb.train.parameters import Parameters
+from smb.train.scheme import Span, is_number, is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(RoundScheme):
-    """Nesterov on the mean over all workers after every `every` local steps. The rest: see RoundScheme."""
+    """Nesterov on the mean over all workers after every `every` local steps. The rest: see RoundScheme.
+
+    fragments: parts of the model that are exchanged at times of their own, each once in `every` steps, in the
+    background. delay: so many local steps later a worker takes the outcome over, and waits for it if it is not there.
+    mix: the share of its own values that a worker keeps then.
+    """
 
     NAME: ClassVar[str] = "diloco"
     every: int = 500
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +67,20 @@ class DiLoCo(RoundScheme):
                 f"{self.NAME}: outer_lr={self.outer_lr!r} must be more than 0, and "
                 f"outer_momentum={self.outer_momentum!r} from 0 to below 1"
             )
+        if not is_whole(self.fragments, 1, self.every):
+            raise InvalidArgumentError(
+                f"{self.NAME}: fragments={self.fragments!r} is no whole number in 1 to every={self.every}: each is "
+                f"exchanged once in so many steps, at a step of its own"
+            )
+        if not is_whole(self.delay, 0) or self.delay * self.fragments >= self.every:
+            raise InvalidArgumentError(
+                f"{self.NAME}: delay={self.delay!r} is no whole number of steps below every/fragments="
+                f"{self.every / self.fragments:g}: what one exchange gives is taken over before the next begins"
+            )
+        if not (is_number(self.mix) and 0 <= self.mix < 1):
+            raise InvalidArgumentError(
+                f"{self.NAME}: mix={self.mix!r} is not from 0 to below 1; with 1 a worker would take nothing over"
+            )
 
     def interval(self) -> int:
         """Return `every`."""
@@ -51,3 +89,14 @@ class DiLoCo(RoundScheme):
     def outer(self) -> Outer:
         """Return Nesterov's rule."""
         return Outer("nesterov", 1, (("lr", self.outer_lr), ("mu", self.outer_momentum)))
+
+    def spans(self, weights: Buffer) -> tuple[Span, ...]:
+        """Return the fragments: of whole tensors, where the group knows of tensors."""
+        starts = [place.offset // 4 for place in weights.table.values()] if weights.table else []
+        return cut(weights.size, starts, self.fragments, f"training {weights.name!r}")
+
+    def run(self, group: Group, parameters: Parameters) -> RoundExchange:
+        """Return this worker's exchange."""
+        if (self.fragments, self.delay, self.mix) == (1, 0, 0):
+            return super().run(group, parameters)
+        return FragmentExchange(group, parameters, self)

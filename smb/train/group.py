@@ -10,6 +10,7 @@ The first to join makes them. Joining is done under the lock NAME/setup: it keep
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import struct
@@ -37,19 +38,20 @@ from smb.train import members
 from smb.train.guards import Guard, Guards, Norm, RefusedContributionError
 from smb.train.members import Member
 from smb.train.parameters import Parameters
-from smb.train.scheme import Json, Scheme, Values, scheme_of
+from smb.train.scheme import Json, Scheme, Span, Values, scheme_of
 
 METADATA = "smb.train"
 LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
 _SETUP_S = 30.0
-WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256}  # of an element, as it travels
+WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}  # of an element
 
 _log = logging.getLogger("smb")
 
 
 class Group:
-    """A worker's view of its group. Made by `enter`; one thread at a time, like the Exchange that it is for.
+    """A worker's view of its group. Made by `enter`. For the thread of the Exchange that it is for, and for one that an
+    Exchange starts: guards are the former's, `wait` is the latter's as long as it runs.
 
     weights: the shared weights. table: who is there. member: our slot. scheme, guards, lease: the group's settings.
     patience: seconds to wait before one looks whether others are dead. sent_bytes: of a contribution, as it travels;
@@ -198,9 +200,19 @@ class Group:
             if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & BUILT:
                 return before >> t.ROUND_SHIFT
 
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The parts of the weights that are exchanged at times of their own; one where all are exchanged together."""
+        return self.scheme.spans(self.weights)
+
+    def span(self, number: int) -> Span:
+        """Return the part that a round is of."""
+        return self.spans[number % len(self.spans)]
+
     def replace(self, following: Buffer, claim: int, fence: Lock) -> None:
         """Do the second half of closing a round (rounds.py): these are the weights, and the round's number says so."""
-        self.weights.accumulate_from(following, op="replace", fence=fence)
+        offset, count = self.span(claim >> t.ROUND_SHIFT)
+        self.weights.accumulate_from(following, op="replace", offset=offset, count=count, fence=fence)
         failpoint("train-copied")
         self.table.swap(0, t.ROUND, claim, (claim >> t.ROUND_SHIFT) + 1 << t.ROUND_SHIFT)
         failpoint("train-committed")

@@ -62,15 +62,12 @@ class Table:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
-        self._rows = np.empty(buffer.shape, np.int64)
 
     def read(self) -> Rows:
-        """Return all rows, (1 + SLOTS, FIELDS): row 0 is the group's, row 1 + slot a member's.
-
-        The array is overwritten by the next read.
-        """
-        self.buffer.read(out=self._rows)
-        return self._rows
+        """Return all rows, (1 + SLOTS, FIELDS), in memory of their own: row 0 is the group's, 1 + slot a member's."""
+        rows: Rows = np.empty(self.buffer.shape, np.int64)
+        self.buffer.read(out=rows)
+        return rows
 
     def get(self, row: int, column: int) -> int:
         """Return one element."""

@@ -53,9 +53,10 @@ class Run:
 
 
 class Parameters(ABC):
-    """The trained values. One thread at a time. `size` is n."""
+    """The trained values. One thread at a time. `size` is n, `origin` where in the group's buffers the first one is."""
 
     size: int
+    origin: int = 0
 
     @abstractmethod
     def pieces(self) -> Iterator[tuple[int, Values]]:
@@ -94,11 +95,11 @@ class Parameters(ABC):
         for begin, piece in self.pieces():
             if not np.isfinite(piece).all():
                 raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")
-            weights.write(piece, begin, wire="exact")
+            weights.write(piece, self.origin + begin, wire="exact")
 
     def read(self, buffer: Buffer, out: Values) -> None:
         """Read what is theirs of a buffer, exact, into `out`, (n,)."""
-        buffer.read(out=out, wire="exact")
+        buffer.read(self.origin, self.size, out=out, wire="exact")
 
     def write(self, buffer: Buffer, piece: Values, begin: int) -> list[Future[Any]]:
         """Begin to write what is this process's to write of a piece, by the buffer's wire."""
@@ -106,17 +107,23 @@ class Parameters(ABC):
 
     def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, int]]:
         """Yield what is this process's to write of a piece, and where that is in the group's buffers."""
-        yield piece, begin
+        yield piece, self.origin + begin
 
     @property
     def runs(self) -> Sequence[Run]:
         """The ranges that this process writes."""
-        return (Run(0, 0, self.size),)
+        return (Run(0, self.origin, self.size),)
 
     @property
     def all_runs(self) -> Sequence[Run]:
         """The ranges that this process has; some of them another one may write."""
         return self.runs
+
+    def part(self, offset: int, count: int) -> Parameters:
+        """Return the values in `count` elements of the group's vector from `offset` on, as parameters by themselves:
+        the same values, not copies. For the thread that has these. Raises InvalidArgumentError if they can't be cut.
+        """
+        raise InvalidArgumentError(f"{type(self).__name__} can't be cut into parts ({count} elements from {offset} on)")
 
     def seated(self, group: Group) -> None:  # noqa: ARG002 - a subclass's to use
         """Take note that the worker has taken a slot."""
@@ -173,6 +180,15 @@ class ArrayParameters(Parameters):
 
     def keep_exact(self) -> None:
         """They are."""
+
+    def part(self, offset: int, count: int) -> ArrayParameters:
+        """Return a part of the same array."""
+        part = ArrayParameters(self._values[offset : offset + count], "a part of values")
+        part.origin = offset
+        if not self._scratch:
+            self._scratch = scratch(self.size)
+        part._scratch = self._scratch
+        return part
 
 
 def scratch(size: int) -> list[Values]:

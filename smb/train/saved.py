@@ -26,7 +26,8 @@ from smb.files.formats import HEADER_BYTES_MAX, parse_safetensors, safetensors_h
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.rounds import RoundScheme
+from smb.train.exchange.rounds import RoundScheme, state_copy
+from smb.train.fragments import Span
 from smb.train.guards import Guards
 from smb.train.parameters import PIECE_ELEMENTS
 from smb.train.progress import progress_of
@@ -43,9 +44,11 @@ _LOCK_S = 60.0
 
 @dataclass(frozen=True)
 class _Source:
-    """Tensors of a float32 buffer that go into the file, under these names."""
+    """Tensors that go into the file, under these names. `ranges` make up the vector that they lie in, in order, each
+    with the float32 buffer in which it is good.
+    """
 
-    buffer: Buffer
+    ranges: tuple[tuple[Buffer, Span], ...]
     table: TensorTable
     names: dict[str, str]
 
@@ -115,7 +118,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
     """Write the file as of a round that is open, and stays so."""
     weights = group.weights
     table = weights.table or _whole(weights.size)
-    sources = [_Source(weights, table, {each: each for each in table})]
+    sources = [_Source(_all(weights), table, {each: each for each in table})]
     metadata = {key: value for key, value in weights.metadata.items() if key != groups.METADATA}
     head_fields: dict[str, Any] = {
         "version": _VERSION,
@@ -131,13 +134,14 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
     }
     with contextlib.suppress(NotFoundError):
         statistics = group.client.open(f"{group.name}/{STATISTICS}")
-        sources.append(_Source(statistics, statistics.table, {each: each for each in statistics.table}))
+        sources.append(_Source(_all(statistics), statistics.table, {each: each for each in statistics.table}))
         head_fields["statistics"] = {"size": statistics.size, "metadata": statistics.metadata}
     outer = group.scheme.outer() if isinstance(group.scheme, RoundScheme) else None
     for index in range(outer.states if outer else 0):
         with contextlib.suppress(NotFoundError):  # nobody has trained yet
-            state = group.client.open(f"{group.name}/outer/{number % 2}/{index}")
-            sources.append(_Source(state, _whole(state.size), {_WHOLE: f"{_OUTER}{index}"}))
+            copies = [group.client.open(f"{group.name}/outer/{copy}/{index}") for copy in (0, 1)]
+            ranges = tuple((copies[copy], span) for copy, span in _good_states(group.spans, number))
+            sources.append(_Source(ranges, _whole(weights.size), {_WHOLE: f"{_OUTER}{index}"}))
     forms: dict[str, tuple[tuple[int, ...], str]] = {}
     for source in sources:
         for each, stored in source.names.items():
@@ -151,7 +155,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         digest = hashlib.sha256()
         for source in sources:
             for each in source.names:
-                for piece in _read(source.buffer, source.table[each]):
+                for piece in _read(source.ranges, source.table[each]):
                     digest.update(piece)
                     file.write(piece)
         file.seek(0)
@@ -164,11 +168,22 @@ def _header(table: TensorTable, head_fields: dict[str, Any]) -> bytes:
     return safetensors_header(table, {_KEY: json.dumps(head_fields)})
 
 
-def _read(buffer: Buffer, place: TensorPlace) -> Iterator[memoryview]:
-    offset = place.offset // 4
-    for begin in range(0, place.size, PIECE_ELEMENTS):
-        count = min(PIECE_ELEMENTS, place.size - begin)
-        yield buffer.read(offset + begin, count, wire="exact").view(np.uint8).data
+def _all(buffer: Buffer) -> tuple[tuple[Buffer, Span], ...]:
+    return ((buffer, Span(0, buffer.size)),)
+
+
+def _good_states(spans: tuple[Span, ...], number: int) -> Iterator[tuple[int, Span]]:
+    """Yield which copy of the outer state is good in round `number`, by fragment: the one that its next round reads."""
+    for index, span in enumerate(spans):
+        yield state_copy(number + (index - number) % len(spans), len(spans)), span
+
+
+def _read(ranges: tuple[tuple[Buffer, Span], ...], place: TensorPlace) -> Iterator[memoryview]:
+    first, end = place.offset // 4, place.offset // 4 + place.size
+    for buffer, (offset, count) in ranges:
+        for begin in range(max(first, offset), min(end, offset + count), PIECE_ELEMENTS):
+            length = min(PIECE_ELEMENTS, end - begin, offset + count - begin)
+            yield buffer.read(begin, length, wire="exact").view(np.uint8).data
 
 
 @contextlib.contextmanager
@@ -246,9 +261,11 @@ def _make(
     weights = new(name, head_fields["size"], "float32", metadata=metadata, **placement)
     for each, place in (weights.table or _whole(weights.size)).items():
         _fill(weights, place.offset // 4, file, *where[each])
+    spans = scheme_of(head_fields["scheme"], head_fields["settings"]).spans(weights)
     for index in range(len([each for each in where if each.startswith(_OUTER)])):
-        state = new(f"{name}/outer/{head_fields['round'] % 2}/{index}", like=weights)
-        _fill(state, 0, file, *where[f"{_OUTER}{index}"])
+        copies = [new(f"{name}/outer/{copy}/{index}", like=weights) for copy in (0, 1)]
+        for copy, (offset, count) in _good_states(spans, head_fields["round"]):
+            _fill(copies[copy], offset, file, where[f"{_OUTER}{index}"][0] + 4 * offset, count)
     if (kept := head_fields.get("statistics")) is not None:
         client.delete(f"{name}/{STATISTICS}", missing_ok=True)
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])

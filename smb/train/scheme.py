@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 from smb.errors import InvalidArgumentError
 from smb.train import member_table as t
+from smb.train.fragments import Span
 from smb.train.member_table import Rows
 from smb.train.parameters import Parameters, Values
 
 if TYPE_CHECKING:
+    from smb.buffer import Buffer
     from smb.train.group import Group
 
 Json: TypeAlias = Any
 
-__all__ = ["SCHEMES", "Copies", "Exchange", "Json", "Scheme", "Values", "is_number", "is_whole", "scheme_of"]
+__all__ = ["SCHEMES", "Copies", "Exchange", "Json", "Scheme", "Span", "Values", "is_number", "is_whole", "scheme_of"]
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every scheme by its name."""
@@ -121,6 +123,12 @@ class Scheme(ABC):
     def copies(self) -> Copies:
         """Return how many copies of the model it keeps on the memory servers."""
         return Copies()
+
+    def spans(self, weights: Buffer) -> tuple[Span, ...]:
+        """Return the parts of the shared weights that are exchanged at times of their own: round r is of part r modulo
+        their number. Raises InvalidArgumentError where the weights can't be cut so.
+        """
+        return (Span(0, weights.size),)
 
     def first_clock(self, rows: Rows) -> int:
         """Return the clock that a joiner begins with, from the table: nobody may be held up by it."""

@@ -179,7 +179,8 @@ class Links:
                 link = self._connect_copies(entry, deadline)
                 link.set_epoch(place.epoch)
                 entry.link = weakref.ref(link)
-            return link, bool(entry.unix_path())
+        self.tokens.show(link, place.id, deadline.left_ms())
+        return link, bool(entry.unix_path())
 
     def _forget_copies(self) -> None:
         """Those that nobody uses any more. With the lock."""
@@ -204,8 +205,7 @@ class Links:
         if path:
             link, instance_id = self._client.connect_unix(path, entry.lane, deadline.left_ms())
         else:
-            host, port = _numeric(place.server, place.address)
-            link, instance_id = self._client.connect_tcp(host, port, entry.lane, deadline.left_ms())
+            link, instance_id = self._connect_tcp(place.server, place.address, place.tls, entry.lane, deadline)
         if instance_id != place.instance_id:
             raise UnavailableError(
                 f"at {path or place.address} answers another run than the memory server {place.server} known"
@@ -238,12 +238,12 @@ class Links:
     def _attempt_copies(self, entry: _Copies, link: Link) -> None:
         found = self._locate_copies(entry.place) or entry.place
         link.set_epoch(found.epoch)
+        self.tokens.keep(link, found.id)
         path = found.unix_path if entry.may_be_local and found.unix_path and Path(found.unix_path).exists() else ""
         if path:
             link.resume_unix(path, found.instance_id, _ATTEMPT_MS)
         else:
-            host, port = _numeric(found.server, found.address)
-            link.resume_tcp(host, port, found.instance_id, _ATTEMPT_MS)
+            self._resume_tcp(link, found.server, found.address, found.tls, found.instance_id)
         entry.place = found
 
     def _resume_copies(self, entry: _Copies, link: Link) -> None:
@@ -310,13 +310,8 @@ class Links:
             link, instance_id = self._client.connect_unix(where.unix_path, entry.lane, deadline.left_ms())
         elif dialer := self._dialers.get(entry.lane):
             link, instance_id = dialer.dial(entry.server, where, entry.lane, deadline.left_ms())
-        elif where.tls:
-            host, port = _numeric(entry.server, where.address)
-            tls, expected = self._tls.now(entry.server), server_name(entry.server)
-            link, instance_id = self._client.connect_tls(host, port, tls, expected, entry.lane, deadline.left_ms())
         else:
-            host, port = _numeric(entry.server, where.address)
-            link, instance_id = self._client.connect_tcp(host, port, entry.lane, deadline.left_ms())
+            link, instance_id = self._connect_tcp(entry.server, where.address, where.tls, entry.lane, deadline)
         if instance_id != where.instance_id:
             # It was restarted, or another one has its address: the coordinator will know.
             at = where.unix_path if entry.lane in _UNIX else where.address
@@ -387,9 +382,19 @@ class Links:
             instance_id = dialer.redial(link, entry.server, entry.where, accept_instance, _ATTEMPT_MS)
             if instance_id is not None:
                 return instance_id
-        host, port = _numeric(entry.server, entry.where.address)
-        if entry.where.tls:
-            tls, expected = self._tls.now(entry.server), server_name(entry.server)
+        return self._resume_tcp(link, entry.server, entry.where.address, entry.where.tls, accept_instance)
+
+    def _connect_tcp(self, server: str, address: str, secured: bool, lane: int, deadline: Deadline) -> tuple[Link, int]:
+        host, port = _numeric(server, address)
+        if secured:
+            tls, expected = self._tls.now(server), server_name(server)
+            return self._client.connect_tls(host, port, tls, expected, lane, deadline.left_ms())
+        return self._client.connect_tcp(host, port, lane, deadline.left_ms())
+
+    def _resume_tcp(self, link: Link, server: str, address: str, secured: bool, accept_instance: int) -> int:
+        host, port = _numeric(server, address)
+        if secured:
+            tls, expected = self._tls.now(server), server_name(server)
             return link.resume_tls(host, port, tls, expected, accept_instance, _ATTEMPT_MS)
         return link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
 

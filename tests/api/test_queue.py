@@ -190,6 +190,9 @@ def test_what_a_queue_refuses(path: smb.Client, connect: Callable[..., smb.Clien
             queue.write(buffer, np.ones(11, np.float32)).result(_PATIENCE_S)
         with pytest.raises(smb.InvalidArgumentError, match="out= is for fetch=True"):
             queue.accumulate(buffer, np.ones(10, np.float32), out=np.empty(10, np.float32)).result(_PATIENCE_S)
+        ones = np.ones(10, np.float32)
+        with pytest.raises(smb.InvalidArgumentError, match="shares memory"):
+            queue.accumulate(buffer, ones[:9], fetch=True, out=ones[1:]).result(_PATIENCE_S)
         assert queue.read(buffer, priority=2**31 - 1).result(_PATIENCE_S).sum() == 0
 
 

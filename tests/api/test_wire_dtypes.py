@@ -19,7 +19,7 @@ from tests.support.daemons import stop
 from tests.support.transports import FAR
 
 Array = np.ndarray[Any, np.dtype[Any]]
-WIRES = ("bfloat16", "float16", "int8")
+WIRES = ("bfloat16", "float16", "int8", "int4")
 STRIPE = "64KiB"  # a chunk too: calls have many pieces
 COUNT = 100_003
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -37,13 +37,14 @@ def arriving(wire: str, array: Array, start: int, chunk: int) -> Array:
         return array.astype(ml_dtypes.bfloat16).astype(np.float32)
     if wire == "float16":
         return array.astype(np.float16).astype(np.float32)
+    elements, limit = (256, 127) if wire == "int8" else (64, 7)
     result, at = np.empty_like(array), 0
     while at < array.size:
         piece_end = min(array.size, at + chunk - (start + at) % chunk)
         while at < piece_end:
-            end = min(at + 256, piece_end)
+            end = min(at + elements, piece_end)
             block = array[at:end]
-            scale = np.float32(np.abs(block).max() / np.float32(127))
+            scale = np.float32(np.abs(block).max() / np.float32(limit))
             result[at:end] = np.rint(block / scale).astype(np.float32) * scale
             at = end
     return result

@@ -14,6 +14,7 @@ import smb
 from smb.daemon.failpoint import ALLOWED_VARIABLE, POINT_VARIABLE
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator
+from smb.security.credentials import find as find_credentials
 from tests.fault.long import LIMIT_S, LONG
 from tests.fault.test_second_copy import NAMES, Pool
 from tests.support.daemons import running_daemons, stop, wait_for
@@ -30,12 +31,12 @@ class Drained(Pool):
 
     def drain(self, name: str, *, undo: bool = False) -> pb.DrainServerReply:
         """Ask for it; the answer says what is left."""
-        with closing(Coordinator(self.address)) as coordinator:
+        with closing(Coordinator(self.address, find_credentials())) as coordinator:
             return coordinator.drain_server(name, 10.0, undo=undo)
 
     def wait_until_empty(self, name: str) -> None:
         """It holds nothing, and all segments have two copies."""
-        with closing(Coordinator(self.address)) as coordinator:
+        with closing(Coordinator(self.address, find_credentials())) as coordinator:
 
             def is_empty() -> bool:
                 left = coordinator.drain_server(name, 10.0)
@@ -61,7 +62,7 @@ class Drained(Pool):
         if point:
             self._daemons.variables |= {POINT_VARIABLE: point, ALLOWED_VARIABLE: "1"}
         try:
-            self.coordinator = self._daemons.coordinator(self.address)
+            self.coordinator = self._start_coordinator(self.address)
             assert self.coordinator.address == self.address  # it serves
         finally:
             for variable in (POINT_VARIABLE, ALLOWED_VARIABLE):
@@ -76,10 +77,19 @@ class Drained(Pool):
 @pytest.mark.parametrize("ways", [("auto", "tcp"), *([("tcp", "tcp", "tcp")] if LONG else [])], ids="+".join)
 def test_each_server_is_drained_in_turn(tmp_path: Path, ways: tuple[str, ...]) -> None:
     """Then it and its memory vanish at once: it had nothing. It is still being drained when it comes back."""
+    drain_each(tmp_path, ways, NAMES * 10 if LONG else NAMES[:2])
+
+
+def test_each_server_is_drained_with_credentials(tmp_path: Path, certificates: Path) -> None:
+    """The same where servers feed each other inside TLS, and tokens are of an epoch and expire meanwhile."""
+    drain_each(tmp_path, ("tcp", "auto"), NAMES * 10 if LONG else NAMES[:1], certificates)
+
+
+def drain_each(tmp_path: Path, ways: tuple[str, ...], names: tuple[str, ...], certificates: Path | None = None) -> None:
     with running_daemons(tmp_path) as daemons:
-        pool = Drained(daemons, tmp_path)
+        pool = Drained(daemons, tmp_path, certificates=certificates)
         pool.begin(ways)
-        for name in NAMES * 10 if LONG else NAMES[:2]:
+        for name in names:
             pool.drain(name)
             pool.wait_until_empty(name)
             pool.kill(name)

@@ -28,10 +28,12 @@ ROUNDS = times(1, 50)
 class Pool:
     """A coordinator, three servers, and clients that use buffers with two copies."""
 
-    def __init__(self, daemons: Daemons, directory: Path, *options: str) -> None:
+    def __init__(self, daemons: Daemons, directory: Path, *options: str, certificates: Path | None = None) -> None:
+        """`certificates`: with them, and tokens that are good for some seconds."""
         self._options = options
         self._daemons, self._directory = daemons, directory
-        self.coordinator = daemons.coordinator()
+        self._certificates = certificates
+        self.coordinator = self._start_coordinator()
         self.address = self.coordinator.address
         self.servers = {name: self._start(name) for name in NAMES}
         self._left = contextlib.ExitStack()
@@ -39,8 +41,15 @@ class Pool:
         self.histories: list[Path] = []
         self._round = 0
 
+    def _start_coordinator(self, listen: str = "127.0.0.1:0") -> Daemon:
+        lasting = ("--token-lifetime", "4") if self._certificates else ()
+        return self._daemons.coordinator(listen, None, *self._shown("coordinator"), *lasting)
+
+    def _shown(self, name: str) -> tuple[str, ...]:
+        return ("--credentials", str(self._certificates / name)) if self._certificates else ()
+
     def _start(self, name: str) -> Daemon:
-        server = self._daemons.memory_server(self.address, name, *self._options)
+        server = self._daemons.memory_server(self.address, name, *self._options, *self._shown(name))
         assert server.address
         return server
 
@@ -133,11 +142,20 @@ def test_a_host_dies(tmp_path: Path, ways: tuple[str, ...]) -> None:
     print(f"{ROUNDS} hosts died; work went on within {longest:.2f} s")
 
 
+def test_each_host_dies_in_turn_with_credentials(tmp_path: Path, certificates: Path) -> None:
+    """The same where servers feed each other inside TLS, and tokens are of an epoch and expire meanwhile."""
+    each_host_dies(tmp_path, times(1, 20), certificates)
+
+
 @pytest.mark.parametrize("rounds", [1, *([20] if LONG else [])])
 def test_each_host_dies_in_turn(tmp_path: Path, rounds: int) -> None:
     """Lost copies are made anew while clients work: then any other host may die. Nothing is lost, doubled or stale."""
+    each_host_dies(tmp_path, rounds)
+
+
+def each_host_dies(tmp_path: Path, rounds: int, certificates: Path | None = None) -> None:
     with running_daemons(tmp_path) as daemons:
-        pool = Pool(daemons, tmp_path)
+        pool = Pool(daemons, tmp_path, certificates=certificates)
         pool.begin(("tcp", "auto"))
         longest = copied = 0.0
         for name in NAMES * rounds:

@@ -165,6 +165,9 @@ REQUESTS: dict[str, tuple[Frame, bytes]] = {
         data(Opcode.ACCUMULATE_FROM, op=1, argument=0x3FF0000000000000), struct.pack("<QQ", OTHER, 0)
     ),
     "apply": (data(Opcode.APPLY, op=4), STEP),
+    "replicate": (Frame(Opcode.REPLICATE, epoch=EPOCH, segment=SEGMENT), b""),
+    "refused": (Frame(Opcode.REFUSED, epoch=EPOCH, segment=SEGMENT), b""),
+    "copy": (Frame(Opcode.COPY, epoch=EPOCH, segment=SEGMENT, op=2), b""),
     "watermark": (Frame(Opcode.WATERMARK, epoch=EPOCH, segment=SEGMENT), b""),
     **{
         opcode.name.lower(): (replace(HOME, opcode=opcode), WORDS)

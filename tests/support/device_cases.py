@@ -22,7 +22,7 @@ from tests.support import fake_device
 
 Connect = Callable[..., smb.Client]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SCHEMES = ["asyncdiloco", "easgd", "seasgd"]
+SCHEMES = ["asyncdiloco", "easgd", "seasgd", "streaming"]
 LONG = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="every scheme with every type; SMB_LONG=1 runs them")
 
 
@@ -55,11 +55,15 @@ def train(client: smb.Client, name: str, device: str, dtype: torch.dtype, scheme
             parameter.mul_(0.5)  # what a joiner brings does not count
     optimizers = [torch.optim.SGD(model.parameters(), lr=2.0**-4, foreach=False) for model in models]
     settings: dict[str, Any] = {"quorum": 1} if scheme == "asyncdiloco" else {}
+    steps = 3 * every
+    if scheme == "streaming":
+        settings = {"fragments": 3, "delay": 1, "mix": 0.5}
+        scheme, every, steps = "diloco", 4, 13  # nothing is on its way after the last one
     joined = [
         smb.torch.join(model, optimizer, name, scheme=scheme, every=every, client=client, **settings)
         for model, optimizer in zip(models, optimizers, strict=True)
     ]
-    for number in range(3 * every):
+    for number in range(steps):
         for model, optimizer in zip(models, optimizers, strict=True):
             # No backward pass, and a rate that rounds nothing: kernels round as their operands lie in memory.
             for parameter in model.parameters():
@@ -79,6 +83,7 @@ def train(client: smb.Client, name: str, device: str, dtype: torch.dtype, scheme
         ("asyncdiloco", torch.bfloat16),
         ("easgd", torch.float16),
         ("seasgd", torch.float32),
+        ("streaming", torch.bfloat16),
         *(pytest.param(scheme, dtype, marks=LONG) for scheme in SCHEMES for dtype in DTYPES),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,16 @@ def network() -> nn.Sequential:
     """On two ranks the last layer of FSDP2 is one rank's alone: the other has an empty shard."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def published(seed: int) -> nn.Sequential:
+    """A model that ranks publish: its dimensions are no multiples of theirs, and it has counters and statistics."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3), nn.LayerNorm(3), nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else torch.tensor(seed))
+    return model
 
 
 def batch(member: int, number: int) -> torch.Tensor:
@@ -47,10 +58,95 @@ class Rank:
         self._client = smb.connect(address)
         self._rank = rank
         self._shared: Any = None
+        self._grid: Any = None
+
+    def sharded(self, kind: str, seed: int = 0) -> nn.Module:
+        """Return a model with values of that seed, sharded over the mesh. `kind`: as of join; or "grid", tensor
+        parallel along one dimension of a mesh of two rows, and FSDP2 along the other.
+        """
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        model = published(seed)
+        if kind == "fsdp":
+            fully_shard(model, mesh=self._mesh)
+        elif kind == "columns":
+            parallelize_module(model, self._mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        else:
+            self._shard_on_grid(model)
+        self._model = model
+        return model
+
+    def _shard_on_grid(self, model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self._grid is None:
+            self._grid = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "model"))
+        parallelize_module(model, self._grid["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=self._grid["data"])
+
+    def publisher(self, name: str, kind: str, seed: int = 0, **options: Any) -> int:
+        """Make a model and its Publisher, mesh= found by itself; return the generation so far."""
+        if options.pop("given", False):
+            options["mesh"] = self._mesh
+        self._publisher = smb.torch.Publisher(self._client, name, self.sharded(kind, seed), **options)
+        return self._publisher.generation
+
+    def publish(self, seed: int, wrong: tuple[int, ...] = ()) -> tuple[int, int, bool]:
+        """Publish values of a seed; return the generation, bytes sent by this rank, and whether the values were those.
+        Ranks in `wrong` have another state.
+        """
+        values = published(seed).state_dict()
+        with torch.no_grad():
+            for name, tensor in self._model.state_dict().items():
+                tensor.copy_(_like(tensor, values[name]))
+        same = all(_whole(tensor).equal(values[name]) for name, tensor in self._model.state_dict().items())
+        if self._rank in wrong:
+            self._publisher.publish({})
+        if seed % 2:
+            generation = self._publisher.publish()
+        else:  # in the background, over what is overwritten at once
+            future = self._publisher.publish_async()
+            with torch.no_grad():
+                for tensor in self._model.state_dict().values():
+                    tensor.zero_()
+            generation = future.result(60)
+        return generation, self._publisher.sent_bytes, same
+
+    def die_at(self, step: str, rank: int) -> None:
+        """Have a rank kill itself at a step of its next publication, before what the step names."""
+        if rank != self._rank:
+            return
+        from smb.call.versions import Publication
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        write = Publication.write
+        left = iter((True, False))  # one write is done
+
+        def some(*arguments: Any) -> None:
+            write(*arguments) if next(left) else die()
+
+        setattr(Publication, step.removesuffix(" some"), some if step.endswith(" some") else die)
+
+    def follow(self, name: str, kind: str, generation: int) -> tuple[int, int, dict[str, Any], list[int]]:
+        """Follow a state with this rank's own shards, and load it; return the generation, bytes that came, what there
+        is now, and how many elements of each tensor this rank has."""
+        model = self.sharded(kind, 99)
+        follower = smb.torch.follow(self._client, name, placements=model, timeout=60)
+        follower.wait(timeout=60)
+        loaded = follower.load(model, generation=generation)
+        local = [tensor.to_local().numel() if hasattr(tensor, "to_local") else tensor.numel()
+                 for tensor in model.state_dict().values()]  # fmt: skip
+        found = {key: _whole(value).numpy().copy() for key, value in model.state_dict().items()}
+        return loaded, follower.received_bytes, found, local
 
     def join(self, member: int = 0, kind: str = "fsdp", lr: float = 0.1, norm: bool = False, **options: Any) -> str:
-        """Make a model and join. `kind`: "fsdp", "ddp", or "columns": tensor parallel, whose shards do not follow each
-        other in memory."""
+        """Make a model and join. `kind`: "fsdp", "ddp"; "columns": tensor parallel, whose shards do not follow each
+        other in memory; or "grid": that along one dimension of a mesh, and FSDP2 along the other."""
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -61,6 +157,8 @@ class Rank:
             parallelize_module(model, self._mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         elif kind == "fsdp":
             fully_shard(model, mesh=self._mesh)
+        elif kind == "grid":
+            self._shard_on_grid(model)
         else:
             model = nn.parallel.DistributedDataParallel(model)
         self._model, self._member, self._done = model, member, 0
@@ -145,6 +243,15 @@ def run_rank(inbox: Any, outbox: Any, address: str, store: str, rank: int, ranks
     outbox.close()
     outbox.join_thread()
     os._exit(0)  # gloo's group need not be there any more
+
+
+def _like(tensor: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return values sharded as a tensor is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not hasattr(tensor, "to_local"):
+        return values
+    return distribute_tensor(values, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -41,6 +41,9 @@ class Opcode(IntEnum):
     UNPIN = 20
     APPLY = 21
     AUTHORIZE = 22
+    REPLICATE = 23
+    REFUSED = 24
+    COPY = 25
 
 
 class Dtype(IntEnum):
@@ -80,6 +83,7 @@ class Flag(IntFlag):
     FLOAT16 = 0x20
     INT8 = 0x30
     SPARSE = 0x40
+    INT4 = 0x50
     CHECKSUM = 0x80
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import warnings
@@ -20,18 +19,10 @@ import smb.torch
 import smb.train
 from smb.torch.checkpoint import Reader
 from tests.support.daemons import wait_for
-from tests.support.meshes import PRELOADED, Mesh, local_step, network
+from tests.support.meshes import Mesh, local_step, network
 from tests.support.training import LEASE_S
 
 LONG = bool(os.environ.get("SMB_LONG"))
-
-
-@pytest.fixture(scope="module")
-def context() -> Any:
-    """Processes that find PyTorch there."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([*PRELOADED, "torch.distributed.tensor.parallel"])
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -192,19 +192,21 @@ _ADDING = [
 ]
 
 
+@pytest.mark.parametrize(("wire", "rounding"), [("int8", 8), ("int4", 160)])
 @pytest.mark.parametrize("scheme", _ADDING, ids=lambda scheme: str(scheme.NAME))
-def test_error_feedback(client: smb.Client, scheme: smb.train.Scheme) -> None:
-    """What int8 leaves out of one contribution goes along with the next: a value that each round hides beside a large
-    one arrives in the end, and the sum of many differs by no more than one rounding."""
+def test_error_feedback(client: smb.Client, scheme: smb.train.Scheme, wire: str, rounding: float) -> None:
+    """What rounding leaves out of one contribution goes along with the next: a value that each round hides beside a
+    large one arrives in the end, and the sum of many differs by no more than one rounding."""
     values = np.zeros(COUNT, np.float32)
-    with smb.train.join(client, "run", values, scheme, wire="int8") as worker:
+    with smb.train.join(client, "run", values, scheme, wire=wire) as worker:
         for _ in range(40):
-            values[0] += 1000.0  # an int8 block shows steps of 8 then
+            values[0] += 1000.0  # an int8 block shows steps of 8 then, one of int4 of up to 160
             values[1:] += 1.0
             worker.step()
         error = worker.shared() - np.full(COUNT, 40, np.float32)
-    assert abs(error[0] - (40_000 - 40)) <= 8
-    assert abs(error[1:]).max() <= 8
+    assert abs(error[0] - (40_000 - 40)) <= rounding
+    assert abs(error[1:]).max() <= rounding
+    assert abs(error[256:]).max() <= 0.01  # no large one beside them
 
 
 def test_elastic_halves_are_equal_in_fewer_bits(client: smb.Client) -> None:

@@ -26,7 +26,7 @@ def create(
     ] = None,
     wire: Annotated[
         str | None,
-        typer.Option("--wire", metavar="FORM", help="How elements travel: exact, bfloat16, float16 or int8."),
+        typer.Option("--wire", metavar="FORM", help="How elements travel: exact, bfloat16, float16, int8 or int4."),
     ] = None,
     replicas: Annotated[
         int, typer.Option("--replicas", metavar="N", min=1, max=2, help="Copies, on different servers.")

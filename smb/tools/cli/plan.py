@@ -55,7 +55,8 @@ def plan(
         typer.Option("--every", min=1, metavar="STEPS", help="From one exchange to the next, where it is a setting."),
     ] = 50,
     wire: Annotated[
-        str, typer.Option("--wire", metavar="NAME", help="How contributions travel: exact, bfloat16, float16, int8.")
+        str,
+        typer.Option("--wire", metavar="NAME", help="How contributions travel: exact, bfloat16, float16, int8, int4."),
     ] = "exact",
     batch: Annotated[
         int | None,

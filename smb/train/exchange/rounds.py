@@ -12,6 +12,9 @@ seconds have passed since. The first member to see that it is complete closes it
     copy     weights = next
     commit   ROUND: -> (r + 1, 0), and everybody is woken
 
+A scheme may cut the weights into fragments (streaming.py). Round r is then of fragment r modulo their number: of
+weights, inboxes, sums and states only that range is read and written.
+
 No phase changes its sources. If a closer is dead, by its locks, another member repeats the phase and gets the same
 result to the bit. A closer that was only stopped, and goes on, changes nothing any more: its locks are fences of all
 that is written, and its claim is no longer the latest. So each contribution counts at most once.
@@ -113,9 +116,11 @@ class RoundExchange(Exchange):
     its inbox until it is known what became of it."""
 
     def __init__(self, group: Group, parameters: Parameters, scheme: RoundScheme) -> None:
-        self.snapshot = snapshot_of(parameters, group.weights.wire)
+        self._remember(parameters, group)
         self._group = group
         self._scheme = scheme
+        self._late_counts = scheme.LATE  # whether a contribution that comes late may count in a later round
+        self._stopping = False  # nobody waits any more for what becomes of the contribution
         self._interval = scheme.interval()
         self._outer = scheme.outer()
         self._base_round = 0
@@ -143,6 +148,10 @@ class RoundExchange(Exchange):
         self._weight_word = group.table.get(member.row, t.WEIGHT)
 
     # ---- the worker's side
+
+    def _remember(self, parameters: Parameters, group: Group) -> None:
+        """Make what remembers the weights that were taken over last."""
+        self.snapshot = snapshot_of(parameters, group.weights.wire)
 
     def step(self, samples: int) -> None:
         """Contribute at every interval; wait for the round to be closed, unless the scheme does not wait."""
@@ -182,7 +191,7 @@ class RoundExchange(Exchange):
         group, scheme = self._group, self._scheme
         self._origin = self._base_round
         # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
-        in_time = scheme.WAITS and (scheme.quorum is None or not scheme.LATE)
+        in_time = scheme.WAITS and (scheme.quorum is None or not self._late_counts)
         self._target = self._origin if in_time else group.round
         self._tokens = float(self._samples) if scheme.token_weights else 1.0
         group.member.check()
@@ -214,8 +223,8 @@ class RoundExchange(Exchange):
         self._owing = self._repeated = False
 
     def _settle(self) -> bool:
-        """Find out what becomes of the contribution. Waits for its round to be closed, or, in a scheme that does not
-        wait, only while somebody is closing it. False: its fate is open still."""
+        """Find out what becomes of the contribution. Waits for its round to be closed. In a scheme that does not wait,
+        or when we are to stop, it waits only while somebody is closing it. False: its fate is open still."""
         group = self._group
         while True:
             self._mark()
@@ -227,7 +236,7 @@ class RoundExchange(Exchange):
                 ready = self._complete(rows)
                 if ready and self._close():
                     continue
-                if not ready and not self._scheme.WAITS:
+                if not ready and (self._stopping or not self._scheme.WAITS):
                     return False
                 if not group.wait(self._patience()):
                     group.member.check()
@@ -242,7 +251,7 @@ class RoundExchange(Exchange):
         """Decide about a contribution that came too late: True to mark it for the open round."""
         member, staleness = self._group.member, _round(rows) - self._origin
         limit = self._group.guards.staleness_max
-        if not self._scheme.LATE:
+        if not self._late_counts:
             member.add(t.DROPPED, 1)
             return False
         if limit is not None and staleness > limit:
@@ -276,7 +285,7 @@ class RoundExchange(Exchange):
             return True
         decided = int(rows[0, _decided(self._target)])
         if decided >> t.SLOTS != _tag(self._target):
-            return self._scheme.LATE  # so long ago that nobody knows: it must not count twice
+            return self._late_counts  # so long ago that nobody knows: it must not count twice
         if not decided >> self._group.member.slot & 1:
             return False
         member = self._group.member
@@ -315,7 +324,7 @@ class RoundExchange(Exchange):
 
     def _close(self) -> bool:
         """Close the target round. False: somebody else is at it, or we lost the locks over it."""
-        written = [self._group.weights, self._next, *self._states[(self._target + 1) % 2]]
+        written = [self._group.weights, self._next, *self._turns()[1]]
         if self._sum is not None:
             written.append(self._sum)
         fences: dict[str, Lock] = {}
@@ -382,24 +391,42 @@ class RoundExchange(Exchange):
 
     def _build(self, chosen: list[tuple[Buffer, float]], fences: dict[str, Lock]) -> None:
         """Make the next weights, and the next state, of sources that stay as they are."""
+        offset, count = self._group.span(self._target)
+
+        def combine(buffer: Buffer, source: Buffer, op: str, scale: float = 1.0) -> None:
+            fence = fences[buffer.name]
+            buffer.accumulate_from(source, op=op, scale=scale, offset=offset, count=count, fence=fence)
+
         total = sum(weight for _, weight in chosen)
         following = self._next
-        following.accumulate_from(self._group.weights, op="replace", fence=fences[following.name])
+        combine(following, self._group.weights, "replace")
         if self._outer is None or self._sum is None:
             for inbox, weight in chosen:
-                following.accumulate_from(inbox, scale=weight / total, fence=fences[following.name])
+                combine(following, inbox, "sum", weight / total)
                 failpoint("train-added")
             return
-        old, new = self._states[self._target % 2], self._states[(self._target + 1) % 2]
+        old, new = self._turns()
         for source, state in zip(old, new, strict=True):
-            state.accumulate_from(source, op="replace", fence=fences[state.name])
+            combine(state, source, "replace")
         for index, (inbox, weight) in enumerate(chosen):
-            op = "sum" if index else "replace"
-            self._sum.accumulate_from(inbox, op=op, scale=-weight / total, fence=fences[self._sum.name])
+            combine(self._sum, inbox, "sum" if index else "replace", -weight / total)
             failpoint("train-added")
         if chosen:
             hyper: dict[str, Any] = dict(self._outer.hyper)
-            following.apply(self._outer.rule, self._sum, *new, fence=fences[following.name], **hyper)
+            fence = fences[following.name]
+            following.apply(self._outer.rule, self._sum, *new, offset=offset, count=count, fence=fence, **hyper)
+
+    def _turns(self) -> tuple[list[Buffer], list[Buffer]]:
+        """Return the outer optimizer's state as it is in the target round, and where the next one is made."""
+        turn = state_copy(self._target, len(self._group.spans))
+        return self._states[turn], self._states[1 - turn]
+
+
+def state_copy(number: int, fragments: int) -> int:
+    """Return which of the two copies of the outer state is good for round `number`, in that round's fragment: they take
+    turns each time that the fragment is exchanged.
+    """
+    return number // fragments % 2
 
 
 def _inbox(incarnation: int) -> str:

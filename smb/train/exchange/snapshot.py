@@ -71,6 +71,37 @@ class Snapshot:
                 part -= as_sent(inbox, part, there)
         return found
 
+    # ---- in two halves, for an exchange in the background
+
+    def take(self, out: Values) -> Norm:
+        """Make what was done since the parameters were filled, and what rounding has left, in `out`, (n,)."""
+        found = Norm()
+        for begin, delta in self._parameters.deltas(self.base):
+            piece = out[begin : begin + delta.size]
+            if self._unsent is None:
+                piece[:] = delta
+            else:
+                np.add(delta, self._unsent[begin : begin + delta.size], out=piece)
+            found.add(piece)
+        return found
+
+    def put(self, inbox: Buffer, taken: Values) -> None:
+        """Write what `take` has made into an inbox. Blocks. If it raises, call it again. Touches no parameters."""
+        origin = self._parameters.origin
+        inbox.write(taken, origin)
+        if self._unsent is not None:
+            np.subtract(taken, as_sent(inbox, taken, origin), out=self._unsent)
+
+    def merge(self, mix: float, room: Values) -> None:
+        """Make the parameters mix * theirs + (1 - mix) * what was fetched. `room`, (n,), is overwritten."""
+        if mix == 0.0:
+            self.adopt()
+            return
+        np.multiply(self.base, np.float32(1 - mix), out=room)
+        for begin, piece in self._parameters.pieces():
+            room[begin : begin + piece.size] += np.float32(mix) * piece
+        self._parameters.fill(room)
+
     def _gather(self, begin: int, delta: Values, unsent: Values) -> Values:
         """Move a delta from the base's account to what is unsent: whatever fails from here on, it is counted there."""
         base, piece = self.base[begin : begin + delta.size], unsent[begin : begin + delta.size]

@@ -303,11 +303,46 @@ static void answers_to_one_place(void)
     }
 }
 
+/* A server whose HELLO tells of no features gets no int4: it would close the connection. What it
+ * knows it gets. */
+static void no_feature_no_int4(void)
+{
+    struct answering self = in_order(UINT32_MAX);
+    self.wire = SMB_WIRE_BFLOAT16;
+    struct reached reached;
+    reach_it(&self, &reached, answer_calls);
+    uint8_t *elements = calloc(1, BYTES);
+    for (int opcode = SMB_READ; opcode <= SMB_ACCUMULATE; opcode++) {
+        struct smb_outcome outcome;
+        struct smb_request request = {.opcode = opcode,
+                                      .op = SMB_SUM,
+                                      .scale = 1.0,
+                                      .bytes = BYTES,
+                                      .source = elements,
+                                      .sink = opcode == SMB_READ ? elements : NULL,
+                                      .wire = SMB_WIRE_INT4,
+                                      .timeout_ms = RIG_TIMEOUT_MS};
+        smb_transfer(reached.buffer, &request, &outcome);
+        CHECK_EQ(outcome.status, SMB_VERSION);
+        CHECK(!outcome.sent);
+    }
+    struct smb_outcome outcome;
+    struct smb_request known = {.opcode = SMB_READ,
+                                .bytes = BYTES,
+                                .sink = elements,
+                                .wire = self.wire,
+                                .timeout_ms = RIG_TIMEOUT_MS};
+    smb_transfer(reached.buffer, &known, &outcome);
+    CHECK_EQ(outcome.status, SMB_OK);
+    free(elements);
+    leave_it(&self, &reached);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
         TEST(answers_in_order),     TEST(answers_in_any_order), TEST(refusals_among_them),
-        TEST(answers_that_are_cut), TEST(answers_to_one_place),
+        TEST(answers_that_are_cut), TEST(answers_to_one_place), TEST(no_feature_no_int4),
     };
     return RUN_TESTS(tests);
 }

@@ -319,7 +319,9 @@ static void encoded_and_checked(void)
         uint32_t length, payload;
     } sound[] = {{SMB_WIRE_BFLOAT16, 4, 2},  {SMB_WIRE_FLOAT16, 1048576, 524288},
                  {SMB_WIRE_INT8, 4, 5},      {SMB_WIRE_INT8, 1024, 260},
-                 {SMB_WIRE_INT8, 1028, 265}, {SMB_WIRE_INT8, 1048576, 266240}};
+                 {SMB_WIRE_INT8, 1028, 265}, {SMB_WIRE_INT8, 1048576, 266240},
+                 {SMB_WIRE_INT4, 4, 5},      {SMB_WIRE_INT4, 256, 36},
+                 {SMB_WIRE_INT4, 268, 42},   {SMB_WIRE_INT4, 1048576, 147456}};
     for (size_t i = 0; i < sizeof sound / sizeof *sound; i++) {
         for (int checked = 0; checked < 2; checked++) {
             struct smb_frame frame = request(SMB_ACCUMULATE), reply;
@@ -356,7 +358,7 @@ static void encoded_and_checked(void)
     frame.flags = SMB_FLAG_CHECKSUM, expect(frame, SMB_PROTOCOL);
     frame.payload = SMB_CHECKSUM_BYTES, expect(frame, SMB_OK);
     frame.flags = 0, expect(frame, SMB_PROTOCOL);
-    for (int wire = SMB_WIRE_INT8 + 1; wire < 8; wire++)
+    for (int wire = SMB_WIRE_SPARSE; wire < 8; wire += wire == SMB_WIRE_SPARSE ? 2 : 1)
         frame = request(SMB_READ), frame.dtype = SMB_FLOAT32,
         frame.flags = (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT), expect(frame, SMB_PROTOCOL);
 }

@@ -111,6 +111,7 @@ static void encodings(void)
         {"wire bfloat16", SMB_WIRE_BFLOAT16, SMB_BFLOAT16, 0x2CBE41D65ABDEF02},
         {"wire float16", SMB_WIRE_FLOAT16, SMB_FLOAT16, 0xF0D05F6EC5077716},
         {"wire int8", SMB_WIRE_INT8, SMB_UINT8, 0x5DDF7E0F5ACAA273},
+        {"wire int4", SMB_WIRE_INT4, SMB_UINT8, 0xF6588C403B290247},
     };
     static uint32_t from[WIRE_COUNT + 1];
     static float sum[WIRE_COUNT];

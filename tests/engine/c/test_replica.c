@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "base/frame.h"
+#include "lab.h"
 #include "rig.h"
 #include "server/replica.h"
 
@@ -23,11 +24,13 @@ enum {
 struct pair {
     struct smb_server *servers[2];
     uint16_t ports[2];
+    struct smb_tls *inside; /* what the primary shows the backup; NULL: it speaks no TLS */
 };
 
 static void set_role(struct pair *pair, int server, uint32_t epoch, int role, bool paired)
 {
-    CHECK_EQ(smb_server_set_replica(pair->servers[server], ID, epoch, role, paired, false), SMB_OK);
+    CHECK_EQ(smb_server_set_replica(pair->servers[server], ID, epoch, role, paired, false, "peer"),
+             SMB_OK);
 }
 
 /* A connection from the primary to the backup, in place of the one before. */
@@ -35,7 +38,8 @@ static int feed(struct pair *pair, uint32_t epoch)
 {
     int fd = raw_connect(pair->ports[1]);
     CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
-    return smb_server_feed(pair->servers[0], ID, epoch, fd, 1001);
+    return smb_server_feed(pair->servers[0], ID, epoch, fd, 1001, pair->inside,
+                           "server-0.server.smb");
 }
 
 static struct smb_replica_status status_of(struct pair *pair, int server)
@@ -47,6 +51,7 @@ static struct smb_replica_status status_of(struct pair *pair, int server)
 
 static void start(struct pair *pair)
 {
+    pair->inside = NULL;
     for (int i = 0; i < 2; i++) {
         CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 2, (uint64_t)1 << 30, &pair->servers[i]),
                  SMB_OK);
@@ -144,15 +149,18 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* Several clients' changes reach the backup, once and in order, over connections that are replaced
- * all the while. */
-static void changes_are_forwarded(void)
+static void forward_changes(bool inside_tls)
 {
     struct pair pair;
     struct worker workers[CLIENTS];
     pthread_t threads[CLIENTS];
     const int64_t *one = ones(); /* before the threads that read it */
     start(&pair);
+    if (inside_tls) {
+        open_lab();
+        pair.inside = context_of(&authority, &server_0);
+        smb_server_use_tls(pair.servers[1], pair.inside);
+    }
     CHECK_EQ(feed(&pair, 1), SMB_OK);
     for (int i = 0; i < CLIENTS; i++) {
         workers[i] = (struct worker){.pair = &pair, .ones = one, .session = 10 + (uint64_t)i};
@@ -172,7 +180,31 @@ static void changes_are_forwarded(void)
     CHECK(copies_are_equal(&pair));
     CHECK_EQ(status_of(&pair, 0).unconfirmed, 0);
     leave(&user);
+    if (inside_tls) {
+        /* nobody else is fed, and who that is is said */
+        int fd = raw_connect(pair.ports[1]);
+        CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
+        CHECK_EQ(
+            smb_server_feed(pair.servers[0], ID, 1, fd, 1001, pair.inside, "server-1.server.smb"),
+            SMB_OK);
+        WAIT_UNTIL(status_of(&pair, 0).refused == SMB_UNTRUSTED);
+        smb_tls_release(pair.inside);
+        close_lab();
+    }
     stop(&pair);
+}
+
+/* Several clients' changes reach the backup, once and in order, over connections that are replaced
+ * all the while. */
+static void changes_are_forwarded(void)
+{
+    forward_changes(false);
+}
+
+/* The same inside TLS; another server than the one named is not fed. */
+static void changes_are_forwarded_inside_tls(void)
+{
+    forward_changes(true);
 }
 
 /* While a chunk is changed all the time there is hardly a moment without an unconfirmed change. */
@@ -315,7 +347,8 @@ static void connect_copy(struct pair *pair, int from, uint32_t epoch)
 {
     int fd = raw_connect(pair->ports[1 - from]);
     CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
-    CHECK_EQ(smb_server_feed(pair->servers[from], ID, epoch, fd, 1001 - (uint64_t)from), SMB_OK);
+    CHECK_EQ(smb_server_feed(pair->servers[from], ID, epoch, fd, 1001 - (uint64_t)from, NULL, NULL),
+             SMB_OK);
 }
 
 /* As the coordinator and Python do it: epoch, roles, parts, over connections that break, and the
@@ -324,15 +357,15 @@ static void make_copy(struct pair *pair, int from, uint32_t epoch)
 {
     uint64_t copied = 0, total = 0;
     int status = SMB_OK;
-    CHECK_EQ(
-        smb_server_set_replica(pair->servers[1 - from], ID, epoch, SMB_REPLICA_BACKUP, true, false),
-        SMB_OK);
-    CHECK_EQ(
-        smb_server_set_replica(pair->servers[from], ID, epoch, SMB_REPLICA_PRIMARY, true, true),
-        SMB_OK);
+    CHECK_EQ(smb_server_set_replica(pair->servers[1 - from], ID, epoch, SMB_REPLICA_BACKUP, true,
+                                    false, "peer"),
+             SMB_OK);
+    CHECK_EQ(smb_server_set_replica(pair->servers[from], ID, epoch, SMB_REPLICA_PRIMARY, true, true,
+                                    "peer"),
+             SMB_OK);
     /* not before all is there */
     CHECK_EQ(smb_server_set_replica(pair->servers[from], ID, epoch + 1, SMB_REPLICA_PRIMARY, true,
-                                    false),
+                                    false, "peer"),
              SMB_INVALID);
     for (int part = 0; status != SMB_EXISTS; part++) {
         if (part % 3 == 0)
@@ -344,10 +377,10 @@ static void make_copy(struct pair *pair, int from, uint32_t epoch)
     CHECK_EQ(total, copied);
     CHECK_EQ(smb_server_abandon_copy(pair->servers[from], ID, epoch), SMB_STALE_EPOCH);
     CHECK_EQ(smb_server_set_replica(pair->servers[from], ID, epoch + 1, SMB_REPLICA_PRIMARY, true,
-                                    false),
+                                    false, "peer"),
              SMB_OK);
     CHECK_EQ(smb_server_set_replica(pair->servers[1 - from], ID, epoch + 1, SMB_REPLICA_BACKUP,
-                                    true, false),
+                                    true, false, "peer"),
              SMB_OK);
     connect_copy(pair, from, epoch + 1);
 }
@@ -436,8 +469,9 @@ static void a_copy_has_the_records(void)
     raw_send(&raw, count);
     CHECK_EQ(raw_receive(&raw).argument, 3);
 
-    CHECK_EQ(smb_server_set_replica(pair.servers[0], ID, 3, SMB_REPLICA_PRIMARY, true, true),
-             SMB_OK);
+    CHECK_EQ(
+        smb_server_set_replica(pair.servers[0], ID, 3, SMB_REPLICA_PRIMARY, true, true, "peer"),
+        SMB_OK);
     CHECK_EQ(smb_server_abandon_copy(pair.servers[0], ID, 2), SMB_STALE_EPOCH);
     CHECK_EQ(smb_server_abandon_copy(pair.servers[0], ID, 3), SMB_OK);
     uint64_t copied, total;
@@ -677,17 +711,12 @@ static void refusals_have_a_bound(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(changes_are_forwarded),
-        TEST(a_busy_chunk_can_be_read),
-        TEST(nothing_is_told_before_the_backup_has_it),
-        TEST(a_primary_goes_on_alone),
-        TEST(the_backup_takes_over),
-        TEST(reads_without_a_lease),
-        TEST(a_primary_that_yields),
-        TEST(what_is_refused),
-        TEST(refusals_have_a_bound),
-        TEST(a_copy_is_made_under_load),
-        TEST(a_copy_has_the_records),
+        TEST(changes_are_forwarded),     TEST(changes_are_forwarded_inside_tls),
+        TEST(a_busy_chunk_can_be_read),  TEST(nothing_is_told_before_the_backup_has_it),
+        TEST(a_primary_goes_on_alone),   TEST(the_backup_takes_over),
+        TEST(reads_without_a_lease),     TEST(a_primary_that_yields),
+        TEST(what_is_refused),           TEST(refusals_have_a_bound),
+        TEST(a_copy_is_made_under_load), TEST(a_copy_has_the_records),
     };
     return RUN_TESTS(tests);
 }

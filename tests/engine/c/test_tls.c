@@ -10,110 +10,16 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <openssl/pem.h>
 #include <openssl/ssl.h>
-#include <openssl/x509v3.h>
 
 #include "base/channel.h"
 #include "base/frame.h"
+#include "lab.h"
 #include "random.h"
 #include "rig.h"
 
-enum { BYTES = 3 << 20, PEM_BYTES = 4096 };
+enum { BYTES = 3 << 20 };
 #define LONG_TEXT "a-text-that-is-longer-than-the-name-of-any-role"
-
-/* ---- a laboratory's certificates ------------------------------------------------------------- */
-
-struct holder {
-    X509 *certificate;
-    EVP_PKEY *key;
-    char certificate_pem[PEM_BYTES], key_pem[PEM_BYTES];
-};
-
-static void extend(X509 *certificate, X509 *issuer, int what, const char *value)
-{
-    X509V3_CTX context;
-    X509V3_set_ctx(&context, issuer, certificate, NULL, NULL, 0);
-    X509_EXTENSION *extension = X509V3_EXT_conf_nid(NULL, &context, what, value);
-    CHECK(extension && X509_add_ext(certificate, extension, -1) == 1);
-    X509_EXTENSION_free(extension);
-}
-
-static void to_text(BIO *pem, char *text)
-{
-    int bytes = BIO_read(pem, text, PEM_BYTES - 1);
-    CHECK(bytes > 0);
-    text[bytes] = 0;
-    BIO_free(pem);
-}
-
-/* `names`: NULL for an authority, which signs itself. */
-static void issue(struct holder *holder, const struct holder *authority, const char *names,
-                  const char *purposes)
-{
-    static long serial = 1;
-    holder->key = EVP_EC_gen("P-256");
-    X509 *made = holder->certificate = X509_new();
-    X509_set_version(made, 2);
-    ASN1_INTEGER_set(X509_get_serialNumber(made), ++serial);
-    X509_gmtime_adj(X509_getm_notBefore(made), -300);
-    X509_gmtime_adj(X509_getm_notAfter(made), 3600);
-    X509_set_pubkey(made, holder->key);
-    X509_NAME *name = X509_NAME_new();
-    X509_NAME_add_entry_by_txt(name, "CN", MBSTRING_ASC,
-                               (const unsigned char *)(names ? "somebody" : "authority"), -1, -1,
-                               0);
-    X509_set_subject_name(made, name);
-    X509_set_issuer_name(made, authority ? X509_get_subject_name(authority->certificate) : name);
-    X509_NAME_free(name);
-    extend(made, authority ? authority->certificate : made, NID_basic_constraints,
-           names ? "critical,CA:FALSE" : "critical,CA:TRUE");
-    if (names) {
-        extend(made, authority->certificate, NID_subject_alt_name, names);
-        extend(made, authority->certificate, NID_ext_key_usage, purposes);
-    }
-    CHECK(X509_sign(made, authority ? authority->key : holder->key, EVP_sha256()) > 0);
-    BIO *pem = BIO_new(BIO_s_mem());
-    CHECK(PEM_write_bio_X509(pem, made) == 1);
-    to_text(pem, holder->certificate_pem);
-    pem = BIO_new(BIO_s_mem());
-    CHECK(PEM_write_bio_PrivateKey(pem, holder->key, NULL, NULL, 0, NULL, NULL) == 1);
-    to_text(pem, holder->key_pem);
-}
-
-static void forget(struct holder *holder)
-{
-    X509_free(holder->certificate);
-    EVP_PKEY_free(holder->key);
-}
-
-#define BOTH "serverAuth,clientAuth"
-static struct holder authority, server_0, client;
-
-static struct smb_tls *context_of(const struct holder *trusted, const struct holder *own)
-{
-    struct smb_tls *tls;
-    char why[SMB_WHY_BYTES];
-    CHECK_EQ(
-        smb_tls_create(trusted->certificate_pem, own->certificate_pem, own->key_pem, &tls, why),
-        SMB_OK);
-    return tls;
-}
-
-static void open_lab(void)
-{
-    issue(&authority, NULL, NULL, NULL);
-    issue(&server_0, &authority,
-          "URI:smb:role/server,URI:smb:name/server-0,DNS:server-0.server.smb", BOTH);
-    issue(&client, &authority, "URI:smb:role/client,URI:smb:name/c", "clientAuth");
-}
-
-static void close_lab(void)
-{
-    forget(&authority);
-    forget(&server_0);
-    forget(&client);
-}
 
 /* ---- both ends of a connection, in one thread ------------------------------------------------ */
 
@@ -251,7 +157,8 @@ static void memory_may_change(void)
 
 static void expect(const struct holder *trusted_by_server, const struct holder *server,
                    const struct holder *trusted_by_client, const struct holder *user,
-                   const char *expected, const char *why_server, const char *why_client)
+                   const char *expected, const char *why_server, const char *why_client,
+                   const char *server_name)
 {
     struct ends ends;
     int of_server, of_client;
@@ -263,6 +170,10 @@ static void expect(const struct holder *trusted_by_server, const struct holder *
     shake(&ends, &of_server, &of_client);
     CHECK_EQ(of_client, why_client && !why_server ? SMB_UNTRUSTED : SMB_OK);
     CHECK_EQ(of_server, why_server || why_client ? SMB_UNTRUSTED : SMB_OK);
+    if (of_server == SMB_OK)
+        CHECK_EQ(strcmp(tls_server_name(ends.server.tls), server_name), 0);
+    else
+        CHECK(!tls_server_name(ends.server.tls)[0]);
     if (why_server) { /* which the client hears with its first read */
         uint8_t byte;
         struct iovec part = {&byte, 1};
@@ -280,7 +191,7 @@ static void expect(const struct holder *trusted_by_server, const struct holder *
 static void who_may(void)
 {
     struct holder other, reader, operator, server_1, stranger, coordinator, two, odd, long_one,
-        none, of_client_only, wild;
+        none, of_client_only, wild, server_2, of_two, nameless;
     open_lab();
     issue(&other, NULL, NULL, NULL);
     issue(&reader, &authority, "URI:smb:role/reader", "clientAuth");
@@ -295,30 +206,40 @@ static void who_may(void)
     issue(&none, &authority, "DNS:server-0.server.smb", BOTH);
     issue(&of_client_only, &authority, "URI:smb:role/server,DNS:server-0.server.smb", "clientAuth");
     issue(&wild, &authority, "URI:smb:role/server,DNS:*.server.smb", BOTH);
+    issue(&server_2, &authority, "URI:smb:role/server,URI:smb:name/server-2", BOTH);
+    issue(&of_two, &authority, "URI:smb:role/server,URI:smb:name/server-2,URI:smb:name/server-3",
+          BOTH);
+    issue(&nameless, &authority, "URI:smb:role/server,URI:smb:name/" LONG_TEXT LONG_TEXT, BOTH);
     const char *name = "server-0.server.smb", *reply = "it does not take us";
     const struct holder *users[] = {&client, &reader, &operator};
     for (int i = 0; i < 3; i++)
-        expect(&authority, &server_0, &authority, users[i], name, NULL, NULL);
-    expect(&authority, &server_0, &authority, &client, "SERVER-0.server.smb", NULL, NULL);
-    expect(&authority, &server_0, &authority, &stranger, name, "is not good", reply);
-    expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", reply);
-    expect(&authority, &server_0, &authority, &coordinator, name, "role \"coordinator\"", reply);
-    expect(&authority, &server_0, &authority, &two, name, "role \"operator\" and others", reply);
-    expect(&authority, &server_0, &authority, &odd, name, "role \"?\" and others", reply);
-    expect(&authority, &server_0, &authority, &long_one, name, "role \"?\", name", reply);
-    expect(&authority, &server_0, &authority, &none, name, "it shows", reply);
+        expect(&authority, &server_0, &authority, users[i], name, NULL, NULL, "");
+    expect(&authority, &server_0, &authority, &client, "SERVER-0.server.smb", NULL, NULL, "");
+    expect(&authority, &server_0, &authority, &stranger, name, "is not good", reply, "");
+    expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", reply, "");
+    expect(&authority, &server_0, &authority, &server_2, name, NULL, NULL, "server-2");
+    expect(&authority, &server_0, &authority, &of_two, name, "role \"server\"", reply, "");
+    expect(&authority, &server_0, &authority, &nameless, name, "role \"server\"", reply, "");
+    expect(&authority, &server_0, &authority, &coordinator, name, "role \"coordinator\"", reply,
+           "");
+    expect(&authority, &server_0, &authority, &two, name, "role \"operator\" and others", reply,
+           "");
+    expect(&authority, &server_0, &authority, &odd, name, "role \"?\" and others", reply, "");
+    expect(&authority, &server_0, &authority, &long_one, name, "role \"?\", name", reply, "");
+    expect(&authority, &server_0, &authority, &none, name, "it shows", reply, "");
     expect(&authority, &server_1, &authority, &client, name, NULL,
-           "it shows the certificate of role \"server\"");
+           "it shows the certificate of role \"server\"", "");
     expect(&authority, &server_0, &authority, &client, "server-0.server.sm", NULL,
-           "name \"server-0\"");
-    expect(&authority, &server_0, &authority, &client, ".server.smb", NULL, "it shows");
-    expect(&authority, &wild, &authority, &client, name, NULL, "it shows");
-    expect(&authority, &coordinator, &authority, &client, name, NULL, "role \"coordinator\"");
-    expect(&authority, &none, &authority, &client, name, NULL, "role \"\"");
-    expect(&authority, &of_client_only, &authority, &client, name, NULL, "purpose");
-    expect(&authority, &server_0, &other, &client, name, NULL, "is not good");
-    struct holder *all[] = {&other, &reader, &operator, &server_1, &stranger,       &coordinator,
-                            &two,   &odd,    &long_one, &none,     &of_client_only, &wild};
+           "name \"server-0\"", "");
+    expect(&authority, &server_0, &authority, &client, ".server.smb", NULL, "it shows", "");
+    expect(&authority, &wild, &authority, &client, name, NULL, "it shows", "");
+    expect(&authority, &coordinator, &authority, &client, name, NULL, "role \"coordinator\"", "");
+    expect(&authority, &none, &authority, &client, name, NULL, "role \"\"", "");
+    expect(&authority, &of_client_only, &authority, &client, name, NULL, "purpose", "");
+    expect(&authority, &server_0, &other, &client, name, NULL, "is not good", "");
+    struct holder *all[] = {&other,          &reader, &operator, &server_1, &stranger,
+                            &coordinator,    &two,    &odd,      &long_one, &none,
+                            &of_client_only, &wild,   &server_2, &of_two,   &nameless};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         forget(all[i]);
     struct smb_tls *tls;

@@ -39,10 +39,11 @@ struct peer {
 
 static const uint8_t key[SMB_KEY_BYTES] = {1, 2, 3};
 
-static struct smb_server *server;
+/* The second asks for no tokens, and is fed a copy: a guarded one is fed inside TLS alone. */
+static struct smb_server *server, *fed;
 static struct smb_segment *witness;
 static struct smb_slots *bystander; /* slots as a client's are, between theirs */
-static char socket_path[128];
+static char socket_path[128], fed_path[128];
 static uint64_t sessions;
 static uint64_t good_answers[2][SMB_OPCODE_COUNT]; /* the second: by reference */
 /* what it last answered: tokens, rounds, versions, to be said back to it */
@@ -84,11 +85,15 @@ static void start(void)
     }
     MUST(smb_server_create_replica(server, fuzz_path("primary"), PRIMARY, 1, SMB_INT64, BYTES,
                                    CHUNK) == SMB_OK);
-    MUST(smb_server_set_replica(server, PRIMARY, EPOCH, SMB_REPLICA_PRIMARY, false, false) ==
+    MUST(smb_server_set_replica(server, PRIMARY, EPOCH, SMB_REPLICA_PRIMARY, false, false,
+                                "peer") == SMB_OK);
+    strcpy(fed_path, fuzz_path("fed"));
+    MUST(smb_server_create(2, 1, 1 << 26, &fed) == SMB_OK);
+    MUST(smb_server_create_replica(fed, fuzz_path("backup"), BACKUP, 1, SMB_INT64, BYTES, CHUNK) ==
          SMB_OK);
-    MUST(smb_server_create_replica(server, fuzz_path("backup"), BACKUP, 1, SMB_INT64, BYTES,
-                                   CHUNK) == SMB_OK);
-    MUST(smb_server_set_replica(server, BACKUP, EPOCH, SMB_REPLICA_BACKUP, true, false) == SMB_OK);
+    MUST(smb_server_set_replica(fed, BACKUP, EPOCH, SMB_REPLICA_BACKUP, true, false, "peer") ==
+         SMB_OK);
+    MUST(smb_server_listen_unix(fed, fed_path) == SMB_OK);
     MUST(smb_server_open_journal(server, fuzz_path("journal"), &recovery) == SMB_OK);
     smb_server_guard(server);
     struct smb_key set = {.generation = 1};
@@ -167,7 +172,7 @@ static void store_token(const struct peer *peer, uint64_t segment, uint32_t righ
 static void show_tokens(struct peer *peer)
 {
     static const uint64_t granted[] = {SCRATCH,   FLOATS,  STEPS,  STEPS + 1,
-                                       STEPS + 2, PRIMARY, BACKUP, WITNESS};
+                                       STEPS + 2, PRIMARY, WITNESS};
     enum { COUNT = sizeof granted / sizeof *granted };
     uint8_t bytes[COUNT * SMB_RECORD_BYTES] = {0};
     uint8_t *at = bytes;
@@ -207,7 +212,7 @@ static void reach_server(struct peer *peer)
         peer->fd = ends[1];
         return;
     }
-    strcpy(name.sun_path, socket_path);
+    strcpy(name.sun_path, peer->session == BACKUP ? fed_path : socket_path);
     peer->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     MUST(peer->fd >= 0 && connect(peer->fd, (struct sockaddr *)&name, sizeof name) == 0);
 }
@@ -229,7 +234,7 @@ static void peer_connect(struct peer *peer)
     MUST(recv(peer->fd, bytes, (size_t)count, MSG_WAITALL) == count &&
          smb_frame_parse(bytes, &hello) == SMB_OK);
     peer->nonce = hello.offset;
-    if (peer->session % 16 == 7 || peer->session % 16 == 9)
+    if (peer->session % 16 == 7 || peer->session % 16 == 9 || peer->session == BACKUP)
         return; /* these have nothing to show */
     show_tokens(peer);
 }
@@ -344,7 +349,8 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
         uint64_t wire = where >> 9 & 7;
         frame.segment = FLOATS;
         frame.dtype = SMB_FLOAT32;
-        if (wire <= SMB_WIRE_INT8 || (wire == SMB_WIRE_SPARSE && frame.opcode == SMB_ACCUMULATE))
+        if (wire <= SMB_WIRE_INT8 || wire == SMB_WIRE_INT4 ||
+            (wire == SMB_WIRE_SPARSE && frame.opcode == SMB_ACCUMULATE))
             frame.flags |= (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT);
         if (wire == SMB_WIRE_SPARSE)
             frame.flags &= (uint16_t)~SMB_FLAG_FETCH;

@@ -284,10 +284,11 @@ def test_floats_in_fewer_bits(server: EngineServer) -> None:
     bfloat16 = struct.pack("<3H", 0x3F80, 0xC000, 0x3FC0)  # 1, -2, 1.5
     float16 = struct.pack("<3H", 0x3C00, 0xC000, 0x3E00)
     int8 = struct.pack("<f3b", 0.5, 2, -4, 3)
+    int4 = struct.pack("<fBB", 0.5, 2 | (16 - 4) << 4, 3)
     with server.hello() as client:
         client.ask(floats(Opcode.WRITE, 12), bytes(12))
         for turn, (flag, payload) in enumerate(
-            ((Flag.BFLOAT16, bfloat16), (Flag.FLOAT16, float16), (Flag.INT8, int8)), 1
+            ((Flag.BFLOAT16, bfloat16), (Flag.FLOAT16, float16), (Flag.INT8, int8), (Flag.INT4, int4)), 1
         ):
             reply, data = client.ask(floats(Opcode.ACCUMULATE, 12, flag | Flag.FETCH, 2.0), payload)
             assert (reply.status, reply.flags) == (Status.OK, flag | Flag.FETCH | Flag.REPLY)
@@ -299,6 +300,9 @@ def test_floats_in_fewer_bits(server: EngineServer) -> None:
         client.ask(floats(Opcode.WRITE, 12, Flag.INT8), int8)
         reply, data = client.ask(floats(Opcode.READ, 12, Flag.INT8))
         assert (reply.length, data) == (12, struct.pack("<f3b", np.float32(2) / np.float32(127), 64, -127, 95))
+        client.ask(floats(Opcode.WRITE, 12, Flag.INT4), int4)
+        reply, data = client.ask(floats(Opcode.READ, 12, Flag.INT4))
+        assert (reply.length, data) == (12, struct.pack("<fBB", np.float32(2) / np.float32(7), 3 | 9 << 4, 5))
 
 
 def test_sparse_entries(server: EngineServer) -> None:

@@ -219,8 +219,10 @@ def test_make_uses_no_half_environment(tmp_path: Path) -> None:
 
     def install(pip_does: str) -> tuple[int, int]:
         """Return make's exit status, and how many packages the environment then has."""
+        # A shell can't trap a SIGINT that was ignored from the start, as it is in a script's background.
+        command = ["env", "--default-signal=INT", "make", "--no-print-directory", "install", "CONSTRAINTS="]
         run = subprocess.run(
-            ["make", "--no-print-directory", "install", "CONSTRAINTS="], cwd=tree, capture_output=True, text=True,
+            command, cwd=tree, capture_output=True, text=True,
             env={"PATH": os.environ["PATH"], "PYTHON": "./python", "PIP_DOES": pip_does}, timeout=60,
         )  # fmt: skip
         assert ("failed at this step" in run.stderr) == (pip_does == "exit 1" and run.returncode != 0), run.stderr

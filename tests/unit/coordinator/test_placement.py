@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smb import errors
-from smb.coordinator.placement import Placement, Pool, chunk_bytes, place, place_like, weighted_round
+from smb.coordinator.placement import (
+    Placement,
+    Pool,
+    chunk_bytes,
+    place,
+    place_backups,
+    place_copy,
+    place_like,
+    weighted_round,
+)
 from smb.coordinator.records import BufferRecord, SegmentRecord
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -252,3 +261,17 @@ def test_no_other_round_of_that_length_loads_the_busiest_server_less(weights: li
     highest, busiest = max((turns[i] / weight, i) for i, weight in enumerate(weights))
     if turns[busiest] > 1 and len(set(weights)) > 1:  # the one turn that everybody has stays
         assert all((turns[i] + 1) / weight >= highest * (1 - 1e-9) for i, weight in enumerate(weights) if i != busiest)
+
+
+def test_both_servers_of_a_pair_take_data_alike() -> None:
+    """A copy goes to no server that takes data without TLS, where the other one takes it inside; and the other way
+    round. Where there is no such server there is no place.
+    """
+    free = {"a": GIB, "b": 8 * GIB, "c": GIB, "d": GIB}
+    pool = Pool(free, plain=frozenset({"b", "d"}))
+    assert [place_copy(pool, name, MIB) for name in free] == ["c", "d", "a", "b"]
+    assert place_copy(Pool(free, plain=frozenset({"b", "c", "d"})), "a", MIB) == ""
+    placement = place(pool, MIB, names=["a", "b"])
+    assert place_backups(pool, placement) == ("c", "d")
+    with pytest.raises(errors.OutOfMemoryError, match="in two copies"):
+        place_backups(Pool({"a": GIB, "b": GIB}, plain=frozenset({"b"})), place(pool, MIB, names=["a"]))

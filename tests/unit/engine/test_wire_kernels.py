@@ -16,10 +16,20 @@ from tests.support.kernels import best_isa_afterwards as best_isa_afterwards
 
 BLOCK: int = lib.SMB_WIRE_BLOCK
 HALVES: dict[int, Any] = {lib.SMB_WIRE_BFLOAT16: ml_dtypes.bfloat16, lib.SMB_WIRE_FLOAT16: np.float16}
-WIRES = {lib.SMB_WIRE_BFLOAT16: "bfloat16", lib.SMB_WIRE_FLOAT16: "float16", lib.SMB_WIRE_INT8: "int8"}
+WIRES = {
+    lib.SMB_WIRE_BFLOAT16: "bfloat16",
+    lib.SMB_WIRE_FLOAT16: "float16",
+    lib.SMB_WIRE_INT8: "int8",
+    lib.SMB_WIRE_INT4: "int4",
+}
+# Of each with blocks: elements of a block, the largest integer.
+BLOCKS: dict[int, tuple[int, int]] = {lib.SMB_WIRE_INT8: (BLOCK, 127), lib.SMB_WIRE_INT4: (lib.SMB_WIRE_INT4_BLOCK, 7)}
 COUNT_MAX = 2500
-SCALE_MAX = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # 127 times it is finite
-TINY = 2.0**-141  # an int8 block's error where its scale is subnormal
+SCALE_MAX = {  # so many times it is finite
+    127: np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0)),
+    7: np.finfo(np.float32).max / np.float32(7),
+}
+TINY = 2.0**-141  # a block's error where its scale is subnormal
 
 every_wire = pytest.mark.parametrize("wire", WIRES, ids=list(WIRES.values()))
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflow and NaN are what is tested here
@@ -44,24 +54,44 @@ def reference_encode(wire: int, values: Array) -> Array:
     if wire in HALVES:
         return values.astype(HALVES[wire]).view(np.uint8)
     parts: list[Array] = []
-    for start in range(0, values.size, BLOCK):
-        block = values[start : start + BLOCK]
+    elements, limit = BLOCKS[wire]
+    for start in range(0, values.size, elements):
+        block = values[start : start + elements]
         largest = np.abs(block).max()
-        scale = min(np.float32(largest / np.float32(127)), SCALE_MAX) if np.isfinite(largest) else np.float32(np.nan)
+        finite = np.isfinite(largest)
+        scale = min(np.float32(largest / np.float32(limit)), SCALE_MAX[limit]) if finite else np.float32(np.nan)
         numbers = np.zeros(block.size, np.int8)
         if np.isfinite(scale) and scale > 0:
-            numbers = np.clip(np.rint(block / scale), -127, 127).astype(np.int8)
-        parts += [np.array([scale], np.float32).view(np.uint8), numbers.view(np.uint8)]
+            numbers = np.clip(np.rint(block / scale), -limit, limit).astype(np.int8)
+        parts += [np.array([scale], np.float32).view(np.uint8), packed(wire, numbers)]
     return np.concatenate([*parts, np.empty(0, np.uint8)])
+
+
+def packed(wire: int, numbers: Array) -> Array:
+    """The integers of a block as they travel."""
+    if wire == lib.SMB_WIRE_INT8:
+        return numbers.view(np.uint8)
+    halves = np.append(numbers, np.zeros(numbers.size % 2, np.int8)).view(np.uint8) & 15
+    return halves[::2] | halves[1::2] << 4
+
+
+def unpacked(wire: int, sent: Array) -> Array:
+    """And back; one more of an odd number."""
+    if wire == lib.SMB_WIRE_INT8:
+        return sent.view(np.int8)
+    halves = np.stack([sent & 15, sent >> 4], axis=1).ravel().astype(np.int8)
+    return np.where(halves > 7, halves - 16, halves)
 
 
 def reference_decode(wire: int, encoded: Array, count: int) -> Array:
     if wire in HALVES:
         return encoded.view(HALVES[wire]).astype(np.float32)
     parts = [np.empty(0, np.float32)]
-    for at in range(0, encoded.size, BLOCK + 4):
+    elements, limit = BLOCKS[wire]
+    nbytes = elements if limit == 127 else elements // 2
+    for at in range(0, encoded.size, nbytes + 4):
         scale = encoded[at : at + 4].copy().view(np.float32)
-        parts.append(encoded[at + 4 : at + 4 + BLOCK].view(np.int8).astype(np.float32) * scale)
+        parts.append(unpacked(wire, encoded[at + 4 : at + 4 + nbytes]).astype(np.float32) * scale)
     return np.concatenate(parts)[:count]
 
 
@@ -111,7 +141,7 @@ def test_encoded_and_combined_as_numpy_does(isa: int, wire: int) -> None:
         expected = reference_encode(wire, values)
         assert encoded.size == expected.size
         assert_same(decode(wire, encoded, count), reference_decode(wire, expected, count))
-        if wire == lib.SMB_WIRE_INT8:  # scales may be NaN of any kind; the numbers are as they are
+        if wire in BLOCKS:  # scales may be NaN of any kind; the numbers are as they are
             assert encoded.tobytes() == expected.tobytes()
         first, end = sorted(round(count * x) for x in part)
         target = random_values(end - first, seed + 1)
@@ -140,34 +170,42 @@ def test_halves_are_as_near_as_promised(isa: int, wire: int, relative: float, le
     assert (error > 0.9 * relative * np.abs(values)).any()
 
 
+every_blocked = pytest.mark.parametrize("wire", BLOCKS, ids=[WIRES[wire] for wire in BLOCKS])
+
+
 @every_isa
-def test_int8_is_as_near_as_promised(isa: int) -> None:
-    """|error| <= half a step of its block, largest/254 (and 2^-23 of it for the roundings of scale and product)."""
+@every_blocked
+def test_blocks_are_as_near_as_promised(isa: int, wire: int) -> None:
+    """|error| <= half a step of its block, largest/254 of int8 and largest/14 of int4 (and 2^-22 of it for the
+    roundings of scale and product)."""
+    elements, limit = BLOCKS[wire]
     assert lib.smb_isa_select(isa) == lib.SMB_OK
     random = np.random.default_rng(12)
     blocks = 400
     sizes = 2.0 ** random.uniform(-149, 127.9, (blocks, 1))
-    values = (random.uniform(-1, 1, (blocks, BLOCK)) * sizes).astype(np.float32)
+    values = (random.uniform(-1, 1, (blocks, elements)) * sizes).astype(np.float32)
     values[0], values[1] = np.finfo(np.float32).max, 0.0
-    found = decode(lib.SMB_WIRE_INT8, encode(lib.SMB_WIRE_INT8, values.ravel()), values.size).reshape(values.shape)
+    found = decode(wire, encode(wire, values.ravel()), values.size).reshape(values.shape)
     largest = np.abs(values).max(axis=1, keepdims=True).astype(np.float64)
     error = np.abs(found.astype(np.float64) - values)
     assert np.isfinite(found).all()
-    assert (error <= largest * (1 / 254 + 2.0**-22) + TINY).all()
-    assert (error[largest.ravel() > 1e-30] > 0.9 / 254 * largest[largest > 1e-30][:, None]).any()
+    assert (error <= largest * (1 / (2 * limit) + 2.0**-22) + TINY).all()
+    assert (error[largest.ravel() > 1e-30] > 0.9 / (2 * limit) * largest[largest > 1e-30][:, None]).any()
 
 
 @every_isa
-def test_int8_blocks_with_infinity_or_nan_arrive_as_nan(isa: int) -> None:
+@every_blocked
+def test_blocks_with_infinity_or_nan_arrive_as_nan(isa: int, wire: int) -> None:
     """It is seen at the other end, and only there: the next block is as it was."""
+    elements, _ = BLOCKS[wire]
     assert lib.smb_isa_select(isa) == lib.SMB_OK
     for bad in (np.inf, -np.inf, np.nan):
-        values = np.ones(3 * BLOCK, np.float32)
-        values[BLOCK + 7] = bad
-        found = decode(lib.SMB_WIRE_INT8, encode(lib.SMB_WIRE_INT8, values), values.size)
-        assert np.isnan(found[BLOCK : 2 * BLOCK]).all()
-        assert_same(found[:BLOCK], values[:BLOCK])
-        assert_same(found[2 * BLOCK :], values[2 * BLOCK :])
+        values = np.ones(3 * elements, np.float32)
+        values[elements + 7] = bad
+        found = decode(wire, encode(wire, values), values.size)
+        assert np.isnan(found[elements : 2 * elements]).all()
+        assert_same(found[:elements], values[:elements])
+        assert_same(found[2 * elements :], values[2 * elements :])
 
 
 def test_only_the_defined_numbers_are_known() -> None:

@@ -1,0 +1,117 @@
+"""The part of a whole tensor that a process has, and where it lies in the whole one: of a DTensor, or given as slices.
+
+A piece is, for each dimension, the ranges (first, count) of indices that it takes, in order. One range is the rule; a
+dimension that FSDP2 shards after tensor parallelism did may have more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from smb.errors import InvalidArgumentError
+from smb.train.parameters import Run
+
+Piece: TypeAlias = "tuple[tuple[tuple[int, int], ...], ...]"
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(shape: Sequence[int]) -> Piece:
+    """Return all of a tensor."""
+    return tuple(((0, extent),) for extent in shape)
+
+
+def shape_of(piece: Piece) -> tuple[int, ...]:
+    """Return a piece's own shape."""
+    return tuple(sum(count for _, count in ranges) for ranges in piece)
+
+
+def piece_of(name: str, tensor: torch.Tensor) -> Piece | None:
+    """Return the part of a whole tensor that this process has; None if it has no element. Raises
+    InvalidArgumentError."""
+    if not local_of(tensor).numel():
+        return None
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    placements = tensor.placements
+    if not all(type(placement) in (Shard, Replicate, _StridedShard) for placement in placements):
+        raise InvalidArgumentError(f"parameter {name!r} is placed as {placements}: shards and replicas can be shared")
+    if any(type(placement) is _StridedShard for placement in placements):
+        return tuple(_ranges(tensor, dim) for dim in range(tensor.dim()))
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    return tuple(((int(first), int(count)),) for first, count in zip(offsets, shape, strict=True))
+
+
+def _ranges(tensor: DTensor, dim: int) -> tuple[tuple[int, int], ...]:
+    """Return the indices of one dimension that this process has: those of a vector that is sharded as it is."""
+    placements = [_along(placement, dim) for placement in tensor.placements]
+    indices = torch.arange(tensor.shape[dim])
+    # Nothing is sent: each process takes its part of what it has.
+    mine = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None).to_local().tolist()
+    ranges: list[tuple[int, int]] = []
+    for index in mine:
+        if ranges and sum(ranges[-1]) == index:
+            ranges[-1] = ranges[-1][0], ranges[-1][1] + 1
+        else:
+            ranges.append((index, 1))
+    return tuple(ranges)
+
+
+def _along(placement: Any, dim: int) -> Any:
+    if isinstance(placement, Replicate) or placement.dim != dim:
+        return Replicate()
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(0, split_factor=placement.split_factor)
+    return Shard(0)
+
+
+def piece_of_slices(asked: str, name: str, slices: Any, shape: Sequence[int]) -> Piece:
+    """Return the part that slices, one for each dimension, take of a tensor. Raises InvalidArgumentError."""
+    given = slices if isinstance(slices, tuple) else (slices,)
+    if len(given) != len(shape) or not all(isinstance(each, slice) for each in given):
+        raise InvalidArgumentError(
+            f"{asked}: placements= has {slices!r} for {name!r} of shape {tuple(shape)}: give a slice for each dimension"
+        )
+    piece = []
+    for each, extent in zip(given, shape, strict=True):
+        first, end, step = each.indices(extent)
+        if step != 1 or any(bound is not None and not 0 <= bound <= extent for bound in (each.start, each.stop)):
+            raise InvalidArgumentError(
+                f"{asked}: placements= has {each} for a dimension of {extent} of {name!r}: "
+                f"take 0 <= start <= stop <= {extent}, in steps of one"
+            )
+        piece.append(((first, max(0, end - first)),))
+    return tuple(piece)
+
+
+def runs_of(piece: Piece, shape: Sequence[int]) -> Iterator[Run]:
+    """Yield where a piece's elements lie in the whole tensor: `here` in the piece, `there` in the whole one."""
+    if not all(count for ranges in piece for _, count in ranges):
+        return
+    # The last dimensions that are whole follow each other in memory, with one more that is cut.
+    cut = len(shape)
+    while cut > 0 and piece[cut - 1] == ((0, shape[cut - 1]),):
+        cut -= 1
+    inner = math.prod(shape[cut:])
+    if cut == 0:
+        yield Run(0, 0, inner)
+        return
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(cut)]
+    indices = [[at for first, count in ranges for at in range(first, first + count)] for ranges in piece[: cut - 1]]
+    here = 0
+    for index in itertools.product(*indices):
+        base = sum(at * stride for at, stride in zip(index, strides, strict=False))
+        for first, count in piece[cut - 1]:
+            yield Run(here, base + first * inner, count * inner)
+            here += count * inner

@@ -1,0 +1,165 @@
+"""One generation from all ranks of a mesh: each writes its own shards, the first one begins and commits.
+
+The speaker has the publisher's turn, and tells the others its fencing token. It commits once every rank has said that
+all of its shards are written. So a generation of which a part is missing is never committed: if a rank dies, nobody
+hears of its shards; if the speaker dies, its turn ends by itself, and what the others still write is refused as soon as
+the next publisher has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from smb.call.versions import Publication
+from smb.errors import APPLIED, NOT_APPLIED, CallOutcome, Error, InvalidArgumentError, UnavailableError
+from smb.pins import PIN_S_MAX
+from smb.torch.pieces import Piece, local_of, piece_of
+from smb.torch.ranks import Ranks, world
+from smb.torch.state_bytes import PartBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from smb.buffer import Buffer
+
+# A commit: its generation, or its failure.
+_Said: TypeAlias = "tuple[int, tuple[type[Error], str, CallOutcome] | None]"
+
+_TURN_S = 10.0  # how long the next publisher waits after the speaker was killed; it is renewed
+_WRITES = 4  # under way at once, of a rank whose shards lie in many places
+
+
+def ranks_of(asked: str, state: torch.nn.Module | Mapping[str, Any], mesh: DeviceMesh | None) -> Ranks | None:
+    """Return the ranks that publish a state together: of `mesh`, else, where it has DTensors, all of torch.distributed;
+    None if this process publishes alone. Raises InvalidArgumentError.
+    """
+    if mesh is None:
+        tensors: Iterable[Any] = state.parameters() if isinstance(state, torch.nn.Module) else state.values()
+        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+            return None
+        mesh = world()
+    return None if mesh is None or mesh.size() == 1 else Ranks(mesh, asked)
+
+
+class ShardWriter:
+    """One rank's side. Every rank makes it, takes, and publishes, as the others do."""
+
+    def __init__(self, buffer: Buffer, ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
+        """With all ranks. `tensors`: those that are stored, as this rank has them."""
+        self._buffer = buffer
+        self._ranks = ranks
+        self._kept: Exception | None = None  # what taking the state failed with: the others are told
+        with ranks.agreed():
+            pieces = {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+            # One that is no DTensor may differ between ranks (running statistics): the speaker's counts.
+            apart = {name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        everywhere = ranks.gather(pieces)
+        mine: dict[str, Piece] = {}
+        for number, (name, piece) in enumerate(pieces.items()):
+            if piece is None:
+                continue
+            holders = [rank for rank, each in enumerate(everywhere) if each[name] == piece]
+            # Of those who have the same, one writes it: by turns.
+            if ranks.rank == (0 if name in apart else holders[number % len(holders)]):
+                mine[name] = piece
+        self._memory = PartBytes(buffer.table, mine)
+
+    @property
+    def generation(self) -> int:
+        """The one published last."""
+        return int(self._buffer.version)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends of each generation."""
+        return self._memory.nbytes
+
+    def take(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Copy what this rank writes."""
+        with torch.no_grad():
+            for name, tensor in self._memory.tensors.items():
+                tensor.copy_(local_of(given[name]))
+
+    def fail(self, error: Exception) -> None:
+        """Have the next publication fail at all ranks with what this one's state was refused for."""
+        self._kept = error
+
+    def publish(self, asked: str, timeout: float) -> int:
+        """Publish what all ranks took last; return its generation. With all ranks. Raises, at all of them, what one
+        failed with."""
+        ranks, kept = self._ranks, self._kept
+        self._kept = None
+        ranks.agree(kept)
+        versions = self._buffer._versions
+        begun: Publication | None = None
+        with ranks.agreed():
+            if ranks.speaks:
+                begun = versions.begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
+        if begun is None:
+            turn = ranks.tell()
+            with ranks.agreed():
+                self._write(versions.take_part(turn))
+            return self._heard(ranks.tell())
+        with begun.kept():
+            try:
+                ranks.tell(begun.turn)
+                with ranks.agreed():
+                    self._write(begun)
+            except BaseException as error:
+                begun.give_up()
+                if isinstance(error, UnavailableError):
+                    raise UnavailableError(f"{asked}: nothing was published: {error}", outcome=NOT_APPLIED) from error
+                raise
+            said: _Said
+            try:
+                said = begun.commit(), None
+            except Error as error:
+                said = 0, (type(error), str(error), error.outcome)
+        try:
+            return self._heard(ranks.tell(said))
+        except UnavailableError as error:
+            if said[1] is not None:
+                raise
+            raise UnavailableError(
+                f"{asked}: generation {said[0]} was published, but {error}", outcome=APPLIED
+            ) from error
+
+    @staticmethod
+    def _heard(said: _Said) -> int:
+        """Return, or raise, what became of the commit."""
+        generation, failure = said
+        if failure is not None:
+            kind, text, outcome = failure
+            raise kind(text, outcome=outcome)
+        return generation
+
+    def _write(self, publication: Publication) -> None:
+        ranges = list(self._memory.ranges)
+        if len(ranges) < 2:
+            for each in ranges:
+                publication.write(*each)
+            return
+        with ThreadPoolExecutor(min(_WRITES, len(ranges)), "smb-shards") as threads:
+            for _ in threads.map(lambda each: publication.write(*each), ranges):
+                pass
+
+
+def check_same(asked: str, ranks: Ranks, forms: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError, at all ranks, unless all of them have tensors of the same names, shapes and types."""
+    said = ranks.gather({name: str(form) for name, form in forms.items()})
+    for rank, theirs in enumerate(said):
+        if theirs != said[0] or list(theirs) != list(said[0]):
+            differ = sorted(
+                name for name in theirs.keys() | said[0].keys() if theirs.get(name) != said[0].get(name)
+            ) or ["the order of their names"]
+            raise InvalidArgumentError(
+                f"{asked}: ranks 0 and {rank} of the mesh have other tensors ({len(differ)} differ): "
+                f"{'; '.join(differ[:3])}; give mesh= the ranks of one model"
+            )

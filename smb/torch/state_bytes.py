@@ -1,0 +1,116 @@
+"""A state_dict, or a part of one, in this process's memory: as bytes, and as tensors that are views of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from smb.engine import address_of, memory_at, memory_of
+from smb.tensors import ALIGNMENT_BYTES, TensorPlace
+from smb.torch.pieces import Piece, runs_of, shape_of
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+
+ReadBytes: TypeAlias = "Callable[[int, np.ndarray[Any, Any]], None]"  # (first byte in the buffer, where to)
+
+
+class StateBytes:
+    """A whole state: bytes, filled up to whole words, and as what the buffer of anchors takes."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.nbytes = buffer.nbytes
+        self.bytes = np.zeros(-(-max(buffer.nbytes, 1) // 8) * 8, np.uint8)  # what lies between tensors, too, is zero
+        self.elements = self.bytes[: buffer.nbytes].view(buffer.dtype)
+        # Bits are compared in units that no tensor's elements are smaller than, or that are half of them: of a model in
+        # two dtypes the smaller one.
+        sizes = [place.dtype.itemsize for place in buffer.table.values() if place.nbytes]
+        self.width = min((size for size in sizes if size in (2, 4, 8)), default=1) if min(sizes, default=1) > 1 else 1
+        self._places = buffer.table
+        self.tensors = {
+            name: as_torch(self.bytes[place.offset : place.offset + place.nbytes], place.dtype, place.shape)
+            for name, place in self._places.items()
+        }
+
+    def take(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors of the same names, shapes and dtypes in."""
+        with torch.no_grad():
+            for name, tensor in given.items():
+                self.tensors[name].copy_(tensor)
+
+    def pieces(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, int, object]]:
+        """Yield (first byte, address, bytes, owner) of such tensors; not of the host's memory they are copied there."""
+        for name, tensor in given.items():
+            place = self._places[name]
+            host = tensor.to("cpu", self.tensors[name].dtype).contiguous()
+            if place.nbytes:
+                yield place.offset, host.data_ptr(), place.nbytes, host
+
+    def read(self, buffer: Buffer, version: int | None = None) -> int:
+        """Read a version, by default the latest, of the buffer or a mirror of it; return which one it is."""
+        return buffer._versions.read(0, buffer.size, memory_of(self.elements), 0, version)
+
+    def read_one(self, name: str, read: ReadBytes) -> torch.Tensor:
+        """Read one tensor into new memory."""
+        place = self._places[name]
+        memory = np.empty(place.nbytes, np.uint8)
+        if place.nbytes:
+            read(place.offset, memory)
+        return as_torch(memory, place.dtype, place.shape)
+
+
+class PartBytes:
+    """Parts of a state's tensors, and where they lie in its buffer."""
+
+    def __init__(self, table: Mapping[str, TensorPlace], pieces: Mapping[str, Piece]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._table = table
+        self._places: dict[str, slice] = {}  # in `bytes`
+        # (first byte in the buffer, bytes, first byte of the part)
+        self._runs: dict[str, list[tuple[int, int, int]]] = {}
+        end = 0
+        for name, piece in pieces.items():
+            itemsize = table[name].dtype.itemsize
+            start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            end = start + math.prod(shape_of(piece)) * itemsize
+            self._places[name] = slice(start, end)
+            self._runs[name] = [
+                (table[name].offset + run.there * itemsize, run.count * itemsize, run.here * itemsize)
+                for run in runs_of(piece, table[name].shape)
+            ]
+        self.nbytes: int = sum(place.stop - place.start for place in self._places.values())
+        self.bytes = np.zeros(end, np.uint8)
+        for name, piece in pieces.items():
+            self.tensors[name] = as_torch(self.bytes[self._places[name]], table[name].dtype, shape_of(piece))
+
+    @property
+    def ranges(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield (first byte in the buffer, bytes, memory here)."""
+        base = address_of(memory_of(self.bytes)) if self.bytes.size else 0
+        for name, runs in self._runs.items():
+            for there, nbytes, here in runs:
+                yield there, nbytes, memory_at(base + self._places[name].start + here)
+
+    def read(self, buffer: Buffer, version: int | None = None) -> int:
+        """As StateBytes.read: all parts are of one version."""
+        itemsize = buffer.dtype.itemsize
+        ranges = [(there // itemsize, nbytes // itemsize, memory) for there, nbytes, memory in self.ranges]
+        return buffer._versions.read_ranges(ranges, 0, version)
+
+    def read_one(self, name: str, read: ReadBytes) -> torch.Tensor:
+        """Read the part of one tensor into new memory."""
+        tensor = self.tensors[name]
+        memory = np.empty(tensor.nbytes, np.uint8)
+        for there, nbytes, here in self._runs[name]:
+            read(there, memory[here : here + nbytes])
+        return as_torch(memory, self._table[name].dtype, tuple(tensor.shape))
+
+
+def as_torch(memory: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """Return bytes as a tensor, without a copy."""
+    kind = getattr(torch, dtype.name)
+    return torch.from_numpy(memory).view(kind).view(shape) if memory.size else torch.empty(shape, dtype=kind)

@@ -1,0 +1,250 @@
+"""Streaming: rounds of fragments, each sent and taken over in the background while the worker goes on.
+
+The rounds are rounds.py's, one after the other, by the group's one counter: round r is of fragment r modulo their
+number. So there is one open round, one inbox and one mark for each member, and one protocol for those who die. A round
+ends before the next one's contribution is due, as `delay` is shorter than that.
+
+Two threads. The caller's makes the delta of a fragment in memory of its own, and takes over what came of it; it alone
+touches the parameters. Between the two a thread of this exchange writes the delta, marks it and waits for the round.
+It closes that where it is the last one, and reads the fragment. It alone has the round's state (of RoundExchange)
+meanwhile, and the bases of the fragments. Its error is raised at the step that takes over; called again, it goes on
+from there.
+
+A contribution that comes after its round was closed, by a quorum, is dropped. All fragments that were closed without
+this worker are taken over with the one that it is waiting for: a member that falls behind skips fragments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.daemon.failpoint import failpoint
+from smb.errors import Error, InvalidArgumentError
+from smb.train import member_table as t
+from smb.train.exchange.rounds import RoundExchange
+from smb.train.exchange.snapshot import Snapshot
+from smb.train.group import WIRE_BYTES, Group, wake
+from smb.train.guards import RefusedContributionError
+from smb.train.parameters import Parameters, Together
+
+if TYPE_CHECKING:
+    from smb.train.diloco import DiLoCo
+
+_log = logging.getLogger("smb")
+
+
+class FragmentExchange(RoundExchange):
+    """One worker's side. `_bases[f]` is the round that fragment f's base is good for: the next one of it that was not
+    closed when the base was read."""
+
+    def __init__(self, group: Group, parameters: Parameters, scheme: DiLoCo) -> None:
+        super().__init__(group, parameters, scheme)
+        self._late_counts = False
+        self._every, self._delay, self._mix = scheme.every, scheme.delay, scheme.mix
+        self._bases = [0] * len(self._snapshots)
+        self._since = [0] * len(self._snapshots)  # samples so far when the base was taken over
+        self._all_samples = 0
+        self._round = 0  # the open one, when the weights were read last
+        self._exchanges = 0
+        self._delta = np.empty(max(snapshot.base.size for snapshot in self._snapshots), np.float32)
+        # Of the exchange that is under way:
+        self._job: _Background | None = None
+        self._report: _Background | None = None
+        self._index = 0
+        self._take_at = 0  # the step after which it is taken over
+        self._put = False
+        self._read: list[int] = []  # fragments that are to be taken over; empty as long as that is not known
+
+    def _remember(self, parameters: Parameters, group: Group) -> None:
+        if isinstance(parameters, Together):
+            raise InvalidArgumentError(
+                f"join of group {group.name!r}: fragments, delay and mix are not there for the ranks of a mesh (mesh=) "
+                f"yet; leave them out, or join without a mesh"
+            )
+        self._snapshots = [Snapshot(parameters.part(*span), group.weights.wire) for span in group.spans]
+
+    # ---- the caller's thread
+
+    def step(self, samples: int) -> None:
+        """Begin to send a fragment, or take one over, where it is time. Waits for the others only where what is to be
+        taken over is not there yet; and, with a quorum, for one small read before it sends.
+        """
+        if not self._repeated:
+            self._steps += 1
+            self._samples += samples
+            self._all_samples += samples
+        self._repeated = True
+        if self._job is not None and self._steps >= self._take_at:
+            self._take()
+        if self._steps >= (self._exchanges + 1) * self._every // len(self._snapshots):
+            self._begin()
+            if self._steps >= self._take_at:
+                self._take()
+        self._repeated = False
+
+    def restart(self) -> None:
+        """Take the present weights over, all of them."""
+        self._halt()
+        self._job = None
+        for snapshot in self._snapshots:
+            snapshot.forget()
+        number = self._group.read_by(lambda weights: self._fetch(weights, range(len(self._snapshots))))
+        for snapshot in self._snapshots:
+            snapshot.adopt()
+        self._based(range(len(self._snapshots)), number)
+        self._samples = 0
+        self._repeated = False
+
+    def flush(self) -> None:
+        """Wait until the delta that is under way is in the inbox and marked. Waits for no other member; where the round
+        is closed already, its outcome is taken over.
+        """
+        self._mark_at_least()
+        if self._read:
+            self._take()
+        elif self._job is not None:
+            self._job = _Background(self._exchange_fragment)
+
+    def close(self) -> None:
+        """Wait until the delta that is under way is marked, and take the inbox away unless it may still count."""
+        try:
+            self._mark_at_least()
+        finally:
+            super().close()
+
+    def abandon(self) -> None:
+        """Wait until the thread is done: it must not speak for the member's successor."""
+        self._halt()
+        self._job = None
+
+    def _begin(self) -> None:
+        """Make the delta of the fragment whose turn it is, and have it sent. One that is refused has no weight: the
+        others need not wait for it, and its outcome is taken over at once.
+        """
+        group, scheme, count = self._group, self._scheme, len(self._snapshots)
+        group.member.check()
+        # The next round that waits for us, or, if it may have gone on without us, the open one.
+        target = max(group.member.clock, self._round if scheme.quorum is None else group.round)
+        self._index = target % count
+        staleness = (target - self._bases[self._index]) // count
+        snapshot = self._snapshots[self._index]
+        self._target, self._origin = target, target - staleness  # in exchanges of this fragment
+        samples = self._all_samples - self._since[self._index]
+        self._tokens = float(samples) if scheme.token_weights else 1.0
+        contribution = snapshot.take(self._delta[: snapshot.base.size])
+        self._take_at = self._steps + self._delay
+        try:
+            group.check(contribution, staleness)
+        except RefusedContributionError as error:
+            self._refused, self._tokens = error, 0.0
+            self._take_at = self._steps
+        self._exchanges += 1
+        self._put, self._read = False, []
+        self._job = _Background(self._exchange_fragment)
+
+    def _take(self) -> None:
+        """Take over what came of the exchange: wait for it if need be."""
+        assert self._job is not None
+        if self._job.error is not None:  # raised already; go on from there
+            self._job = _Background(self._exchange_fragment)
+        self._job.join()
+        if self._job.error is not None:
+            raise self._job.error
+        sent = self._snapshots[self._index].base.size
+        received = 0
+        for index in self._read:
+            snapshot = self._snapshots[index]
+            snapshot.merge(self._mix, self._delta[: snapshot.base.size])
+            received += snapshot.base.nbytes
+        self._based(self._read, self._round)
+        self._job, self._read = None, []
+        group = self._group
+        group.count_samples(self._samples)
+        self._samples = 0
+        group.member.add(t.BYTES, round(sent * WIRE_BYTES[group.weights.wire]) + received)
+        self._report = _Background(group.member.report)
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+
+    def _mark_at_least(self) -> None:
+        """End the thread as soon as its delta is marked. If that failed, it is tried again, once; then it raises."""
+        self._halt()
+        if self._job is not None and self._job.error is not None:
+            self._job = _Background(self._exchange_fragment)
+            self._halt()
+        if self._job is not None and self._job.error is not None:
+            raise self._job.error
+
+    def _based(self, indices: Iterable[int], number: int) -> None:
+        """Note that these fragments' bases are what they were while round `number` was open."""
+        self._round = number
+        for index in indices:
+            self._bases[index] = number + (index - number) % len(self._bases)
+            self._since[index] = self._all_samples
+
+    def _halt(self) -> None:
+        """Have the thread wait for nobody any more, and wait for it."""
+        if self._job is not None and self._job.running:
+            self._stopping = True
+            try:
+                # Not by the group's wake(): the thread would take it for one that it has seen.
+                with contextlib.suppress(Error):
+                    wake(self._group.tick, self._group.lease)
+                self._job.join()
+            finally:
+                self._stopping = False
+        if self._report is not None:
+            self._report.join()
+            self._report = None
+
+    # ---- the exchange's own thread
+
+    def _exchange_fragment(self) -> None:
+        """Contribute, and read the outcome. Called again, it goes on where it was."""
+        if not self._put:
+            if self._tokens:
+                snapshot = self._snapshots[self._index]
+                snapshot.put(self._inbox, self._delta[: snapshot.base.size])
+            failpoint("train-sent")
+            self._put = self._sent = True
+        if self._sent and not self._settle():
+            return  # stopped
+        closed = self._group.round
+        behind = [index for index, good_for in enumerate(self._bases) if good_for < closed]
+        self._round = self._group.read_by(lambda weights: self._fetch(weights, behind))
+        self._read = behind
+
+    def _fetch(self, weights: Buffer, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._snapshots[index].fetch(weights)
+
+
+class _Background:
+    """A call in a thread of its own, for which no exit of the interpreter waits."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.error: BaseException | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, name="smb-fragment", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            self.error = error
