@@ -12,7 +12,6 @@ import numpy as np
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import SPARSE_WIRE
 from smb.buffer_info import BufferInfo
-from smb.call.async_order import Window
 from smb.call.dispatcher import Dispatcher, signed
 from smb.call.optimizer_rules import hyper_of, rule_of
 from smb.call.outcomes import Failed, ranges_of
@@ -26,6 +25,8 @@ from smb.engine import (
     Opcode,
     PartState,
     Request,
+    Window,
+    address_of,
     direct,
     memory_of,
 )
@@ -301,25 +302,20 @@ class Buffer:
         exact. With op="sum" and feedback=, an ErrorFeedback of this buffer, the array is scaled first. The rounding
         error is kept and added to the next call's array: ErrorFeedback says exactly how.
         """
+        if feedback is None:
+            request, result, _owner = self._addition(array, offset, op, scale, fetch, out, wire)
+            self._dispatcher.call(request, fence=fence)
+            return cast("Array | None", result)
         number = self._arguments.op(op, scale, "accumulate")
         wires = self._arguments.wire(wire, "accumulate")
-        if feedback is None:
-            place, count, owner = self._arguments.source(array, "accumulate")
-        else:
-            self._check_feedback(feedback, op, "accumulate")
-            owner = self._arguments.readable(array, "accumulate")
-            count = owner.count
-        offset, count = self._arguments.range(offset, count, "accumulate")
-        if out is not None and not fetch:
-            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= is for fetch=True")
-        result = np.empty(owner.shape, self.dtype) if fetch and out is None else out
-        sink = self._arguments.writable(result, count, "accumulate").place if result is not None else NOWHERE
+        self._check_feedback(feedback, op, "accumulate")
+        owner = self._arguments.readable(array, "accumulate")
+        offset, count = self._arguments.range(offset, owner.count, "accumulate")
+        result, sink = self._fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
-        if feedback is None or count == 0:
-            place = NOWHERE if feedback is not None else place
-            request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
-            self._dispatcher.call(request, fence=fence)
-            return result
+        if count == 0:
+            self._dispatcher.call(Request(_ACCUMULATE, start, nbytes, sink=sink, op=number), fence=fence)
+            return cast("Array | None", result)
         with feedback.lock:
             sending = feedback.take(arrays.as_float32(owner), offset, scale, wires)
             request = Request(_ACCUMULATE, start, nbytes, memory_of(sending.values), sink, op=number, wire=wires)
@@ -329,7 +325,7 @@ class Buffer:
                 if not self._leave_to_settle(error, sending):
                     sending.undo()
                 raise
-        return result
+        return cast("Array | None", result)
 
     def accumulate_sparse(
         self,
@@ -646,12 +642,33 @@ class Buffer:
     def _read_later(
         self, offset: int, count: int | None, *, out: Any, wire: str | None = None, **when: Any
     ) -> Future[Array]:
-        return self._submit(lambda: self.read(offset, count, out=out, wire=wire), offset, count, changes=False, **when)
+        def call() -> Array:
+            return self.read(offset, count, out=out, wire=wire)
+
+        try:
+            number = self._arguments.wire(wire, "read")
+            start, elements, result, memory = self._sink(offset, count, out)
+        except InvalidArgumentError:
+            return self._submit(call, offset, count, changes=False, **when)  # which says why
+        itemsize = self._arguments.itemsize
+        request = Request(_READ, start * itemsize, elements * itemsize, sink=memory.place, wire=number)
+        return self._dispatcher.later(request, call, result=result, keeps=memory, **when)
 
     def _write_later(
         self, array: Any, offset: int, *, fence: Lock | None, wire: str | None, **when: Any
     ) -> Future[None]:
-        return self._submit(lambda: self.write(array, offset, fence=fence, wire=wire), offset, _elements(array), **when)
+        def call() -> None:
+            self.write(array, offset, fence=fence, wire=wire)
+
+        try:
+            number = self._arguments.wire(wire, "write")
+            place, count, owner = self._arguments.source(array, "write")
+            start, count = self._arguments.range(offset, count, "write")
+            itemsize = self._arguments.itemsize
+            request = Request(_WRITE, start * itemsize, count * itemsize, place, wire=number)
+            return self._dispatcher.later(request, call, result=None, keeps=owner, fence=fence, **when)
+        except InvalidArgumentError:
+            return self._submit(call, offset, _elements(array), **when)
 
     def _accumulate_later(
         self,
@@ -667,14 +684,43 @@ class Buffer:
         feedback: ErrorFeedback | None = None,
         **when: Any,
     ) -> Future[Array | None]:
-        return self._submit(
-            lambda: self.accumulate(
+        def call() -> Array | None:
+            return self.accumulate(
                 array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
-            ),
-            offset,
-            _elements(array),
-            **when,
-        )
+            )
+
+        if feedback is not None:
+            return self._submit(call, offset, _elements(array), **when)
+        try:
+            request, result, owner = self._addition(array, offset, op, scale, fetch, out, wire)
+            return self._dispatcher.later(request, call, result=result, keeps=owner, fence=fence, **when)
+        except InvalidArgumentError:
+            return self._submit(call, offset, _elements(array), **when)
+
+    def _addition(
+        self, array: Any, offset: int, op: str, scale: float, fetch: bool, out: Any, wire: str | None
+    ) -> tuple[Request, Any, Any]:
+        """Return (request, array to return, what keeps the array alive and has its shape) of an accumulate."""
+        number = self._arguments.op(op, scale, "accumulate")
+        wires = self._arguments.wire(wire, "accumulate")
+        place, count, owner = self._arguments.source(array, "accumulate")
+        offset, count = self._arguments.range(offset, count, "accumulate")
+        result, sink = self._fetched(owner.shape, count, fetch, out)
+        start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
+        if out is not None and abs(address_of(sink) - address_of(place)) < nbytes:
+            # What is sent again after a broken connection would be the answer.
+            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= shares memory with the array")
+        request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
+        return request, result, owner
+
+    def _fetched(self, shape: tuple[int, ...], count: int, fetch: bool, out: Any) -> tuple[Any, Any]:
+        """Return (array to return, its place) for the values that fetch=True brings back."""
+        if out is not None and not fetch:
+            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= is for fetch=True")
+        if not fetch:
+            return None, NOWHERE
+        result = np.empty(shape, self.dtype) if out is None else out
+        return result, self._arguments.writable(result, count, "accumulate").place
 
     def _submit(
         self,
@@ -692,14 +738,7 @@ class Buffer:
         except InvalidArgumentError:
             start = elements = 0  # the call itself says why, and changes nothing
         return self._session.calls.submit(
-            call,
-            self._dispatcher.turns,
-            start,
-            start + elements,
-            changes=changes,
-            priority=priority,
-            window=window,
-            nbytes=elements * self._arguments.itemsize,
+            call, self._dispatcher.turns, start, start + elements, changes=changes, priority=priority, window=window
         )
 
     def _check_beside(self, other: Buffer, call: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from smb.buffer import Buffer
-from smb.call.async_order import Window
 from smb.call.session import Session
 from smb.errors import InvalidArgumentError, UnavailableError
 from smb.lock import Lock
@@ -39,13 +38,13 @@ class Queue:
                 raise InvalidArgumentError(f"queue: credit={credit!r} is no number of bytes from 1 to {CREDIT_MAX}")
             credit = operator.index(credit)
         self._session = session
-        self._window = Window(credit)
+        self._window = session.calls.window(credit)
         self._closed = False
 
     @property
     def credit(self) -> int:
         """How many bytes may be in flight, at present."""
-        return self._window.credit
+        return self._window.credit()
 
     def read(
         self,
@@ -98,7 +97,7 @@ class Queue:
     def close(self) -> None:
         """Cancel what has not begun, and wait for what has. Closing twice does nothing."""
         self._closed = True
-        wait(self._session.calls.cancel(self._window))
+        self._session.calls.cancel(self._window)
 
     def __enter__(self) -> Queue:
         return self
@@ -109,7 +108,7 @@ class Queue:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<smb.Queue of {self._window.credit} bytes{', closed' if self._closed else ''}>"
+        return f"<smb.Queue of {self.credit} bytes{', closed' if self._closed else ''}>"
 
     def _of(self, buffer: Buffer, call: str) -> Buffer:
         if not isinstance(buffer, Buffer) or buffer._session is not self._session:

@@ -15,7 +15,7 @@ from smb.buffer_info import BufferInfo
 from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import SESSION_ENDED
-from smb.engine import EngineClient, EngineError, Link, Switch
+from smb.engine import AsyncOperations, EngineClient, EngineError, Link, Switch
 from smb.errors import (
     Error,
     NotFoundError,
@@ -66,7 +66,6 @@ class ClusterSession:
         self.switch = Switch()  # of its buffers' direct calls
         self.switch.open = True
         self._lock = threading.Lock()
-        self.calls = AsyncCalls()
         self._turns: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()  # by buffer id
         self.coordinator = Coordinator(address, credentials)
         try:
@@ -77,6 +76,7 @@ class ClusterSession:
         self._session_id = session_id
         checksums = shared.checksum if checksum is None else checksum
         self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
+        self.calls = AsyncCalls(AsyncOperations(self.engine))
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
         ours = weakref.ref(self)
         self._links = Links(
@@ -154,12 +154,12 @@ class ClusterSession:
             return self._link_to_copies(place, deadline, waits=True)[0]
         return choose_waits(self._transports, place, deadline)
 
-    def turns_of(self, buffer_id: int) -> Turns:
+    def turns_of(self, buffer_id: int, itemsize: int) -> Turns:
         """Return the order of the async calls on a buffer: one for all objects of it."""
         with self._lock:
             turns = self._turns.get(buffer_id)
             if turns is None:
-                turns = self._turns[buffer_id] = Turns()
+                turns = self._turns[buffer_id] = Turns(buffer_id, itemsize)
             return turns
 
     def outages(self) -> Outages:
@@ -186,6 +186,7 @@ class ClusterSession:
             self.switch.open = False
         self._stop.set()
         self.renewals.close()
+        self.calls.stop()
         self.engine.close()
         self.calls.close()
         self._links.close()

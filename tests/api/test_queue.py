@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import smb
+from tests.support.daemons import stopped
 
 _PATIENCE_S = 60.0
 _PART = 16_384  # elements: 64 KiB
@@ -24,7 +25,8 @@ def path(request: pytest.FixtureRequest, connect: Callable[..., smb.Client]) -> 
 @pytest.fixture
 def held(path: smb.Client) -> Iterator[tuple[smb.Buffer, Future[bool], threading.Event]]:
     """A buffer all of whose elements wait behind a call until the event is set."""
-    buffer, gate = path.create("held", 65 * _PART), threading.Event()
+    buffer, gate = path.create("held", 65 * _PART, servers=1), threading.Event()
+    buffer.fill(0)  # paths are found: from now on the engine does what is asked for
     future = buffer.submit(lambda: gate.wait(_PATIENCE_S))
     yield buffer, future, gate
     gate.set()
@@ -130,6 +132,47 @@ def test_close_cancels_what_has_not_begun(
     assert buffer.read().sum() == 30
 
 
+def test_what_a_failed_operation_did_is_found_out() -> None:
+    """Behind stopped servers an operation of many slices fails as unknown; done again as settle() says it counts once,
+    also in the slices that were never begun.
+    """
+    size = 1 << 20
+    with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address, transport="tcp", timeout=0.5) as client:
+        buffer = client.create("w", size)
+        buffer.fill(0)
+        with client.queue(credit=1 << 20) as queue:
+            with stopped(*(server.pid for server in cluster.servers)):
+                failed = queue.accumulate(buffer, np.ones(size, np.float32)).exception(_PATIENCE_S)
+                assert isinstance(failed, (smb.TimeoutError, smb.UnavailableError)), failed
+                assert failed.outcome == "unknown"
+            missing = buffer.settle(failed, timeout=_PATIENCE_S)
+            assert sum(map(len, missing)) >= size // 2  # what the window has kept back
+        with smb.connect(cluster.address, transport="tcp", timeout=60) as patient, patient.queue() as queue:
+            whole = patient.open("w")
+            for part in missing:
+                queue.accumulate(whole, np.ones(len(part), np.float32), part.start)
+            assert (queue.read(whole).result(_PATIENCE_S) == 1).all()
+
+
+def test_each_counts_once_over_a_restart() -> None:
+    """Additions by a queue whose server is killed and started again meanwhile: each counts once."""
+    size = 2 << 20
+    with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, transport="tcp", timeout=60) as client:
+        buffer = client.create("w", size)
+        buffer.fill(0)
+        with client.queue() as queue:
+            begun = threading.Event()
+            ones = np.ones(size, np.float32)
+            futures = [queue.accumulate(buffer, ones) for _ in range(8)]
+            futures[0].add_done_callback(lambda _: begun.set())
+            assert begun.wait(_PATIENCE_S)
+            cluster.servers[0].kill()
+            cluster.servers[0].start()
+            for future in futures:
+                future.result(_PATIENCE_S)
+        assert (buffer.read() == 8).all()
+
+
 def test_what_a_queue_refuses(path: smb.Client, connect: Callable[..., smb.Client]) -> None:
     """Credits and priorities have bounds, and buffers are the client's own; a bad range comes out of the future."""
     buffer = path.create("w", 10)
@@ -147,6 +190,9 @@ def test_what_a_queue_refuses(path: smb.Client, connect: Callable[..., smb.Clien
             queue.write(buffer, np.ones(11, np.float32)).result(_PATIENCE_S)
         with pytest.raises(smb.InvalidArgumentError, match="out= is for fetch=True"):
             queue.accumulate(buffer, np.ones(10, np.float32), out=np.empty(10, np.float32)).result(_PATIENCE_S)
+        ones = np.ones(10, np.float32)
+        with pytest.raises(smb.InvalidArgumentError, match="shares memory"):
+            queue.accumulate(buffer, ones[:9], fetch=True, out=ones[1:]).result(_PATIENCE_S)
         assert queue.read(buffer, priority=2**31 - 1).result(_PATIENCE_S).sum() == 0
 
 

@@ -310,6 +310,17 @@ def insist(call: Callable[[], Any]) -> tuple[Any, int]:
     raise AssertionError("it fails for ever")
 
 
+def insisting_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Take ten steps, and look at what comes back of the last; return how often something failed."""
+    failures = 0
+    for number in range(10):
+        optimizer.zero_grad()
+        loss, failed = insist(partial(loss_of, model, 0, number))
+        loss.backward()
+        failures += failed + insist(optimizer.step)[1]
+    return failures + insist(partial(loss_of, model, 0, 10))[1]
+
+
 @pytest.mark.usefixtures("sliced")
 @pytest.mark.parametrize(("overlap", "scheme"), PAIRS)
 def test_an_exchange_that_fails_goes_on(
@@ -325,12 +336,7 @@ def test_an_exchange_that_fails_goes_on(
         model = Network(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with smb.torch.join(model, optimizer, name, scheme=scheme, client=connect(), overlap=overlap):
-            for number in range(10):
-                optimizer.zero_grad()
-                loss, failed = insist(partial(loss_of, model, 0, number))
-                loss.backward()
-                failures += failed + insist(optimizer.step)[1]
-            failures += insist(partial(loss_of, model, 0, 10))[1]
+            failures += insisting_steps(model, optimizer)
         ends.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
 
     train("whole")
@@ -361,14 +367,9 @@ def test_a_lease_that_cant_be_renewed_for_a_moment(
                 check()
 
             monkeypatch.setattr(member, "check", partial(look, member.check))
-            for number in range(10):
-                optimizer.zero_grad()
-                loss, failed = insist(partial(loss_of, model, 0, number))
-                loss.backward()
-                failures += failed + insist(optimizer.step)[1]
-            failures += insist(partial(loss_of, model, 0, 10))[1]
+            failures += insisting_steps(model, optimizer)
             insist(shared.wait)
-        assert failures == (3 if name == "broken" else 0)
+        assert (failures > 0) == (name == "broken")
         ends.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
     assert torch.allclose(ends[0], ends[1], rtol=0, atol=1e-6)
 
@@ -699,3 +700,35 @@ def test_the_planner_is_asked_with_what_was_measured(connect: Connect, caplog: p
     assert all(layer.backward_s > 0 for layer in made.layers)
     assert sum(layer.forward_s for layer in made.layers) > 0
     assert f"{made}" in caplog.text
+
+
+@pytest.mark.parametrize(("scheme", "how"), [(scheme, how) for scheme in SCHEMES[1:] for how in ("forward", "both")
+                                             if LONG or (scheme, how) == ("asp", "both")])  # fmt: skip
+def test_killed_servers_lose_nothing(monkeypatch: pytest.MonkeyPatch, scheme: str, how: str) -> None:
+    """Memory servers are killed and started again under two workers: every update is in the model once."""
+    force(monkeypatch, "slices")
+    halt, told = threading.Event(), [queue.Queue[Any]() for _ in range(2)]
+    with smb.LocalCluster(servers=2, capacity="64MiB") as own, smb.connect(own.address, timeout=30) as client:
+
+        def kill(_: Any) -> None:
+            for server in own.servers:
+                before = min(each.qsize() for each in told)
+                wait_for(lambda before=before: min(each.qsize() for each in told) > before + 3, "steps", 60)  # type: ignore[misc]
+                server.kill()
+                server.start()
+            before = min(each.qsize() for each in told)
+            wait_for(lambda: min(each.qsize() for each in told) > before + 2, "steps after the last kill", 60)
+            halt.set()
+
+        def work(number: int) -> None:
+            made = smb.train.SCHEMES[scheme]()
+            mark_behind_passes(told[number], own.address, made, number, 2, how, halt=halt)
+
+        in_threads([lambda _: work(0), lambda _: work(1), kill])
+        histories = [list(each.queue)[:-1] for each in told]
+        for history in histories:
+            check_own(history)
+        found = smb.torch.shared_state_dict(client, "run")
+        final = np.concatenate([found[f"layers.{layer}.weight"].numpy() for layer in range(len(SIZES))])
+        for number in range(2):
+            assert set(np.unique(final[np.arange(final.size) % 2 == number])) == {histories[number][-1].clock}

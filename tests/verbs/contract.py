@@ -52,6 +52,7 @@ LEFT_OUT = {
     "api/test_examples.py": _TRAINING,
     "api/test_fork.py": "a child of fork may not use its parent's client, over whatever",
     "api/test_futures.py": "futures over the same calls",
+    "api/test_queue.py": "tests/engine/c/test_async.c has the engine's operations by reference, as over verbs",
     "api/test_relays.py": "relays are clients like others; perf/relays.py has them over TCP",
     "api/test_rename.py": _ELSEWHERE,
     "api/test_server_weights.py": _LONG,
