@@ -179,7 +179,8 @@ enum smb_copied {
     SMB_COPIED_CHUNK = 0,    /* its bytes */
     SMB_COPIED_RECORD = 1,   /* a completion record */
     SMB_COPIED_COUNTERS = 2, /* of records that were evicted */
-    SMB_COPIED_NOTE = 3      /* a change was made to a chunk that will be copied */
+    SMB_COPIED_NOTE = 3,     /* a change was made to a chunk that will be copied */
+    SMB_COPIED_WORDS = 4     /* of locks and versions; at any time: it has no number */
 };
 enum { SMB_OPCODE_COUNT = 26, SMB_STATUS_COUNT = 33 };
 

@@ -389,7 +389,7 @@ class Buffer:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
         `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
-        `offset` on (default: all).
+        `offset` on (default: all that follow).
         """
         offset, count = self._arguments.range(offset, count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
@@ -414,7 +414,7 @@ class Buffer:
         **hyper: float,
     ) -> None:
         """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
-        Of each, the `count` elements from `offset` on (default: all).
+        Of each, the `count` elements from `offset` on (default: all that follow).
 
         All are float32 and have the same placement: create them with like= one of them. `state` starts as zeros, and is
         the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b

@@ -192,7 +192,7 @@ class Client:
         the next, with 3 one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on
         another server: any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes
         twice the memory and, for changes, one more round trip; all goes through the servers, on the same host too. Such
-        a buffer has no locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel
+        a buffer has no view(), apply() or accumulate_from() yet. `wire` is how its elements travel
         where a call does not say: "exact" (default), or for float32 one of those that Buffer's docstring has; like=
         takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
         keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
@@ -333,14 +333,11 @@ class Client:
 
         Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
         readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
-        one already keep it. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or
-        more), or with deltas, and OutOfMemoryError where a server has no room: then none was added.
+        one already keep it. Of what is published with deltas= whole states are mirrored; deltas come from the buffers
+        themselves. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or more),
+        and OutOfMemoryError where a server has no room: then none was added.
         """
-        asked = f"relay {name!r}"
         source = self.open(name)
-        about = source.metadata.get("smb.publish")
-        if isinstance(about, dict) and about.get("deltas"):
-            raise InvalidArgumentError(f"{asked}: it is published with deltas=, which relays do not forward yet")
         has = {mirror.server for mirror in source.info.mirrors}
         if to == "auto":
             parts = {place.server for place in source.layout.segments}

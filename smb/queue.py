@@ -47,10 +47,18 @@ class Queue:
         return self._window.credit()
 
     def read(
-        self, buffer: Buffer, offset: int = 0, count: int | None = None, *, out: Any = None, priority: int = 0
+        self,
+        buffer: Buffer,
+        offset: int = 0,
+        count: int | None = None,
+        *,
+        out: Any = None,
+        wire: str | None = None,
+        priority: int = 0,
     ) -> Future[Array]:
         """As Buffer.read, at once."""
-        return self._of(buffer, "read")._read_later(offset, count, out=out, **self._when(priority, "read"))
+        when = self._when(priority, "read")
+        return self._of(buffer, "read")._read_later(offset, count, out=out, wire=wire, **when)
 
     def write(
         self,

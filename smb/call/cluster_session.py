@@ -127,24 +127,31 @@ class ClusterSession:
 
     def _reach_copies(self, place: SegmentPlace, deadline: Deadline) -> SegmentPath:
         """Return the path to a segment of two copies: always through the server that has the primary."""
+        link, local = self._link_to_copies(place, deadline, waits=False)
+        name, why = ("unix", "same host, two copies") if local else (Tcp.name, f"{place.address}, two copies")
+        return SegmentPath(name, why, link=link)
+
+    def _link_to_copies(self, place: SegmentPlace, deadline: Deadline, *, waits: bool) -> tuple[Link, bool]:
         if self.transport not in ("auto", Tcp.name):
             raise TransportError(
                 f"buffer {place.buffer[0]!r} has two copies: it is reached over TCP, or its servers' Unix sockets, "
                 f"and not over {self.transport}; use transport='auto'"
             )
         try:
-            link, local = self._links.reach_copies(place, deadline, may_be_local=self.transport == "auto")
+            return self._links.reach_copies(place, deadline, may_be_local=self.transport == "auto", waits=waits)
         except EngineError as error:
             raise refused(place, error) from error
-        name, why = ("unix", "same host, two copies") if local else (Tcp.name, f"{place.address}, two copies")
-        return SegmentPath(name, why, link=link)
 
     def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return a link on which changes of a segment go through its server."""
+        if place.epoch:
+            return self._link_to_copies(place, deadline, waits=False)[0]
         return choose_gated(self._transports, place, deadline)
 
     def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return the link for what waits at a segment's server."""
+        if place.epoch:
+            return self._link_to_copies(place, deadline, waits=True)[0]
         return choose_waits(self._transports, place, deadline)
 
     def turns_of(self, buffer_id: int, itemsize: int) -> Turns:

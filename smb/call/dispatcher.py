@@ -305,7 +305,7 @@ class Dispatcher:
         handle = self._new_handle()
         for index, place in enumerate(self.info.layout.segments):
             link = self.session.reach_gated(place, deadline)
-            handle.set_link(index, place.id, self.info.layout.epoch, link)
+            handle.set_link(index, place.id, place.epoch or self.info.layout.epoch, link)
         return handle
 
     def _new_handle(self) -> BufferHandle:
@@ -322,11 +322,6 @@ class Dispatcher:
     def homes(self) -> tuple[Home, ...]:
         """The segments to ask about locks and versions: the home first, then the others."""
         homes = self._homes
-        if self.info.replicas > 1:
-            raise InvalidArgumentError(
-                f"buffer {self.info.name!r} has two copies (replicas=2): locks, versions and pins are not there for "
-                f"such buffers yet; use client.lock(), or create it with replicas=1"
-            )
         if not homes:
             layout = self.info.layout
             homes = self._homes = tuple(
@@ -334,7 +329,7 @@ class Dispatcher:
                     self.session,
                     f"of buffer {self.info.name!r}",
                     place,
-                    layout.epoch,
+                    place.epoch or layout.epoch,
                     functools.partial(self._relocated, index),
                 )
                 for index, place in enumerate(layout.segments)

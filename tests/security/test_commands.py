@@ -1,0 +1,68 @@
+"""Commands with certificates: what each holder can do with the command line, and which sentence tells why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import smb
+from smb.tools.cli import main as cli
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run_as(
+    guarded: smb.LocalCluster, certificates: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Run a command with the certificate of that name: (exit code, all that it printed)."""
+    monkeypatch.setenv("SMB_COORDINATOR", guarded.address)
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def run(who: str, *arguments: str) -> tuple[int, str]:
+        monkeypatch.setenv("SMB_CREDENTIALS", str(certificates / who))
+        monkeypatch.setattr("sys.argv", ["smb", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), "".join(capsys.readouterr())
+
+    return run
+
+
+def test_rm_inside_a_namespace(run_as: Run, connect_as: Any) -> None:
+    """A client limited to a namespace deletes what is in it; outside it, and as a reader, it is told why it can't."""
+    everybody = connect_as("client")
+    for name in ("team/junk", "other/junk"):
+        everybody.create(name, (4,))
+    assert run_as("of-team", "rm", "team/none")[0] == 1
+    assert run_as("of-team", "rm", "team/none", "--missing-ok") == (0, "")
+    code, said = run_as("reader-of-team", "rm", "team/junk")
+    assert code == 1
+    assert "DeleteBuffer: a certificate of role reader" in said
+    code, said = run_as("of-team", "rm", "other/junk")
+    assert code == 1
+    assert "is limited to team/..." in said
+    assert run_as("of-team", "rm", "team/junk") == (0, "")
+    assert [buffer.name for buffer in everybody.list()] == ["other/junk"]
+
+
+def test_a_reader_takes_snapshots(run_as: Run, connect_as: Any, tmp_path: Path) -> None:
+    """A reader's certificate is enough for a snapshot of a buffer of any kind; one under the lock takes a client's, and
+    the refusal says so.
+    """
+    everybody = connect_as("client")
+    everybody.create("team/w", (4,)).fill(3)
+    everybody.create("team/v", (4,), versions=2).publish(np.full(4, 5, np.float32))
+    assert run_as("reader-of-team", "snapshot", "team/w", str(tmp_path / "w.npy"))[0] == 0
+    assert np.load(tmp_path / "w.npy").tolist() == [3, 3, 3, 3]
+    assert run_as("reader-of-team", "snapshot", "team/v", str(tmp_path / "v.npy"))[0] == 0
+    assert np.load(tmp_path / "v.npy").tolist() == [5, 5, 5, 5]
+    code, said = run_as("reader-of-team", "snapshot", "team/w", str(tmp_path / "locked.npy"), "--lock")
+    assert code == 1
+    assert "snapshot of 'team/w' under its lock: who may not change it can't take that" in said
+    assert not (tmp_path / "locked.npy").exists()
+    assert {buffer.name for buffer in everybody.list()} == {"team/v", "team/w"}
