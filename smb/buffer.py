@@ -708,7 +708,7 @@ class Buffer:
         result, sink = self._fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
         if out is not None and abs(address_of(sink) - address_of(place)) < nbytes:
-            # What is sent again after a broken connection would be the answer.
+            # After a broken connection the answer would be sent in place of the array.
             raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= shares memory with the array")
         request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
         return request, result, owner
