@@ -583,6 +583,19 @@ uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *
                                    uint64_t most);
 uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares,
                                    uint64_t most);
+/* Requests of one kind that were answered SMB_DENIED. `proven`: a token was shown of that session;
+ * else anybody may have named it. */
+struct smb_denial {
+    uint64_t session;
+    uint64_t segment;
+    uint64_t count;
+    uint32_t opcode;
+    uint32_t proven;
+};
+/* Writes those since the last call, at most `most`, oldest kind first, and forgets all. Of many kinds
+ * the first 64 are kept; *left_out counts the requests of all others. Returns how many. */
+uint64_t smb_server_take_denials(struct smb_server *server, struct smb_denial *denials,
+                                 uint64_t most, uint64_t *left_out);
 /* Locks held, and waits, at one segment, now. */
 enum smb_wait_kind {
     SMB_WAIT_LOCK = 0,

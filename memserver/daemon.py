@@ -226,7 +226,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     def take_keys(access: pb.AccessKeys) -> None:
         engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
-    last = LastLook()
+    last = LastLook(clients, buffers)
     health.registration = Registration(
         options.coordinator,
         identity,

@@ -55,6 +55,8 @@ enum step answer_failure(struct connection *connection, int status)
         gate_refused(connection->loop->server, &connection->request) == SMB_BUSY)
         return answer_defer(connection);
     server_count(&connection->loop->server->errors[status], 1);
+    if (status == SMB_DENIED)
+        note_denied(connection, &connection->request.frame);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
     output_put(connection, &reply);
     answer_finish(connection, false);

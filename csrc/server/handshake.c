@@ -45,6 +45,8 @@ enum step handshake_refuse(struct connection *connection, const struct smb_frame
         output_put(connection, &reply);
         output_flush(connection);
     }
+    if (status == SMB_DENIED)
+        note_denied(connection, frame);
     return connection_refuse(connection, status);
 }
 
@@ -119,6 +121,8 @@ enum step handshake_authorize(struct connection *connection, const struct smb_fr
         count_request(connection, NULL, SMB_AUTHORIZE, 0, 0);
     else
         server_count(&server->errors[status], 1);
+    if (status == SMB_DENIED)
+        note_denied(connection, frame);
     struct smb_frame reply = smb_frame_reply(frame, status);
     reply.argument = status == SMB_OK ? answer.words[0] : why;
     reply.offset = status == SMB_OK ? answer.words[1] : 0;

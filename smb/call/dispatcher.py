@@ -14,9 +14,9 @@ from typing import Any
 from smb import engine
 from smb.buffer_info import BufferInfo
 from smb.call.arguments import Arguments
-from smb.call.outcomes import LOST, Failed, error_of, outcome_of
+from smb.call.outcomes import Failed, error_of, outcome_of
 from smb.call.session import Fence, Session
-from smb.call.sync_requests import Home
+from smb.call.sync_requests import LOST, Home
 from smb.engine import BufferHandle, EngineError, Opcode, Outcome, Place, Request, Status, Window, take_interrupt
 from smb.errors import (
     APPLIED,
@@ -280,6 +280,8 @@ class Dispatcher:
             except UnavailableError as error:
                 self._ask_first = True
                 if deadline.left() <= pause:
+                    if LOST in str(error):
+                        raise
                     raise UnavailableError(f"buffer {self.info.name!r} can't be reached: {error}") from error
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_MAX_S)

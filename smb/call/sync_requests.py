@@ -30,6 +30,7 @@ from smb.transport.base import Deadline, SegmentPlace
 
 USER_LOCK, PUBLISHER_LOCK = 0, 1  # of a segment: csrc/memory/sync.h
 FOREVER_MS = 2**64 - 1
+LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 _TURN_MS = 200
 _RETRY_S = 0.05
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
@@ -82,10 +83,23 @@ class Home:
                 if opened or not self._open_again():
                     raise
                 opened = True
-            except NotFoundError:  # nothing was done: it was freed
+            except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
                 if not again or deadline.left() <= _RETRY_S:
-                    raise
+                    raise self._gone(asked, error) from error
                 self._place_again()
+
+    def _gone(self, asked: str, error: NotFoundError) -> Error:
+        """Return what to raise if the server does not have it: if the coordinator still has it, its memory was lost."""
+        try:
+            there = self._relocate().id == self._place.id
+        except NotFoundError:
+            there = False
+        except Error:
+            return error
+        if not there:
+            return error
+        lost = "its memory was lost, with who held it; use another name" if self.named else LOST
+        return UnavailableError(f"{asked}: {self._where()} has no such segment; {lost}; nothing was done")
 
     def _place_again(self) -> None:
         """Find the name's new place, or make it. For a moment it is retired and has its old one still."""

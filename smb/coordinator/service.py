@@ -84,7 +84,7 @@ from smb.errors import (
 )
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
-from smb.security.roles import Role, caller
+from smb.security.roles import ANYBODY, Role, caller
 
 _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
@@ -106,10 +106,31 @@ def new_id() -> int:
     return secrets.randbits(64) or 1
 
 
+class _MuteServersError(UnavailableError):
+    """Servers that count as alive did not make their segments."""
+
+    def __init__(self, text: str, servers: frozenset[str]) -> None:
+        super().__init__(text)
+        self.servers = servers
+
+
+def _name_of(client_name: str) -> str:
+    """Return what people are shown for a client: its own name, and in brackets at the end its certificate's, or its
+    role.
+    """
+    name, who = client_name or "a client without a name", caller()
+    if who == ANYBODY or who.role is None:
+        return name
+    return f"{name} ({who.name or who.role.value})"
+
+
 def _check_unlimited(method: str) -> None:
     """Raise PermissionDeniedError for a caller that may not know of all buffers."""
     if caller().namespaces is not None:
-        raise PermissionDeniedError(f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster")
+        raise PermissionDeniedError(
+            f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster; use a certificate of "
+            f"role operator"
+        )
 
 
 class CoordinatorService(CoordinatorServicer):
@@ -154,7 +175,7 @@ class CoordinatorService(CoordinatorServicer):
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionReply:
         """See control.proto."""
         session_id = new_id()
-        name = request.client_name or "a client without a name"
+        name = _name_of(request.client_name)
         await self._commit_log.commit(SessionRenewed(session_id, name, caller().key))
         failpoint("coordinator.session.opened")
         reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
@@ -166,7 +187,7 @@ class CoordinatorService(CoordinatorServicer):
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
         """See control.proto."""
         self._check_session(request)
-        name = request.client_name or "a client without a name"
+        name = _name_of(request.client_name)
         failpoint("coordinator.session.renewal_asked")
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
@@ -441,6 +462,9 @@ class CoordinatorService(CoordinatorServicer):
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
         """The answer, with tokens where a session asks."""
         message = buffer_message(self._commit_log.state, record)
+        lost = self._watch.lost_segments()
+        for segment in message.layout.segments:
+            segment.lost = segment.id in lost
         message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
         if self._tokens is not None and request.session_id:
             may_write = self._may_write(record.kind, record.name)
@@ -490,12 +514,25 @@ class CoordinatorService(CoordinatorServicer):
 
     async def _create(self, creation: Creation) -> BufferRecord:
         deadline = time.monotonic() + _OTHERS_CREATION_S
+        # What the first attempt met. Not the error itself, which would keep this frame, and the request.
+        mute: frozenset[str] = frozenset()
+        said = ""
         while True:
-            committed = await self._commit_log.commit(BufferWanted(creation, new_id))
+            try:
+                committed = await self._commit_log.commit(BufferWanted(creation, new_id, mute))
+            except (UnavailableError, OutOfMemoryError):
+                if mute:  # the others do not do: that these did not answer is the cause
+                    raise _MuteServersError(said, mute) from None
+                raise
             for effect in committed.effects:
                 if isinstance(effect, MakeSegments):
                     failpoint("coordinator.create.pending_stored")
-                    return await self._make(committed, effect.record, creation.asked)
+                    try:
+                        return await self._make(committed, effect.record, creation.asked)
+                    except _MuteServersError as error:
+                        if mute or creation.like or creation.server_names or creation.mirror_of:
+                            raise
+                        mute, said = error.servers, str(error)
             record = self._commit_log.state.buffers.get(creation.key)
             if record is not None and record.ready:
                 return record
@@ -530,11 +567,26 @@ class CoordinatorService(CoordinatorServicer):
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, int):
                 await self._commit_log.commit(ServerCounted(server.name, server.instance_id, answer))
+        mute = frozenset(
+            server.name for server, answer in zip(servers, answers, strict=True) if isinstance(answer, UnavailableError)
+        )
         for answer in answers:
+            if isinstance(answer, UnavailableError):
+                left_s = self._alive_for(mute)
+                raise _MuteServersError(
+                    f"{asked}: {answer}; nothing was created. It counts as alive for {left_s:.0f} s more, unless it is "
+                    f"heard of: try again then, or name other servers",
+                    mute,
+                ) from answer
             if isinstance(answer, Error):
                 raise type(answer)(f"{asked}: {answer}; nothing was created") from answer
             if isinstance(answer, BaseException):
                 raise answer
+
+    def _alive_for(self, servers: Iterable[str]) -> float:
+        """Return in how many seconds the last of these servers' leases ends."""
+        leases, now = self._commit_log.state.server_leases, self._commit_log.now()
+        return max((leases.ends.get(name, now.monotonic) - now.monotonic for name in servers), default=0.0)
 
     async def _make_segment(
         self, state: State, server: ServerRecord, record: BufferRecord, segment: SegmentRecord

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from smb.buffer import Buffer
-from smb.call.outcomes import LOST
+from smb.call.sync_requests import LOST
 from smb.client import Client
 from smb.engine import crc32c
 from smb.errors import (

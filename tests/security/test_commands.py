@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,19 @@ def test_a_reader_takes_snapshots(run_as: Run, connect_as: Any, tmp_path: Path) 
     assert "snapshot of 'team/w' under its lock: who may not change it can't take that" in said
     assert not (tmp_path / "locked.npy").exists()
     assert {buffer.name for buffer in everybody.list()} == {"team/v", "team/w"}
+
+
+def test_who_had_no_right_is_named(guarded: smb.LocalCluster, connect_as: Any, run_as: Run) -> None:
+    """A memory server's log says which certificate asked for what without a right to it; `smb top` shows the names."""
+    everybody, reader = connect_as("client"), connect_as("reader-of-team", transport="tcp")
+    everybody.create("team/w", (4,), servers=["server-0"])
+    with pytest.raises(smb.PermissionDeniedError):
+        reader.open("team/w").write(np.ones(4, np.float32))
+    wanted = "refused: " + reader.name + " (reader-of-team) had no right to 1 write of team/w"
+    end, log = time.monotonic() + 60, guarded.servers[0].log
+    while wanted not in log.read_text():
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.1)
+    said = run_as("operator", "top", "--once")[1]
+    assert f"{reader.name} (reader-of-team)" in said
+    assert f"{everybody.name} (client)" in said
