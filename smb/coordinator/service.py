@@ -514,7 +514,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def _create(self, creation: Creation) -> BufferRecord:
         deadline = time.monotonic() + _OTHERS_CREATION_S
-        # What the first attempt met. Not the error itself, which would keep this frame, and the request.
+        # Of the first attempt. The error itself would keep this frame, and the request.
         mute: frozenset[str] = frozenset()
         said = ""
         while True:
