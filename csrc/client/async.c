@@ -743,7 +743,7 @@ int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint6
     struct smb_operation asked = {.request = {.offset = offset, .bytes = bytes},
                                   .key = key,
                                   .changes = changes,
-                                  .urgency = INT64_MAX};
+                                  .urgency = 0}; /* as what is asked for without a priority */
     size_t list = key % ORDERS;
     uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     pthread_mutex_lock(&async->mutex);
