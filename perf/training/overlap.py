@@ -65,8 +65,8 @@ def behind_the_passes(quick: bool) -> Answer:
             f'"both" is {min(factors):.2f} to {max(factors):.2f} times as fast as "none"; predictions are off by '
             f"{statistics.median(errors):.0f} % (median), {max(errors):.0f} % at most. The two cores of this machine "
             "also carry the server, the links and other work: an exchange beside computing slows computing down, and "
-            "times from run to run differ by a tenth and more. Rows of a group ran one after the other while the load of "
-            "other work changed: an iteration below its bound is one whose passes were measured in a busier moment."
+            "times from run to run differ by a tenth and more. Rows of a group ran one after the other while the load "
+            "of other work changed: an iteration below its bound is one whose passes were measured in a busier moment."
         ),
     )
 
