@@ -153,8 +153,8 @@ def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.Monk
     made = model_parameters.ModelParameters({("weight",): torch.zeros(100).to(fake_device.NAME)})
     deltas = made._deltas
 
-    def slowly(base: Any, *, on_device: bool) -> Any:
-        for piece in deltas(base, on_device=on_device):
+    def slowly(base: Any, *, on_device: bool, **plan: Any) -> Any:
+        for piece in deltas(base, on_device=on_device, **plan):
             now[0] += 1.0 if on_device else 2.0
             yield piece
 
