@@ -109,7 +109,7 @@ class Home:
             time.sleep(_RETRY_S)
 
     def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Reply:
-        pending = self.start(opcode, argument, words)
+        pending = self.start(opcode, argument, words, asked=asked)
         try:
             return self.finish(asked, pending, wait)
         finally:
@@ -126,11 +126,13 @@ class Home:
         self._link = None
         return True
 
-    def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> PendingRequest:
+    def start(
+        self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, asked: str = ""
+    ) -> PendingRequest:
         """Send the request and return at once; `finish` it, then `end` it."""
         link = self._link
         if link is None or not link.alive():
-            link = self._reach()
+            link = self._reach(asked or f"request {self.what}")
         return link.ask(opcode, self._place.id, self._epoch, argument, *words)
 
     def tell(self, opcode: AskOpcode, words: tuple[int, ...]) -> None:
@@ -171,7 +173,7 @@ class Home:
                     outcome=UNKNOWN,
                 )
 
-    def _reach(self) -> Link:
+    def _reach(self, asked: str) -> Link:
         deadline = Deadline(self._client.timeout)
         while True:
             self._client.check_open()
@@ -179,7 +181,7 @@ class Home:
                 self._link = self._client.reach_waits(self._place, deadline)
             except (UnavailableError, TransportError) as error:
                 if deadline.left() <= _RETRY_S or not isinstance(error, UnavailableError):
-                    raise type(error)(f"{self.what}: {error}") from error
+                    raise type(error)(f"{asked}: {error}") from error
                 time.sleep(_RETRY_S)
                 self._place = self._relocate()
             else:

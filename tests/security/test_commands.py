@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,3 +89,42 @@ def test_who_had_no_right_is_named(guarded: smb.LocalCluster, connect_as: Any, r
     said = run_as("operator", "top", "--once")[1]
     assert f"{reader.name} (reader-of-team)" in said
     assert f"{everybody.name} (client)" in said
+
+
+def test_what_certs_prints_as_the_next_step_works(tmp_path: Path) -> None:
+    """Its commands, with this machine for HOST, make a cluster with a server of each name that was given, which the
+    client of the last line sees.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
+    options = {"env": environment, "text": True, "cwd": tmp_path, "timeout": 60}
+    smb_cli = [sys.executable, "-m", "smb.tools.cli.main"]
+    arguments = ["certs", "my lab", "--server", "node1", "--client", "alice", "--namespace", "team"]
+    printed = subprocess.run([*smb_cli, *arguments], check=True, capture_output=True, **options).stdout
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        steps = printed.partition("(HOST:")[2].splitlines()[2:]
+        coordinator, memserver, export = (
+            shlex.split(step.replace("HOST", "127.0.0.1").replace("7070", str(port))) for step in steps
+        )
+        assert coordinator[:2] == ["smb", "coordinator"]
+        assert memserver[0] == "smb-memserver"
+        assert export[0] == "export"
+        daemons = [
+            [*smb_cli, *coordinator[1:], "--state", "state", "--metrics", "127.0.0.1:0"],
+            [sys.executable, "-m", "memserver", *memserver[1:], "--memory-dir", str(tmp_path), "--capacity", "16MiB"],
+        ]
+        with contextlib.ExitStack() as stack:
+            for command in daemons:
+                process = stack.enter_context(subprocess.Popen(command, env=environment, cwd=tmp_path))
+                stack.callback(process.terminate)
+            environment |= dict(word.split("=", 1) for word in export[1:])
+            assert environment["SMB_CREDENTIALS"] == "my lab/alice"
+            end = time.monotonic() + 60
+            while True:
+                created = subprocess.run([*smb_cli, "create", "team/w", "--shape", "4"], capture_output=True, **options)
+                if created.returncode == 0:
+                    break
+                assert time.monotonic() < end, created.stderr
+            assert "node1" in subprocess.run([*smb_cli, "status"], check=True, capture_output=True, **options).stdout
