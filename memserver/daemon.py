@@ -182,7 +182,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
     address = format_address(reachable, advertised_port or data_port)
 
-    relays = Relays(options.coordinator, options.name)
+    relays = Relays(options.coordinator, options.name, options.credentials)
     leaving.callback(relays.close)
     registry = CollectorRegistry()
     registry.register(RelayMetrics(relays))

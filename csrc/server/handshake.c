@@ -50,12 +50,12 @@ enum step handshake_refuse(struct connection *connection, const struct smb_frame
     return connection_refuse(connection, status);
 }
 
-/* Of a guarded server: memory servers feed copies, on their lane, and nobody else does. */
-static bool is_of_its_lane(const struct connection *connection, const struct smb_frame *frame)
+/* Of a guarded server: memory servers feed copies, on their lane, and nobody else does. On other
+ * lanes a memory server (its relay, which fills mirrors) needs tokens as every client does. */
+static bool may_take_lane(const struct connection *connection, const struct smb_frame *frame)
 {
     const struct tls *tls = connection->channel.tls;
-    bool is_server = tls && tls_server_name(tls)[0];
-    return is_server == (frame->lane == REPLICA_LANE);
+    return frame->lane != REPLICA_LANE || (tls && tls_server_name(tls)[0]);
 }
 
 enum step handshake_greet(struct connection *connection, const struct smb_frame *frame)
@@ -66,7 +66,7 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     /* it has not heard of the coordinator yet; the peer tries again */
     if (server->guarded && !access_ready(&server->keys))
         return connection_refuse(connection, SMB_DENIED);
-    if (server->guarded && !is_of_its_lane(connection, frame))
+    if (server->guarded && !may_take_lane(connection, frame))
         return handshake_refuse(connection, frame, SMB_DENIED);
     if (server->guarded &&
         getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)

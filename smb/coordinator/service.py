@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from smb.coordinator import relay_access
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
@@ -190,7 +191,8 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.session.renewal_asked")
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
-        reports = [report for report in request.trainings if caller().may_see(report.name)]
+        shown = request.trainings if caller().role is not Role.SERVER else ()
+        reports = [report for report in shown if caller().may_see(report.name)]
         self._watch.trainings.record_reports(request.session_id, reports, self._commit_log.now())
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
@@ -384,11 +386,6 @@ class CoordinatorService(CoordinatorServicer):
                 f"{', '.join(plain[:SERVERS_SHOWN_MAX])} (--data-tls off); start them without that option, or use "
                 f"replicas=1"
             )
-        if request.mirror_of and self._tokens is not None:
-            raise InvalidArgumentError(
-                f'create of "{request.name}" as a mirror of "{request.mirror_of}": relays have no certificate of their '
-                f"own yet, so there are none in a cluster with credentials"
-            )
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
         record = await asyncio.shield(self._begun(await self._checked(request)))
         return self._opened(request, record)
@@ -398,6 +395,8 @@ class CoordinatorService(CoordinatorServicer):
         still. One at a time is parsed, as parsing takes many times the size in memory.
         """
         asked = without_session(request)
+        if caller().role is Role.SERVER:
+            relay_access.check_create(self._commit_log.state, caller().name, asked)
         if not asked.packed_metadata:
             return creation_of(asked)
         async with self._parsing:
@@ -408,6 +407,7 @@ class CoordinatorService(CoordinatorServicer):
         self._check_given_session(request)
         timeout_s = request.timeout_ms / 1000
         kind = kind_of(request.kind)
+        self._may_write(kind, request.name)
         if request.id and kind is Kind.BUFFER:
             known = self._commit_log.state.find(kind, request.name)
             if known is None or known.id != request.id:
@@ -433,6 +433,8 @@ class CoordinatorService(CoordinatorServicer):
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         """See control.proto."""
+        if caller().role is Role.SERVER:
+            relay_access.check_delete(self._commit_log.state, caller().name, request.name)
         failpoint("coordinator.delete.asked")
         committed = await self._commit_log.commit(BufferDeleted(request.name, request.missing_ok))
         failpoint("coordinator.delete.erased")
@@ -465,8 +467,19 @@ class CoordinatorService(CoordinatorServicer):
             segment.lost = segment.id in lost
         message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
         if self._tokens is not None and request.session_id:
-            self._tokens.add_to(message, request.session_id, may_write=caller().role is not Role.READER)
+            may_write = self._may_write(record.kind, record.name)
+            self._tokens.add_to(message, request.session_id, may_write=may_write)
         return message
+
+    def _may_write(self, kind: Kind, name: str) -> bool:
+        """Whether the caller may also write to a buffer. Raises PermissionDeniedError if it is a memory server, whose
+        relay may not even read it.
+        """
+        if caller().role is not Role.SERVER:
+            return caller().role is not Role.READER
+        if kind is not Kind.BUFFER:
+            raise PermissionDeniedError(f'memory server "{caller().name}" uses no {kind.value}')
+        return relay_access.check_open(self._commit_log.state, caller().name, name)
 
     async def _opens_wait(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
         key = caller().key
@@ -501,7 +514,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def _create(self, creation: Creation) -> BufferRecord:
         deadline = time.monotonic() + _OTHERS_CREATION_S
-        # The first attempt met these. The error itself would keep this frame, and the request.
+        # Of the first attempt. The error itself would keep this frame, and the request.
         mute: frozenset[str] = frozenset()
         said = ""
         while True:

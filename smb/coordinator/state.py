@@ -697,6 +697,11 @@ def _mirroring(state: State, creation: Creation) -> Creation:
     """Return the creation of a mirror with the form of what it is one of, which has to be published."""
     source = _find_ready(state, creation.mirror_of)
     (server,) = creation.server_names
+    if namespace_of(creation.name) != namespace_of(source.name):
+        raise InvalidArgumentError(
+            f'{creation.asked} as a mirror of "{source.name}": a mirror is in the namespace of its source, so that the '
+            f"same clients may read it"
+        )
     if source.mirror_of:
         raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')
     if source.versions < 2:

@@ -1,11 +1,10 @@
 """Snapshots, and copies between buffers, files and clusters: bytes that stream from all servers at once.
 
 A snapshot is taken from what does not change: a published version that is pinned, or a copy that the servers make
-among themselves (no bytes travel) and that is deleted at the end. They make none without room, of two copies, on a
-server that is being drained, and for a reader. Then the buffer itself is read, from its start after an interruption.
-Beside FILE lies FILE.crc32c: the CRC-32C of each
-block, from which an interrupted snapshot goes on and by which restore checks what it reads. A restore that is under
-way has its own (checksums.py).
+among themselves (no bytes travel) and that is deleted at the end. If they can't make one, the snapshot reads the buffer
+itself, and begins anew after an interruption: no room, a drained server, two copies, a reader's certificate. Beside
+FILE lies FILE.crc32c: the CRC-32C of each block, from which an interrupted snapshot goes on and by which restore checks
+what it reads. A restore that is under way has its own (checksums.py).
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ LEFT_OUT = {
     "api/test_examples.py": _TRAINING,
     "api/test_fork.py": "a child of fork may not use its parent's client, over whatever",
     "api/test_futures.py": "futures over the same calls",
+    "api/test_queue.py": "tests/engine/c/test_async.c has the engine's operations by reference, as over verbs",
     "api/test_relays.py": "relays are clients like others; perf/relays.py has them over TCP",
     "api/test_rename.py": _ELSEWHERE,
     "api/test_server_weights.py": _LONG,
@@ -142,7 +143,10 @@ LEFT_OUT = {
     "train/test_rounds.py": _TRAINING,
     "train/test_saved.py": _TRAINING,
     "train/test_shared_model.py": _TRAINING,
+    "train/test_shard_publishing.py": _TRAINING,
     "train/test_status.py": _TRAINING,
+    "train/test_streaming.py": _TRAINING,
     "train/test_torch_devices.py": _TRAINING,
+    "train/test_vllm.py": "no engine of vLLM knows a transport",
     "train/test_work_units.py": _TRAINING,
 }
