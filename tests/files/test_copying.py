@@ -439,7 +439,18 @@ def holders(client: smb.Client) -> list[str]:
     return [info.name for info in client.list()]
 
 
-@pytest.mark.parametrize("why", ["a drained server", "two copies", "no room"])
+def test_a_snapshot_of_two_copies(tmp_path: Path) -> None:
+    """A buffer with replicas=2 has snapshots, and copies of one copy, whether or not its servers can copy it."""
+    values = np.random.default_rng(4).random(100_000, dtype=np.float32)
+    with smb.LocalCluster(servers=2, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
+        client.create("w", values.size, replicas=2).write(values)
+        copying.snapshot(client, "w", tmp_path / "w.npy")
+        assert np.array_equal(np.load(tmp_path / "w.npy"), values)
+        assert np.array_equal(copying.copy_buffer(client, "w", client, "w2").read(), values)
+        assert holders(client) == ["w", "w2"]
+
+
+@pytest.mark.parametrize("why", ["a drained server", "no room"])
 def test_a_snapshot_where_the_servers_make_no_copy(
     why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,11 +459,10 @@ def test_a_snapshot_where_the_servers_make_no_copy(
     """
     values = np.random.default_rng(3).random(500_000, dtype=np.float32)
     with smb.LocalCluster(servers=2, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
-        options: dict[str, Any] = {"replicas": 2} if why == "two copies" else {"servers": ["server-0"]}
-        client.create("w", values.size, **options).write(values)
+        client.create("w", values.size, servers=["server-0"]).write(values)
         if why == "a drained server":
             client._session.coordinator.drain_server("server-0", 10.0)
-        elif why == "no room":
+        else:
             client.create("x", 1_400_000, servers=["server-0"])
         monkeypatch.setattr(logging.getLogger("smb"), "propagate", True)
 
@@ -469,8 +479,6 @@ def test_a_snapshot_where_the_servers_make_no_copy(
         assert "snapshot of 'w': the servers make no copy of it" in caplog.text
         assert holders(client) == before
         assert np.array_equal(copying.copy_buffer(client, "w", client, "w2").read(), -values)
-        if why == "two copies":
-            return
         copying.snapshot(client, "w", path, lock=True)
         assert np.array_equal(np.load(path), -values)
         if why == "a drained server":
