@@ -592,8 +592,8 @@ struct smb_denial {
     uint32_t opcode;
     uint32_t proven;
 };
-/* Writes those since the last call, at most `most`, oldest kind first, and forgets all. Of many kinds
- * the first 64 are kept; *left_out counts the requests of all others. Returns how many. */
+/* Writes those since the last call, at most `most`, oldest kind first, and forgets all. Of many
+ * kinds the first 64 are kept; *left_out counts the requests of all others. Returns how many. */
 uint64_t smb_server_take_denials(struct smb_server *server, struct smb_denial *denials,
                                  uint64_t most, uint64_t *left_out);
 /* Locks held, and waits, at one segment, now. */
