@@ -290,7 +290,7 @@ static const struct operation OPERATIONS[] = {
     {SMB_FILL, false, false, false, 0, 0},
     {SMB_WRITE, false, false, false, 0, 0},
     {SMB_ACCUMULATE, false, true, true, SMB_WIRE_INT8, 0},
-    {SMB_ACCUMULATE, true, true, true, SMB_WIRE_INT4, 0},
+    {SMB_ACCUMULATE, false, true, true, SMB_WIRE_INT4, 0},
     {SMB_ACCUMULATE, true, true, true, SMB_WIRE_BFLOAT16, 0},
     {SMB_WRITE, false, false, false, SMB_WIRE_FLOAT16, 0},
     {SMB_ACCUMULATE, false, true, true, SMB_WIRE_SPARSE, 0},
