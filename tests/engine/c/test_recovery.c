@@ -245,6 +245,7 @@ static int64_t content[ELEMENTS], source[ELEMENTS], delta[ELEMENTS], sink[ELEMEN
 static int64_t indices[FLOAT_COUNT];
 enum { SPARSE_STEP = 3, SPARSE_COUNT = (OP_BYTES / 4 + SPARSE_STEP - 1) / SPARSE_STEP };
 static float float_content[FLOAT_COUNT], float_delta[FLOAT_COUNT], float_sink[FLOAT_COUNT];
+static float small_delta[FLOAT_COUNT]; /* what int4 sends without rounding */
 /* Of optimizers' steps. */
 static float gradient[FLOAT_COUNT], states[2][FLOAT_COUNT];
 static const struct smb_hyper HYPER = {.lr = 0.25,
@@ -267,6 +268,7 @@ static void model_make(void)
     for (int i = 0; i < FLOAT_COUNT; i++) {
         float_content[i] = (float)(16 * i);
         float_delta[i] = (float)(i % 127 + 1);
+        small_delta[i] = (float)(i % 7 + 1);
         indices[i] = (int64_t)SPARSE_STEP * i;
         gradient[i] = (float)(i % 113) - 50.5F;
         states[0][i] = (float)(i % 97) - 33;
@@ -301,6 +303,11 @@ static const struct operation OPERATIONS[] = {
 static const struct operation ADAM = {SMB_APPLY, false, true, true, 0, SMB_RULE_ADAM};
 enum { OPERATION_COUNT = sizeof OPERATIONS / sizeof *OPERATIONS, COUNTER = 3000 };
 
+static const float *floats_of(const struct operation *operation)
+{
+    return operation->wire == SMB_WIRE_INT4 ? small_delta : float_delta;
+}
+
 static struct smb_request request_of(const struct operation *operation, struct reach *reach)
 {
     struct smb_request request = {.opcode = operation->opcode,
@@ -327,7 +334,7 @@ static struct smb_request request_of(const struct operation *operation, struct r
     }
     if (operation->wire != SMB_WIRE_EXACT) {
         request.wire = operation->wire;
-        request.source = float_delta;
+        request.source = floats_of(operation);
         request.sink = operation->fetch ? float_sink : NULL;
         request.indices = operation->wire == SMB_WIRE_SPARSE ? indices : NULL;
         request.count = operation->wire == SMB_WIRE_SPARSE ? SPARSE_COUNT : 0;
@@ -344,8 +351,8 @@ static void model_apply(const struct operation *operation, uint64_t result)
             float_content[i] += i % SPARSE_STEP == 0 ? 3 * float_delta[i / SPARSE_STEP] : 0;
             continue;
         }
-        float_content[i] = operation->opcode == SMB_WRITE ? float_delta[i]
-                                                          : float_content[i] + 3 * float_delta[i];
+        float value = floats_of(operation)[i];
+        float_content[i] = operation->opcode == SMB_WRITE ? value : float_content[i] + 3 * value;
         CHECK(!operation->fetch || float_sink[i] == float_content[i]);
     }
     if (operation->opcode == SMB_APPLY)
