@@ -323,9 +323,10 @@ class Shared:
     def close(self, *, load: bool = True) -> None:
         """Finish what is under way, load the shared model into the model (unless load=False), and leave the group.
 
-        Local steps since this worker's last exchange are then lost, here as in the others. The optimizer is free of the
-        hook. Twice does nothing. Of a training that was deleted there is nothing to load: the model stays as it is. A
-        coordinator that is away is only warned of.
+        Local steps since this worker's last exchange are contributed, too, where the scheme can do that without waiting
+        for others (local SGD). Those of DiLoCo, and of the ranks of a mesh, are lost; DiLoCo logs how many. The
+        optimizer is free of the hook. Twice does nothing. Of a training that was deleted there is nothing to load: the
+        model stays as it is. A coordinator that is away is only warned of.
         """
         if not self._open:
             return
@@ -339,7 +340,8 @@ class Shared:
         """Finish what is under way, and load the parameters, and the running statistics into their vector. False: not
         that, or there is nothing to load any more."""
         try:
-            self.worker.flush()
+            self.worker.finish()
+            self._mix_after_exchange()
             self._settle_mixing()
             if load:
                 self._check.model()
@@ -438,7 +440,7 @@ class Shared:
         self._hook.remove()
         with contextlib.ExitStack() as last:
             last.push(self._owned)
-            last.callback(self.worker.close)
+            last.callback(self.worker.abandon)
             if self._units is not None:
                 last.callback(self._leave_units, self._units)
 

@@ -38,6 +38,7 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
+    Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
@@ -145,6 +146,7 @@ class RoundExchange(Exchange):
         # Last: it is nobody else's, so where there is no room for a further worker nothing of it stays.
         self._inbox = group.buffer(_inbox(member.incarnation))
         self._inboxes = {member.incarnation: self._inbox}
+        self._left: list[int] = []  # those of them whose owners have left
         self._weight_word = group.table.get(member.row, t.WEIGHT)
 
     # ---- the worker's side
@@ -176,6 +178,34 @@ class RoundExchange(Exchange):
         elif self._sent and self._grace_left() <= 0:
             self._settle()
 
+    def contribute_rest(self) -> int:
+        """Mark fewer local steps than `every` for the open round, with a weight that is less by as much. If all others
+        have left, or have marked theirs, this worker closes the round.
+
+        Not with an outer optimizer: it would move the model by all of its momentum for a few steps. Called again after
+        an error, it goes on.
+        """
+        if not self._owing:
+            if not self._steps or self._outer is not None:
+                return self._steps
+            self._send()
+        self._stopping = True
+        try:
+            settled = not self._sent or self._settle()
+        finally:
+            self._stopping = False
+        if settled:
+            self._finish()
+            return 0
+        self._group.count_samples(self._samples)
+        self._group.member.add(t.BYTES, self._group.sent_bytes)
+        self._steps = self._samples = 0
+        self._group.member.report()
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        return 0
+
     def restart(self) -> None:
         """Take the present weights over."""
         self.snapshot.forget()
@@ -193,7 +223,7 @@ class RoundExchange(Exchange):
         # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
         in_time = scheme.WAITS and (scheme.quorum is None or not self._late_counts)
         self._target = self._origin if in_time else group.round
-        self._tokens = float(self._samples) if scheme.token_weights else 1.0
+        self._tokens = float(self._samples) if scheme.token_weights else min(1.0, self._steps / self._interval)
         group.member.check()
         contribution = self.snapshot.send(self._inbox)
         try:
@@ -364,6 +394,16 @@ class RoundExchange(Exchange):
             claim |= BUILT
         failpoint("train-built")
         self._group.replace(self._next, claim, fences[self._group.weights.name])
+        self._take_away(number)
+
+    def _take_away(self, number: int) -> None:
+        """Delete the inboxes that counted in a round, if it is closed, of those who have left: nobody else would."""
+        left, self._left = self._left, []
+        if left and self._group.round > number:
+            for incarnation in left:
+                self._inboxes.pop(incarnation, None)
+                with contextlib.suppress(Error):
+                    self._group.client.delete(f"{self._group.name}/{_inbox(incarnation)}", missing_ok=True)
 
     def _decide(self, number: int) -> list[tuple[Buffer, float]]:
         """Return inboxes and weights, by slot, of the contributions that count in a round: every closer finds the same
@@ -387,6 +427,7 @@ class RoundExchange(Exchange):
                 f"{group.name}/{_inbox(incarnation)}"
             )
         self._inboxes = inboxes
+        self._left = [incarnation for incarnation in inboxes if incarnation not in rows[1:, t.INCARNATION]]
         return list(zip(inboxes.values(), weights.values(), strict=True))
 
     def _build(self, chosen: list[tuple[Buffer, float]], fences: dict[str, Lock]) -> None:
