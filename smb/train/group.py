@@ -330,7 +330,7 @@ def view(client: Client, name: str) -> Group:
     """Return a group to look at, without joining. Raises NotFoundError."""
     group = _opened(client, name)
     if group is None:
-        raise NotFoundError(f"there is no group {name!r}")
+        raise NotFoundError(f"there is no training {name!r}; see what there is with: smb train ls")
     return group
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from smb.client import Client
 
 _log = logging.getLogger("smb")
+_GOING_ON = "going on without it"
 
 
 class MembershipLostError(Error):
@@ -176,8 +177,10 @@ def _may_count(row: NDArray[np.int64], number: int) -> bool:
     return t.clock_of(word) == number + 1 and weight >> 32 == t.incarnation_of(word)
 
 
-def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterable[int]) -> list[int]:
-    """Free the slots whose holders are dead; return them. Asks about each one: for suspects only."""
+def reap(
+    client: Client, group: str, table: t.Table, lease: float, slots: Iterable[int], level: int = logging.WARNING
+) -> list[int]:
+    """Free the slots whose holders are dead; return them. Asks about each one: for suspects only. Logged at `level`."""
     dead = []
     for slot in slots:
         row = 1 + slot
@@ -188,12 +191,14 @@ def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterab
         except TimeoutError:  # alive, or another asks at this moment; but it is dead as one of its ranks is
             gone = incarnation and _rank_is_dead(client, group, table, slot, incarnation, lease)
             if gone and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
-                _log.warning("member %d of group %r has lost one of its ranks", slot, group)
+                _log.log(
+                    level, "worker %s of training %r lost one of its ranks; %s", _who(table, slot), group, _GOING_ON
+                )
                 dead.append(slot)
             continue
         try:
             if incarnation and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
-                _log.warning("member %d (incarnation %d) of group %r is gone", slot, incarnation, group)
+                _log.log(level, "worker %s of training %r died; %s", _who(table, slot), group, _GOING_ON)
                 dead.append(slot)
         finally:
             try:
@@ -242,6 +247,12 @@ def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarna
             lock.release()
         return True
     return False
+
+
+def _who(table: t.Table, slot: int) -> str:
+    """Return a worker's HOST:PID."""
+    row = table.read()[1 + slot]
+    return f"{host_of(row)}:{abs(int(row[t.PID]))}"
 
 
 def host_of(row: NDArray[np.int64]) -> str:

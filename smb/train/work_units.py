@@ -118,8 +118,8 @@ class WorkUnits:
     def take(self) -> Unit | None:
         """Return the next unit; the one before is done. None when all is done: for others' last ones it waits.
 
-        After the last ones `worker` contributes what it has not sent, before they are seen to be done. So whoever sees
-        that all is done sees a model with all of it in.
+        After the last ones `worker` contributes what it has not sent, before they are seen to be done. So a process that
+        sees that all is done sees a model with all of it in.
         """
         if self._member is not None:
             self._ticket = self._ticket or self._draw()
@@ -231,7 +231,9 @@ class WorkUnits:
         rows = self._table.read()
         slots = {int(rows[1 + slot, t.INCARNATION]): slot for slot in members.live(rows)}
         suspects = [slots[owner] for owner in owners if owner in slots]
-        dead = members.reap(self._client, self._name, self._table, self._lease, suspects)
+        # A training's own worker is told of as such, once.
+        level = logging.WARNING if self._worker is None else logging.DEBUG
+        dead = members.reap(self._client, self._name, self._table, self._lease, suspects, level)
         return {owner for owner in owners if owner not in slots or slots[owner] in dead}
 
     def _last(self, member: Member) -> Unit | None:

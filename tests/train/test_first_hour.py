@@ -255,7 +255,7 @@ def test_trainings_from_the_command_line(
     client.create("other", 10)
     code, out, _ = command(capsys, cluster, "train", "ls")
     assert code == 0
-    assert out.splitlines()[1].split() == ["team/run", "diloco", "1", "1", "-", "400", "B"]
+    assert out.splitlines()[1].split() == ["team/run", "diloco", "1", "-", "1", "-", "400", "B"]
     code, out, _ = command(capsys, cluster, "train", "stat", "team/run")
     assert code == 0
     assert "DiLoCo" not in out
