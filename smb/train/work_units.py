@@ -118,8 +118,8 @@ class WorkUnits:
     def take(self) -> Unit | None:
         """Return the next unit; the one before is done. None when all is done: for others' last ones it waits.
 
-        After the last ones `worker` contributes what it has not sent, before they are seen to be done. So a process that
-        sees that all is done sees a model with all of it in.
+        After the last ones `worker` contributes what it has not sent, before they are seen to be done. So a process
+        that sees that all is done sees a model with all of it in.
         """
         if self._member is not None:
             self._ticket = self._ticket or self._draw()

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from smb.config.parse import format_bytes
 from smb.tools.cli.describe import format_shape
-from smb.tools.cli.output import format_duration, table
+from smb.tools.cli.output import counted, format_duration, table
 
 Json = dict[str, Any]
 
@@ -138,7 +138,7 @@ def _head(shown: Json, width: int) -> Text:
 
 def _counted_buffers(shown: Json) -> str:
     inside = sum(1 for buffer in shown["buffers"] if buffer["training"])
-    return f"{shown['totals']['buffers']} buffers" + (f" ({inside} of trainings)" if inside else "")
+    return counted(shown["totals"]["buffers"], "buffer") + (f" ({inside} of trainings)" if inside else "")
 
 
 def _throughput(shown: Json, encoding: str) -> list[RenderableType]:
