@@ -179,7 +179,8 @@ enum smb_copied {
     SMB_COPIED_CHUNK = 0,    /* its bytes */
     SMB_COPIED_RECORD = 1,   /* a completion record */
     SMB_COPIED_COUNTERS = 2, /* of records that were evicted */
-    SMB_COPIED_NOTE = 3      /* a change was made to a chunk that will be copied */
+    SMB_COPIED_NOTE = 3,     /* a change was made to a chunk that will be copied */
+    SMB_COPIED_WORDS = 4     /* of locks and versions; at any time: it has no number */
 };
 enum { SMB_OPCODE_COUNT = 26, SMB_STATUS_COUNT = 33 };
 
@@ -582,6 +583,19 @@ uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *
                                    uint64_t most);
 uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *shares,
                                    uint64_t most);
+/* Requests of one kind that were answered SMB_DENIED. `proven`: a token was shown of that session;
+ * else anybody may have named it. */
+struct smb_denial {
+    uint64_t session;
+    uint64_t segment;
+    uint64_t count;
+    uint32_t opcode;
+    uint32_t proven;
+};
+/* Writes those since the last call, at most `most`, oldest kind first, and forgets all. Of many kinds
+ * the first 64 are kept; *left_out counts the requests of all others. Returns how many. */
+uint64_t smb_server_take_denials(struct smb_server *server, struct smb_denial *denials,
+                                 uint64_t most, uint64_t *left_out);
 /* Locks held, and waits, at one segment, now. */
 enum smb_wait_kind {
     SMB_WAIT_LOCK = 0,
@@ -832,6 +846,60 @@ int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *re
 int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t bytes,
              const void *source, void *sink, int op, double scale, uint64_t argument,
              uint64_t expected, uint32_t timeout_ms, struct smb_outcome *outcome);
+
+/* ---- async operations ------------------------------------------------------------------------ */
+
+/* A client's async operations: see csrc/client/async.h. Operations of all windows that conflict
+ * (overlap, and one changes the buffer) take effect in the order of their submission. */
+struct smb_async;
+/* How many bytes of its operations may be in flight. */
+struct smb_window;
+struct smb_operation;
+
+int smb_async_create(struct smb_client *client, struct smb_async **async);
+/* Once nothing is left of it: waits for its thread. Nothing in a child of fork. */
+void smb_async_destroy(struct smb_async *async);
+/* Credit in bytes; 0: measured. counts_calls: credit is a number of operations instead. */
+int smb_window_create(struct smb_async *async, uint64_t credit, bool counts_calls,
+                      struct smb_window **window);
+uint64_t smb_window_credit(struct smb_window *window);
+/* No operation of it is known any more. */
+void smb_window_destroy(struct smb_window *window);
+/* READ, WRITE or ACCUMULATE as smb_transfer, whose timeout counts for each part from when it
+ * begins; `key` is the buffer's number, the same for all its handles, and a larger priority goes
+ * first. Buffer NULL: a call of the caller's, of which the range is known and whether it changes
+ * it (opcode). SMB_INVALID: unsound, or of memory that is a view of the buffer; smb_transfer does
+ * or refuses it. SMB_DISCONNECTED: stopped. SMB_BUSY: too many. */
+int smb_async_submit(struct smb_async *async, struct smb_window *window, struct smb_buffer *buffer,
+                     int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink,
+                     int op, double scale, int wire, uint64_t token, uint32_t timeout_ms,
+                     uint64_t key, int priority, uint64_t tag);
+enum smb_told_what {
+    SMB_TOLD_DONE = 0,   /* the operation is no more */
+    SMB_TOLD_FAILED = 1, /* the caller may go on with it; then smb_async_end */
+    SMB_TOLD_BEGIN = 2,  /* the caller's call: it is its turn; then smb_async_end */
+    /* by smb_async_stop, before it began; then smb_async_end */
+    SMB_TOLD_CANCELLED = 3
+};
+struct smb_told {
+    struct smb_operation *operation;
+    uint64_t tag; /* as submitted */
+    int what;
+    struct smb_outcome outcome; /* the caller's, as after smb_transfer */
+};
+/* Waits until there is something to be taken: 1; 0 after timeout_ms. */
+int smb_async_await_told(struct smb_async *async, uint32_t timeout_ms);
+/* Takes those that ended, in that order; returns how many. Does not block. */
+uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t most);
+/* One that was told, but not as DONE: its turn is over. */
+void smb_async_end(struct smb_async *async, struct smb_operation *operation);
+/* 1: the operation of that tag had not begun, and is no more. 0: it has, or there is none. */
+int smb_async_cancel(struct smb_async *async, uint64_t tag);
+/* Waits until no earlier operation conflicts with a call on that range: SMB_TIMEOUT. */
+int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint64_t bytes,
+                   bool changes, uint32_t timeout_ms);
+/* Cancels what has not begun; nothing is submitted any more. */
+void smb_async_stop(struct smb_async *async);
 
 /* A contiguous view of a buffer all of whose segments are local: stripes mapped side by side. bytes
  * = the layout's, rounded up to pages. SMB_INVALID if a segment is not local. */

@@ -182,7 +182,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
     address = format_address(reachable, advertised_port or data_port)
 
-    relays = Relays(options.coordinator, options.name)
+    relays = Relays(options.coordinator, options.name, options.credentials)
     leaving.callback(relays.close)
     registry = CollectorRegistry()
     registry.register(RelayMetrics(relays))
@@ -226,7 +226,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     def take_keys(access: pb.AccessKeys) -> None:
         engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
-    last = LastLook()
+    last = LastLook(clients, buffers)
     health.registration = Registration(
         options.coordinator,
         identity,

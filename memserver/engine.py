@@ -26,6 +26,7 @@ from smb.errors import (
 
 CHUNK_BYTES_MAX: int = lib.SMB_CHUNK_BYTES_MAX
 SHARED_MAX = 1024  # segments, and sessions, of which a scrape reads what was done for each: 1 KiB each
+DENIALS_MAX = 64  # kinds of requests without a right, between two looks
 _SHARE_BYTES = ffi.sizeof("struct smb_share")
 LOOPS_MAX = 64  # a loop is a thread; more than cores do not help
 
@@ -132,6 +133,17 @@ class Wait:
     waiting: int
     arrived: int
     parties: int
+
+
+@dataclass(frozen=True, slots=True)
+class Denial:
+    """Requests of one kind that a session had no right to. Unless `proven`, anybody may have named that session."""
+
+    session_id: int
+    segment_id: int
+    kind: str
+    count: int
+    proven: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +453,22 @@ class Engine:
     def session_shares(self) -> dict[int, Share]:
         """Return what was done over the connections of each session that has not ended, likewise."""
         return _shares(lib.smb_server_session_shares, self._server)
+
+    def take_denials(self) -> tuple[list[Denial], int]:
+        """Return the requests without a right since the last call, by kind, and the number of those beyond that."""
+        raw, left_out = ffi.new("struct smb_denial[]", DENIALS_MAX), ffi.new("uint64_t *")
+        count = int(lib.smb_server_take_denials(self._server, raw, DENIALS_MAX, left_out))
+        denials = [
+            Denial(
+                int(each.session),
+                int(each.segment),
+                KINDS.get(each.opcode, "request"),
+                int(each.count),
+                each.proven != 0,
+            )
+            for each in raw[0:count]
+        ]
+        return denials, int(left_out[0])
 
     def waits(self, most: int) -> tuple[list[Wait], int]:
         """Return at most so many of the locks that are held and of what is waited for, and how many there are."""

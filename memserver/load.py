@@ -8,8 +8,10 @@ import os
 import resource
 from collections.abc import Mapping
 
+from memserver.denials import DeniedRequests
 from memserver.engine import Engine, Share
 from memserver.memory_dir import Place
+from memserver.usage_by_client import Names
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.rpc import control_pb2 as pb
 
@@ -65,9 +67,10 @@ def _sums_of(share: Share) -> tuple[int, int]:
 
 
 class LastLook:
-    """The counters of the last renewal, which the next one is compared with."""
+    """The counters of the last renewal, which the next one is compared with; names for the log."""
 
-    def __init__(self) -> None:
+    def __init__(self, clients: Names, buffers: Names) -> None:
+        self.clients, self.buffers, self.denied = clients, buffers, DeniedRequests()
         self.shortage, self.segments, self.sessions = Shortage(), Busy(), Busy()
 
 
@@ -75,6 +78,7 @@ def load_of(engine: Engine, place: Place, last: LastLook, limit: MemoryLimit | N
     """Return the counters since the start, what is held and waits now, and who was busy since the last time."""
     counters = engine.counters()
     last.shortage.look(counters.turned_away_total)
+    last.denied.look(*engine.take_denials(), last.clients.known(), last.buffers.known())
     waits, found = engine.waits(WAITS_MAX)
     operations = [
         pb.OperationLoad(transport=transport, kind=kind, count=count, bytes=counters.transferred_bytes[transport, kind])

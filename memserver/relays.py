@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import ITEMS_MAX
+from smb.security.credentials import CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, Credentials
 
 _AGAIN_S = 1.0  # after its end, before it is started again
 _END_S = 2.0
@@ -27,8 +28,16 @@ _log = logging.getLogger("memserver")
 class Relays:
     """The mirrors that the coordinator wants to be filled here, and the process that does it. `close` it."""
 
-    def __init__(self, coordinator: str, server: str) -> None:
+    def __init__(self, coordinator: str, server: str, credentials: Credentials | None = None) -> None:
+        """With credentials the process shows them, too: what a memory server's relay may is little."""
         self._command = [sys.executable, "-m", "smb.relay", coordinator, server]
+        self._variables = {"PYTHONSAFEPATH": "1"}
+        if credentials is not None:
+            self._variables |= {  # paths: it follows the files, as we do
+                CA_VARIABLE: str(credentials.ca_path),
+                CERTIFICATE_VARIABLE: str(credentials.certificate_path),
+                KEY_VARIABLE: str(credentials.key_path),
+            }
         self._lock = threading.Lock()
         self._wanted = ""  # the last line; empty: nothing
         self._reports: list[pb.MirrorReport] = []
@@ -73,7 +82,7 @@ class Relays:
 
     def _serve(self) -> None:
         """Run the process, from its start to its end."""
-        environment = os.environ | {"PYTHONSAFEPATH": "1"}
+        environment = os.environ | self._variables
         process = subprocess.Popen(  # noqa: S603 - our own module
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from smb.files.open_file import open_file
     from smb.layout import Layout
     from smb.lock import Lock
+    from smb.queue import Queue
     from smb.tensors import Tensor
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "NotFoundError",
     "OutOfMemoryError",
     "PermissionDeniedError",
+    "Queue",
     "ServerInfo",
     "Tensor",
     "TimeoutError",
@@ -72,6 +74,7 @@ _MODULES = {
     "Layout": "smb.layout",
     "LocalCluster": "smb.cluster",
     "Lock": "smb.lock",
+    "Queue": "smb.queue",
     "ServerInfo": "smb.client",
     "Tensor": "smb.tensors",
     "connect": "smb.client",

@@ -25,6 +25,8 @@ from smb.engine import (
     Opcode,
     PartState,
     Request,
+    Window,
+    address_of,
     direct,
     memory_of,
 )
@@ -279,6 +281,7 @@ class Buffer:
         op: str = "sum",
         scale: float = 1.0,
         fetch: bool = False,
+        out: Any = None,
         fence: Lock | None = None,
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
@@ -292,29 +295,27 @@ class Buffer:
 
         With fetch=True the new values come back in the same round trip, in the array's shape; they contain this
         contribution and may contain later ones of others (after a lost connection they are read anew: at least as new
-        as this contribution). Otherwise None is returned.
+        as this contribution). With `out`, as read() takes it, they go straight there and `out` is returned; it shares
+        no memory with the array. Otherwise None is returned.
 
         With `wire` the array is rounded before it is scaled and combined; the values that fetch=True brings back are
         exact. With op="sum" and feedback=, an ErrorFeedback of this buffer, the array is scaled first. The rounding
         error is kept and added to the next call's array: ErrorFeedback says exactly how.
         """
+        if feedback is None:
+            request, result, _owner = self._addition(array, offset, op, scale, fetch, out, wire)
+            self._dispatcher.call(request, fence=fence)
+            return cast("Array | None", result)
         number = self._arguments.op(op, scale, "accumulate")
         wires = self._arguments.wire(wire, "accumulate")
-        if feedback is None:
-            place, count, owner = self._arguments.source(array, "accumulate")
-        else:
-            self._check_feedback(feedback, op, "accumulate")
-            owner = self._arguments.readable(array, "accumulate")
-            count = owner.count
-        offset, count = self._arguments.range(offset, count, "accumulate")
-        result = np.empty(owner.shape, self.dtype) if fetch else None
-        sink = arrays.writable(result, self._arguments.dtype, count).place if result is not None else NOWHERE
+        self._check_feedback(feedback, op, "accumulate")
+        owner = self._arguments.readable(array, "accumulate")
+        offset, count = self._arguments.range(offset, owner.count, "accumulate")
+        result, sink = self._fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
-        if feedback is None or count == 0:
-            place = NOWHERE if feedback is not None else place
-            request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
-            self._dispatcher.call(request, fence=fence)
-            return result
+        if count == 0:
+            self._dispatcher.call(Request(_ACCUMULATE, start, nbytes, sink=sink, op=number), fence=fence)
+            return cast("Array | None", result)
         with feedback.lock:
             sending = feedback.take(arrays.as_float32(owner), offset, scale, wires)
             request = Request(_ACCUMULATE, start, nbytes, memory_of(sending.values), sink, op=number, wire=wires)
@@ -324,7 +325,7 @@ class Buffer:
                 if not self._leave_to_settle(error, sending):
                     sending.undo()
                 raise
-        return result
+        return cast("Array | None", result)
 
     def accumulate_sparse(
         self,
@@ -388,9 +389,9 @@ class Buffer:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
         `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
-        `offset` on (default: all).
+        `offset` on (default: all that follow).
         """
-        offset, count = self._arguments.range(offset, self.size if count is None else count, "accumulate_from")
+        offset, count = self._arguments.range(offset, count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
         self._check_beside(other, "accumulate_from")
         if other.info.versions > 1:
@@ -413,7 +414,7 @@ class Buffer:
         **hyper: float,
     ) -> None:
         """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
-        Of each, the `count` elements from `offset` on (default: all).
+        Of each, the `count` elements from `offset` on (default: all that follow).
 
         All are float32 and have the same placement: create them with like= one of them. `state` starts as zeros, and is
         the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
@@ -430,6 +431,8 @@ class Buffer:
         Numbers without an element in them are computed in float64 and rounded once. These are torch.optim's rules (with
         dampening=0): Kingma and Ba 2015 for Adam, Loshchilov and Hutter 2019 for the decoupled decay, Zhang et al. 2015
         for elastic.
+
+        `count` elements from element `offset` of all of them take part, by default all.
 
         The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
         server is killed in the middle. Blocks, and raises, as accumulate_from does.
@@ -451,7 +454,7 @@ class Buffer:
                 raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
         if len({self._dispatcher.info.id, *(other.info.id for other in others)}) != 1 + len(others):
             raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
-        offset, count = self._arguments.range(offset, self.size if count is None else count, "apply")
+        offset, count = self._arguments.range(offset, count, "apply")
         itemsize = self._arguments.itemsize
         request = Request(Opcode.APPLY, offset * itemsize, count * itemsize, op=known.number, hyper=numbers)
         self._dispatcher.call(request, fence=fence, others=tuple(other._dispatcher for other in others))
@@ -602,11 +605,13 @@ class Buffer:
         that do not overlap, and reads, run side by side. Calls of other threads, and calls in a future's callback, are
         unordered. Leave `out` alone until the future is done.
         """
-        return self._submit(lambda: self.read(offset, count, out=out, wire=wire), offset, count, changes=False)
+        return self._read_later(offset, count, out=out, wire=wire)
 
-    def write_async(self, array: Any, offset: int = 0, *, wire: str | None = None) -> Future[None]:
+    def write_async(
+        self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None
+    ) -> Future[None]:
         """As write, at once, in its turn (read_async). Don't change the array until the future is done."""
-        return self._submit(lambda: self.write(array, offset, wire=wire), offset, _elements(array))
+        return self._write_later(array, offset, fence=fence, wire=wire)
 
     def accumulate_async(
         self,
@@ -616,14 +621,14 @@ class Buffer:
         op: str = "sum",
         scale: float = 1.0,
         fetch: bool = False,
+        out: Any = None,
+        fence: Lock | None = None,
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Future[Array | None]:
         """As accumulate, at once, in its turn (read_async). Don't change the array until the future is done."""
-        return self._submit(
-            lambda: self.accumulate(array, offset, op=op, scale=scale, fetch=fetch, wire=wire, feedback=feedback),
-            offset,
-            _elements(array),
+        return self._accumulate_later(
+            array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
         )
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
@@ -634,15 +639,107 @@ class Buffer:
 
     # ---- inside
 
+    def _read_later(
+        self, offset: int, count: int | None, *, out: Any, wire: str | None = None, **when: Any
+    ) -> Future[Array]:
+        def call() -> Array:
+            return self.read(offset, count, out=out, wire=wire)
+
+        try:
+            number = self._arguments.wire(wire, "read")
+            start, elements, result, memory = self._sink(offset, count, out)
+        except InvalidArgumentError:
+            return self._submit(call, offset, count, changes=False, **when)  # which says why
+        itemsize = self._arguments.itemsize
+        request = Request(_READ, start * itemsize, elements * itemsize, sink=memory.place, wire=number)
+        return self._dispatcher.later(request, call, result=result, keeps=memory, **when)
+
+    def _write_later(
+        self, array: Any, offset: int, *, fence: Lock | None, wire: str | None, **when: Any
+    ) -> Future[None]:
+        def call() -> None:
+            self.write(array, offset, fence=fence, wire=wire)
+
+        try:
+            number = self._arguments.wire(wire, "write")
+            place, count, owner = self._arguments.source(array, "write")
+            start, count = self._arguments.range(offset, count, "write")
+            itemsize = self._arguments.itemsize
+            request = Request(_WRITE, start * itemsize, count * itemsize, place, wire=number)
+            return self._dispatcher.later(request, call, result=None, keeps=owner, fence=fence, **when)
+        except InvalidArgumentError:
+            return self._submit(call, offset, _elements(array), **when)
+
+    def _accumulate_later(
+        self,
+        array: Any,
+        offset: int,
+        *,
+        op: str,
+        scale: float,
+        fetch: bool,
+        out: Any,
+        fence: Lock | None,
+        wire: str | None,
+        feedback: ErrorFeedback | None = None,
+        **when: Any,
+    ) -> Future[Array | None]:
+        def call() -> Array | None:
+            return self.accumulate(
+                array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
+            )
+
+        if feedback is not None:
+            return self._submit(call, offset, _elements(array), **when)
+        try:
+            request, result, owner = self._addition(array, offset, op, scale, fetch, out, wire)
+            return self._dispatcher.later(request, call, result=result, keeps=owner, fence=fence, **when)
+        except InvalidArgumentError:
+            return self._submit(call, offset, _elements(array), **when)
+
+    def _addition(
+        self, array: Any, offset: int, op: str, scale: float, fetch: bool, out: Any, wire: str | None
+    ) -> tuple[Request, Any, Any]:
+        """Return (request, array to return, what keeps the array alive and has its shape) of an accumulate."""
+        number = self._arguments.op(op, scale, "accumulate")
+        wires = self._arguments.wire(wire, "accumulate")
+        place, count, owner = self._arguments.source(array, "accumulate")
+        offset, count = self._arguments.range(offset, count, "accumulate")
+        result, sink = self._fetched(owner.shape, count, fetch, out)
+        start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
+        if out is not None and abs(address_of(sink) - address_of(place)) < nbytes:
+            # After a broken connection the answer would be sent in place of the array.
+            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= shares memory with the array")
+        request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
+        return request, result, owner
+
+    def _fetched(self, shape: tuple[int, ...], count: int, fetch: bool, out: Any) -> tuple[Any, Any]:
+        """Return (array to return, its place) for the values that fetch=True brings back."""
+        if out is not None and not fetch:
+            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= is for fetch=True")
+        if not fetch:
+            return None, NOWHERE
+        result = np.empty(shape, self.dtype) if out is None else out
+        return result, self._arguments.writable(result, count, "accumulate").place
+
     def _submit(
-        self, call: Callable[[], Result], offset: int, count: int | None, *, changes: bool = True
+        self,
+        call: Callable[[], Result],
+        offset: int,
+        count: int | None,
+        *,
+        changes: bool = True,
+        priority: int = 0,
+        window: Window | None = None,
     ) -> Future[Result]:
         self._session.check_open()
         try:
             start, elements = self._arguments.range(offset, count, "")
         except InvalidArgumentError:
             start = elements = 0  # the call itself says why, and changes nothing
-        return self._session.calls.submit(call, self._dispatcher.turns, start, start + elements, changes=changes)
+        return self._session.calls.submit(
+            call, self._dispatcher.turns, start, start + elements, changes=changes, priority=priority, window=window
+        )
 
     def _check_beside(self, other: Buffer, call: str) -> None:
         if not isinstance(other, Buffer) or other._session is not self._session:

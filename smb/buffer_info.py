@@ -111,4 +111,5 @@ def _place(buffer: pb.Buffer, segment: pb.Segment) -> SegmentPlace:
         segment.copying_to,
         segment.copied,
         segment.copy_left_s,
+        segment.lost,
     )

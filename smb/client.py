@@ -34,6 +34,7 @@ from smb.config.transports import check_choice
 from smb.engine import AskOpcode
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, TransportError
 from smb.lock import Lock
+from smb.queue import Queue
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import JSON, encode
 from smb.security.credentials import Credentials, find
@@ -191,7 +192,7 @@ class Client:
         the next, with 3 one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on
         another server: any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes
         twice the memory and, for changes, one more round trip; all goes through the servers, on the same host too. Such
-        a buffer has no locks, versions, view(), apply() or accumulate_from() yet. `wire` is how its elements travel
+        a buffer has no view(), apply() or accumulate_from() yet. `wire` is how its elements travel
         where a call does not say: "exact" (default), or for float32 one of those that Buffer's docstring has; like=
         takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
         keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
@@ -332,14 +333,11 @@ class Client:
 
         Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
         readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
-        one already keep it. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or
-        more), or with deltas, and OutOfMemoryError where a server has no room: then none was added.
+        one already keep it. Of what is published with deltas= whole states are mirrored; deltas come from the buffers
+        themselves. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or more),
+        and OutOfMemoryError where a server has no room: then none was added.
         """
-        asked = f"relay {name!r}"
         source = self.open(name)
-        about = source.metadata.get("smb.publish")
-        if isinstance(about, dict) and about.get("deltas"):
-            raise InvalidArgumentError(f"{asked}: it is published with deltas=, which relays do not forward yet")
         has = {mirror.server for mirror in source.info.mirrors}
         if to == "auto":
             parts = {place.server for place in source.layout.segments}
@@ -473,6 +471,14 @@ class Client:
         """Run a call on a thread of the client's, in no order with others; Buffer.submit is for what has one."""
         self._session.check_open()
         return self._session.calls.submit(call, Turns(), 0, 0, changes=False)
+
+    def queue(self, credit: int | None = None) -> Queue:
+        """Return a queue: async operations with priorities, of which at most `credit` bytes are in flight.
+
+        None: about twice what the path holds (bandwidth times delay), measured as it goes, within bounds.
+        """
+        self._session.check_open()
+        return Queue(self._session, credit)
 
     def serve_metrics(self, address: str) -> None:
         """Serve /metrics at "host:port" until close(). If the address can't be had, that is logged, no more."""

@@ -128,11 +128,13 @@ static bool request_is_sound(const struct smb_frame *frame)
         return frame->length == 0 && payload == SMB_SYNC_BYTES;
     if (frame->opcode == SMB_AUTHORIZE)
         return frame->length == 0 && payload == SMB_AUTHORIZE_BYTES;
-    if (frame->opcode == SMB_COPY && (frame->sequence == 0 || frame->op > SMB_COPIED_NOTE))
+    if (frame->opcode == SMB_COPY && (frame->sequence == 0 || frame->op > SMB_COPIED_WORDS))
         return false;
     if (frame->opcode == SMB_COPY && frame->op != SMB_COPIED_CHUNK)
         return frame->length == 0 &&
-               payload == (frame->op == SMB_COPIED_RECORD ? SMB_COPIED_RECORD_BYTES : 0);
+               payload == (frame->op == SMB_COPIED_RECORD  ? SMB_COPIED_RECORD_BYTES
+                           : frame->op == SMB_COPIED_WORDS ? SMB_COPIED_WORDS_BYTES
+                                                           : 0);
 
     /* All other opcodes have a range: inside 64 bits, not empty, of whole elements, at most a
      * chunk. */

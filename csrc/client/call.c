@@ -10,6 +10,7 @@
 void call_failed(struct stream *stream, int status)
 {
     struct smb_outcome *outcome = stream->call->outcome;
+    stream->call->failed = true;
     if (stream->reply) {
         if (stream->reply->status == SMB_OK)
             stream->reply->status = status;
@@ -142,4 +143,24 @@ void call_run(struct smb_client *client, struct call *call, bool (*work)(void *)
         atomic_store(&call->deadline_ns, 0);
         client_wake_progress(client);
     }
+}
+
+void call_ring(struct smb_client *client, struct call *bell)
+{
+    SMB_ASSERT(bell->is_bell);
+    pthread_mutex_lock(&client->mutex);
+    if (!atomic_exchange(&bell->rung, true)) {
+        client->rung = true;
+        if (client->sleeping)
+            client_wake_progress(client);
+    }
+    pthread_mutex_unlock(&client->mutex);
+}
+
+void call_rearm(struct call *bell)
+{
+    SMB_ASSERT(bell->is_bell);
+    bell->done = false;
+    /* pairs with call_ring and with the progress thread's: what they ring for is visible */
+    atomic_exchange(&bell->rung, false);
 }

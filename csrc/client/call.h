@@ -1,7 +1,9 @@
 /* call.h: a call of one thread, and its streams: the frames of the call for one segment each.
  *
  * A call and its streams live on the caller's stack until `done`, and so does the caller's memory.
- * Unless noted otherwise, functions are the progress thread's.
+ * A thread that has several calls at once waits for a bell: a call without streams that is done
+ * when one of them is, or when somebody rings. Unless noted otherwise, functions are the progress
+ * thread's.
  */
 #ifndef SMB_CALL_H
 #define SMB_CALL_H
@@ -27,7 +29,11 @@ struct call {
     bool waits;   /* its thread sleeps on `wake` */
     bool stopped; /* its caller's: no more local pieces are begun */
     bool has_wake;
-    struct call *next;      /* of arrivals, then of the progress thread's list */
+    bool failed; /* some of it */
+    bool is_bell;
+    _Atomic bool rung; /* of a bell: from when a call is done, or call_ring, until call_rearm */
+    struct call *bell; /* rung when this is done, or NULL */
+    struct call *next; /* of arrivals, then of the progress thread's list */
     struct stream *streams; /* all of it, stream_count */
     uint32_t stream_count;
     struct smb_unknown *resolves; /* done once this is resolved */
@@ -73,5 +79,10 @@ void call_run(struct smb_client *client, struct call *call, bool (*work)(void *)
 void call_submit(struct smb_client *client, struct call *call);
 bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns,
                bool (*work)(void *), void *work_argument);
+/* Any thread: the bell is done, now or as soon as it is submitted. */
+void call_ring(struct smb_client *client, struct call *bell);
+/* The bell's thread, which may then submit it again. After this it looks for what has rung
+ * before. */
+void call_rearm(struct call *bell);
 
 #endif

@@ -1,13 +1,14 @@
 /* client.h: a session: its links to servers, and the calls that travel on them.
  *
- * I/O. The client has no thread of its own. Of the threads that wait for a call, one is the
- * progress thread. It moves the bytes of all calls on all links of the client. When its own call is
- * done, another waiting thread takes over. So a lone caller sends and receives by itself, without a
- * wake-up in between. Many callers share the links and fill them.
+ * I/O. Of the threads that wait for a call, one is the progress thread. It moves the bytes of all
+ * calls on all links of the client. When its own call is done, another waiting thread takes over.
+ * So a lone caller sends and receives by itself, without a wake-up in between. Many callers share
+ * the links and fill them. The client has one thread of its own, for async operations (async.h),
+ * which is such a caller.
  *
- * Ownership. `mutex` guards: has_progress_thread, arrivals, each call's `done` and `waits`, and
- * which links want a connection. All else of links, streams, calls and unknown outcomes belongs to
- * the progress thread.
+ * Ownership. `mutex` guards: has_progress_thread, arrivals, rung, each call's `done` and `waits`,
+ * and which links want a connection. All else of links, streams, calls and unknown outcomes belongs
+ * to the progress thread.
  */
 #ifndef SMB_CLIENT_H
 #define SMB_CLIENT_H
@@ -33,6 +34,7 @@ struct smb_client {
     pthread_cond_t link_wanted;
     bool has_progress_thread;
     bool sleeping; /* the progress thread is in poll: wake it */
+    bool rung;     /* a bell, since the progress thread slept last */
     _Atomic bool closing;
     _Atomic uint64_t links_made;
     /* numbers used, by all links: one lane's later link goes on above what its earlier ones used */

@@ -46,7 +46,7 @@ static int local_piece(struct local_work *work, const struct smb_piece *piece, u
         .sink = request->sink ? (uint8_t *)request->sink + within : NULL,
         .argument = request->argument,
         .expected = request->expected,
-        .streaming = request->bytes >= STREAMING_BYTES,
+        .streaming = request->bytes >= STREAMING_BYTES || work->whole_bytes >= STREAMING_BYTES,
     };
     if (request->opcode == SMB_ACCUMULATE_FROM) {
         struct smb_change read = {.opcode = SMB_READ,

@@ -13,7 +13,8 @@ struct local_work {
     const struct call *call;
     struct smb_outcome *outcome;
     uint64_t deadline_ns;
-    uint32_t index; /* of the segment */
+    uint64_t whole_bytes; /* of what the request is a part of, 0: of nothing else */
+    uint32_t index;       /* of the segment */
     bool walking;
     struct smb_cursor cursor;
     uint64_t bytes_here; /* done on this segment */

@@ -13,7 +13,8 @@ enum { POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX };
 
 static bool is_finished(const struct call *call)
 {
-    return call->streams_left == 0;
+    return call->streams_left == 0 &&
+           (!call->is_bell || atomic_load_explicit(&call->rung, memory_order_acquire));
 }
 
 static void activate(struct smb_client *client, struct smb_link *link)
@@ -51,26 +52,35 @@ static void take_arrivals(struct smb_client *client)
     }
 }
 
-static void finish(struct smb_client *client, struct call *call)
+/* Returns whether it has rung a bell. */
+static bool finish(struct smb_client *client, struct call *call)
 {
     pthread_mutex_lock(&client->mutex);
+    struct call *bell = call->bell;
+    if (bell) /* before `call` is its thread's again; the bell is that thread's, too */
+        atomic_store_explicit(&bell->rung, true, memory_order_release);
     call->done = true;
     if (call->waits)
         pthread_cond_signal(&call->wake);
     pthread_mutex_unlock(&client->mutex);
+    return bell;
 }
 
 static void take_out_finished(struct smb_client *client)
 {
-    for (struct call **at = &client->calls; *at;) {
-        struct call *call = *at;
-        if (is_finished(call)) {
-            *at = call->next;
-            finish(client, call); /* its memory may be gone from here on */
-        } else {
-            at = &call->next;
+    bool rang;
+    do {
+        rang = false;
+        for (struct call **at = &client->calls; *at;) {
+            struct call *call = *at;
+            if (is_finished(call)) {
+                *at = call->next;
+                rang |= finish(client, call); /* its memory may be gone from here on */
+            } else {
+                at = &call->next;
+            }
         }
-    }
+    } while (rang); /* bells that came before what rang them */
 }
 
 /* A call without a connection fails with another status than a call without an answer. */
@@ -155,7 +165,8 @@ static void progress_sleep(struct smb_client *client, uint64_t now_ns, uint64_t 
     if (client->active && count == POLLED_MAX && ms > 1)
         ms = 1; /* more links than are looked at */
     pthread_mutex_lock(&client->mutex);
-    bool arrived = client->arrivals != NULL;
+    bool arrived = client->arrivals != NULL || client->rung;
+    client->rung = false;
     client->sleeping = !arrived;
     pthread_mutex_unlock(&client->mutex);
     if (arrived)
@@ -182,7 +193,7 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
 {
     SMB_ASSERT(client->has_progress_thread);
     uint64_t last_move_ns = smb_now_ns();
-    while (!is_finished(own) || work) {
+    do { /* a bell that is rung already does not keep the links from being looked after */
         take_arrivals(client);
         bool moved = progress(client);
         uint64_t now_ns = smb_now_ns();
@@ -206,7 +217,7 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
         } else {
             sched_yield(); /* the peer may have been put on this very core */
         }
-    }
+    } while (!is_finished(own) || work);
     take_out_finished(client);
     return !work;
 }

@@ -1,19 +1,16 @@
 /* One call on a buffer: checked once, cut into pieces, local pieces done here, the others put on
  * their links. */
+#include "client/transfer.h"
+
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/clock.h"
-#include "client/buffer.h"
-#include "client/call.h"
 #include "client/unknown.h"
 #include "client/inflight.h"
-#include "client/local.h"
 #include "client/sparse.h"
 #include "client/views.h"
 #include "memory/change.h"
-
-enum { STREAMS_ON_STACK = 8 };
 
 static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)
 {
@@ -51,7 +48,7 @@ static bool others_are_sound(const struct smb_buffer *buffer, const struct smb_r
     return true;
 }
 
-static bool request_is_sound(const struct smb_buffer *buffer, const struct smb_request *request)
+bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request *request)
 {
     uint32_t element = buffer->element_bytes;
     if (request->bytes == 0 || request->bytes > buffer->layout.bytes ||
@@ -171,15 +168,13 @@ static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_requ
     return true;
 }
 
-/* The local part's account into the call's, when the progress thread is done with that. */
-static void add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
+void transfer_add_outcome(struct smb_outcome *sum, const struct smb_outcome *part)
 {
-    struct call account = {.outcome = sum};
-    for (uint32_t i = 0; part->unknown && i < part->unknown->count; i++)
-        call_note_unknown(&account, part->unknown->pieces[i].buffer_offset,
-                          part->unknown->pieces[i].bytes, part->unknown->pieces[i].state);
+    struct smb_unknown **end = &sum->unknown;
+    while (part->unknown && *end)
+        end = &(*end)->also;
     if (part->unknown)
-        smb_unknown_release(part->unknown);
+        *end = part->unknown;
     if (sum->status == SMB_OK && part->status != SMB_OK) {
         sum->status = part->status;
         sum->segment = part->segment;
@@ -197,8 +192,8 @@ static uint64_t source_bytes(const struct smb_buffer *buffer, const struct smb_r
                                             : request->bytes;
 }
 
-/* Whether the caller's memory is a view of the buffer itself. Copied while it is read, element
- * after element, what is written would be read again further on. */
+/* Copied while it is read, element after element, what is written would be read again further
+ * on. */
 static inline bool uses_itself(const struct smb_buffer *buffer, const struct smb_request *request)
 {
     if (!views_any())
@@ -208,6 +203,11 @@ static inline bool uses_itself(const struct smb_buffer *buffer, const struct smb
            (request->indices &&
             views_overlap(request->indices, request->count * sizeof *request->indices, id)) ||
            (request->sink && views_overlap(request->sink, request->bytes, id));
+}
+
+bool transfer_uses_itself(const struct smb_buffer *buffer, const struct smb_request *request)
+{
+    return uses_itself(buffer, request);
 }
 
 static void *copy_of(const void *memory, uint64_t bytes)
@@ -302,7 +302,7 @@ int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *re
 {
     struct client_stats *stats = &buffer->client->stats;
     *outcome = (struct smb_outcome){0};
-    if (!request_is_sound(buffer, request) || uses_itself(buffer, request))
+    if (!transfer_is_sound(buffer, request) || uses_itself(buffer, request))
         return 0;
     struct smb_tally *tally = atomic_load_explicit(&stats->wanted, memory_order_relaxed)
                                   ? &stats->at_once
@@ -312,12 +312,13 @@ int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *re
     return done_at_once(buffer, request, outcome, SMB_TRY_ONCE, tally);
 }
 
-/* Once for the call, however it was done: over links if there was one, of the first one's kind. */
-static void count_call(struct smb_buffer *buffer, const struct smb_request *request,
-                       const struct smb_outcome *outcome, const struct smb_link *link,
-                       uint64_t begun_ns)
+void transfer_count(struct smb_buffer *buffer, const struct smb_request *request,
+                    const struct smb_outcome *outcome, const struct smb_link *link,
+                    uint64_t begun_ns)
 {
     struct client_stats *stats = &buffer->client->stats;
+    if (!atomic_load_explicit(&stats->wanted, memory_order_relaxed))
+        return;
     int transport = !link         ? SMB_TRANSPORT_SHM
                     : link->local ? SMB_TRANSPORT_UNIX
                                   : SMB_TRANSPORT_TCP;
@@ -342,14 +343,14 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request,
     bool counted = atomic_load_explicit(&buffer->client->stats.wanted, memory_order_relaxed);
     uint64_t begun_ns = counted ? smb_now_ns() : 0;
     *outcome = (struct smb_outcome){0};
-    if (!request_is_sound(buffer, request))
+    if (!transfer_is_sound(buffer, request))
         outcome->status = SMB_INVALID;
     else if (uses_itself(buffer, request))
         transfer_through_copies(buffer, request, outcome, &link);
     else
         transfer_apart(buffer, request, outcome, &link);
     if (counted)
-        count_call(buffer, request, outcome, link, begun_ns);
+        transfer_count(buffer, request, outcome, link, begun_ns);
     return outcome->status;
 }
 
@@ -361,59 +362,72 @@ static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *r
     return transfer(buffer, request, outcome, link);
 }
 
-static int transfer(struct smb_buffer *buffer, const struct smb_request *request,
-                    struct smb_outcome *outcome, const struct smb_link **link)
+int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
+                   const struct smb_request *request, struct smb_outcome *outcome)
 {
     if (!places_are_set(buffer, request, &outcome->segment))
         return outcome->status = SMB_INVALID;
     if (!wire_is_known(buffer, request, &outcome->segment))
         return outcome->status = SMB_VERSION;
-    struct stream on_stack[STREAMS_ON_STACK];
-    struct stream *streams = on_stack;
-    /* The local part may run in this thread while another one drives the links: each has its own
-     * account. */
-    struct smb_outcome local_outcome = {0};
-    struct call call = {.outcome = outcome,
-                        .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
-    struct local_work work = {.buffer = buffer,
-                              .request = request,
-                              .call = &call,
-                              .outcome = &local_outcome,
-                              .deadline_ns = call.deadline_ns};
-    if (buffer->layout.segment_count > STREAMS_ON_STACK)
-        streams = malloc(buffer->layout.segment_count * sizeof *streams);
+    /* All but the streams at hand, which are 1 KiB and written when they are used. */
+    transfer->call = (struct call){
+        .outcome = outcome, .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
+    transfer->local_outcome = (struct smb_outcome){0};
+    transfer->work = (struct local_work){.buffer = buffer,
+                                         .request = request,
+                                         .call = &transfer->call,
+                                         .outcome = &transfer->local_outcome,
+                                         .deadline_ns = transfer->call.deadline_ns};
+    transfer->has_local_work = false;
+    transfer->streams = transfer->at_hand;
+    if (buffer->layout.segment_count > STREAMS_AT_HAND)
+        transfer->streams = malloc(buffer->layout.segment_count * sizeof *transfer->streams);
     bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
     /* A piece of entries is larger than one of elements: by 4 for each, of which the smallest has 1
      * byte. */
     if (needs_scratch)
-        work.scratch = aligned_alloc(4096, buffer->layout.chunk_bytes *
-                                               (request->wire == SMB_WIRE_SPARSE ? 5U : 1U));
-    if (!streams || (needs_scratch && !work.scratch)) {
-        if (streams != on_stack)
-            free(streams);
-        free(work.scratch);
+        transfer->work.scratch = aligned_alloc(
+            4096, buffer->layout.chunk_bytes * (request->wire == SMB_WIRE_SPARSE ? 5U : 1U));
+    if (!transfer->streams || (needs_scratch && !transfer->work.scratch)) {
+        transfer_end(transfer);
         return outcome->status = SMB_OUT_OF_MEMORY;
     }
-    bool local = false;
-    call.streams = streams;
-    call.stream_count = make_streams(buffer, request, &call, streams, &local);
-    call.streams_left = call.stream_count;
-    if (call.stream_count > 0) {
-        *link = streams[0].link;
-        call_run(buffer->client, &call, local ? local_step : NULL, &work);
+    struct call *call = &transfer->call;
+    call->streams = transfer->streams;
+    call->stream_count = make_streams(buffer, request, call, call->streams,
+                                      &transfer->has_local_work);
+    call->streams_left = call->stream_count;
+    return SMB_OK;
+}
+
+void transfer_end(struct transfer *transfer)
+{
+    if (transfer->streams != transfer->at_hand)
+        free(transfer->streams);
+    free(transfer->work.scratch);
+}
+
+static int transfer(struct smb_buffer *buffer, const struct smb_request *request,
+                    struct smb_outcome *outcome, const struct smb_link **link)
+{
+    struct transfer transfer;
+    if (transfer_begin(&transfer, buffer, request, outcome) != SMB_OK)
+        return outcome->status;
+    struct call *call = &transfer.call;
+    if (call->stream_count > 0) {
+        *link = call->streams[0].link;
+        call_run(buffer->client, call, transfer.has_local_work ? local_step : NULL, &transfer.work);
     } else {
         uint64_t look_ns = smb_now_ns() + LOOK_MS * 1000000U;
-        while (local_step(&work)) {
+        while (local_step(&transfer.work)) {
             if (smb_now_ns() < look_ns)
                 continue;
-            call.stopped |= client_look();
+            call->stopped |= client_look();
             look_ns = smb_now_ns() + LOOK_MS * 1000000U;
         }
     }
-    if (streams != on_stack)
-        free(streams);
-    free(work.scratch);
-    add_outcome(outcome, &local_outcome);
+    transfer_end(&transfer);
+    transfer_add_outcome(outcome, &transfer.local_outcome);
     return outcome->status;
 }
 

@@ -58,7 +58,8 @@ bool smb_unknown_part(const struct smb_unknown *unknown, uint32_t index, uint64_
                       uint32_t *bytes, int *state)
 {
     if (index >= unknown->count)
-        return false;
+        return unknown->also &&
+               smb_unknown_part(unknown->also, index - unknown->count, offset, bytes, state);
     *offset = unknown->pieces[index].buffer_offset;
     *bytes = unknown->pieces[index].bytes;
     *state = unknown->pieces[index].state;
@@ -70,6 +71,8 @@ void smb_unknown_release(struct smb_unknown *unknown)
     SMB_ASSERT(atomic_load_explicit(&unknown->references, memory_order_relaxed) > 0);
     if (atomic_fetch_sub_explicit(&unknown->references, 1, memory_order_acq_rel) != 1)
         return;
+    if (unknown->also)
+        smb_unknown_release(unknown->also);
     free(unknown->pieces);
     free(unknown);
 }

@@ -20,6 +20,8 @@ struct smb_unknown {
     uint32_t count, room;
     struct unknown_piece *pieces;
     struct call *resolver;
+    /* more pieces, none of them pending, or NULL: the caller's, who may add to it at any time */
+    struct smb_unknown *also;
 };
 
 /* Notes a piece of a change that is not confirmed. Returns its index, or UINT32_MAX without

@@ -1,5 +1,6 @@
 #include "memory/sync.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 
 #include "base/assert.h"
@@ -30,6 +31,14 @@ static void mend_words(struct sync_words *words, uint64_t now_ns)
     }
 }
 
+/* 0: nobody ever asked for a lock, so nobody comes back for one. */
+static uint64_t grace_end_ns(const struct sync_words *words, uint64_t now_ns)
+{
+    bool locked_before = word_get(&words->locks[SYNC_USER].token) ||
+                         word_get(&words->locks[SYNC_PUBLISHER].token);
+    return locked_before ? clock_later(now_ns, SYNC_GRACE_MS) : 0;
+}
+
 int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, bool grace,
                 uint64_t now_ns, struct sync **sync)
 {
@@ -52,9 +61,7 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     if (made->capacity > SYNC_PARTIES_MAX)
         made->capacity = SYNC_PARTIES_MAX;
     mend_words(words, now_ns);
-    bool locked_before = word_get(&words->locks[SYNC_USER].token) ||
-                         word_get(&words->locks[SYNC_PUBLISHER].token);
-    made->grace_ns = grace && locked_before ? clock_later(now_ns, SYNC_GRACE_MS) : 0;
+    made->grace_ns = grace ? grace_end_ns(words, now_ns) : 0;
     made->due_ns = made->pinned_ns = UINT64_MAX;
     made->asked_ns = now_ns;
     made->closed = word_get(&words->retired) == SYNC_RETIRED ? SMB_NOT_FOUND : 0;
@@ -85,6 +92,61 @@ void sync_on_sooner(struct sync *sync, void (*sooner)(void *argument, uint64_t a
     sync->sooner = sooner;
     sync->sooner_argument = argument;
     pthread_mutex_unlock(&sync->mutex);
+}
+
+void sync_on_change(struct sync *sync,
+                    void (*changed)(void *argument, const uint8_t image[SYNC_IMAGE_BYTES]),
+                    void *argument)
+{
+    pthread_mutex_lock(&sync->mutex);
+    sync->changed = changed;
+    sync->changed_argument = argument;
+    pthread_mutex_unlock(&sync->mutex);
+}
+
+void sync_show(struct sync *sync, uint64_t now_ns)
+{
+    pthread_mutex_lock(&sync->mutex);
+    sync->now_ns = now_ns;
+    sync_tell_change(sync, true);
+    pthread_mutex_unlock(&sync->mutex);
+}
+
+void sync_install(struct sync *sync, const uint8_t image[SYNC_IMAGE_BYTES], uint64_t now_ns)
+{
+    _Atomic uint64_t *words = (_Atomic uint64_t *)sync->words;
+    pthread_mutex_lock(&sync->mutex);
+    pthread_rwlock_wrlock(&sync->fence);
+    for (size_t at = 0; at < SYNC_IMAGE_BYTES; at += 8) {
+        if (at >= offsetof(struct sync_words, round) && at < offsetof(struct sync_words, copies))
+            continue; /* a barrier's, and whether it is retired: such a segment has one copy */
+        uint64_t word = smb_load64(image + at);
+        for (int i = 0; i < SYNC_LOCKS; i++)
+            if (at == sync_expiry_at(i) && word != 0)
+                word = word > UINT64_MAX - now_ns ? UINT64_MAX : now_ns + word;
+        word_put(&words[at / 8], word);
+    }
+    pthread_rwlock_unlock(&sync->fence);
+    pthread_mutex_unlock(&sync->mutex);
+}
+
+void sync_take_over(struct sync *sync, uint64_t now_ns)
+{
+    struct news news = sync_acquire(sync);
+    sync->now_ns = now_ns;
+    mend_words(sync->words, now_ns);
+    sync->grace_ns = grace_end_ns(sync->words, now_ns);
+    news_due(&news, now_ns); /* a lease may be over, and nobody has looked */
+    sync_release(sync, &news);
+}
+
+void sync_send_away(struct sync *sync, int status)
+{
+    struct news news = sync_acquire(sync);
+    for (int i = 0; i < SYNC_LOCKS; i++)
+        queue_answer_all(sync, &sync->locks[i], status, &news);
+    queue_answer_all(sync, &sync->versions, status, &news);
+    sync_release(sync, &news);
 }
 
 void sync_count_into(struct sync *sync, struct sync_counters *counters)
@@ -177,7 +239,7 @@ int sync_ask(struct sync *sync, const struct sync_request *request, struct waite
     waiter->kept = false;
     *answer = (struct sync_answer){0};
     struct news news = sync_acquire(sync);
-    sync->asked_ns = now_ns;
+    sync->asked_ns = sync->now_ns = now_ns;
     int status = sync->closed ? sync->closed : ask_locked(sync, waiter, now_ns, answer, &news);
     sync_release(sync, &news);
     answer->status = status;
@@ -188,6 +250,7 @@ bool sync_forget(struct waiter *waiter, uint64_t now_ns)
 {
     struct sync *sync = waiter->sync;
     struct news news = sync_acquire(sync);
+    sync->now_ns = now_ns;
     bool kept = waiter->kept;
     if (kept) {
         queue_take_out(queue_of(sync, waiter), waiter);
@@ -206,6 +269,7 @@ bool sync_forget(struct waiter *waiter, uint64_t now_ns)
 void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns)
 {
     struct news news = sync_acquire(sync);
+    sync->now_ns = now_ns;
     for (int i = 0; i < SYNC_LOCKS; i++)
         queue_answer_session(sync, &sync->locks[i], session, &news);
     queue_answer_session(sync, &sync->versions, session, &news);
@@ -227,6 +291,7 @@ void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns)
 uint64_t sync_tick(struct sync *sync, uint64_t now_ns)
 {
     struct news news = sync_acquire(sync);
+    sync->now_ns = now_ns;
     if (!sync->closed) {
         pins_drop_expired(&sync->pins, now_ns);
         news_due(&news, pins_first_end_ns(&sync->pins));

@@ -151,6 +151,24 @@ void sync_count_into(struct sync *sync, struct sync_counters *counters);
 int sync_fence_enter(struct sync *sync, uint64_t token, uint64_t now_ns);
 void sync_fence_leave(struct sync *sync);
 
+/* The words as they travel to a segment's other copy: little-endian, and of a lease what is left of
+ * it. Locks, fences and versions are taken there; pins and queues do not travel, as they do not
+ * survive a daemon either. */
+enum { SYNC_IMAGE_BYTES = sizeof(struct sync_words) };
+/* Called from now on after each change of the words, with the mutex held: before anybody is told of
+ * it, and in their order. It takes no lock that is ever held around a call to this file. */
+void sync_on_change(struct sync *sync,
+                    void (*changed)(void *argument, const uint8_t image[SYNC_IMAGE_BYTES]),
+                    void *argument);
+/* Calls it once more: with the words of now. */
+void sync_show(struct sync *sync, uint64_t now_ns);
+/* At the other copy, where nobody asks: the words are these now. */
+void sync_install(struct sync *sync, const uint8_t image[SYNC_IMAGE_BYTES], uint64_t now_ns);
+/* Requests come here from now on. As after a restart, those who waited longest come back first. */
+void sync_take_over(struct sync *sync, uint64_t now_ns);
+/* Those who wait are answered so; they ask elsewhere. */
+void sync_send_away(struct sync *sync, int status);
+
 /* For metrics and people. */
 struct sync_status {
     uint64_t version, broken_rounds;

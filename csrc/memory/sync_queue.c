@@ -1,6 +1,9 @@
 #include "memory/sync_queue.h"
 
+#include <stddef.h>
+
 #include "base/assert.h"
+#include "base/frame.h"
 #include "memory/sync_version.h"
 
 struct waiter *queue_first(const struct queue *queue)
@@ -89,8 +92,42 @@ void queue_time_out(struct sync *sync, struct queue *queue, uint64_t now_ns, str
         news_due(news, waiter->deadline_ns);
 }
 
+enum { WORDS = SYNC_IMAGE_BYTES / 8 };
+_Static_assert((int)SYNC_IMAGE_BYTES == (int)SMB_COPIED_WORDS_BYTES, "they travel as they are");
+
+size_t sync_expiry_at(int lock)
+{
+    return offsetof(struct sync_words, locks) + (size_t)lock * sizeof(struct sync_lock_words) +
+           offsetof(struct sync_lock_words, expires_ns);
+}
+
+void sync_tell_change(struct sync *sync, bool anyway)
+{
+    if (!sync->changed)
+        return;
+    uint8_t image[SYNC_IMAGE_BYTES];
+    const _Atomic uint64_t *words = (const _Atomic uint64_t *)sync->words;
+    _Atomic uint64_t *shown = (_Atomic uint64_t *)&sync->shown;
+    bool changed = anyway;
+    for (int i = 0; i < WORDS; i++) {
+        uint64_t word = word_get(&words[i]);
+        changed |= word != word_get(&shown[i]);
+        word_put(&shown[i], word);
+        smb_store64(image + 8 * i, word);
+    }
+    if (!changed)
+        return;
+    for (int i = 0; i < SYNC_LOCKS; i++) {
+        uint64_t expires_ns = word_get(&sync->shown.locks[i].expires_ns);
+        uint64_t left_ns = expires_ns > sync->now_ns ? expires_ns - sync->now_ns : 0;
+        smb_store64(image + sync_expiry_at(i), left_ns);
+    }
+    sync->changed(sync->changed_argument, image);
+}
+
 void sync_release(struct sync *sync, struct news *news)
 {
+    sync_tell_change(sync, false);
     bool sooner = sync->sooner && news->due_ns < sync->due_ns && !sync->closed;
     if (sooner)
         sync->due_ns = news->due_ns;

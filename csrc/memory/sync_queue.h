@@ -3,6 +3,8 @@
 #ifndef SMB_SYNC_QUEUE_H
 #define SMB_SYNC_QUEUE_H
 
+#include <stddef.h>
+
 #include "memory/sync_state.h"
 
 /* NULL: nobody. */
@@ -25,6 +27,10 @@ void queue_answer_session(struct sync *sync, struct queue *queue, uint64_t sessi
 void queue_time_out(struct sync *sync, struct queue *queue, uint64_t now_ns, struct news *news);
 /* Locks. */
 struct news sync_acquire(struct sync *sync);
+/* Where a lock's expiry is in an image. */
+size_t sync_expiry_at(int lock);
+/* Tells the other copy of the words, if they have changed or `anyway`. */
+void sync_tell_change(struct sync *sync, bool anyway);
 /* Unlocks, then answers. A waiter's owner may free it then. */
 void sync_release(struct sync *sync, struct news *news);
 

@@ -38,6 +38,10 @@ struct sync {
     struct sync_counters own, *counters; /* it may have no other */
     void (*sooner)(void *argument, uint64_t at_ns);
     void *sooner_argument;
+    uint64_t now_ns; /* of the last call that had a time */
+    void (*changed)(void *argument, const uint8_t image[SYNC_IMAGE_BYTES]); /* or NULL */
+    void *changed_argument;
+    struct sync_words shown; /* with `changed`: as it saw them last */
 };
 
 /* Collected under the mutex, sent after its release. */

@@ -55,6 +55,8 @@ enum step answer_failure(struct connection *connection, int status)
         gate_refused(connection->loop->server, &connection->request) == SMB_BUSY)
         return answer_defer(connection);
     server_count(&connection->loop->server->errors[status], 1);
+    if (status == SMB_DENIED)
+        note_denied(connection, &connection->request.frame);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
     output_put(connection, &reply);
     answer_finish(connection, false);
@@ -103,12 +105,12 @@ static enum step answer_confirmed(struct connection *connection, uint64_t order,
                                   struct sync_answer answer)
 {
     struct gate_request *request = &connection->request;
-    answer.status = SMB_OK;
     int status = waits_confirm(connection, request, order, answer);
     if (status == SMB_OUT_OF_MEMORY)
         return connection_refuse(connection, status);
     if (status != SMB_DEFERRED) {
-        answer.status = status;
+        if (status != SMB_OK)
+            answer.status = status;
         put_answer(connection, &request->frame, request->segment, connection->begun_ns, answer);
     }
     uint32_t held = connection->replies_held;
@@ -178,10 +180,12 @@ static enum step answer_change(struct connection *connection)
 static enum step answer_watermark(struct connection *connection)
 {
     uint64_t watermark, refused;
+    struct replica *replica = served_of(connection->request.segment)->replica;
+    if (replica && connection->waits_now >= ANSWERS_PER_CONNECTION)
+        return answer_defer(connection);
     int status = gate_watermark(&connection->request, &watermark, &refused);
     if (status != SMB_OK)
         return answer_failure(connection, status);
-    struct replica *replica = served_of(connection->request.segment)->replica;
     uint64_t order = replica ? replica_newest(replica) : 0;
     if (order)
         return answer_confirmed(connection, order,
@@ -199,9 +203,21 @@ static enum step answer_watermark(struct connection *connection)
 static enum step answer_sync(struct connection *connection)
 {
     struct sync_answer answer = {0};
-    int status = waits_ask(connection, &connection->request, connection->staging, &answer);
+    struct replica *replica = served_of(connection->request.segment)->replica;
+    if (replica && connection->waits_now >= ANSWERS_PER_CONNECTION)
+        return answer_defer(connection);
+    int status = replica ? replica_prepare_sync(replica) : SMB_OK;
+    if (status == SMB_BUSY)
+        return answer_defer(connection);
+    if (status != SMB_OK)
+        return answer_failure(connection, status);
+    status = waits_ask(connection, &connection->request, connection->staging, &answer);
+    if (replica)
+        replica_done(replica, NULL);
+    answer.status = status;
+    if (replica && status != SMB_DEFERRED)
+        return answer_confirmed(connection, replica_told_by_sync(replica), answer);
     if (status != SMB_DEFERRED) {
-        answer.status = status;
         put_answer(connection, &connection->request.frame, connection->request.segment,
                    connection->begun_ns, answer);
     }

@@ -8,6 +8,7 @@
 #include "base/failpoint.h"
 #include "memory/chunk.h"
 #include "memory/format.h"
+#include "memory/sync.h"
 #include "server/replica_state.h"
 
 enum {
@@ -167,6 +168,8 @@ static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
     }
     pthread_mutex_unlock(&replica->lock);
     free(places);
+    /* Changes of these words go there since the copy is under way; here is what they were. */
+    sync_show(replica->sync, smb_boot_ns());
     return SMB_OK;
 }
 

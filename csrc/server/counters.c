@@ -77,6 +77,45 @@ void forget_past(struct smb_server *server, uint64_t session)
     free(past);
 }
 
+void note_denied(const struct connection *connection, const struct smb_frame *frame)
+{
+    struct denials *denials = &connection->loop->server->denials;
+    struct smb_denial new = {.session = connection->session,
+                             .segment = frame->segment,
+                             .count = 1,
+                             .opcode = frame->opcode,
+                             .proven = connection->proven};
+    pthread_mutex_lock(&denials->lock);
+    uint32_t i = 0;
+    while (i < denials->count &&
+           (denials->of[i].session != new.session || denials->of[i].segment != new.segment ||
+            denials->of[i].opcode != new.opcode || denials->of[i].proven != new.proven))
+        i++;
+    if (i == DENIALS_MAX)
+        denials->left_out++;
+    else if (i < denials->count)
+        denials->of[i].count++;
+    else
+        denials->of[denials->count++] = new;
+    pthread_mutex_unlock(&denials->lock);
+}
+
+uint64_t smb_server_take_denials(struct smb_server *server, struct smb_denial *denials,
+                                 uint64_t most, uint64_t *left_out)
+{
+    struct denials *kept = &server->denials;
+    pthread_mutex_lock(&kept->lock);
+    uint64_t count = kept->count < most ? kept->count : most;
+    memcpy(denials, kept->of, count * sizeof *denials);
+    *left_out = kept->left_out;
+    for (uint64_t i = count; i < kept->count; i++)
+        *left_out += kept->of[i].count;
+    kept->count = 0;
+    kept->left_out = 0;
+    pthread_mutex_unlock(&kept->lock);
+    return count;
+}
+
 /* ---- reading --------------------------------------------------------------------------------- */
 
 static void read_segment(struct smb_segment *segment, int loops, struct smb_share *sum)

@@ -2,11 +2,13 @@
 #ifndef SMB_COUNTERS_H
 #define SMB_COUNTERS_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "smb.h"
 
 struct connection;
+struct smb_frame;
 struct smb_server;
 
 /* The sums of a session's closed connections. They stay when the session connects again. */
@@ -25,6 +27,16 @@ void count_request(struct connection *connection, struct smb_segment *segment, i
 void count_past(struct smb_server *server, const struct connection *connection);
 /* The session is over, and nobody asks for what it did. */
 void forget_past(struct smb_server *server, uint64_t session);
+
+enum { DENIALS_MAX = 64 }; /* kinds between two looks, of which a log tells */
+struct denials {
+    pthread_mutex_t lock; /* after all others */
+    uint32_t count;
+    uint64_t left_out;
+    struct smb_denial of[DENIALS_MAX];
+};
+/* By the loop's thread: a request of the connection is answered SMB_DENIED. */
+void note_denied(const struct connection *connection, const struct smb_frame *frame);
 
 static inline void server_count(_Atomic uint64_t *counter, uint64_t by)
 {

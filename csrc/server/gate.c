@@ -225,6 +225,11 @@ int gate_copied(struct gate_request *request, const uint8_t *payload)
         return SMB_INVALID;
     if (frame->op == SMB_COPIED_NOTE)
         return note_made(request);
+    if (frame->op == SMB_COPIED_WORDS) {
+        /* Sent again, one may be older than what is here: so is what anybody was told of. */
+        sync_install(served_of(request->segment)->sync, payload, smb_boot_ns());
+        return SMB_OK;
+    }
     if (frame->session != frame->segment || frame->lane != REPLICA_LANE)
         return SMB_INVALID;
     /* Sent again, it is older than what came after it. */

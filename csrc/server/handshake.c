@@ -45,15 +45,17 @@ enum step handshake_refuse(struct connection *connection, const struct smb_frame
         output_put(connection, &reply);
         output_flush(connection);
     }
+    if (status == SMB_DENIED)
+        note_denied(connection, frame);
     return connection_refuse(connection, status);
 }
 
-/* Of a guarded server: memory servers feed copies, on their lane, and nobody else does. */
-static bool is_of_its_lane(const struct connection *connection, const struct smb_frame *frame)
+/* Of a guarded server: memory servers feed copies, on their lane, and nobody else does. On other
+ * lanes a memory server (its relay, which fills mirrors) needs tokens as every client does. */
+static bool may_take_lane(const struct connection *connection, const struct smb_frame *frame)
 {
     const struct tls *tls = connection->channel.tls;
-    bool is_server = tls && tls_server_name(tls)[0];
-    return is_server == (frame->lane == REPLICA_LANE);
+    return frame->lane != REPLICA_LANE || (tls && tls_server_name(tls)[0]);
 }
 
 enum step handshake_greet(struct connection *connection, const struct smb_frame *frame)
@@ -64,7 +66,7 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     /* it has not heard of the coordinator yet; the peer tries again */
     if (server->guarded && !access_ready(&server->keys))
         return connection_refuse(connection, SMB_DENIED);
-    if (server->guarded && !is_of_its_lane(connection, frame))
+    if (server->guarded && !may_take_lane(connection, frame))
         return handshake_refuse(connection, frame, SMB_DENIED);
     if (server->guarded &&
         getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
@@ -119,6 +121,8 @@ enum step handshake_authorize(struct connection *connection, const struct smb_fr
         count_request(connection, NULL, SMB_AUTHORIZE, 0, 0);
     else
         server_count(&server->errors[status], 1);
+    if (status == SMB_DENIED)
+        note_denied(connection, frame);
     struct smb_frame reply = smb_frame_reply(frame, status);
     reply.argument = status == SMB_OK ? answer.words[0] : why;
     reply.offset = status == SMB_OK ? answer.words[1] : 0;

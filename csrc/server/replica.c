@@ -21,8 +21,35 @@ enum { EVENTS_PER_WAIT = 64 };
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
+/* A change of a lock's or version's words, in the order of all changes. sync.h has its mutex. */
+static void forward_words(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
+{
+    struct replica *replica = argument;
+    pthread_mutex_lock(&replica->lock);
+    if (is_paired(replica) && !replica->words_lost) {
+        struct forward *made = feed_make(&replica->feed, SMB_FRAME_BYTES + SYNC_IMAGE_BYTES);
+        if (made) {
+            replica_encode(replica, made,
+                           (struct smb_frame){.opcode = SMB_COPY,
+                                              .op = SMB_COPIED_WORDS,
+                                              .session = replica->id,
+                                              .lane = REPLICA_LANE,
+                                              .sequence = 1});
+            memcpy(made->frame + SMB_FRAME_BYTES, image, SYNC_IMAGE_BYTES);
+            replica_append(replica, made);
+            feed_send(&replica->feed);
+        } else {
+            /* The segment loses its backup: it stays broken until the coordinator says so. */
+            replica->words_lost = true;
+            replica->copy.failed = true;
+            feed_disconnect(&replica->feed);
+        }
+    }
+    replica_unlock(replica);
+}
+
 int replica_create(struct smb_server *server, struct smb_segment *segment, struct records *records,
-                   struct replica **replica)
+                   struct sync *sync, struct replica **replica)
 {
     struct smb_segment_info info;
     smb_segment_info(segment, &info);
@@ -38,12 +65,14 @@ int replica_create(struct smb_server *server, struct smb_segment *segment, struc
     made->server = server;
     made->id = info.id;
     made->records = records;
+    made->sync = sync;
     made->chunk_bytes = info.chunk_bytes;
     made->data_bytes = info.data_bytes;
     made->dtype = (uint32_t)smb_segment_dtype(segment);
     feed_create(&made->feed);
     pthread_mutex_init(&made->lock, NULL);
     pthread_cond_init(&made->room, NULL);
+    sync_on_change(sync, forward_words, made);
     *replica = made;
     return SMB_OK;
 }
@@ -178,6 +207,7 @@ static void take_role(struct replica *replica, uint32_t epoch, int role, bool pa
         replica->copy = (struct copy){0};
     } else {
         replica_stop_forwarding(replica, role == SMB_REPLICA_PRIMARY ? SMB_OK : SMB_STALE_EPOCH);
+        replica->words_lost = false;
     }
     atomic_store_explicit(&replica->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
@@ -238,6 +268,8 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
                 take_role(replica, epoch, SMB_REPLICA_NONE, false, false, "");
                 lanes_fence_session(server, id);
                 FAILPOINT("replica.fenced");
+                if (role == SMB_REPLICA_PRIMARY)
+                    waits_take_over(segment);
             }
             take_role(replica, epoch, role, paired, copying, peer);
         }
@@ -286,8 +318,16 @@ bool replica_allows(const struct smb_frame *frame)
     case SMB_ACCUMULATE:
     case SMB_FILL:
     case SMB_FETCH_ADD:
-    case SMB_COMPARE_SWAP: return !(frame->flags & SMB_FLAG_FENCED);
-    case SMB_WATERMARK: return true;
+    case SMB_COMPARE_SWAP:
+    case SMB_WATERMARK:
+    case SMB_LOCK:
+    case SMB_UNLOCK:
+    case SMB_RENEW:
+    case SMB_FENCE:
+    case SMB_AWAIT_VERSION:
+    case SMB_PUBLISH:
+    case SMB_PIN:
+    case SMB_UNPIN: return true;
     default: return false;
     }
 }
@@ -304,21 +344,35 @@ void replica_encode(const struct replica *replica, struct forward *forward, stru
     smb_frame_encode(&frame, forward->frame);
 }
 
+/* With the lock. */
+static int may_begin(struct replica *replica)
+{
+    if (!is_primary(replica))
+        return SMB_STALE_EPOCH;
+    return replica->copy.settling ||
+                   (is_paired(replica) && replica->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
+               ? SMB_BUSY
+               : SMB_OK;
+}
+
+int replica_prepare_sync(struct replica *replica)
+{
+    pthread_mutex_lock(&replica->lock);
+    int status = may_begin(replica);
+    replica->in_progress += status == SMB_OK;
+    pthread_mutex_unlock(&replica->lock);
+    return status;
+}
+
 int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *payload,
                     struct forward **forward)
 {
     uint32_t body = smb_frame_body(frame);
     struct forward *made = NULL;
-    int status = SMB_OK;
     pthread_mutex_lock(&replica->lock);
     bool paired = is_paired(replica);
-    if (!is_primary(replica))
-        status = SMB_STALE_EPOCH;
-    else if (replica->copy.settling)
-        status = SMB_BUSY;
-    else if (paired && replica->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
-        status = SMB_BUSY;
-    else if (paired && !(made = feed_make(&replica->feed, SMB_FRAME_BYTES + body)))
+    int status = may_begin(replica);
+    if (status == SMB_OK && paired && !(made = feed_make(&replica->feed, SMB_FRAME_BYTES + body)))
         status = SMB_OUT_OF_MEMORY;
     replica->in_progress += status == SMB_OK;
     pthread_mutex_unlock(&replica->lock);
@@ -408,17 +462,41 @@ bool replica_has_confirmed(struct replica *replica, uint64_t order)
     return atomic_load_explicit(&replica->confirmed, memory_order_acquire) >= order;
 }
 
-/* With the lock. */
-static void ask_backup(struct replica *replica)
+/* With the lock: a question whether it is still the backup is on its way after this, unless memory
+ * is out. */
+static bool ask_backup(struct replica *replica)
 {
-    struct forward *question = replica->asking ? NULL : feed_make(&replica->feed, SMB_FRAME_BYTES);
+    struct forward *question = feed_make(&replica->feed, SMB_FRAME_BYTES);
     if (!question)
-        return;
+        return false;
     replica_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
     question->asked_ns = smb_now_ns();
     replica->asking = true;
     replica_append(replica, question);
     feed_send(&replica->feed);
+    return true;
+}
+
+/* Acquire: pairs with smb_server_yield. */
+static bool lease_runs(const struct replica *replica)
+{
+    return !atomic_load_explicit(&replica->yields, memory_order_acquire) &&
+           smb_boot_ns() <
+               atomic_load_explicit(&replica->server->serving_until_ns, memory_order_acquire);
+}
+
+uint64_t replica_told_by_sync(struct replica *replica)
+{
+    uint64_t order = 0;
+    pthread_mutex_lock(&replica->lock);
+    /* Without memory it waits until the segment has other roles. */
+    if (!is_primary(replica) || replica->words_lost ||
+        (is_paired(replica) && !lease_runs(replica) && !ask_backup(replica)))
+        order = UINT64_MAX;
+    else if (is_paired(replica))
+        order = atomic_load_explicit(&replica->order, memory_order_relaxed);
+    replica_unlock(replica);
+    return order;
 }
 
 uint64_t replica_newest_of(const struct replica *replica, uint64_t offset)
@@ -433,15 +511,12 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
     bool paired = is_paired(replica); /* before the role: take_role */
     if (!is_primary(replica) || !replica_has_confirmed(replica, order))
         return SMB_BUSY; /* the next try of one that is none is refused at the gate */
-    /* Acquire: pairs with smb_server_yield. */
-    if (!paired || (!atomic_load_explicit(&replica->yields, memory_order_acquire) &&
-                    smb_boot_ns() < atomic_load_explicit(&replica->server->serving_until_ns,
-                                                         memory_order_acquire)))
+    if (!paired || lease_runs(replica))
         return SMB_OK;
     /* The backup may have been promoted. It says that it was not, after the read began. */
     pthread_mutex_lock(&replica->lock);
     bool fresh = !is_paired(replica) || replica->asked_at_ns > begun_ns;
-    if (!fresh)
+    if (!fresh && !replica->asking)
         ask_backup(replica);
     replica_unlock(replica);
     return fresh ? SMB_OK : SMB_BUSY;
@@ -548,6 +623,8 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
     if (status == SMB_OK && (!is_paired(replica) ||
                              epoch != atomic_load_explicit(&replica->epoch, memory_order_relaxed)))
         status = SMB_STALE_EPOCH;
+    if (status == SMB_OK && replica->words_lost)
+        status = SMB_OUT_OF_MEMORY;
     if (status == SMB_OK) {
         feed_connect(&replica->feed, channel, id, epoch, instance);
         /* Told at each change: a socket that was full and has room again, and each arrival. */
@@ -576,6 +653,7 @@ int smb_server_suspend(struct smb_server *server, uint64_t id)
     /* Their clients ask elsewhere. The changes stay here, not confirmed. */
     answer_waiting(replica, UINT64_MAX, SMB_STALE_EPOCH);
     pthread_mutex_unlock(&replica->lock);
+    sync_send_away(replica->sync, SMB_STALE_EPOCH);
     smb_segment_release(segment);
     return SMB_OK;
 }

@@ -25,13 +25,14 @@ struct connection;
 struct forward;
 struct replica;
 struct smb_server;
+struct sync;
 struct wait;
 
 enum { REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
 
-/* Of a segment that is being served, with these records; it has no role yet. */
+/* Of a segment that is being served, with these; it has no role yet. */
 int replica_create(struct smb_server *server, struct smb_segment *segment, struct records *records,
-                   struct replica **replica);
+                   struct sync *sync, struct replica **replica);
 void replica_destroy(struct replica *replica);
 /* The segment is deleted, or the daemon stops. Waiting requests are answered. */
 void replica_close(struct replica *replica);
@@ -61,6 +62,13 @@ int replica_prepare_refusal(struct replica *replica, const struct smb_frame *fra
                             struct forward **forward);
 /* While the lane's record that says so is held: in the order of the lane's changes. */
 void replica_enqueue_refusal(struct replica *replica, struct forward *forward);
+
+/* Around a request for a lock or version at the primary, as replica_prepare and replica_done: what
+ * it changes goes to the backup by itself (sync_on_change). */
+int replica_prepare_sync(struct replica *replica);
+/* The order that its answer waits for. Once that is confirmed, the backup has all that the answer
+ * tells of, and this is still the primary. */
+uint64_t replica_told_by_sync(struct replica *replica);
 
 /* Every change up to now: what a watermark and a repetition wait for. 0: nothing to wait for. */
 uint64_t replica_newest(struct replica *replica);

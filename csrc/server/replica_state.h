@@ -38,6 +38,10 @@ struct replica {
     struct copy copy;     /* primary: of a backup that is being made */
     uint64_t copied; /* backup: the last part of a copy that was made here; its feeder's loop */
     struct records *records;
+    struct sync *sync;
+    /* a change of its words was not queued for want of memory: nothing after it may be confirmed in
+     * this epoch */
+    bool words_lost;
     _Atomic int role; /* enum smb_replica_role */
     _Atomic uint32_t epoch;
     _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */

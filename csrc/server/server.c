@@ -46,6 +46,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
     pthread_rwlock_init(&made->registry_lock, NULL);
     pthread_mutex_init(&made->lanes_lock, NULL);
     pthread_mutex_init(&made->keys.lock, NULL);
+    pthread_mutex_init(&made->denials.lock, NULL);
     pthread_mutex_init(&made->tls_lock, NULL);
     pthread_mutex_init(&made->ended_lock, NULL);
     pthread_mutex_init(&made->due_lock, NULL);
@@ -92,6 +93,7 @@ void smb_server_destroy(struct smb_server *server)
     }
     pthread_rwlock_destroy(&server->registry_lock);
     pthread_mutex_destroy(&server->lanes_lock);
+    pthread_mutex_destroy(&server->denials.lock);
     pthread_mutex_destroy(&server->ended_lock);
     pthread_mutex_destroy(&server->due_lock);
     pthread_mutex_destroy(&server->forward_lock);

@@ -19,6 +19,7 @@
 
 #include "base/tree.h"
 #include "memory/sync.h"
+#include "server/counters.h"
 #include "server/grants.h"
 #include "server/listener.h"
 #include "server/registry.h"
@@ -66,6 +67,7 @@ struct smb_server {
     char *unix_path;
     int spare_fd; /* given up to turn a peer away when there is no descriptor left */
     _Atomic uint64_t errors[SMB_STATUS_COUNT];
+    struct denials denials;
     _Atomic uint64_t opened[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t turned_away;

@@ -128,7 +128,7 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
         status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment),
                              smb_segment_data_bytes(segment), left, smb_boot_ns(), &served->sync);
     if (status == SMB_OK && smb_segment_replicated(segment))
-        status = replica_create(server, segment, served->records, &served->replica);
+        status = replica_create(server, segment, served->records, served->sync, &served->replica);
     if (status != SMB_OK) {
         free_served(served);
         return status;
@@ -140,6 +140,19 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
     if (next_ns != UINT64_MAX)
         due_sooner(served, next_ns);
     return SMB_OK;
+}
+
+void waits_take_over(struct smb_segment *segment)
+{
+    struct served *served = served_of(segment);
+    struct sync_status now;
+    uint64_t now_ns = smb_boot_ns();
+    sync_take_over(served->sync, now_ns);
+    /* It may have ended before its lock came here. */
+    sync_status(served->sync, now_ns, &now);
+    for (uint32_t which = 0; which < SYNC_LOCKS; which++)
+        if (now.locks[which].session && session_has_ended(served->server, now.locks[which].session))
+            sync_end_session(served->sync, now.locks[which].session, now_ns);
 }
 
 void waits_close(struct smb_segment *segment, int status)
@@ -172,7 +185,16 @@ void wait_answered(struct wait *wait)
 static void answer_came(struct waiter *waiter, struct sync_answer answer)
 {
     struct wait *wait = waiter->owner;
+    struct replica *replica = served_of(wait->segment)->replica;
+    bool tells = answer.status != SMB_SESSION_ENDED && answer.status != SMB_DISCONNECTED &&
+                 answer.status != SMB_NOT_FOUND && answer.status != SMB_STALE_EPOCH;
     wait->answer = answer;
+    int status = replica && tells ? replica_await(replica, wait, replica_told_by_sync(replica))
+                                  : SMB_OK;
+    if (status == SMB_DEFERRED)
+        return;
+    if (status != SMB_OK)
+        wait->answer = (struct sync_answer){.status = status};
     wait_answered(wait);
 }
 
@@ -274,8 +296,9 @@ void waits_forget(struct connection *connection)
         struct wait *wait = connection->waits;
         unlink_wait(wait);
         wait->connection = NULL; /* seen by this loop only, if the answer is under way */
-        if (wait->order > 0 ? replica_forget(served_of(wait->segment)->replica, wait)
-                            : sync_forget(&wait->waiter, now_ns))
+        struct replica *replica = served_of(wait->segment)->replica;
+        if ((replica && replica_forget(replica, wait)) ||
+            (wait->waiter.sync && sync_forget(&wait->waiter, now_ns)))
             wait_free(wait);
     }
     while (connection->answered) {

@@ -14,7 +14,10 @@ struct smb_server;
 
 enum {
     /* for locks, barriers, versions: one for each thread of a client; each is memory */
-    WAITS_PER_CONNECTION = 4096
+    WAITS_PER_CONNECTION = 4096,
+    /* with answers that wait for a backup: then the connection itself waits. More than the above,
+     * so that what ends others' waits is never kept waiting by them */
+    ANSWERS_PER_CONNECTION = 2 * WAITS_PER_CONNECTION
 };
 
 struct wait {
@@ -35,6 +38,8 @@ struct wait {
 
 /* Gives a segment what it needs to be served; before it can be found. `left`: of an earlier run. */
 int waits_serve(struct smb_server *server, struct smb_segment *segment, bool left);
+/* Of a segment with two copies: requests for its locks and versions come here from now on. */
+void waits_take_over(struct smb_segment *segment);
 /* It is deleted, or the daemon stops: all its waiters are answered. Before the registry's reference
  * goes. */
 void waits_close(struct smb_segment *segment, int status);

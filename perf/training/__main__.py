@@ -11,14 +11,16 @@ from collections.abc import Callable
 
 from perf.netlab import LabError
 from perf.scaling.report import Answer, save
-from perf.training import diloco, divided, peers, predicted, r2sp, race, seasgd, together
+from perf.training import diloco, divided, overlap, peers, predicted, r2sp, race, seasgd, streaming, together
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "diloco": diloco.bytes_versus_accuracy,
     "r2sp": r2sp.how_even,
     "seasgd": seasgd.how_many_servers,
     "race": race.bytes_and_loss,
+    "streaming": streaming.how_hidden,
     "predicted": predicted.how_near,
+    "overlap": overlap.behind_the_passes,
     "together": together.how_much_better,
     "divided": divided.how_much_sooner,
     "peers": peers.bytes_to_a_loss,  # last: from then on this process has a network of its own

@@ -2,7 +2,8 @@
 answers each by a line on stdout.
 
 {"do": "connect", "coordinator": "HOST:PORT", "count": 1}
-{"do": "join", "name": "NAME", "elements": N, "scheme": "seasgd", "settings": {...}}    -> servers, seconds
+{"do": "join", "name": "NAME", "elements": N, "scheme": "seasgd", "settings": {...}, "wire": "exact"}
+    -> servers, seconds
 {"do": "compute", "value": V}                    adds V to every parameter: a local step that can be added up afterwards
 {"do": "train", "steps": K, "start": T, "compute_s": S}
     from time.monotonic() T on, K times: the scheme's step, then S seconds of sleep in place of computing; then flush
@@ -51,11 +52,15 @@ class TrainingProcess:
 class SleepingProcess(TrainingProcess):
     """Adds to its parameters, and sleeps in place of computing."""
 
-    def join(self, name: str, elements: int, scheme: str, settings: dict[str, Any]) -> dict[str, Any]:
+    def join(
+        self, name: str, elements: int, scheme: str, settings: dict[str, Any], wire: str = "exact"
+    ) -> dict[str, Any]:
         self._name = name
         self._values = np.zeros(elements, np.float32)
         began = time.monotonic()
-        self._worker = smb.train.join(self._client, name, self._values, scheme=smb.train.SCHEMES[scheme](**settings))
+        self._worker = smb.train.join(
+            self._client, name, self._values, smb.train.scheme_of(scheme, settings), wire=wire
+        )
         shared = self._client.open(name)
         return {
             "servers": len({segment.server for segment in shared.layout.segments}),

@@ -1,102 +1,228 @@
-"""The order of a client's async calls: those on overlapping elements take effect as they were made.
+"""A client's async calls: the engine's operations, and calls that only Python can make, in one order.
 
-Invariant: of two calls on one buffer that are in `Turns.calls` and conflict, the later waits for the earlier. Calls
-conflict where their ranges overlap and one of them changes the buffer. Threads: `AsyncCalls._changed` guards everything
-here; calls themselves run without it, on the executor's threads.
+The engine (csrc/client/async.h) keeps the order, the priorities and the windows, and carries out reads, writes and
+additions on a thread of its own. Everything else, and what the engine could not finish, is a call of Python's. The
+engine says when it is its turn, and it runs on a thread of the executor. One more of those threads, the watch, takes
+what the engine tells and completes the futures, many at a time. It runs only while there are calls.
+
+Threads: `_lock` guards which calls are left and whether there is a watch. It is held for no call of the engine, which
+would hand Python's lock over, and no future is completed meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
-from smb.engine import Switch
+from smb.engine import AsyncOperations, BufferHandle, EngineError, Outcome, Request, Status, Switch, Taken, Told, Window
 from smb.errors import (
+    Error,
     TimeoutError,  # noqa: A004 - the contract's name
     UnavailableError,
 )
 
 Result = TypeVar("Result")
 
-_RUNNING_MAX = 8  # threads, started as they are needed; further calls wait for one
+_RUNNING_MAX = 8  # calls of Python's at a time, each on a thread that is started when it is needed
+_WATCH_MS = 1000  # so often the watch looks whether calls are left
+_LINGER_MS = 5  # the watch's, after the last one: another may follow, and to start a watch takes as long as a call
+_LOOK_S = 0.1  # so often a thread that waits for its turn looks for signals
 
+_CLOSED = "the client is closed; call smb.connect again"
+
+_tags = itertools.count(1)
 _here = threading.local()  # `inside`: this thread runs async calls, and must not wait for others of them
 
 
-class _Call:
-    """An async call that has not ended, on elements start to stop."""
-
-    __slots__ = ("changes", "followers", "future", "run", "start", "stop", "turns", "waits_for")
-
-    def __init__(
-        self, turns: Turns, start: int, stop: int, changes: bool, run: Callable[[], Any], future: Future[Any]
-    ) -> None:
-        self.turns = turns
-        self.start, self.stop, self.changes = start, stop, changes
-        self.run = run
-        self.future = future
-        self.waits_for = 0  # earlier calls
-        self.followers: list[_Call] = []
-
-
 class Turns:
-    """A buffer's async calls that have not ended. `quiet` is open while there are none: then nobody need ask."""
+    """The order of a buffer's async calls. `quiet` is open while there are none: then nobody need ask."""
 
-    __slots__ = ("__weakref__", "calls", "quiet")
+    __slots__ = ("__weakref__", "itemsize", "key", "pending", "quiet")
 
-    def __init__(self) -> None:
+    def __init__(self, key: int = 0, itemsize: int = 1) -> None:
+        """key: the engine's for the buffer, 0 for calls in no order."""
+        self.key, self.itemsize = key, itemsize
         self.quiet = Switch()
         self.quiet.open = True
-        self.calls: dict[_Call, None] = {}  # in the order in which they were made
+        self.pending = 0
 
-    def before(self, start: int, stop: int, changes: bool) -> list[_Call]:
-        """Return the calls that one on these elements comes after: the last ones of each chain are enough."""
-        found = []
-        for call in reversed(self.calls):
-            if call.start < stop and start < call.stop and (changes or call.changes):
-                found.append(call)
-                if call.changes and call.start <= start and stop <= call.stop:
-                    break  # which itself comes after all that is left
-        return found
+
+class _Future(Future[Any]):
+    """Of a call that the engine may begin at any time: only the engine knows whether it can be cancelled still."""
+
+    def __init__(self, calls: AsyncCalls, tag: int) -> None:
+        super().__init__()
+        self._calls, self._tag = calls, tag
+
+    def cancel(self) -> bool:
+        if self.cancelled():
+            return True
+        if not self._calls.withdraw(self._tag):
+            return False
+        self.end_cancelled()
+        return True
+
+    def end_cancelled(self) -> None:
+        """Tell those who wait that it was cancelled."""
+        super().cancel()
+        self.set_running_or_notify_cancel()
+
+
+class _Call:
+    """An async call that has not ended. `go_on` does it: in its turn, or with the outcome with which the engine has
+    failed. `result` is the future's if the engine succeeds.
+    """
+
+    __slots__ = ("future", "go_on", "keeps", "result", "tag", "turns", "window")
+
+    def __init__(
+        self,
+        calls: AsyncCalls,
+        turns: Turns,
+        window: Window,
+        go_on: Callable[[Outcome | None], Any],
+        result: Any,
+        keeps: object,
+    ) -> None:
+        self.tag = next(_tags)
+        self.turns = turns
+        self.window = window
+        self.go_on = go_on
+        self.result = result
+        self.keeps = keeps  # what the engine uses
+        self.future = _Future(calls, self.tag)
 
 
 class AsyncCalls:
-    """Runs one client's async calls, on threads that start with the first one."""
+    """One client's async calls."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, operations: AsyncOperations) -> None:
+        self._operations = operations
+        self._calls_window = Window(operations, _RUNNING_MAX, counts_calls=True)
+        self._window = Window(operations, 0)  # of what no queue has asked for
+        self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
-        self._calls: set[_Call] = set()
+        self._watched = False
+        self._calls: dict[int, _Call] = {}  # of the engine, by tag
+        self._running: set[_Call] = set()  # on the executor
+
+    def window(self, credit: int | None) -> Window:
+        """Return a queue's window, of so many bytes in flight; None: measured."""
+        return Window(self._operations, credit or 0)
 
     def pending(self) -> int:
         """How many have not ended."""
-        return len(self._calls)
+        return len(self._calls) + len(self._running)
 
     def submit(
-        self, run: Callable[[], Result], turns: Turns, start: int, stop: int, *, changes: bool
+        self,
+        run: Callable[[], Result],
+        turns: Turns,
+        start: int,
+        stop: int,
+        *,
+        changes: bool,
+        window: Window | None = None,
+        priority: int = 0,
     ) -> Future[Result]:
-        """Return the future of a call on the elements start to stop; it begins when it is its turn."""
-        future: Future[Result] = Future()
-        call = _Call(turns, start, stop, changes, run, future)
-        with self._changed:
+        """Return the future of a call of Python's on the elements start to stop; it begins when it is its turn."""
+        window = self._calls_window if window is None else window
+        call = _Call(self, turns, window, lambda _: run(), None, None)
+        itemsize = turns.itemsize
+
+        def begin() -> None:
+            self._operations.submit_call(
+                window, start * itemsize, (stop - start) * itemsize, turns.key, priority, call.tag, changes=changes
+            )
+
+        self._enter(call, begin)
+        return call.future
+
+    def transfer(
+        self,
+        request: Request,
+        handle: BufferHandle,
+        turns: Turns,
+        go_on: Callable[[Outcome | None], Any],
+        timeout_ms: int,
+        *,
+        result: Any,
+        keeps: object,
+        window: Window | None,
+        priority: int,
+    ) -> Future[Any] | None:
+        """Return the future of the engine's operation: `result`, or what `go_on` does with the outcome if it fails.
+        None if the engine leaves it to blocking calls.
+        """
+        window = self._window if window is None else window
+        call = _Call(self, turns, window, go_on, result, (handle, request, keeps))
+
+        def begin() -> None:
+            self._operations.submit(window, handle, request, timeout_ms, turns.key, priority, call.tag)
+
+        try:
+            self._enter(call, begin)
+        except EngineError as error:
+            if error.status is Status.INVALID:
+                return None
+            raise
+        return call.future
+
+    def _enter(self, call: _Call, begin: Callable[[], None]) -> None:
+        with self._lock:
             if self._closed:
-                raise UnavailableError("the client is closed; call smb.connect again")
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(_RUNNING_MAX, "smb-async", _enter)
-            earlier = turns.before(start, stop, changes)
-            turns.calls[call] = None
-            turns.quiet.open = False
-            self._calls.add(call)
-            call.waits_for = len(earlier)
-            for other in earlier:
-                other.followers.append(call)
-            if not earlier:
-                self._executor.submit(self._run, call)
-        return future
+                raise UnavailableError(_CLOSED)
+            call.turns.quiet.open = False
+            call.turns.pending += 1
+            self._calls[call.tag] = call
+            if not self._watched:
+                self._watched = True
+                self._start_watch()
+        try:
+            begin()
+        except EngineError as error:
+            with self._lock:
+                self._leave(self._calls.pop(call.tag))
+            if error.status is Status.DISCONNECTED:
+                raise UnavailableError(_CLOSED) from error
+            if error.status is Status.BUSY:
+                raise Error("too many async calls have not ended; wait for some of their futures first") from error
+            raise
+
+    def _start_watch(self) -> None:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(_RUNNING_MAX + 1, "smb-async", _enter)
+        try:
+            self._executor.submit(self._watch)
+        except RuntimeError:  # at the process's end
+            threading.Thread(target=self._watch, name="smb-async").start()
+
+    def _leave(self, call: _Call) -> None:
+        """It is not in the engine's order any more; with the lock held."""
+        call.turns.pending -= 1
+        call.turns.quiet.open = call.turns.pending == 0
+
+    def withdraw(self, tag: int) -> bool:
+        """Whether the engine had not begun a call, and does not any more."""
+        if not self._operations.cancel(tag):
+            return False
+        with self._lock:
+            self._leave(self._calls.pop(tag))
+        return True
+
+    def cancel(self, window: Window) -> None:
+        """Cancel a queue's calls that have not begun, and wait for the others."""
+        with self._lock:
+            futures = [call.future for call in (*self._calls.values(), *self._running) if call.window is window]
+        left = [future for future in futures if not future.cancel()]
+        if not getattr(_here, "inside", False):
+            wait_for(left)
 
     def wait(self, turns: Turns, start: int, stop: int, asked: str, timeout: float, *, changes: bool) -> None:
         """Block until the async calls that were made before one on these elements have ended. Raises TimeoutError.
@@ -104,77 +230,88 @@ class AsyncCalls:
         Inside an async call, or a callback of its future, it returns at once: what it would wait for may need this
         thread.
         """
-        if getattr(_here, "inside", False):
+        if turns.pending == 0 or getattr(_here, "inside", False):
             return
         end = time.monotonic() + timeout
-        with self._changed:
-            earlier = turns.before(start, stop, changes)
-            while any(call in self._calls for call in earlier):
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(
-                        f"{asked}: an earlier async call of this client on the same elements has not ended within "
-                        f"{timeout:g} s; nothing was applied; wait for its future first"
-                    )
-                self._changed.wait(left)
+        place = turns.key, start * turns.itemsize, (stop - start) * turns.itemsize
+        left = timeout
+        while not self._operations.wait(*place, max(0, round(1000 * min(left, _LOOK_S))), changes=changes):
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"{asked}: an earlier async call of this client on the same elements has not ended within "
+                    f"{timeout:g} s; nothing was applied; wait for its future first"
+                )
+
+    def stop(self) -> None:
+        """Cancel what has not begun, and refuse more."""
+        with self._lock:
+            self._closed = True
+        self._operations.stop()
 
     def close(self) -> None:
-        """Cancel what has not begun, and wait until the rest has ended. The caller has failed the rest."""
-        with self._changed:
-            self._closed = True
-            held = [call for call in self._calls if call.waits_for]
-            executor = self._executor
-        for call in held:
-            if call.future.cancel():
-                call.future.set_running_or_notify_cancel()
-            self._end(call)
-        if executor is not None:
-            for call in list(self._calls):
-                call.future.cancel()
-            executor.shutdown()
+        """Wait until what had begun has ended. The caller has stopped it, and failed what is on its way."""
+        if self._executor is not None:
+            self._executor.shutdown()
 
-    def _run(self, call: _Call) -> None:
-        calls = [call]
-        while calls:
-            calls += self._run_one(calls.pop(0))
+    def _watch(self) -> None:
+        """Complete the futures of what the engine has done, until no call is left."""
+        while True:
+            self._operations.await_told(_WATCH_MS if self._calls else _LINGER_MS)
+            taken = self._operations.take()
+            with self._lock:
+                if not taken and not self._calls:
+                    self._watched = False
+                    return
+                told = [(self._take(one), one) for one in taken]
+            for call, one in told:
+                if one.told == Told.DONE:
+                    call.future.set_result(call.result)
+                else:
+                    self._hand_over(call, one)
+            told = taken = call = one = None  # type: ignore[assignment]  # what they hold is the futures' now
 
-    def _run_one(self, call: _Call) -> list[_Call]:
-        """Run it; return those whose turn it is now, and for which no thread can be had."""
+    def _take(self, one: Taken) -> _Call:
+        """Take what is told of a call out of the engine's; with the lock held."""
+        call = self._calls.pop(one.tag)
+        if one.told == Told.DONE:
+            self._leave(call)
+        else:
+            self._running.add(call)
+        return call
+
+    def _hand_over(self, call: _Call, one: Taken) -> None:
+        if one.told == Told.CANCELLED:
+            self._end(call, one)
+            call.future.end_cancelled()
+            return
+        try:
+            assert self._executor is not None
+            self._executor.submit(self._run, call, one)
+        except RuntimeError:  # at the process's end no thread can be had: this one is the last
+            self._run(call, one)
+
+    def _run(self, call: _Call, one: Taken) -> None:
+        call.future.set_running_or_notify_cancel()
         result: Any = None
         error: BaseException | None = None
-        begun = call.future.set_running_or_notify_cancel()
-        if begun:
-            try:
-                result = call.run()
-            except BaseException as raised:  # noqa: BLE001 - the future's to raise
-                error = raised
-        left = self._end(
-            call
-        )  # before its future is done: a thread that learns of the end by the future need not wait any more
+        try:
+            result = call.go_on(one.outcome)
+        except BaseException as raised:  # noqa: BLE001 - the future's to raise
+            error = raised
+        # Before its future is done: a thread that learns of the end by the future need not wait any more.
+        self._end(call, one)
         if error is not None:
             call.future.set_exception(error)
-        elif begun:
+        else:
             call.future.set_result(result)
-        del call, error  # the traceback of the one refers to this frame
-        return left
+        del call, one, error  # the traceback of the one refers to this frame
 
-    def _end(self, call: _Call) -> list[_Call]:
-        """Begin those that come next; return those for which no thread can be had, as at the process's end."""
-        left = []
-        with self._changed:
-            self._calls.discard(call)
-            call.turns.calls.pop(call, None)
-            call.turns.quiet.open = not call.turns.calls
-            for follower in call.followers:
-                follower.waits_for -= 1
-                if follower.waits_for == 0 and not self._closed and self._executor is not None:
-                    try:
-                        self._executor.submit(self._run, follower)
-                    except RuntimeError:
-                        left.append(follower)
-            call.followers = []
-            self._changed.notify_all()
-        return left
+    def _end(self, call: _Call, one: Taken) -> None:
+        self._operations.end(one.operation)
+        with self._lock:
+            self._running.discard(call)
+            self._leave(call)
 
 
 def _enter() -> None:

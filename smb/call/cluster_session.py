@@ -15,7 +15,7 @@ from smb.buffer_info import BufferInfo
 from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import SESSION_ENDED
-from smb.engine import EngineClient, EngineError, Link, Switch
+from smb.engine import AsyncOperations, EngineClient, EngineError, Link, Switch
 from smb.errors import (
     Error,
     NotFoundError,
@@ -66,7 +66,6 @@ class ClusterSession:
         self.switch = Switch()  # of its buffers' direct calls
         self.switch.open = True
         self._lock = threading.Lock()
-        self.calls = AsyncCalls()
         self._turns: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()  # by buffer id
         self.coordinator = Coordinator(address, credentials)
         try:
@@ -77,6 +76,7 @@ class ClusterSession:
         self._session_id = session_id
         checksums = shared.checksum if checksum is None else checksum
         self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
+        self.calls = AsyncCalls(AsyncOperations(self.engine))
         weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
         ours = weakref.ref(self)
         self._links = Links(
@@ -127,32 +127,39 @@ class ClusterSession:
 
     def _reach_copies(self, place: SegmentPlace, deadline: Deadline) -> SegmentPath:
         """Return the path to a segment of two copies: always through the server that has the primary."""
+        link, local = self._link_to_copies(place, deadline, waits=False)
+        name, why = ("unix", "same host, two copies") if local else (Tcp.name, f"{place.address}, two copies")
+        return SegmentPath(name, why, link=link)
+
+    def _link_to_copies(self, place: SegmentPlace, deadline: Deadline, *, waits: bool) -> tuple[Link, bool]:
         if self.transport not in ("auto", Tcp.name):
             raise TransportError(
                 f"buffer {place.buffer[0]!r} has two copies: it is reached over TCP, or its servers' Unix sockets, "
                 f"and not over {self.transport}; use transport='auto'"
             )
         try:
-            link, local = self._links.reach_copies(place, deadline, may_be_local=self.transport == "auto")
+            return self._links.reach_copies(place, deadline, may_be_local=self.transport == "auto", waits=waits)
         except EngineError as error:
             raise refused(place, error) from error
-        name, why = ("unix", "same host, two copies") if local else (Tcp.name, f"{place.address}, two copies")
-        return SegmentPath(name, why, link=link)
 
     def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return a link on which changes of a segment go through its server."""
+        if place.epoch:
+            return self._link_to_copies(place, deadline, waits=False)[0]
         return choose_gated(self._transports, place, deadline)
 
     def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return the link for what waits at a segment's server."""
+        if place.epoch:
+            return self._link_to_copies(place, deadline, waits=True)[0]
         return choose_waits(self._transports, place, deadline)
 
-    def turns_of(self, buffer_id: int) -> Turns:
+    def turns_of(self, buffer_id: int, itemsize: int) -> Turns:
         """Return the order of the async calls on a buffer: one for all objects of it."""
         with self._lock:
             turns = self._turns.get(buffer_id)
             if turns is None:
-                turns = self._turns[buffer_id] = Turns()
+                turns = self._turns[buffer_id] = Turns(buffer_id, itemsize)
             return turns
 
     def outages(self) -> Outages:
@@ -179,6 +186,7 @@ class ClusterSession:
             self.switch.open = False
         self._stop.set()
         self.renewals.close()
+        self.calls.stop()
         self.engine.close()
         self.calls.close()
         self._links.close()

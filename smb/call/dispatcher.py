@@ -8,15 +8,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from smb import engine
 from smb.buffer_info import BufferInfo
 from smb.call.arguments import Arguments
-from smb.call.outcomes import LOST, Failed, error_of, outcome_of
+from smb.call.outcomes import Failed, error_of, outcome_of
 from smb.call.session import Fence, Session
-from smb.call.sync_requests import Home
-from smb.engine import BufferHandle, EngineError, Opcode, Outcome, Place, Request, Status, take_interrupt
+from smb.call.sync_requests import LOST, Home
+from smb.engine import BufferHandle, EngineError, Opcode, Outcome, Place, Request, Status, Window, take_interrupt
 from smb.errors import (
     APPLIED,
     NOT_APPLIED,
@@ -49,7 +50,7 @@ class Dispatcher:
         self.arguments = Arguments(info)
         # Weak, as a circle would keep a forgotten buffer's mappings and links until a collection.
         self.place = Place(functools.partial(_go_on, weakref.ref(self)))
-        self.turns = session.turns_of(info.id)
+        self.turns = session.turns_of(info.id, self.arguments.itemsize)
         self.paths: tuple[SegmentPath, ...] = ()
         self.one_copy = info.versions == 1
         self._lock = threading.Lock()  # while paths are looked for; calls in progress keep the handle they began with
@@ -85,9 +86,9 @@ class Dispatcher:
                     f"{self._asked(request)}: with versions={self.info.versions} it changes by publish() alone"
                 )
             if fence is not None:
-                if fence.owner is not self:
-                    raise InvalidArgumentError(f"{self._asked(request)}: fence= takes a lock made by its own lock()")
-                request = request._replace(token=fence.token)
+                self._check_fence(request, fence)
+                if ended is None:  # else it was made with the token that the lock had then
+                    request = request._replace(token=fence.token)
             if request.nbytes == 0:  # nothing to ask of anybody
                 self.session.check_open()
                 return 0
@@ -143,6 +144,49 @@ class Dispatcher:
                 unknown = None if ended is None else ended.unknown
                 error._account = Failed(self, self._elements(request), unknown)
             raise
+
+    def later(
+        self,
+        request: Request,
+        call: Callable[[], Any],
+        *,
+        result: Any,
+        keeps: object,
+        fence: Fence | None = None,
+        window: Window | None = None,
+        priority: int = 0,
+    ) -> Future[Any]:
+        """Return the future of an async read, write or addition, with `result` for its result: the engine does it. If
+        it can't do it by itself (no paths were found yet, several versions), a thread of the client's does `call`.
+        """
+        self.session.check_open()
+        calls, elements = self.session.calls, self._elements(request)
+        handle = self._handle if fence is None else self._gated_handle
+        if fence is not None and handle is not None:
+            self._check_fence(request, fence)
+            request = request._replace(token=fence.token)
+
+        def go_on(ended: Outcome | None) -> Any:
+            self.call(request, fence=fence, ended=ended)
+            return result
+
+        future = None
+        if handle is not None and self.one_copy and request.nbytes > 0:
+            timeout_ms = self.session.timeout_ms
+            future = calls.transfer(
+                request, handle, self.turns, go_on, timeout_ms, result=result, keeps=keeps, window=window,
+                priority=priority,
+            )  # fmt: skip
+        if future is None:
+            changes = request.opcode is not Opcode.READ
+            future = calls.submit(
+                call, self.turns, elements.start, elements.stop, changes=changes, window=window, priority=priority
+            )
+        return future
+
+    def _check_fence(self, request: Request, fence: Fence) -> None:
+        if fence.owner is not self:
+            raise InvalidArgumentError(f"{self._asked(request)}: fence= takes a lock made by its own lock()")
 
     def _handles(
         self, request: Request, others: tuple[Dispatcher, ...], deadline: Deadline
@@ -236,6 +280,8 @@ class Dispatcher:
             except UnavailableError as error:
                 self._ask_first = True
                 if deadline.left() <= pause:
+                    if LOST in str(error):
+                        raise
                     raise UnavailableError(f"buffer {self.info.name!r} can't be reached: {error}") from error
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_MAX_S)
@@ -261,7 +307,7 @@ class Dispatcher:
         handle = self._new_handle()
         for index, place in enumerate(self.info.layout.segments):
             link = self.session.reach_gated(place, deadline)
-            handle.set_link(index, place.id, self.info.layout.epoch, link)
+            handle.set_link(index, place.id, place.epoch or self.info.layout.epoch, link)
         return handle
 
     def _new_handle(self) -> BufferHandle:
@@ -278,11 +324,6 @@ class Dispatcher:
     def homes(self) -> tuple[Home, ...]:
         """The segments to ask about locks and versions: the home first, then the others."""
         homes = self._homes
-        if self.info.replicas > 1:
-            raise InvalidArgumentError(
-                f"buffer {self.info.name!r} has two copies (replicas=2): locks, versions and pins are not there for "
-                f"such buffers yet; use client.lock(), or create it with replicas=1"
-            )
         if not homes:
             layout = self.info.layout
             homes = self._homes = tuple(
@@ -290,7 +331,7 @@ class Dispatcher:
                     self.session,
                     f"of buffer {self.info.name!r}",
                     place,
-                    layout.epoch,
+                    place.epoch or layout.epoch,
                     functools.partial(self._relocated, index),
                 )
                 for index, place in enumerate(layout.segments)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from smb.call.sync_requests import SESSION_ENDED
+from smb.call.sync_requests import LOST, SESSION_ENDED
 from smb.engine import Opcode, Outcome, PartState, Status, UnknownParts
 from smb.errors import (
     APPLIED,
@@ -23,7 +23,6 @@ from smb.errors import (
     UnavailableError,
 )
 
-LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 _ONE_LOST = "this buffer's memory or the other's was lost: read both to see which"
 
 

@@ -37,7 +37,7 @@ class Session(Protocol):
     def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return the link for what waits at a segment's server."""
 
-    def turns_of(self, buffer_id: int) -> Turns:
+    def turns_of(self, buffer_id: int, itemsize: int) -> Turns:
         """Return the order of the async calls on a buffer."""
 
     def why_untrusted(self, server: str) -> str:

@@ -30,6 +30,7 @@ from smb.transport.base import Deadline, SegmentPlace
 
 USER_LOCK, PUBLISHER_LOCK = 0, 1  # of a segment: csrc/memory/sync.h
 FOREVER_MS = 2**64 - 1
+LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 _TURN_MS = 200
 _RETRY_S = 0.05
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
@@ -82,10 +83,23 @@ class Home:
                 if opened or not self._open_again():
                     raise
                 opened = True
-            except NotFoundError:  # nothing was done: it was freed
+            except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
                 if not again or deadline.left() <= _RETRY_S:
-                    raise
+                    raise self._gone(asked, error) from error
                 self._place_again()
+
+    def _gone(self, asked: str, error: NotFoundError) -> Error:
+        """Return what to raise if the server does not have it: if the coordinator still has it, its memory was lost."""
+        try:
+            there = self._relocate().id == self._place.id
+        except NotFoundError:
+            there = False
+        except Error:
+            return error
+        if not there:
+            return error
+        lost = "its memory was lost, with who held it; use another name" if self.named else LOST
+        return UnavailableError(f"{asked}: {self._where()} has no such segment; {lost}; nothing was done")
 
     def _place_again(self) -> None:
         """Find the name's new place, or make it. For a moment it is retired and has its old one still."""
@@ -95,7 +109,7 @@ class Home:
             time.sleep(_RETRY_S)
 
     def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Reply:
-        pending = self.start(opcode, argument, words)
+        pending = self.start(opcode, argument, words, asked=asked)
         try:
             return self.finish(asked, pending, wait)
         finally:
@@ -112,11 +126,13 @@ class Home:
         self._link = None
         return True
 
-    def start(self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = ()) -> PendingRequest:
+    def start(
+        self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, asked: str = ""
+    ) -> PendingRequest:
         """Send the request and return at once; `finish` it, then `end` it."""
         link = self._link
         if link is None or not link.alive():
-            link = self._reach()
+            link = self._reach(asked or f"request {self.what}")
         return link.ask(opcode, self._place.id, self._epoch, argument, *words)
 
     def tell(self, opcode: AskOpcode, words: tuple[int, ...]) -> None:
@@ -157,7 +173,7 @@ class Home:
                     outcome=UNKNOWN,
                 )
 
-    def _reach(self) -> Link:
+    def _reach(self, asked: str) -> Link:
         deadline = Deadline(self._client.timeout)
         while True:
             self._client.check_open()
@@ -165,7 +181,7 @@ class Home:
                 self._link = self._client.reach_waits(self._place, deadline)
             except (UnavailableError, TransportError) as error:
                 if deadline.left() <= _RETRY_S or not isinstance(error, UnavailableError):
-                    raise type(error)(f"{self.what}: {error}") from error
+                    raise type(error)(f"{asked}: {error}") from error
                 time.sleep(_RETRY_S)
                 self._place = self._relocate()
             else:

@@ -150,10 +150,13 @@ class ServerSuspected:
 
 @dataclass(frozen=True, slots=True)
 class BufferWanted:
-    """A create, checked. `new_id` gives random non-zero 64-bit ids."""
+    """A create, checked. `new_id` gives random non-zero 64-bit ids. `avoid`: servers that did not answer just now; what
+    names no servers goes to others.
+    """
 
     creation: Creation
     new_id: Callable[[], int]
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

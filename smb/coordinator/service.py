@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from smb.coordinator import relay_access
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
@@ -83,7 +84,7 @@ from smb.errors import (
 )
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
-from smb.security.roles import Role, caller
+from smb.security.roles import ANYBODY, Role, caller
 
 _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
@@ -105,10 +106,31 @@ def new_id() -> int:
     return secrets.randbits(64) or 1
 
 
+class _MuteServersError(UnavailableError):
+    """Servers that count as alive did not make their segments."""
+
+    def __init__(self, text: str, servers: frozenset[str]) -> None:
+        super().__init__(text)
+        self.servers = servers
+
+
+def _name_of(client_name: str) -> str:
+    """Return what people are shown for a client: its own name, and in brackets at the end its certificate's, or its
+    role.
+    """
+    name, who = client_name or "a client without a name", caller()
+    if who == ANYBODY or who.role is None:
+        return name
+    return f"{name} ({who.name or who.role.value})"
+
+
 def _check_unlimited(method: str) -> None:
     """Raise PermissionDeniedError for a caller that may not know of all buffers."""
     if caller().namespaces is not None:
-        raise PermissionDeniedError(f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster")
+        raise PermissionDeniedError(
+            f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster; use a certificate of "
+            f"role operator"
+        )
 
 
 class CoordinatorService(CoordinatorServicer):
@@ -153,7 +175,7 @@ class CoordinatorService(CoordinatorServicer):
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionReply:
         """See control.proto."""
         session_id = new_id()
-        name = request.client_name or "a client without a name"
+        name = _name_of(request.client_name)
         await self._commit_log.commit(SessionRenewed(session_id, name, caller().key))
         failpoint("coordinator.session.opened")
         reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
@@ -165,11 +187,12 @@ class CoordinatorService(CoordinatorServicer):
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
         """See control.proto."""
         self._check_session(request)
-        name = request.client_name or "a client without a name"
+        name = _name_of(request.client_name)
         failpoint("coordinator.session.renewal_asked")
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
-        reports = [report for report in request.trainings if caller().may_see(report.name)]
+        shown = request.trainings if caller().role is not Role.SERVER else ()
+        reports = [report for report in shown if caller().may_see(report.name)]
         self._watch.trainings.record_reports(request.session_id, reports, self._commit_log.now())
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
@@ -363,11 +386,6 @@ class CoordinatorService(CoordinatorServicer):
                 f"{', '.join(plain[:SERVERS_SHOWN_MAX])} (--data-tls off); start them without that option, or use "
                 f"replicas=1"
             )
-        if request.mirror_of and self._tokens is not None:
-            raise InvalidArgumentError(
-                f'create of "{request.name}" as a mirror of "{request.mirror_of}": relays have no certificate of their '
-                f"own yet, so there are none in a cluster with credentials"
-            )
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
         record = await asyncio.shield(self._begun(await self._checked(request)))
         return self._opened(request, record)
@@ -377,6 +395,8 @@ class CoordinatorService(CoordinatorServicer):
         still. One at a time is parsed, as parsing takes many times the size in memory.
         """
         asked = without_session(request)
+        if caller().role is Role.SERVER:
+            relay_access.check_create(self._commit_log.state, caller().name, asked)
         if not asked.packed_metadata:
             return creation_of(asked)
         async with self._parsing:
@@ -387,6 +407,7 @@ class CoordinatorService(CoordinatorServicer):
         self._check_given_session(request)
         timeout_s = request.timeout_ms / 1000
         kind = kind_of(request.kind)
+        self._may_write(kind, request.name)
         if request.id and kind is Kind.BUFFER:
             known = self._commit_log.state.find(kind, request.name)
             if known is None or known.id != request.id:
@@ -412,6 +433,8 @@ class CoordinatorService(CoordinatorServicer):
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         """See control.proto."""
+        if caller().role is Role.SERVER:
+            relay_access.check_delete(self._commit_log.state, caller().name, request.name)
         failpoint("coordinator.delete.asked")
         committed = await self._commit_log.commit(BufferDeleted(request.name, request.missing_ok))
         failpoint("coordinator.delete.erased")
@@ -439,10 +462,24 @@ class CoordinatorService(CoordinatorServicer):
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
         """The answer, with tokens where a session asks."""
         message = buffer_message(self._commit_log.state, record)
+        lost = self._watch.lost_segments()
+        for segment in message.layout.segments:
+            segment.lost = segment.id in lost
         message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
         if self._tokens is not None and request.session_id:
-            self._tokens.add_to(message, request.session_id, may_write=caller().role is not Role.READER)
+            may_write = self._may_write(record.kind, record.name)
+            self._tokens.add_to(message, request.session_id, may_write=may_write)
         return message
+
+    def _may_write(self, kind: Kind, name: str) -> bool:
+        """Whether the caller may also write to a buffer. Raises PermissionDeniedError if it is a memory server, whose
+        relay may not even read it.
+        """
+        if caller().role is not Role.SERVER:
+            return caller().role is not Role.READER
+        if kind is not Kind.BUFFER:
+            raise PermissionDeniedError(f'memory server "{caller().name}" uses no {kind.value}')
+        return relay_access.check_open(self._commit_log.state, caller().name, name)
 
     async def _opens_wait(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
         key = caller().key
@@ -477,12 +514,25 @@ class CoordinatorService(CoordinatorServicer):
 
     async def _create(self, creation: Creation) -> BufferRecord:
         deadline = time.monotonic() + _OTHERS_CREATION_S
+        # Of the first attempt. The error itself would keep this frame, and the request.
+        mute: frozenset[str] = frozenset()
+        said = ""
         while True:
-            committed = await self._commit_log.commit(BufferWanted(creation, new_id))
+            try:
+                committed = await self._commit_log.commit(BufferWanted(creation, new_id, mute))
+            except (UnavailableError, OutOfMemoryError):
+                if mute:  # the others do not do: that these did not answer is the cause
+                    raise _MuteServersError(said, mute) from None
+                raise
             for effect in committed.effects:
                 if isinstance(effect, MakeSegments):
                     failpoint("coordinator.create.pending_stored")
-                    return await self._make(committed, effect.record, creation.asked)
+                    try:
+                        return await self._make(committed, effect.record, creation.asked)
+                    except _MuteServersError as error:
+                        if mute or creation.like or creation.server_names or creation.mirror_of:
+                            raise
+                        mute, said = error.servers, str(error)
             record = self._commit_log.state.buffers.get(creation.key)
             if record is not None and record.ready:
                 return record
@@ -517,11 +567,26 @@ class CoordinatorService(CoordinatorServicer):
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, int):
                 await self._commit_log.commit(ServerCounted(server.name, server.instance_id, answer))
+        mute = frozenset(
+            server.name for server, answer in zip(servers, answers, strict=True) if isinstance(answer, UnavailableError)
+        )
         for answer in answers:
+            if isinstance(answer, UnavailableError):
+                left_s = self._alive_for(mute)
+                raise _MuteServersError(
+                    f"{asked}: {answer}; nothing was created. It counts as alive for {left_s:.0f} s more, unless it is "
+                    f"heard of: try again then, or name other servers",
+                    mute,
+                ) from answer
             if isinstance(answer, Error):
                 raise type(answer)(f"{asked}: {answer}; nothing was created") from answer
             if isinstance(answer, BaseException):
                 raise answer
+
+    def _alive_for(self, servers: Iterable[str]) -> float:
+        """Return in how many seconds the last of these servers' leases ends."""
+        leases, now = self._commit_log.state.server_leases, self._commit_log.now()
+        return max((leases.ends.get(name, now.monotonic) - now.monotonic for name in servers), default=0.0)
 
     async def _make_segment(
         self, state: State, server: ServerRecord, record: BufferRecord, segment: SegmentRecord

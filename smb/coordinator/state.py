@@ -467,8 +467,11 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         like = _find_ready(state, creation.like)
         creation = _shaped_like(creation, like)
     try:
-        placement = _placement(state, creation, now)
-        backups = place_backups(state.pool(now), placement) if creation.replicas > 1 else ()
+        pool = state.pool(now)
+        free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in event.avoid}
+        pool = replace(pool, free_bytes=free)
+        placement = _placement(state, creation, pool)
+        backups = place_backups(pool, placement) if creation.replicas > 1 else ()
     except Error as error:
         raise type(error)(f"{creation.asked}: {error}") from None
     record = _pending(creation, placement, backups, event.new_id, now)
@@ -694,6 +697,11 @@ def _mirroring(state: State, creation: Creation) -> Creation:
     """Return the creation of a mirror with the form of what it is one of, which has to be published."""
     source = _find_ready(state, creation.mirror_of)
     (server,) = creation.server_names
+    if namespace_of(creation.name) != namespace_of(source.name):
+        raise InvalidArgumentError(
+            f'{creation.asked} as a mirror of "{source.name}": a mirror is in the namespace of its source, so that the '
+            f"same clients may read it"
+        )
     if source.mirror_of:
         raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')
     if source.versions < 2:
@@ -819,8 +827,7 @@ def _shaped_like(creation: Creation, like: BufferRecord) -> Creation:
     return creation
 
 
-def _placement(state: State, creation: Creation, now: Instant) -> Placement:
-    pool = state.pool(now)
+def _placement(state: State, creation: Creation, pool: Pool) -> Placement:
     if creation.like:
         return place_like(pool, state.buffers[creation.like], versions=creation.versions)
     return place(

@@ -75,10 +75,6 @@ def check_creation(creation: Creation, *, replicas: int) -> Creation:
     creation = replace(creation, replicas=replicas or 1)
     if creation.replicas not in (1, 2):
         raise InvalidArgumentError(f"{asked} with replicas={replicas}: a buffer has 1 copy, or 2")
-    if creation.replicas == 2 and creation.versions != 1:
-        raise InvalidArgumentError(
-            f"{asked} with replicas=2 and versions={creation.versions}: a buffer with two copies has one version"
-        )
     if not 1 <= creation.versions <= VERSIONS_MAX:
         raise InvalidArgumentError(
             f"{asked} with versions={creation.versions}: a buffer has 1 to {VERSIONS_MAX}: one is being written, the "

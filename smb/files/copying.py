@@ -1,15 +1,18 @@
 """Snapshots, and copies between buffers, files and clusters: bytes that stream from all servers at once.
 
 A snapshot is taken from what does not change: a published version that is pinned, or a copy that the servers make
-among themselves (no bytes travel) and that is deleted at the end. Beside FILE lies FILE.crc32c: the CRC-32C of each
-block, from which an interrupted snapshot goes on and by which restore checks what it reads. A restore that is under
-way has its own (checksums.py).
+among themselves (no bytes travel) and that is deleted at the end. If they can't make one, the snapshot reads the buffer
+itself, and begins anew after an interruption: no room, a drained server, two copies, a reader's certificate. Beside
+FILE lies FILE.crc32c: the CRC-32C of each block, from which an interrupted snapshot goes on and by which restore checks
+what it reads. A restore that is under way has its own (checksums.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,14 +22,17 @@ from typing import Any
 import numpy as np
 
 from smb.buffer import Buffer
-from smb.call.outcomes import LOST
+from smb.call.sync_requests import LOST
 from smb.client import Client
 from smb.engine import crc32c
 from smb.errors import (
+    UNKNOWN,
     AlreadyExistsError,
     Error,
     InvalidArgumentError,
     NotFoundError,
+    OutOfMemoryError,
+    PermissionDeniedError,
     TimeoutError,  # noqa: A004 - smb's
     UnavailableError,
 )
@@ -37,6 +43,12 @@ from smb.files.names import Form
 from smb.files.temporary_names import create, private_name
 
 _PIN_S = 30.0
+# The servers can't copy a buffer. They can't combine buffers of two copies; another server may have room; readers make
+# no buffers.
+_NO_COPY = (InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError)
+
+_log = logging.getLogger("smb")
+
 Progress = Callable[[int, int], None]  # (bytes done, of)
 
 
@@ -52,8 +64,10 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
     and Error if it takes longer and is overwritten. Of any other it is a copy made by the servers while all others
     go on: each chunk is whole, and all are as they were at some time while that copy was made, at the memory's speed;
     with `lock`, under the buffer's lock, it is one moment for those who change it under that lock. The copy needs as
-    much memory as the buffer. FILE appears whole at the end. Called again after it was interrupted it goes on where it
-    stopped, if the copy or the version is still there. Raises Error and OSError.
+    much memory as the buffer. If it can't be made, the buffer is read instead, with a warning: then chunks are as they
+    were at some time while the file was written, and the lock is held for so long. FILE appears whole at the end.
+    Called again after it was interrupted it goes on where it stopped, if the copy or the version is still there, else
+    it begins anew. Raises Error and OSError.
     """
     buffer = client.open(name)
     form = next((form for form in (Form.NPY, Form.SAFETENSORS) if path.name.endswith(form.value)), Form.RAW)
@@ -67,7 +81,14 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
                 _Pinned(pin, buffer, view), f"{buffer.info.id:x}@{pin.version}{form.value}", part, path, progress
             )
             return pin.version
-    copy = _still(client, buffer, part, lock=lock)
+    try:
+        copy = _still(client, buffer, part, lock=lock)
+    except _NO_COPY as error:
+        if error.outcome == UNKNOWN:
+            raise
+        _log.warning("snapshot of %r: the servers make no copy of it, so it is read as it is (%s)", name, error)
+        _read_into_file(buffer, view, part, path, progress, lock=lock)
+        return 0
     _into_file(Live(copy, view), f"{copy.name}{form.value}", part, path, progress)
     client.delete(copy.name, missing_ok=True)
     return 0
@@ -104,15 +125,21 @@ def copy_buffer(
 ) -> Buffer:  # fmt: skip
     """Copy a buffer under another name, with its dtype, shape, tensors and metadata; return the new one.
 
-    Within a cluster the servers do it. Each chunk is whole; a buffer with versions=2 is copied as the version published
-    last. Raises as restore does.
+    Within a cluster the servers do it, if they can; else its bytes travel through this process. Each chunk is whole; a
+    buffer with versions=2 is copied as the version published last. Raises as restore does.
     """
     buffer = source.open(name)
     view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
     assert view is not None
     if source is target and buffer.versions == 1:
-        made = _beside(source, buffer, private_name(new_name))
-        return _named(target, made, new_name, replace)
+        try:
+            made = _beside(source, buffer, private_name(new_name))
+        except _NO_COPY as error:
+            if error.outcome == UNKNOWN:
+                raise
+            _log.info("copy of %r: the servers make none, so its bytes travel through here (%s)", name, error)
+        else:
+            return _named(target, made, new_name, replace)
     plan = Plan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
         return _into_buffer(target, Live(buffer, view), plan, new_name, replace, progress)
@@ -204,8 +231,28 @@ def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
             yield waiting.result()
 
 
-def _into_file(source: Reads, what: str, part: Path, path: Path, progress: Progress) -> None:
-    """Write a source into `part`, going on after the blocks that are there and right, then call it `path`."""
+def _read_into_file(buffer: Buffer, view: View, part: Path, path: Path, progress: Progress, *, lock: bool) -> None:
+    """Write a buffer that goes on changing into a file, under its lock if that is wanted."""
+    what = secrets.token_hex()  # of no other snapshot: blocks of different times are no state of the buffer
+    if not lock:
+        _into_file(Live(buffer, view), what, part, path, progress)
+        return
+    try:
+        with buffer.lock() as held:
+            _into_file(Live(buffer, view), what, part, path, progress, check=held.check)
+    except PermissionDeniedError as error:
+        raise PermissionDeniedError(
+            f"snapshot of {buffer.name!r} under its lock: who may not change it can't take that; use a certificate of "
+            f"role client, or leave the lock out ({error})"
+        ) from error
+
+
+def _into_file(
+    source: Reads, what: str, part: Path, path: Path, progress: Progress, *, check: Callable[[], None] = lambda: None
+) -> None:
+    """Write a source into `part`, going on after the blocks that are there and right, then call it `path`, unless
+    `check` raises.
+    """
     sums = Sums(what, source.nbytes, _blocks_there(part, what, source.nbytes))
     with part.open("r+b" if sums.blocks else "wb", buffering=0) as file, sums_path(part).open("w") as checksums:
         checksums.write(sums.to_text())
@@ -220,6 +267,7 @@ def _into_file(source: Reads, what: str, part: Path, path: Path, progress: Progr
             progress(offset + data.size, source.nbytes)
         file.truncate(source.nbytes)
         os.fsync(file.fileno())
+    check()
     sums_path(part).replace(sums_path(path))
     part.replace(path)
 

@@ -20,6 +20,7 @@ from smb.engine import AskOpcode, memory_of
 from smb.errors import (
     Error,
     NotFoundError,
+    PermissionDeniedError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.relay import arrived
@@ -82,7 +83,7 @@ class MirrorRelay:
         while not self.stopping.is_set():
             try:
                 self._follow()
-            except NotFoundError as error:  # deleted, or renamed: the coordinator says what is next
+            except (NotFoundError, PermissionDeniedError) as error:  # deleted, ours no more: we shall hear what is next
                 _log.debug("%s", error)
                 self.stopping.wait(_AGAIN_S)
             except Error as error:

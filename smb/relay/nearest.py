@@ -168,6 +168,12 @@ class Nearest:
             try:
                 if buffer.version == 0 and self._source.version > 0:  # it is being filled for the first time
                     self._await(buffer, 1, _LEASE_S)
+                elif (
+                    wanted is not None
+                    and buffer.version < wanted <= self._source.version
+                    and not self._await(buffer, wanted, None)
+                ):
+                    continue  # it was left: nothing arrives there
                 if buffer.version >= max(generation if wanted is None else wanted, 1):
                     return read(buffer, wanted)
                 break

@@ -87,36 +87,38 @@ class Rule:
 
 _USERS = frozenset({Role.CLIENT, Role.READER, Role.OPERATOR})
 _WRITERS = frozenset({Role.CLIENT, Role.OPERATOR})
+# Relays of mirrors show the certificate of their memory server: smb/coordinator/relay_access.py says what they reach.
+_RELAYS = frozenset({Role.SERVER})
 _SERVER = Rule(frozenset({Role.SERVER}), own=True)
 _COORDINATOR = Rule(frozenset({Role.COORDINATOR}))
 
 # tests/security fails where an RPC of control.proto is not here.
 RULES: Mapping[str, Rule] = {
-    "/smb.v1.Coordinator/OpenSession": Rule(_USERS),
-    "/smb.v1.Coordinator/RenewSession": Rule(_USERS),
-    "/smb.v1.Coordinator/CloseSession": Rule(_USERS),
+    "/smb.v1.Coordinator/OpenSession": Rule(_USERS | _RELAYS),
+    "/smb.v1.Coordinator/RenewSession": Rule(_USERS | _RELAYS),
+    "/smb.v1.Coordinator/CloseSession": Rule(_USERS | _RELAYS),
     "/smb.v1.Coordinator/RegisterServer": _SERVER,
     "/smb.v1.Coordinator/RenewServer": _SERVER,
     "/smb.v1.Coordinator/LeaveServer": _SERVER,
-    "/smb.v1.Coordinator/CreateBuffer": Rule(_WRITERS, names=("name", "like")),
-    "/smb.v1.Coordinator/OpenBuffer": Rule(_USERS, names=("name",)),
+    "/smb.v1.Coordinator/CreateBuffer": Rule(_WRITERS | _RELAYS, names=("name", "like", "mirror_of")),
+    "/smb.v1.Coordinator/OpenBuffer": Rule(_USERS | _RELAYS, names=("name",)),
     "/smb.v1.Coordinator/ListBuffers": Rule(_USERS),  # the answer has those of the caller's namespaces
-    "/smb.v1.Coordinator/DeleteBuffer": Rule(_WRITERS, names=("name",)),
+    "/smb.v1.Coordinator/DeleteBuffer": Rule(_WRITERS | _RELAYS, names=("name",)),
     "/smb.v1.Coordinator/RenameBuffer": Rule(_WRITERS, names=("name", "new_name", "displaced_name")),
     "/smb.v1.Coordinator/ListServers": Rule(_USERS),
     "/smb.v1.Coordinator/DrainServer": Rule(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Rebalance": Rule(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Overview": Rule(_USERS),  # of who is limited to namespaces nobody: it shows them all
-    "/smb.v1.Coordinator/Leader": Rule(_USERS),
+    "/smb.v1.Coordinator/Leader": Rule(_USERS | _RELAYS),
     "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/DeleteSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/EndSessions": _COORDINATOR,
     "/smb.v1.MemoryServer/TakeRoles": _COORDINATOR,
     "/smb.v1.MemoryServer/RetireSegments": _COORDINATOR,
     # With the proof of a token too, which says of which session, and of which segments what: memserver/control.py.
-    "/smb.v1.MemoryServer/ConnectVerbs": Rule(_USERS),
-    "/smb.v1.MemoryServer/OpenSegmentVerbs": Rule(_USERS),
-    "/smb.v1.MemoryServer/CloseVerbs": Rule(_USERS),
+    "/smb.v1.MemoryServer/ConnectVerbs": Rule(_USERS | _RELAYS),
+    "/smb.v1.MemoryServer/OpenSegmentVerbs": Rule(_USERS | _RELAYS),
+    "/smb.v1.MemoryServer/CloseVerbs": Rule(_USERS | _RELAYS),
 }
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)

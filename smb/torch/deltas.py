@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from smb.buffer import Buffer
     from smb.client import Client
+    from smb.relay.nearest import Nearest
 
 DELTAS_MAX = 1024
 _log = logging.getLogger("smb")
@@ -106,6 +107,17 @@ def create(client: Client, made: list[str], name: str, *form: Any, **options: An
     return buffer
 
 
+def _make_heads(client: Client, made: list[str], name: str, words: int, servers: Any) -> Buffer:
+    """Make the heads beside the states, if their servers were named; open them wherever they are."""
+    named = servers if not isinstance(servers, int) else None  # a number of servers is for what is striped
+    try:
+        heads = client.create(name, words, "int64", versions=_HEAD_VERSIONS, servers=named)
+    except AlreadyExistsError:
+        return client.create(name, words, "int64", versions=_HEAD_VERSIONS, exist_ok=True)
+    made.append(name)
+    return heads
+
+
 class Ring:
     """The buffers beside the anchors, and the head."""
 
@@ -125,7 +137,7 @@ class Ring:
         head, ring = f"{anchors.name}.generations", f"{anchors.name}.deltas"
         if made is not None:
             size = max(_RING_MIN, anchors.nbytes * 3 // 2)
-            self.heads = create(client, made, head, words, "int64", versions=_HEAD_VERSIONS)
+            self.heads = _make_heads(client, made, head, words, (placement or {}).get("servers"))
             self.bytes = create(client, made, ring, size, "uint8", **(placement or {}))
         else:
             self.heads, self.bytes = client.open(head, timeout=timeout), client.open(ring, timeout=timeout)
@@ -268,8 +280,13 @@ class DeltaWriter:
 class DeltaReader:
     """A follower's side: brings a state from the generation that it is to the latest. One thread at a time."""
 
-    def __init__(self, client: Client, anchors: Buffer, state: StateBytes, deltas: int, timeout: float) -> None:
+    def __init__(
+        self, client: Client, anchors: Buffer, nearest: Nearest, state: StateBytes, deltas: int, timeout: float
+    ) -> None:
+        """Anchors are read from the nearest of the buffer and its mirrors; heads and deltas, which are small, from
+        where they are written."""
         self._ring = Ring(client, anchors, deltas, timeout=timeout)
+        self._nearest = nearest
         self._state = state
         self.generation = 0  # that `state` is
         self._total = 0
@@ -308,7 +325,7 @@ class DeltaReader:
 
     def _read_anchor(self, head: _Head) -> bool:
         try:
-            self._ring.anchors.read(out=self._state.elements, version=head.anchor)
+            self._nearest.read(self._state.read, 0, head.anchor)
         except NotFoundError:  # overwritten: a later head names another
             return False
         self.received_bytes += self._state.nbytes

@@ -64,7 +64,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Elements [begin, begin + count) of the vector, and the tensors in it; `gaps` are nobody's, and zero."""
 
     begin: int
@@ -74,6 +74,7 @@ class _Piece:
 
     @property
     def here(self) -> slice:
+        """Where it is in the vector."""
         return slice(self.begin, self.begin + self.count)
 
 
@@ -98,7 +99,7 @@ class ModelParameters(Parameters):
         """Lay the tensors out."""
         self.table, self.entries = lay_out(tensors)
         self.size = self.table.size
-        self._plan = tuple(_pieces(self.entries, self.size))
+        self._plan = self.pieces_of(0, self.size)
         self._staging = Staging(self.size)
         self._scratch: list[torch.Tensor] = []
         self._residuals: dict[int, torch.Tensor] = {}  # entry -> what rounding left out, in the parameter's type
@@ -106,11 +107,15 @@ class ModelParameters(Parameters):
         self._locked: set[int] = set()  # addresses of arrays that devices copy from by themselves
         self._on_device: bool | None = None  # whether deltas are made there; None: not measured yet
 
+    def pieces_of(self, begin: int, end: int) -> tuple[Piece, ...]:
+        """Return the pieces by which a range of the vector is moved."""
+        return tuple(_pieces(self.entries, begin, end))
+
     def pieces(self) -> Iterator[tuple[int, Values]]:
         """Yield copies, with what keep_exact kept."""
         if self.verify is not None:
             self.verify()
-        for piece, found, room in self._walk():
+        for piece, found, room in self._walk(self._plan):
             for part, values, residual in found:
                 room[part.here].copy_(values)
                 if residual is not None:
@@ -121,9 +126,13 @@ class ModelParameters(Parameters):
         """Yield what the optimizer did: parameter - base, both as the parameter's type shows them."""
         if self.verify is not None:
             self.verify()
+        yield from self.deltas_of(self._plan, base)
+
+    def deltas_of(self, plan: Sequence[Piece], base: Values) -> Iterator[tuple[int, Values]]:
+        """Yield the same of some pieces."""
         if self._on_device is None and self._devices:
             self._on_device = self._device_is_faster(base)
-        yield from self._deltas(base, on_device=bool(self._on_device))
+        yield from self._deltas(base, on_device=bool(self._on_device), plan=plan)
 
     def _device_is_faster(self, base: Values) -> bool:
         """Make one piece on the host and one on the device, and time them; before that once each for the memory that it
@@ -138,9 +147,13 @@ class ModelParameters(Parameters):
             seconds.append(time.perf_counter() - started)
         return seconds[3] < seconds[2]
 
-    def _deltas(self, base: Values, *, on_device: bool) -> Iterator[tuple[int, Values]]:
+    def _deltas(
+        self, base: Values, *, on_device: bool, plan: Sequence[Piece] | None = None
+    ) -> Iterator[tuple[int, Values]]:
         whole = torch.from_numpy(base)
-        for piece, found, room in self._walk(residuals=False, base=whole if on_device else None):
+        for piece, found, room in self._walk(
+            self._plan if plan is None else plan, residuals=False, base=whole if on_device else None
+        ):
             ours = whole[piece.here]
             for part, values, _ in found:
                 before = ours[part.here]
@@ -154,11 +167,15 @@ class ModelParameters(Parameters):
 
     def fill(self, values: Values) -> None:
         """Copy, rounded to nearest, ties to even."""
-        self._put(torch.from_numpy(values), _set)
+        self.fill_pieces(self._plan, values)
+
+    def fill_pieces(self, plan: Sequence[Piece], values: Values) -> None:
+        """Copy some pieces of `values`, (n,)."""
+        self._put(plan, torch.from_numpy(values), _set)
 
     def subtract(self, difference: Values) -> None:
         """Subtract on the parameters' own device, in float32."""
-        self._put(torch.from_numpy(difference), _subtract)
+        self._put(self._plan, torch.from_numpy(difference), _subtract)
 
     def keep_exact(self) -> None:
         """Keep what rounding leaves out; it costs nothing for float32."""
@@ -195,12 +212,12 @@ class ModelParameters(Parameters):
         return {entry.tensor.device for entry in self.entries} - {_HOST}
 
     def _walk(
-        self, *, residuals: bool = True, base: torch.Tensor | None = None
-    ) -> Iterator[tuple[_Piece, list[_Found], torch.Tensor]]:
+        self, plan: Sequence[Piece], *, residuals: bool = True, base: torch.Tensor | None = None
+    ) -> Iterator[tuple[Piece, list[_Found], torch.Tensor]]:
         """Yield each piece, what is in it, in host memory, and room for the float32 values that it becomes. The piece
         after it is on its way meanwhile. With `base` what is on a device comes as its delta, float32.
         """
-        if not self._plan:
+        if not plan:
             return  # a rank that has no part of anything
         self._scratch_memory()
         flat = _Flat(self.entries)
@@ -211,15 +228,15 @@ class ModelParameters(Parameters):
             found = []
             if base is not None:
                 self._staging.wait(turn)  # a room that is written to; a walk before this one may have ended early
-            for part in self._plan[turn].parts:
+            for part in plan[turn].parts:
                 residual = self._residuals.get(part.entry) if residuals else None
-                before = None if base is None else base[self._plan[turn].here][part.here]
+                before = None if base is None else base[plan[turn].here][part.here]
                 found.append(self._fetch(turn, part, flat, residual, before))
             coming.append(found)
 
         fetch(0)
-        for turn, piece in enumerate(self._plan):
-            if turn + 1 < len(self._plan):
+        for turn, piece in enumerate(plan):
+            if turn + 1 < len(plan):
                 fetch(turn + 1)
             self._staging.wait(turn)
             room = self._scratch[turn % len(self._scratch)]
@@ -249,20 +266,22 @@ class ModelParameters(Parameters):
                 room[count:].copy_(rest, non_blocking=True)
         return part, room[:count], None if rest is None else room[count:]
 
-    def _put(self, vector: torch.Tensor, change: _Change) -> None:
+    def _put(self, plan: Sequence[Piece], vector: torch.Tensor, change: _Change) -> None:
         """Change the parameters by a float32 vector, piece by piece, each on its own device."""
         staging, flat = self._staging, _Flat(self.entries)
         straight = vector.data_ptr() in self._locked
+        last = {part.entry: part for piece in plan for part in piece.parts}
         staging.begin(self._devices)
-        for turn, piece in enumerate(self._plan):
+        for turn, piece in enumerate(plan):
             staging.wait(turn)
             for part in piece.parts:
+                ends = last[part.entry] is part
                 tensor, given = self.entries[part.entry].tensor, vector[piece.here][part.here]
                 residual = self._residual(part.entry)
                 rest = None if residual is None else residual[part.low : part.high]
                 if tensor.device == _HOST:
                     change(flat.part(part), given, rest)
-                    flat.changed(part)
+                    flat.changed(part, ends=ends)
                     continue
                 narrow = change is _set and rest is None
                 if straight and not (narrow and tensor.dtype != torch.float32):  # rounded first it is half as much
@@ -272,7 +291,7 @@ class ModelParameters(Parameters):
                     room.copy_(given)
                 with staging.on(tensor.device, turn):
                     change(flat.part(part), room if narrow else room.to(tensor.device, non_blocking=True), rest)
-                    flat.changed(part)
+                    flat.changed(part, ends=ends)
         staging.end(self._devices)
         if straight:  # the caller may change it as soon as this returns
             for turn in range(2):
@@ -309,10 +328,10 @@ class _Flat:
             self._copied, self._copy = part.entry, tensor.reshape(-1)
         return self._copy[part.low : part.high]
 
-    def changed(self, part: _Part) -> None:
-        """Say that what `part` returned was changed."""
+    def changed(self, part: _Part, *, ends: bool) -> None:
+        """Say that what `part` returned was changed; `ends`: no further part of this tensor is."""
         entry = self._entries[part.entry]
-        if self._copied == part.entry and self._copy is not None and part.high == entry.count:
+        if self._copied == part.entry and self._copy is not None and ends:
             entry.tensor.detach().copy_(self._copy.view(entry.tensor.shape))
             self._copied, self._copy = -1, None
 
@@ -342,10 +361,10 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
     return table, tuple(Entry(names, tensor, place.offset // 4) for (names, tensor), place in places)
 
 
-def _pieces(entries: Sequence[Entry], size: int) -> Iterator[_Piece]:
+def _pieces(entries: Sequence[Entry], start: int, stop: int) -> Iterator[Piece]:
     first = 0
-    for begin in range(0, size, PIECE_ELEMENTS):
-        end = min(begin + PIECE_ELEMENTS, size)
+    for begin in range(start, stop, PIECE_ELEMENTS):
+        end = min(begin + PIECE_ELEMENTS, stop)
         parts, gaps, at = [], [], 0
         for index in range(first, len(entries)):
             entry = entries[index]
@@ -362,7 +381,7 @@ def _pieces(entries: Sequence[Entry], size: int) -> Iterator[_Piece]:
             at = part.here.stop
         if at < end - begin:
             gaps.append(slice(at, end - begin))
-        yield _Piece(begin, end - begin, tuple(parts), tuple(gaps))
+        yield Piece(begin, end - begin, tuple(parts), tuple(gaps))
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -99,7 +99,7 @@ class Publisher:
     missing never appears.
 
     `relays` has the state mirrored on memory servers near its readers: their names, or "auto" for all that are there
-    now (Client.relay).
+    now (Client.relay). With deltas= whole states come from there, and deltas from the buffers themselves.
 
     `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
     Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every
@@ -136,8 +136,6 @@ class Publisher:
                 raise InvalidArgumentError(f"{asked}: deltas={deltas!r} is not 0 or between 2 and {DELTAS_MAX}")
             if not isinstance(versions, int) or versions < 2:
                 raise InvalidArgumentError(f"{asked}: versions={versions!r}: a published state takes 2 to 16 copies")
-            if relays is not None and deltas:
-                raise InvalidArgumentError(f"{asked}: relays do not forward deltas yet; leave relays= or deltas= out")
             if ranks is not None and deltas:
                 raise InvalidArgumentError(
                     f"{asked}: deltas={deltas} of a state that lies in {ranks.count} ranks are not there yet; leave "
@@ -299,7 +297,7 @@ class Follower:
             self._memory = PartBytes(buffer.table, self._pieces(asked, placements))
         elif deltas:
             self._memory = state = StateBytes(buffer)
-            self._reader = DeltaReader(client, buffer, state, deltas, max(timeout, 10.0))
+            self._reader = DeltaReader(client, buffer, self._nearest, state, deltas, max(timeout, 10.0))
         else:
             self._memory = StateBytes(buffer)
 

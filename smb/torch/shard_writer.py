@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 _Said: TypeAlias = "tuple[int, tuple[type[Error], str, CallOutcome] | None]"
 
 _TURN_S = 10.0  # how long the next publisher waits after the speaker was killed; it is renewed
-_WRITES = 4  # under way at once, of a rank whose shards lie in many places
+# Of a rank whose shards lie in many places: calls under way at once, and calls that one thread makes in a row.
+_WRITES = 4
+_IN_A_ROW = 16
 
 
 def ranks_of(asked: str, state: torch.nn.Module | Mapping[str, Any], mesh: DeviceMesh | None) -> Ranks | None:
@@ -85,7 +87,13 @@ class ShardWriter:
         """Copy what this rank writes."""
         with torch.no_grad():
             for name, tensor in self._memory.tensors.items():
-                tensor.copy_(local_of(given[name]))
+                here = local_of(given[name])
+                if here.shape != tensor.shape:
+                    raise InvalidArgumentError(
+                        f"publish {self._buffer.name!r}: this rank has {tuple(here.shape)} of {name}, and had "
+                        f"{tuple(tensor.shape)} at the first time: give the state sharded as it was"
+                    )
+                tensor.copy_(here)
 
     def fail(self, error: Exception) -> None:
         """Have the next publication fail at all ranks with what this one's state was refused for."""
@@ -98,17 +106,20 @@ class ShardWriter:
         self._kept = None
         ranks.agree(kept)
         versions = self._buffer._versions
-        begun: Publication | None = None
-        with ranks.agreed():
-            if ranks.speaks:
-                begun = versions.begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
-        if begun is None:
+        if not ranks.speaks:
+            ranks.agree(None)  # until the first rank has the turn
             turn = ranks.tell()
             with ranks.agreed():
                 self._write(versions.take_part(turn))
             return self._heard(ranks.tell())
+        try:
+            begun = versions.begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
+        except BaseException as error:
+            ranks.agree(error)
+            raise
         with begun.kept():
             try:
+                ranks.agree(None)
                 ranks.tell(begun.turn)
                 with ranks.agreed():
                     self._write(begun)
@@ -142,12 +153,18 @@ class ShardWriter:
 
     def _write(self, publication: Publication) -> None:
         ranges = list(self._memory.ranges)
-        if len(ranges) < 2:
-            for each in ranges:
+
+        def write(first: int) -> None:
+            for each in ranges[first : first + _IN_A_ROW]:
                 publication.write(*each)
+
+        starts = range(0, len(ranges), _IN_A_ROW)
+        if len(starts) < 2:
+            for first in starts:
+                write(first)
             return
-        with ThreadPoolExecutor(min(_WRITES, len(ranges)), "smb-shards") as threads:
-            for _ in threads.map(lambda each: publication.write(*each), ranges):
+        with ThreadPoolExecutor(min(_WRITES, len(starts)), "smb-shards") as threads:
+            for _ in threads.map(write, starts):  # the first failure cancels what has not begun
                 pass
 
 

@@ -42,7 +42,10 @@ from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFound
 from smb.tensors import TensorTable
 from smb.torch.model_parameters import Entry, ModelParameters
 from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
+from smb.torch.overlap import Overlap, check_overlap
+from smb.torch.part_parameters import PartParameters
 from smb.train.group import clear, enter, view
+from smb.train.overlap_plan import Plan
 
 STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
@@ -69,6 +72,7 @@ def join(
     stripe: Any = None,
     wire: str | None = None,
     mesh: Any = None,
+    overlap: str = "none",
     **settings: Any,
 ) -> Shared:
     """Train the model together with all who join the same name. Returns when it has the shared model's values.
@@ -89,6 +93,12 @@ def join(
     Each moves its own shards: DTensors of fully_shard or parallelize_module, and tensors that ranks have alike, as with
     DDP. Rank 0 of the mesh speaks for all. All ranks step, and call methods of the result, together. If one of them
     dies, the member dies.
+
+    `overlap` hides the exchanges of ASP, SSP, R2SP and BSP behind the passes of a step, by parts (docs/training.md).
+    "forward" leaves the script as it is: optimizer.step() returns at once, and each module waits for its own parameters
+    when it is called. "both" also steps the optimizer in the backward pass, by parameter; what that would make wrong
+    raises Error: clipping, accumulation, closures, GradScaler. Errors of an exchange come out of the next call of a
+    module, or of the optimizer's next step. Not with mesh=, nor with a compiled model.
 
     The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
     DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
@@ -111,6 +121,7 @@ def join(
             f"smb.torch.join: first the model, then the optimizer, not {type(model).__name__} and "
             f"{type(optimizer).__name__}"
         )
+    check_overlap(overlap, mesh=mesh is not None)
     placement = {"servers": servers, "stripe": stripe, "wire": wire}
     options: dict[str, Any] = {key: value for key, value in placement.items() if value is not None}
     with contextlib.ExitStack() as on_failure:
@@ -118,6 +129,7 @@ def join(
             client = on_failure.enter_context(smb.connect(coordinator))
         options |= {"guards": guards, "lease": lease, "fresh": fresh}
         if mesh is None:
+            options["overlap"] = overlap
             shared = Shared(model, inner, name, scheme, settings, client, samples, options)
         else:
             from smb.torch.mesh import MeshShared  # with torch.distributed.tensor, which takes a second
@@ -152,6 +164,7 @@ class Shared:
         self._name = name
         self._model = model
         parts = self._parts(model, optimizer)
+        self._asked_overlap: str = options.pop("overlap", "none")
         self._trained = self._parameters(parts)
         self._check = Check(model, optimizer, self._trained.entries, parts.frozen)
         self._trained.verify = self._check
@@ -161,7 +174,11 @@ class Shared:
         self._client = client
         self._units: smb.train.WorkUnits | None = None  # of batches()
         self._owned = contextlib.ExitStack()  # the client, where it is ours
+        self._overlap: Overlap | None = None
         with contextlib.ExitStack() as on_failure:
+            if self._asked_overlap != "none":
+                self._overlap = Overlap(model, optimizer, self._trained, self._asked_overlap)
+                on_failure.callback(self._overlap.remove)
             self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
             on_failure.callback(self._hook.remove)
             self._join(name, scheme, settings, parts, options)
@@ -173,7 +190,7 @@ class Shared:
         return parts_of(model, optimizer)
 
     def _parameters(self, parts: Parts) -> Any:
-        return ModelParameters(parts.trained)
+        return ModelParameters(parts.trained) if self._asked_overlap == "none" else PartParameters(parts.trained)
 
     def _join(
         self,
@@ -209,6 +226,7 @@ class Shared:
             _compare(group.weights, self._trained.table)
             _compare_frozen(group.weights, mark)
         chosen = _scheme(scheme, settings, group.scheme if group else None)
+        check_overlap(self._asked_overlap, chosen or (group.scheme if group else None))
         metadata = _metadata(self._trained) | ({FROZEN: mark} if mark else {})
         guards, lease = options.pop("guards"), options.pop("lease")
         joined = enter(client, name, self._trained, chosen, guards, lease, metadata=metadata, **options)
@@ -226,6 +244,8 @@ class Shared:
             raise
         if self._state is not None:
             self._statistics.spread()
+        if self._overlap is not None:
+            self._overlap.attach(self.worker, lambda: self.samples)
         self.worker.announce()
 
     @property
@@ -305,6 +325,20 @@ class Shared:
         with self.worker.there():
             return units.take()
 
+    def wait(self) -> None:
+        """Wait until the parameters are what the last exchange made of them: for who looks at them between two steps.
+
+        With overlap=; without, they always are. Raises what the exchange raises.
+        """
+        self._check_open()
+        if self._overlap is not None:
+            self._overlap.wait()
+
+    @property
+    def plan(self) -> Plan | None:
+        """How exchanges hide behind the passes; None without overlap=, and until the first steps were measured."""
+        return None if self._overlap is None else self._overlap.plan
+
     def state_dict(self) -> dict[str, Any]:
         """Return the shared model of now, in memory of its own: the model's own state_dict() with the group's values in
         place of what is shared. Blocks for one read; raises smb's errors.
@@ -348,6 +382,8 @@ class Shared:
         """Finish what is under way, and load the parameters, and the running statistics into their vector. False: not
         that, or there is nothing to load any more."""
         try:
+            if self._overlap is not None:
+                self._overlap.finish()
             self.worker.finish()
             self._mix_after_exchange()
             self._settle_mixing()
@@ -395,7 +431,12 @@ class Shared:
     def _stepped(self) -> None:
         if not self._open:  # a join that is not done, or was not to be
             return
-        self.worker.step(self.samples)
+        if self._overlap is None:
+            self.worker.step(self.samples)
+        elif self._overlap.inside:
+            return
+        else:
+            self._overlap.stepped()
         self._mix_after_exchange()
 
     def _mix_after_exchange(self) -> None:
@@ -448,6 +489,8 @@ class Shared:
         self._hook.remove()
         with contextlib.ExitStack() as last:
             last.push(self._owned)
+            if self._overlap is not None:
+                last.callback(self._overlap.remove)
             last.callback(self.worker.abandon)
             if self._units is not None:
                 last.callback(self._leave_units, self._units)

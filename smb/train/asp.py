@@ -17,6 +17,7 @@ may leave a part of its last contribution, whole chunks of it, in the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from smb.train import member_table as t
@@ -47,17 +48,18 @@ class Asynchronous(Exchange):
     def __init__(self, group: Group, parameters: Parameters) -> None:
         self._group = group
         self._deltas = deltas_of(group.weights, parameters, group.sent_bytes)
-        self._sent = 0  # contributions, as of the read that the next contribution builds on
+        self._sent = 0  # contributions, ours among them, when the read began that the next contribution builds on
         self._unsent_samples = 0
 
     def step(self, samples: int) -> None:
         """Add the delta and take over the sum."""
         group, deltas = self._group, self._deltas
         self.flush()
-        group.check(deltas.take(), max(0, group.table.get(0, _SENT) - self._sent))
+        before = group.table.get(0, _SENT)
         self._unsent_samples = samples
-        deltas.send(fetch=True)
+        deltas.exchange(partial(group.check, staleness=max(0, before - self._sent)), fetch=True)
         self._count()
+        self._sent = before + 1
 
     def restart(self) -> None:
         """Take over the shared model."""
@@ -68,7 +70,8 @@ class Asynchronous(Exchange):
         """Send what a failed call left unsent."""
         if self._deltas.finish():
             self._count()
+            self._sent += 1
 
     def _count(self) -> None:
-        self._sent = self._group.table.add(0, _SENT, 1) + 1
+        self._group.table.add(0, _SENT, 1)
         self._group.count(self._unsent_samples, self._deltas.moved_bytes())

@@ -26,23 +26,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from smb.errors import InvalidArgumentError
-from smb.train.diloco import DiLoCo
+from smb.train.diloco import NesterovRounds
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncDiLoCo(DiLoCo):
+class AsyncDiLoCo(NesterovRounds):
     """DiLoCo without waiting. quorum, grace, token_weights: see RoundScheme."""
 
     NAME: ClassVar[str] = "asyncdiloco"
     quorum: int | None = 1
     outer_lr: float = 0.07
     WAITS: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.fragments, self.delay, self.mix) != (1, 0, 0):
-            raise InvalidArgumentError(
-                f"{self.NAME}: fragments={self.fragments!r}, delay={self.delay!r}, mix={self.mix!r}: only diloco has "
-                f"fragments; leave the three out"
-            )

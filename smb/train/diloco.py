@@ -43,21 +43,12 @@ from smb.train.scheme import Span, is_number, is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(RoundScheme):
-    """Nesterov on the mean over all workers after every `every` local steps. The rest: see RoundScheme.
+class NesterovRounds(RoundScheme):
+    """Nesterov on the mean over all workers after every `every` local steps. The rest: see RoundScheme."""
 
-    fragments: parts of the model that are exchanged at times of their own, each once in `every` steps, in the
-    background. delay: so many local steps later a worker takes the outcome over, and waits for it if it is not there.
-    mix: the share of its own values that a worker keeps then.
-    """
-
-    NAME: ClassVar[str] = "diloco"
     every: int = 500
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    fragments: int = 1
-    delay: int = 0
-    mix: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +58,32 @@ class DiLoCo(RoundScheme):
                 f"{self.NAME}: outer_lr={self.outer_lr!r} must be more than 0, and "
                 f"outer_momentum={self.outer_momentum!r} from 0 to below 1"
             )
+
+    def interval(self) -> int:
+        """Return `every`."""
+        return self.every
+
+    def outer(self) -> Outer:
+        """Return Nesterov's rule."""
+        return Outer("nesterov", 1, (("lr", self.outer_lr), ("mu", self.outer_momentum)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(NesterovRounds):
+    """NesterovRounds of all live members, of the whole model or by fragments.
+
+    fragments: parts of the model that are exchanged at times of their own, each once in `every` steps, in the
+    background. delay: so many local steps later a worker takes the outcome over, and waits for it if it is not there.
+    mix: the share of its own values that a worker keeps then.
+    """
+
+    NAME: ClassVar[str] = "diloco"
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not is_whole(self.fragments, 1, self.every):
             raise InvalidArgumentError(
                 f"{self.NAME}: fragments={self.fragments!r} is no whole number in 1 to every={self.every}: each is "
@@ -81,14 +98,6 @@ class DiLoCo(RoundScheme):
             raise InvalidArgumentError(
                 f"{self.NAME}: mix={self.mix!r} is not from 0 to below 1; with 1 a worker would take nothing over"
             )
-
-    def interval(self) -> int:
-        """Return `every`."""
-        return self.every
-
-    def outer(self) -> Outer:
-        """Return Nesterov's rule."""
-        return Outer("nesterov", 1, (("lr", self.outer_lr), ("mu", self.outer_momentum)))
 
     def spans(self, weights: Buffer) -> tuple[Span, ...]:
         """Return the fragments: of whole tensors, where the group knows of tensors."""

@@ -35,6 +35,7 @@ from smb.errors import (
 from smb.lock import Lock
 from smb.train import member_table as t
 from smb.train import members
+from smb.train.exchange.at_once import is_remote
 from smb.train.guards import Guard, Guards, Norm, RefusedContributionError
 from smb.train.members import Member
 from smb.train.parameters import Parameters
@@ -47,6 +48,10 @@ _SETUP_S = 30.0
 WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}  # of an element
 
 _log = logging.getLogger("smb")
+
+
+class GivenUpError(Error):
+    """A step in the background was given up, as its worker was closed. Nobody but the worker sees it."""
 
 
 class Group:
@@ -81,6 +86,7 @@ class Group:
         self._guard = Guard(self.guards)
         self.guard_fired = ""  # what the last refusal said
         self._seen = 0  # the tick's version, as far as we know
+        self.given_up = False  # written by the thread that closes the worker, read by the one that exchanges
         self._rejoins = 0
         self.patience = max(0.05, self.lease / 4)
         self.sent_bytes = round(weights.size * WIRE_BYTES[weights.wire])
@@ -170,13 +176,19 @@ class Group:
         """Wait until somebody calls wake(); False after `timeout` seconds (default: a quarter of the lease).
 
         A wake() since the last wait counts: look at the table, then wait, and nothing is missed. On False look for dead
-        members: reap().
+        members: reap(). Raises GivenUpError.
         """
+        self.go_on()
         try:
             self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
         except TimeoutError:
             return False
         return True
+
+    def go_on(self) -> None:
+        """Raise GivenUpError if this worker's step in the background was given up."""
+        if self.given_up:
+            raise GivenUpError(f"group {self.name!r}: the exchange under way was given up: the worker is closed")
 
     # ---- weights
 
@@ -189,18 +201,44 @@ class Group:
         """Read the shared weights into `out`, exact, never a mix of two rounds; return the round."""
         return self.read_by(lambda weights: weights.read(out=out, wire="exact"))
 
-    def read_by(self, read: Callable[[Buffer], object]) -> int:
-        """Call `read` with the weights, again while rounds are closed meanwhile; return the round that it has read."""
+    def read_by(self, read: Callable[[Buffer], object], *, known: int | None = None, needs_us: bool = False) -> int:
+        """Call `read` with the weights, again while rounds are closed meanwhile; return the round that it has read.
+
+        `known` is the word ROUND, if it was read just before. needs_us: the round that is open is closed only with our
+        mark, as long as we hold our slot: then nobody need look afterwards.
+        """
         while True:
-            before = self.table.get(0, t.ROUND)
+            before = self.table.get(0, t.ROUND) if known is None else known
+            known = None
             if before & BUILT:  # the weights are being replaced
                 if not self.wait():
                     self._finish_round()
                 continue
             read(self.weights)
+            if needs_us and before >> t.ROUND_SHIFT == self.member.clock and self.member.held:
+                return before >> t.ROUND_SHIFT
             after = self.table.get(0, t.ROUND)
             if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & BUILT:
                 return before >> t.ROUND_SHIFT
+
+    def read_from(self, read: Callable[[Buffer], object], *, known: int | None = None) -> int:
+        """Call `read` with the weights once; return the round that they were of when it began. `known`: as in read_by.
+
+        A round that is closed meanwhile makes it a mix. For those whose contribution to the former round is dropped
+        then.
+        """
+        before = self.table.get(0, t.ROUND) if known is None else known
+        while before & BUILT:
+            if not self.wait():
+                self._finish_round()
+            before = self.table.get(0, t.ROUND)
+        read(self.weights)
+        return before >> t.ROUND_SHIFT
+
+    @functools.cached_property
+    def remote(self) -> bool:
+        """Whether the group's buffers are reached over a network."""
+        return is_remote(self.weights)
 
     @functools.cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -211,13 +249,16 @@ class Group:
         """Return the part that a round is of."""
         return self.spans[number % len(self.spans)]
 
-    def replace(self, following: Buffer, claim: int, fence: Lock) -> None:
-        """Do the second half of closing a round (rounds.py): these are the weights, and the round's number says so."""
+    def replace(self, following: Buffer, claim: int, fence: Lock) -> bool:
+        """Do the second half of closing a round (rounds.py): these are the weights, and the round's number says so.
+        False: another one has claimed it.
+        """
         offset, count = self.span(claim >> t.ROUND_SHIFT)
         self.weights.accumulate_from(following, op="replace", offset=offset, count=count, fence=fence)
         failpoint("train-copied")
-        self.table.swap(0, t.ROUND, claim, (claim >> t.ROUND_SHIFT) + 1 << t.ROUND_SHIFT)
+        found = self.table.swap(0, t.ROUND, claim, (claim >> t.ROUND_SHIFT) + 1 << t.ROUND_SHIFT)
         failpoint("train-committed")
+        return found == claim
 
     def _finish_round(self) -> None:
         """Do that half for a closer that died, if it did: there may be no member left who would."""
@@ -245,19 +286,22 @@ class Group:
 
     # ---- contributions
 
-    def check(self, contribution: Norm, staleness: int = 0) -> None:
+    def check(self, contribution: Norm, staleness: int = 0, *, whole: bool = True) -> None:
         """Call it before a contribution counts: looks at the guards and at our membership; no call to a server.
 
+        Without `whole` before a part of it does, with all parts so far: what is sent keeps to the guards.
         Raises RefusedContributionError (counted), MembershipLostError.
         """
         self.member.check()
         try:
-            norm = self._guard.check(contribution, staleness)
+            norm = self._guard.check(contribution, staleness, whole=whole)
         except RefusedContributionError as error:
             self.guard_fired = str(error)
             self.member.add(t.REFUSED, 1)
             self.member.report()
             raise
+        if not whole:
+            return
         self.member.set(t.NORM, struct.unpack("<q", struct.pack("<d", norm))[0])
         self.member.set(t.STALENESS, staleness)
         self.member.set(t.STALENESS_MAX, max(staleness, self.member.get(t.STALENESS_MAX)))

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -60,8 +60,8 @@ class Guard:
         self._guards = guards
         self._norms: deque[float] = deque(maxlen=_MEDIAN_OF)
 
-    def check(self, contribution: Norm, staleness: int) -> float:
-        """Return the norm of a contribution. Raises RefusedContributionError."""
+    def check(self, contribution: Norm, staleness: int, *, whole: bool = True) -> float:
+        """Return the norm of a contribution; of its parts so far, without `whole`. Raises RefusedContributionError."""
         guards, size = self._guards, math.sqrt(contribution.square)
         if contribution.bad:
             raise RefusedContributionError(
@@ -83,8 +83,16 @@ class Guard:
             raise RefusedContributionError(
                 f"contribution refused: its staleness {staleness} exceeds staleness_max={guards.staleness_max}"
             )
-        self._norms.append(size)
+        if whole:
+            self._norms.append(size)
         return size
+
+
+class Check(Protocol):
+    """A look at a contribution before it is sent; raises RefusedContributionError."""
+
+    def __call__(self, contribution: Norm, *, whole: bool) -> None:
+        """Look at its parts so far; `whole`: these are all."""
 
 
 @dataclass
@@ -94,6 +102,12 @@ class Norm:
     count: int = 0
     square: float = 0.0  # of the finite ones
     bad: int = 0
+
+    def join(self, other: Norm) -> None:
+        """Take what was gathered elsewhere."""
+        self.count += other.count
+        self.square += other.square
+        self.bad += other.bad
 
     def add(self, piece: Values) -> None:
         """Take one more piece of the contribution, float32 (n,)."""

@@ -69,6 +69,16 @@ class Table:
         self.buffer.read(out=rows)
         return rows
 
+    def raise_to(self, row: int, column: int, value: int) -> Rows:
+        """Set one element to the larger of it and `value`, and return all rows as they are then. One call.
+
+        For words that only grow, whatever their writer.
+        """
+        least = np.full(self.buffer.shape, np.iinfo(np.int64).min, np.int64)
+        least[row, column] = value
+        rows: Rows = np.asarray(self.buffer.accumulate(least, op="max", fetch=True)).reshape(self.buffer.shape)
+        return rows
+
     def get(self, row: int, column: int) -> int:
         """Return one element."""
         return int(self.buffer.read(row * FIELDS + column, 1)[0])

@@ -88,6 +88,10 @@ class Parameters(ABC):
         """Take note that this array, (n,), will be given to fill, deltas or subtract time and again."""
         return
 
+    def give_up(self) -> None:
+        """Have an exchange in another thread wait for no further part: its worker is closed."""
+        return
+
     # ---- their place in the group's buffers: all of them, in this order, unless a subclass says otherwise
 
     def store(self, weights: Buffer) -> None:
@@ -130,8 +134,8 @@ class Parameters(ABC):
         return
 
 
-class Together(Parameters):
-    """Parameters in several processes, which are one worker: this one speaks for all. Its exchanges move all parts."""
+class SelfMoving(Parameters):
+    """Parameters that bring what moves them between the worker and the group's buffers."""
 
     @abstractmethod
     def snapshot(self, wire: str) -> Snapshot:
@@ -140,6 +144,10 @@ class Together(Parameters):
     @abstractmethod
     def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas:
         """Return what adds deltas."""
+
+
+class Together(SelfMoving):
+    """Parameters in several processes, which are one worker: this one speaks for all. Its exchanges move all parts."""
 
     @abstractmethod
     def difference(self, weights: Buffer, arrived: Callable[[], object]) -> Difference:

@@ -37,6 +37,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -136,13 +137,12 @@ class RoundRobin(Exchange):
         self._passer.finish()
         turn = self._take_turn()
         group, deltas = self._group, self._deltas
-        try:
-            group.check(deltas.take(), max(0, turn.updates - self._updates))
-        except RefusedContributionError:
-            self._pass_on(turn, updated=False)
-            raise
         self._unsent_samples = samples
-        deltas.send(fetch=True)
+        try:
+            deltas.exchange(partial(group.check, staleness=max(0, turn.updates - self._updates)), fetch=True)
+        except RefusedContributionError:
+            self._pass_on(turn, updated=deltas.touched)
+            raise
         self._done(turn)
         ended = time.monotonic()
         measured = self._pace.count(samples, computed - self._ended, ended - self._began)
@@ -185,6 +185,7 @@ class RoundRobin(Exchange):
         group, scheme = self._group, self._scheme
         seen, since = Turn(), time.monotonic()
         while True:
+            group.go_on()
             version = group.tick.version  # before the table: a pass that it does not show yet is waited for in vain
             turn, live = self._look()
             if turn.is_of(self._me):
@@ -250,7 +251,7 @@ class RoundRobin(Exchange):
             if self._deltas.finish():
                 self._done(self._turn)
             else:
-                self._pass_on(self._turn, updated=False)
+                self._pass_on(self._turn, updated=self._deltas.touched)
 
     def _done(self, turn: Turn) -> None:
         """Our update is in the model."""

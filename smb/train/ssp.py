@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from smb.errors import InvalidArgumentError
@@ -93,16 +94,14 @@ class StaleSynchronous(Exchange):
         group, deltas = self._group, self._deltas
         self.flush()
         refused = None
-        try:
-            group.check(deltas.take(), self._lag)
-        except RefusedContributionError as error:
-            refused = error
         # The others only go on: if none is too far behind now, the sums that come back contain all they must.
         behind = lag(self._clock + 1, self._others())
-        if refused is None:
-            self._unsent_samples = samples
-            deltas.send(fetch=behind <= self._bound)
+        self._unsent_samples = samples
+        try:
+            deltas.exchange(partial(group.check, staleness=self._lag), fetch=behind <= self._bound)
             self._count()
+        except RefusedContributionError as error:
+            refused = error
         self._clock += 1
         others = self._tell()
         if behind > self._bound:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -88,6 +89,9 @@ class Worker:
         self._listeners: list[Callable[[ExchangeEvent], object]] = []
         self._away = False  # joining again was begun, and is not done
         self._unsent = 0  # local steps that the last contribute_rest() could not send
+        self._job: _Job | None = None  # a step in the background
+        self._failed = False  # the last step in the background did, and may have left something unsent
+        self._looking = t.Table(group.table.buffer)  # with rows of its own: others look while a step is under way
         try:
             parameters.seated(group)
             with room(group.name, group.scheme, 4 * parameters.size):
@@ -132,7 +136,7 @@ class Worker:
     @property
     def status(self) -> WorkerStatus:
         """The group's record of this worker."""
-        return worker_status(self._group.table.read(), self._group.member.slot)
+        return worker_status(self._looking.read(), self._group.member.slot)
 
     @property
     def contributions(self) -> int:
@@ -142,7 +146,7 @@ class Worker:
     @property
     def progress(self) -> Progress:
         """How far the group is. One small read."""
-        found = progress_of(self._group.table.read())
+        found = progress_of(self._looking.read())
         return dataclasses.replace(found, steps=max(found.steps, self._group.member.get(t.STEPS)))
 
     def on_exchange(self, listener: Callable[[ExchangeEvent], object]) -> None:
@@ -162,7 +166,7 @@ class Worker:
     @property
     def members(self) -> int:
         """How many take part now, this worker among them, those whose death nobody noticed yet too. One small read."""
-        return max(1, len(self._group.live(self._group.table.read())))
+        return max(1, len(self._group.live(self._looking.read())))
 
     def step(self, samples: int | None = None) -> None:
         """Call it after every local step, over `samples` samples: exchanges when the scheme says so.
@@ -186,23 +190,143 @@ class Worker:
         if self._away:
             self._rejoin()
             return
-        started, moved, self._unsent = time.perf_counter(), self._moved(), 0
+        job = self._noted(samples)
+        self._run(job)
+        self._ended(job)
+
+    def _noted(self, samples: int | None) -> _Job:
+        """Take note of a step that begins."""
+        self._unsent = 0
         self._group.member.add(t.STEPS, 1)
         for group in filter(None, (self._group, self._group.nested)):
             group.samples_known = samples is not None
+        return _Job(1 if samples is None else samples, time.perf_counter(), self._moved())
+
+    def _run(self, job: _Job) -> None:
         try:
-            self._exchange.step(1 if samples is None else samples)
-        except MembershipLostError as error:
+            self._exchange.step(job.samples)
+        except BaseException as error:  # noqa: BLE001 - raised by _ended
+            job.error = error
+        job.seconds = time.perf_counter() - job.started
+
+    def _ended(self, job: _Job) -> None:
+        """Do what follows from how a step ended."""
+        error = job.error
+        if isinstance(error, MembershipLostError):
             _log.warning("group %r: %s", self.name, error)
             self._rejoin()
-        except RefusedContributionError:
+        elif isinstance(error, RefusedContributionError):
             self._exchange.restart()
-            raise
-        except Error:
+            raise error
+        elif isinstance(error, Error):
             self._group.member.add(t.STEPS, -1)  # it is called again
+            raise error
+        elif error is not None:
+            raise error
+        if self._listeners and self._moved() > job.moved:
+            self._tell(self._moved() - job.moved, job.seconds)
+
+    # ---- a step in the background, for parameters that move by parts (exchange/parts.py)
+
+    def start(self, samples: int | None, over: Callable[[], object]) -> None:
+        """Begin a step as `step` does, in a thread of its own, which calls `over` last. `settle` ends it: before that
+        no other call but those that look (status, progress, members) is made. Call `recover` before.
+        """
+        self._check_open()
+        assert self._job is None
+        assert not self._failed
+        job = self._noted(samples)
+
+        def run() -> None:
+            self._run(job)
+            over()
+
+        job.thread = threading.Thread(target=run, name="smb-exchange", daemon=True)
+        self._job = job
+        job.thread.start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether a step in the background has ended because this worker's membership was lost. No call."""
+        return self._job is not None and isinstance(self._job.error, MembershipLostError)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step in the background has failed, as far as is known now; `settle` says how. No call."""
+        return self._job is not None and self._job.error is not None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a step has failed, as `settle` said, and `recover` was not called. No call."""
+        return self._failed or self._away
+
+    def join_step(self) -> None:
+        """Wait for a step in the background, and leave it to `settle` to say how it ended."""
+        if self._job is not None and self._job.thread is not None:
+            self._job.thread.join()
+
+    @property
+    def weights(self) -> Buffer:
+        """The group's weights."""
+        return self._group.weights
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is a step in the background that `settle` has not ended."""
+        return self._job is not None
+
+    def settle(self) -> bool:
+        """Wait for a step in the background. Raises what `step` raises, in the same cases, and joins again as that
+        does: then True, and the parameters are the shared model's.
+        """
+        job, self._job = self._job, None
+        if job is None:
+            return False
+        assert job.thread is not None
+        try:
+            job.thread.join()
+        except BaseException:  # Ctrl-C: it is still under way
+            self._job = job
             raise
-        if self._listeners and self._moved() > moved:
-            self._tell(self._moved() - moved, time.perf_counter() - started)
+        rejoins = self._group.member.get(t.REJOINS)
+        self._failed = isinstance(job.error, Error) and not isinstance(
+            job.error, (MembershipLostError, RefusedContributionError)
+        )
+        with self.there():
+            self._ended(job)
+        return self._group.member.get(t.REJOINS) != rejoins
+
+    def recover(self) -> bool:
+        """Finish what a step left that failed, so that the next one may begin. Blocks. May raise what `step` raises.
+
+        True if this worker had to join again: the parameters are the shared model's.
+        """
+        self._check_open()
+        with self.there():
+            if self._away:
+                self._rejoin()
+                self._failed = False
+                return True
+            if self._failed:
+                try:
+                    self._exchange.flush()
+                except MembershipLostError as error:
+                    _log.warning("group %r: %s", self.name, error)
+                    self._rejoin()
+                    self._failed = False
+                    return True
+                self._failed = False
+        return False
+
+    def _give_up(self) -> None:
+        """End a step in the background before it is done. Parts that were sent count."""
+        job, self._job = self._job, None
+        if job is None or job.thread is None:
+            return
+        self._group.given_up = True
+        self._parameters.give_up()
+        job.thread.join()
+        self._group.given_up = False
 
     def _moved(self) -> int:
         return self._group.member.get(t.BYTES)
@@ -217,6 +341,7 @@ class Worker:
     def flush(self) -> None:
         """Finish what is under way in the background, and wait for it."""
         self._check_open()
+        self.settle()
         if self._away:
             return
         with self.there():
@@ -231,7 +356,9 @@ class Worker:
         local SGD. close() does it too. Raises as step.
         """
         self._check_open()
-        if self._away:
+        if (
+            self._away or self._failed or self._job is not None
+        ):  # schemes that step in the background exchange each step
             return
         with self.there():
             try:
@@ -286,6 +413,7 @@ class Worker:
         values are the present shared model, and what it had not sent is lost.
         """
         self._check_open()
+        self.settle()
         with contextlib.suppress(MembershipLostError):  # then we are aside already
             self._exchange.close()
         self._group.leave()
@@ -316,6 +444,7 @@ class Worker:
 
     def _leave(self, *, load: bool) -> None:
         self._forget()
+        self._give_up()
         together = isinstance(self._parameters, Together)
         try:
             if load and together:
@@ -432,6 +561,18 @@ class Worker:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError(f"the worker has left group {self.name!r}; join again")
+
+
+@dataclasses.dataclass
+class _Job:
+    """A step: what it is of, when it began (time.perf_counter), what had been moved by then, and how it ended."""
+
+    samples: int
+    started: float
+    moved: int
+    seconds: float = 0.0
+    error: BaseException | None = None
+    thread: threading.Thread | None = None
 
 
 @atexit.register

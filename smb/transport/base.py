@@ -47,6 +47,7 @@ class SegmentPlace:
     copying_to: str = ""  # the server to which that copy is being made anew; empty: none
     copied: float = 0.0  # of it, 0 to 1
     copy_left_s: float = 0.0  # and how long it may still take; 0: not known
+    lost: bool = False  # its server came back without its memory, as the coordinator saw it
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class Links:
         `locate_copies` asks where the primary of a segment is now; NotFoundError if it is gone.
         """
         self._locate_copies = locate_copies
-        self._copies: dict[int, _Copies] = {}  # by segment
+        self._copies: dict[tuple[int, bool], _Copies] = {}  # by segment, and whether for what waits
         self._last_lane = int(Lane.OF_SEGMENTS) - 1
         self.tokens = tokens
         self._tls = tls
@@ -161,15 +161,18 @@ class Links:
         self.tokens.show(link, place.id, deadline.left_ms())
         return link
 
-    def reach_copies(self, place: SegmentPlace, deadline: Deadline, *, may_be_local: bool) -> tuple[Link, bool]:
+    def reach_copies(
+        self, place: SegmentPlace, deadline: Deadline, *, may_be_local: bool, waits: bool = False
+    ) -> tuple[Link, bool]:
         """Return the link to a segment that has two copies, connecting it if there is none, and whether its server was
-        on this host. Its calls go to whichever server has the primary. Raises as `reach` does.
+        on this host. Its calls go to whichever server has the primary. `waits`: the one for what waits there. Raises as
+        `reach` does.
         """
         with self._lock:
-            entry = self._copies.get(place.id)
+            entry = self._copies.get((place.id, waits))
             if entry is None:
                 self._forget_copies()
-                entry = self._copies[place.id] = _Copies(place, self._free_lane(), may_be_local)
+                entry = self._copies[place.id, waits] = _Copies(place, self._free_lane(), may_be_local)
             if not self._threads:
                 self._start(_watch, (self._client, weakref.ref(self)), "smb-links")
         with entry.lock:

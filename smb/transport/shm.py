@@ -49,7 +49,7 @@ class SharedMemory:
                     segment = link.attach(place.id, epoch, deadline.left_ms())
                 except EngineError as error:
                     if error.status in (Status.NOT_FOUND, Status.STALE_EPOCH):
-                        raise NotFoundError(f"server {place.server} has no such segment: {error}") from error
+                        raise NotFoundError(f"memory server {place.server} has no such segment") from error
                     self._links.pop(place.instance_id, None)
                     refusal = NoAnswerError if error.status in _GONE else NoPathError
                     raise refusal(f"{place.unix_path} did not hand out the segment: {error}") from error

@@ -354,3 +354,31 @@ def test_what_became_of_a_failed_step_is_found_out(fragile: smb.LocalCluster) ->
             np.testing.assert_array_equal(patient.open("m").read(), np.where(applied, 2, 1))
             for name in "wgm":
                 patient.delete(name)
+
+
+@pytest.mark.parametrize("transport", EACH_WAY)
+def test_ranges(connect: Connect, transport: str) -> None:
+    """apply and accumulate_from of a range change that range of all, over stripes and chunks, and nothing beside it;
+    a range of no elements does nothing, and one that is not inside is refused."""
+    client = connect(transport)
+    arrays = [normal(seed) for seed in range(3)]
+    weights = client.create("weights", SIZE, "float32", stripe=STRIPE)
+    buffers = [weights, client.create("gradient", like=weights), client.create("m", like=weights)]
+    for buffer, array in zip(buffers, arrays, strict=True):
+        buffer.write(array)
+    here = slice(1_003, 101_010)
+    span = {"offset": here.start, "count": here.stop - here.start}
+    expected = [array.copy() for array in arrays]
+    expected[2][here] = np.float32(0.9) * arrays[2][here] + arrays[1][here]
+    expected[0][here] -= np.float32(0.5) * (arrays[1][here] + np.float32(0.9) * expected[2][here])
+    weights.apply("nesterov", buffers[1], buffers[2], lr=0.5, mu=0.9, **span)
+    buffers[1].accumulate_from(weights, op="replace", **span)
+    expected[1][here] = expected[0][here]
+    buffers[1].accumulate_from(weights, offset=SIZE)
+    buffers[1].accumulate_from(weights, offset=7, count=0)
+    for buffer, array in zip(buffers, expected, strict=True):
+        np.testing.assert_array_equal(buffer.read(), array)
+    with pytest.raises(smb.InvalidArgumentError, match="not inside"):
+        weights.accumulate_from(buffers[1], offset=1, count=SIZE)
+    with pytest.raises(smb.InvalidArgumentError, match="not inside"):
+        weights.apply("sgd", buffers[1], lr=1.0, offset=5, count=SIZE)

@@ -55,6 +55,55 @@ def test_every_call_changes_both_copies(cluster: smb.LocalCluster, client: smb.C
     assert second_copy.check_copies(client, cluster.memory_directory) == len(buffer.layout.segments) + 1
 
 
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+@pytest.mark.parametrize("versions", [1, 2, 3])
+def test_versions_of_two_copies(cluster: smb.LocalCluster, client: smb.Client, way: str, versions: int) -> None:
+    """What is published is waited for, read, pinned and read by its number, as with one copy."""
+    count = 50_000
+    buffer = client.create("news", count, "int64", stripe="64KiB", replicas=2, versions=versions)
+    with smb.connect(cluster.address, transport=way) as other:
+        theirs = other.open("news")
+        assert theirs.version == 0
+        for version in range(1, 5):
+            assert buffer.publish(np.full(count, version)) == version
+            assert theirs.wait(version) == theirs.version == version
+            assert (theirs.read() == version).all()
+        with pytest.raises(smb.TimeoutError):
+            theirs.wait(5, timeout=0.01)
+        if versions > 1:
+            with theirs.pin() as pin:
+                buffer.publish(np.full(count, 5))
+                assert (pin.version, pin.read(0, 2).tolist()) == (4, [4, 4])
+        if versions > 2:
+            assert (theirs.read(version=4) == 4).all()
+            with pytest.raises(smb.NotFoundError, match="was overwritten"):
+                theirs.read(version=2)
+    assert second_copy.check_copies(client, cluster.memory_directory) == len(buffer.layout.segments)
+
+
+@pytest.mark.parametrize("way", ["auto", "tcp"])
+def test_locks_of_two_copies(cluster: smb.LocalCluster, client: smb.Client, way: str) -> None:
+    """One holder at a time, tokens that grow, and a change of a former holder that is refused."""
+    buffer = client.create("w", 50_000, "int64", stripe="64KiB", replicas=2)
+    ones = np.ones(50_000, np.int64)
+    with smb.connect(cluster.address, transport=way) as other:
+        theirs = other.open("w")
+        former = theirs.lock(ttl=0.05).acquire()
+        other._session.renewals.remove(former)
+        lock = buffer.lock(timeout=20).acquire()
+        assert lock.token > former.token
+        with pytest.raises(smb.LockLostError):
+            theirs.accumulate(ones, fence=former)
+        buffer.accumulate(ones, fence=lock)
+        with pytest.raises(smb.TimeoutError, match="another holds it"):
+            theirs.lock(timeout=0.01).acquire()
+        lock.release()
+        with theirs.lock(timeout=20) as later:
+            assert later.token > former.token + 2
+            theirs.accumulate(ones, fence=later)
+    assert (buffer.read() == 2).all()
+
+
 def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalCluster, client: smb.Client) -> None:
     """Nothing is accepted and ignored."""
     buffer = client.create("w", 1000, replicas=2)
@@ -65,10 +114,6 @@ def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalClus
         lambda: buffer.accumulate_from(like),
         lambda: like.accumulate_from(buffer),
         lambda: buffer.apply("sgd", like, lr=0.1),
-        lambda: buffer.lock(),
-        lambda: buffer.version,
-        lambda: buffer.publish(np.zeros(1000, np.float32)),
-        lambda: buffer.wait(1),
     ):
         with pytest.raises(smb.InvalidArgumentError, match="has two copies"):
             call()

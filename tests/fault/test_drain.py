@@ -17,6 +17,7 @@ from smb.rpc.coordinator_client import Coordinator
 from smb.security.credentials import find as find_credentials
 from tests.fault.long import LIMIT_S, LONG
 from tests.fault.test_second_copy import NAMES, Pool
+from tests.support import second_copy
 from tests.support.daemons import running_daemons, stop, wait_for
 from tests.support.history import read_notes, tickets_of
 
@@ -98,7 +99,7 @@ def drain_each(tmp_path: Path, ways: tuple[str, ...], names: tuple[str, ...], ce
             pool.wait_for_servers()
             assert not pool.drain(name).segment_count
             pool.drain(name, undo=True)
-        assert pool.end() == 3 + 1 + 1
+        assert pool.end() == second_copy.SEGMENTS
         print(f"{'+'.join(ways)}: the slowest fetch_add took {pool.slowest_s():.3f} s")
 
 
@@ -128,7 +129,7 @@ def test_a_drain_is_interrupted(tmp_path: Path, victim: str) -> None:
             pool.kill("a")
         pool.wait_for_copies(60.0)
         pool.wait_for_work(20.0)
-        assert pool.end() == 3 + 1 + 1
+        assert pool.end() == second_copy.SEGMENTS
 
 
 @pytest.mark.skipif(not LONG, reason="waits for leases; SMB_LONG=1")
@@ -148,7 +149,7 @@ def test_a_process_stands_still(tmp_path: Path, what: str) -> None:
         os.kill(pid, signal.SIGCONT)
         pool.wait_for_work(20.0)
         pool.wait_until_empty("a")
-        assert pool.end() == 3 + 1 + 1
+        assert pool.end() == second_copy.SEGMENTS
 
 
 def test_the_other_copy_is_lost_and_nobody_knows(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_the_other_copy_is_lost_and_nobody_knows(tmp_path: Path) -> None:
         pool.restart_coordinator()
         pool.wait_for_work(20.0)
         pool.wait_until_empty("a")
-        assert pool.end() == 3 + 1 + 1
+        assert pool.end() == second_copy.SEGMENTS
 
 
 def test_the_coordinator_is_killed_while_it_moves_a_copy(tmp_path: Path) -> None:
@@ -188,4 +189,4 @@ def test_the_coordinator_is_killed_while_it_moves_a_copy(tmp_path: Path) -> None
             pool.wait_for_work(20.0)  # a client that has to look for a primary needs the coordinator
             pool.wait_until_empty(name)
             pool.drain(name, undo=True)
-        assert pool.end() == 3 + 1 + 1
+        assert pool.end() == second_copy.SEGMENTS

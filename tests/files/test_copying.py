@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -432,3 +433,69 @@ def test_the_commands(
         assert told.count("\n") == 1, "no progress bar of what was refused"
     monkeypatch.chdir(tmp_path)
     assert "the file of that name is ./w.npy" in command("cp", "w.npy", "x", fails=True)
+
+
+def holders(client: smb.Client) -> list[str]:
+    return [info.name for info in client.list()]
+
+
+@pytest.mark.parametrize("why", ["a drained server", "two copies", "no room"])
+def test_a_snapshot_where_the_servers_make_no_copy(
+    why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the buffer itself, says so, leaves nothing, and begins anew after an interruption; cp copies it to where
+    there is room, and says how much is free where there is none.
+    """
+    values = np.random.default_rng(3).random(500_000, dtype=np.float32)
+    with smb.LocalCluster(servers=2, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
+        options: dict[str, Any] = {"replicas": 2} if why == "two copies" else {"servers": ["server-0"]}
+        client.create("w", values.size, **options).write(values)
+        if why == "a drained server":
+            client._session.coordinator.drain_server("server-0", 10.0)
+        elif why == "no room":
+            client.create("x", 1_400_000, servers=["server-0"])
+        monkeypatch.setattr(logging.getLogger("smb"), "propagate", True)
+
+        def stop(done: int, _total: int) -> None:
+            if done:
+                raise KeyboardInterrupt
+
+        path, before = tmp_path / "w.npy", holders(client)
+        with pytest.raises(KeyboardInterrupt):
+            copying.snapshot(client, "w", path, progress=stop)
+        client.open("w").write(-values)
+        assert beginnings(lambda progress: copying.snapshot(client, "w", path, progress=progress)) == 0
+        assert np.array_equal(np.load(path), -values)
+        assert "snapshot of 'w': the servers make no copy of it" in caplog.text
+        assert holders(client) == before
+        assert np.array_equal(copying.copy_buffer(client, "w", client, "w2").read(), -values)
+        if why == "two copies":
+            return
+        copying.snapshot(client, "w", path, lock=True)
+        assert np.array_equal(np.load(path), -values)
+        if why == "a drained server":
+            moved = copying.copy_buffer(client, "w", client, "w", replace=True)
+            assert [segment.server for segment in moved.layout.segments] == ["server-1"]
+            assert np.array_equal(moved.read(), -values)
+            client.delete("w2")
+        client.create("y", 1_200_000, servers=["server-1"])
+        with pytest.raises(smb.OutOfMemoryError, match="free: "):
+            copying.copy_buffer(client, "w", client, "w3")
+
+
+def test_a_snapshot_whose_lock_is_lost_makes_no_file(client: smb.Client, tmp_path: Path) -> None:
+    """Where the buffer itself is read under its lock, a lock lost meanwhile is an error, and there is no FILE."""
+    buffer = client.create("w", 100_000)
+    view = copying.view_of(copying.Form.RAW, buffer.dtype, buffer.shape, None, {})
+    assert view is not None
+    path = tmp_path / "w"
+
+    def lose(_done: int, _total: int) -> None:
+        for _, _, reference in client._session.renewals._due.values():
+            lock = reference()
+            assert isinstance(lock, smb.Lock)
+            lock.lose(lock.token)
+
+    with pytest.raises(smb.LockLostError):
+        copying._read_into_file(buffer, view, tmp_path / "w.part", path, lose, lock=True)
+    assert not path.exists()

@@ -132,14 +132,35 @@ def test_a_creation_that_one_server_refuses_leaves_nothing(
     assert all(len(server.segments) == 1 for server in servers)
 
 
+def test_what_names_no_servers_is_created_without_the_one_that_does_not_answer(
+    coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
+) -> None:
+    """The coordinator tries once more, on the others; where these are too few, the error is of the first attempt."""
+    servers[2].refuse_creation = Code.UNAVAILABLE
+    made = create(coordinator)
+    assert [segment.server for segment in made.layout.segments] == ["a", "b"]
+    assert not servers[2].segments
+    for wishes in ({"server_count": 3}, {"server_names": ["c"]}):
+        with refused(Code.UNAVAILABLE, 'memory server "c"', "cannot be reached", "nothing was created"):
+            create(coordinator, "v", **wishes)
+    assert names(coordinator) == ["w"]
+    assert [len(server.segments) for server in servers] == [1, 1, 0]
+    servers[1].refuse_creation = Code.UNAVAILABLE  # a second attempt is the last one
+    servers[0].refuse_creation = Code.UNAVAILABLE
+    with refused(Code.UNAVAILABLE, "cannot be reached", "nothing was created"):
+        create(coordinator, "v")
+
+
 def test_a_server_that_does_not_answer_fails_the_creation_in_time(
     coordinator: CoordinatorStub, servers: list[FakeMemoryServer]
 ) -> None:
-    """A mute server costs some seconds, not forever; what it made after all is dropped once it registers again."""
+    """A mute server costs some seconds, not forever; what it made after all is dropped once it registers again. The
+    error says for how long it counts as alive.
+    """
     hung = servers[2]
     hung.hold = threading.Event()
-    with refused(Code.UNAVAILABLE, 'memory server "c"', "in time", "nothing was created"):
-        create(coordinator)
+    with refused(Code.UNAVAILABLE, 'memory server "c"', "in time", "nothing was created. It counts as alive for "):
+        create(coordinator, server_names=["a", "b", "c"])
     assert not servers[0].segments
     assert not servers[1].segments
     hung.hold.set()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import smb
+from smb.tools.cli import main as cli
 from tests.support.transports import EACH_WAY, SLOWNESS
 
 
@@ -27,3 +30,51 @@ def test_lost_memory_is_not_called_deletion(transport: str) -> None:
         owner.delete("weights")
         with pytest.raises(smb.NotFoundError, match="was deleted"):
             buffer.read()
+
+
+def test_all_tools_say_of_lost_memory_that_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`smb stat` says it of each segment, and `smb top` names the buffers to delete; a lock, a version, and a read say
+    it once, and none says that the buffer was deleted.
+    """
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["smb", *arguments, "-c", cluster.address])
+        with pytest.raises(SystemExit):
+            cli.main()
+        return "".join(capsys.readouterr())
+
+    monkeypatch.setenv("COLUMNS", "1000")
+    with (
+        smb.LocalCluster(servers=1) as cluster,
+        smb.connect(cluster.address, timeout=2 * SLOWNESS) as client,
+    ):
+        client.create("weights", (1000,))
+        client.create("other", (1000,))
+        assert "alive" in run("stat", "weights")
+        cluster.servers[0].kill()
+        for path in cluster.memory_directory.glob("*.segment"):
+            path.unlink()
+        cluster.servers[0].start()
+        end = time.monotonic() + 60
+        while "memory was lost" not in run("stat", "weights"):
+            assert time.monotonic() < end
+        shown = run("stat", "weights")
+        assert "  lost  " in shown
+        assert "alive" not in shown
+        shown = run("top", "--once")
+        assert 'Delete and create again: buffer "other", buffer "weights"' in shown
+        for call in (
+            lambda: client.open("weights").lock().acquire(),
+            lambda: client.open("weights").version,
+            lambda: client.open("weights").read(),
+        ):
+            with pytest.raises(smb.UnavailableError, match="no such segment; its memory was lost") as caught:
+                call()
+            assert str(caught.value).count("no such segment") == 1, caught.value
+            assert str(caught.value).count("weights") == 1, caught.value
+        buffer = client.open("weights")
+        client.delete("weights")
+        with pytest.raises(smb.NotFoundError, match="was deleted"):
+            buffer.lock().acquire()

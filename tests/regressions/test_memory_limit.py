@@ -19,6 +19,7 @@ from memserver.engine import Engine, SegmentForm
 from memserver.load import LastLook, load_of
 from memserver.memory_dir import Place
 from memserver.segments import Segments
+from memserver.usage_by_client import Names
 from smb import errors
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.tools.doctor import Finding, State, look_at_machine
@@ -135,7 +136,7 @@ def test_no_room_is_told_as_such(tmp_path: Path, used: int | None, told: int) ->
         leaving.callback(place.close)
         engine = Engine(1, 1, 16 * MIB)
         leaving.callback(engine.close)
-        assert load_of(engine, place, LastLook(), limit).memory_free_bytes == told
+        assert load_of(engine, place, LastLook(Names(), Names()), limit).memory_free_bytes == told
 
 
 def look(root: Path, capacity: str | None) -> Finding:

@@ -215,8 +215,14 @@ def test_the_named_server_feeds_what_it_was_named_for(pair: Pair, tmp_path: Path
     other = SegmentForm(SEGMENT + 1, EPOCH, Dtype.FLOAT32, CHUNK, CHUNK)
     pair.backup.create_segment(path, other, replicated=True)
     pair.backup.set_replica(SEGMENT + 1, EPOCH, BACKUP, "server-2")
-    with pair.connect("server-0") as client:
-        assert client.ask(Frame(Opcode.HELLO, lane=256))[0].status == Status.DENIED
+    with pair.connect("server-0") as client:  # on a client's lane it needs a client's token, as its relay does
+        assert client.ask(Frame(Opcode.HELLO, lane=256))[0].status == Status.OK
+        for frame, payload in (
+            (Frame(Opcode.READ, Dtype.FLOAT32, lane=256, epoch=EPOCH, segment=SEGMENT, length=8), b""),
+            (replace(FEEDS["a change"][0], lane=256), FEEDS["a change"][1]),
+            (replace(REPLICATE, lane=256), b""),
+        ):
+            assert client.ask(frame, payload)[0].status == Status.DENIED
     with pair.connect("server-0") as client:
         client.session = SEGMENT
         assert client.ask(Frame(Opcode.HELLO, lane=FEED_LANE))[0].status == Status.OK

@@ -17,8 +17,10 @@ import smb
 import smb.torch
 import smb.train
 from smb.torch import model_parameters, staging
+from smb.torch import overlap as overlap_of
 from smb.train import parameters
 from tests.support import fake_device
+from tests.support.overlapped_workers import plan_by
 
 Connect = Callable[..., smb.Client]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -151,8 +153,8 @@ def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.Monk
     made = model_parameters.ModelParameters({("weight",): torch.zeros(100).to(fake_device.NAME)})
     deltas = made._deltas
 
-    def slowly(base: Any, *, on_device: bool) -> Any:
-        for piece in deltas(base, on_device=on_device):
+    def slowly(base: Any, *, on_device: bool, **plan: Any) -> Any:
+        for piece in deltas(base, on_device=on_device, **plan):
             now[0] += 1.0 if on_device else 2.0
             yield piece
 
@@ -225,3 +227,33 @@ def test_who_joins_on_a_device_and_who_on_the_host(connect: Connect) -> None:
         one.step()
         for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
             assert np.allclose(ours.detach().numpy(), theirs.detach().cpu().float().numpy(), rtol=2.0**-7)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "dtype", "scheme"), [("both", torch.float32, "asp"), ("forward", torch.bfloat16, "bsp")]
+)
+def test_exchanges_behind_the_passes(
+    client: smb.Client, monkeypatch: pytest.MonkeyPatch, overlap: str, dtype: torch.dtype, scheme: str
+) -> None:
+    """With overlap= a device comes to what it does without, to the bit, by parts that end in the middle of tensors; and
+    exchanges only copy beside the device's work.
+    """
+    monkeypatch.setattr(overlap_of, "_LEARNING", 2)
+    monkeypatch.setattr(overlap_of, "plan_of", plan_by("slices", 100))
+    ends = []
+    for name in ("none", overlap):
+        model = network(dtype, fake_device.NAME)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4, foreach=False)
+        with smb.torch.join(model, optimizer, name, scheme=scheme, client=client, overlap=name) as shared:
+            for number in range(6):
+                batch = torch.linspace(-1, 1 + number, 18).reshape(3, 6).to(fake_device.NAME, dtype)
+                optimizer.zero_grad()
+                model(batch).square().sum().backward()
+                optimizer.step()
+            shared.wait()
+            ends.append([parameter.detach().cpu().clone() for parameter in model.parameters()])
+            assert shared.worker.contributions == 6
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+    assert any(not torch.equal(one, other.cpu()) for one, other in
+               zip(ends[0], network(dtype, "cpu").parameters(), strict=True))  # fmt: skip
+    assert fake_device.copies

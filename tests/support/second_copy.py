@@ -15,6 +15,10 @@ from tests.support.history import NEVER, Notes, Step, read_notes, tickets_of
 
 COUNT = 100_003  # of "sum": several chunks on each server
 CLIENTS_MAX = 8  # elements of "board", each written by one client alone
+PUBLISHED = 6_000  # elements of "news", all of one number in each version
+TURNS = 1_200  # of "turns", changed under its lock alone: its first element counts, the others repeat it
+LEASE_S = 20.0  # longer than a fail-over takes: nobody's turn ends before its time
+SEGMENTS = 3 + 1 + 1 + 3 + 3  # of all, with three servers
 CALL_S = 60.0
 
 
@@ -23,11 +27,13 @@ def make(client: smb.Client) -> None:
     client.create("sum", COUNT, "int64", stripe="64KiB", replicas=2)
     client.create("counter", 2, "int64", replicas=2)
     client.create("board", CLIENTS_MAX, "int64", replicas=2)
+    client.create("news", PUBLISHED, "int64", stripe="16KiB", replicas=2, versions=2)
+    client.create("turns", TURNS, "int64", stripe="4KiB", replicas=2)
 
 
 def drop(client: smb.Client) -> None:
     """Delete them."""
-    for name in ("sum", "counter", "board"):
+    for name in ("sum", "counter", "board", "news", "turns"):
         client.delete(name)
 
 
@@ -37,7 +43,8 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
     try:
         with smb.connect(address, transport=way, timeout=CALL_S) as client:
             total, counter, board = client.open("sum"), client.open("counter"), client.open("board")
-            delta, seen = pattern(0, COUNT, "int64"), board.read()
+            news, turns = client.open("news"), client.open("turns")
+            delta, seen, version, token = pattern(0, COUNT, "int64"), board.read(), 0, 0
             while not stop.exists():
                 total.accumulate(delta)
                 notes.add(Step.ASKS)
@@ -51,9 +58,35 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
                 assert now[number] == done, f"wrote {done}, read {now[number]}"
                 assert (now >= seen).all(), f"read {now} after {seen}"
                 seen = now
+                version = _publish_and_read(news, version, number)
+                token = _take_a_turn(turns, token)
         messages.put((number, done, ""))
     except BaseException as error:  # noqa: BLE001 - told to the test
         messages.put((number, done, f"{type(error).__name__}: {error}"))
+
+
+def _publish_and_read(news: smb.Buffer, before: int, number: int) -> int:
+    """Publish, read a version of one publisher, and return the latest, which never goes back."""
+    published = news.publish(np.full(PUBLISHED, number + 1, np.int64))
+    assert published > before, f"published {published} after {before}"
+    assert news.wait(published, timeout=CALL_S) >= published
+    found = news.read()
+    assert (found == found[0]).all(), f"a mix of versions: {np.unique(found)}"
+    with news.pin() as pin:
+        assert pin.version >= published, f"version {pin.version} after {published}"
+        found = pin.read()
+        assert (found == found[0]).all(), f"a mix of versions: {np.unique(found)}"
+        return pin.version
+
+
+def _take_a_turn(turns: smb.Buffer, before: int) -> int:
+    """Count under the lock, what no two can do at once; and return its token, which never goes back."""
+    with turns.lock(ttl=LEASE_S, timeout=CALL_S) as lock:
+        assert lock.token > before, f"token {lock.token} after {before}"
+        found = turns.read()
+        assert (found == found[0]).all(), f"two at once: {np.unique(found)}"
+        turns.write(np.full(TURNS, found[0] + 1, np.int64), fence=lock)
+        return lock.token
 
 
 def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
@@ -65,6 +98,9 @@ def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
     )
     counter = client.open("counter").read()
     assert counter.tolist() == [rounds, rounds], f"{counter} after {rounds} rounds"
+    turns = client.open("turns").read()
+    assert (turns == rounds).all(), f"{np.unique(turns)} after {rounds} rounds"
+    assert client.open("news").version == rounds
     tickets = [ticket for path in histories for ticket in tickets_of(read_notes(path))]
     assert not any(ticket.ended == NEVER for ticket in tickets)
     check_tickets(tickets, 0, rounds)

@@ -251,6 +251,23 @@ def test_grace_ends(connect: Connect) -> None:
     crew.close()
 
 
+def test_grace_that_measures(connect: Connect) -> None:
+    """grace="auto" is the lease until rounds were measured: one who comes in time counts; then it is what was seen."""
+    crew, weights = Crew(connect, 3, BSP(quorum=2, grace="auto"), lease=600.0), start()  # who is late need not wait
+    for step in range(6):
+        with waiting(lambda: crew.step(0)), waiting(lambda: crew.step(1)):
+            if step == 0:
+                wait_for(lambda: crew.marked() == {0, 1}, "the quorum")
+            crew.step(2)
+        if step == 0:
+            weights = mean_round(weights, [(delta_of(weights, worker, [0]), 1.0) for worker in range(3)])
+            _all_equal(crew, weights)
+    graces = [worker.exchange._grace.seconds() for worker in crew.workers]  # type: ignore[attr-defined]
+    assert max(graces) < 600.0
+    for worker in crew.workers:
+        worker.close()
+
+
 def test_late_joiner(connect: Connect) -> None:
     """Who joins in the middle of a round gets the present weights, holds nobody up, and is there in the next one."""
     crew, weights = Crew(connect, 2, LocalSGD(every=1)), start()
@@ -305,6 +322,8 @@ def test_leaver(connect: Connect) -> None:
         (lambda: BSP(quorum=2.5), "quorum=2.5"),  # type: ignore[arg-type]
         (lambda: BSP(quorum=0), "quorum=0"),
         (lambda: BSP(grace=-1.0), "grace=-1.0"),
+        (lambda: BSP(grace="long"), "grace='long'"),
+        (lambda: BSP(grace="auto"), "give quorum="),
         (lambda: DiLoCo(outer_lr=0.0), "outer_lr=0.0"),
         (lambda: DiLoCo(outer_momentum=1.0), "outer_momentum=1.0"),
     ],

@@ -15,7 +15,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.train import AsyncDiLoCo, DiLoCo, Guards, RefusedContributionError, fragments
+from smb.train import DiLoCo, Guards, RefusedContributionError, fragments
 from smb.train.exchange.rounds import RoundExchange
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import Span
@@ -376,7 +376,7 @@ def test_torch(connect: Connect) -> None:
         (lambda: DiLoCo(every=8, fragments=2, delay=-1), "delay=-1"),
         (lambda: DiLoCo(every=8, mix=1.0), "mix=1.0"),
         (lambda: DiLoCo(every=8, mix=-0.1), "mix=-0.1"),
-        (lambda: AsyncDiLoCo(every=8, fragments=2), "asyncdiloco: fragments=2"),
+        (lambda: smb.train.scheme_of("asyncdiloco", {"fragments": 2}), "has no fragments"),
         (lambda: smb.train.scheme_of("localsgd", {"every": 8, "fragments": 2}), "has no fragments"),
     ],
 )

@@ -11,8 +11,8 @@ import smb
 from smb.engine import Place, direct
 
 CLIENT = """
-    address barrier close create delete displace empty list lock name open relay rename rename_folder serve_metrics
-    servers stop_relays submit timeout
+    address barrier close create delete displace empty list lock name open queue relay rename rename_folder
+    serve_metrics servers stop_relays submit timeout
 """
 BUFFER = """
     accumulate accumulate_async accumulate_from accumulate_sparse apply compare_swap dtype fetch_add fill info

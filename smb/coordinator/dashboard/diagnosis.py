@@ -98,7 +98,7 @@ def _of_gone_server(seen: Seen, server: ServerRecord, names: list[str]) -> Probl
     )
     action = (
         f"On its host: smb-memserver --name {server.name} with the same --memory-dir as before. If the host itself was "
-        f"lost, delete these buffers and create them again."
+        f"lost, delete and create again: {_listed(names)}."
     )
     return Problem(CRITICAL, what, detail, action, ("server", server.name), left or server.last_seen_at)
 
@@ -164,7 +164,7 @@ def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
             lost[server].append(record.title)
     for server, titles in sorted(lost.items()):
         detail = f"Its host was restarted, or its files were removed: {_listed(sorted(titles))} cannot be used."
-        action = "Delete these buffers and create them again."
+        action = f"Delete and create again: {_listed(sorted(titles))}. Servers and clients go on with all others."
         yield Problem(CRITICAL, f"{server} came back without memory", detail, action, ("server", server))
 
 

@@ -269,6 +269,11 @@ class Watch:
             if before.servers.keys() != committed.state.servers.keys():
                 self._forget(before.servers.keys() - committed.state.servers.keys())
 
+    def lost_segments(self) -> frozenset[int]:
+        """Return those whose memory a server came back without."""
+        with self._lock:
+            return frozenset().union(*self._lost.values())
+
     def seen(self, now: Instant) -> Seen:
         """Return all of it."""
         store_error, state_free_bytes = self.look_at_store()

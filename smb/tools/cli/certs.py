@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ARGUMENTS = "smb.certs.arguments"
+_SERVERS = ("server-0", "server-1")  # as `smb up` calls them
 
 
 class InOrder(Command):
@@ -125,7 +127,7 @@ def certs(
         limits = limits_of(context.meta[_ARGUMENTS])
     holders = [
         *(Holder(role, "") for role in (Role.COORDINATOR, Role.CLIENT, Role.READER, Role.OPERATOR)),
-        *(Holder(Role.SERVER, name) for name in server or ("server-0", "server-1")),
+        *(Holder(Role.SERVER, name) for name in server or _SERVERS),
         *(Holder(Role.CLIENT, name, limits.get(name, ())) for name in client or ()),
         *(Holder(Role.READER, name, limits.get(name, ())) for name in reader or ()),
     ]
@@ -136,7 +138,15 @@ def certs(
         out.print(f"made {place}: {may[place.name]}", soft_wrap=True)
     if not made:
         out.print(f"all of them are in {directory} already")
-    out.print("\nThen, each where it runs (copy the one directory there that it needs):\n")
-    out.print(f"  smb coordinator --listen 0.0.0.0:7070 --credentials {directory}/coordinator")
-    out.print(f"  smb-memserver --listen 0.0.0.0:0 --name server-0 --credentials {directory}/server-0")
-    out.print(f"  export SMB_CREDENTIALS={directory}/client")
+    out.print("\nThen, each where it runs (HOST: the coordinator's), with a copy of the one directory that it needs:\n")
+    for line in _next_steps(directory, server or _SERVERS, [*(client or ()), *(reader or ()), "client"][0]):
+        out.print(f"  {line}", soft_wrap=True)
+
+
+def _next_steps(directory: Path, servers: Sequence[str], user: str) -> Iterator[str]:
+    """Yield the commands that run a cluster with these certificates."""
+    place = shlex.quote(str(directory))
+    yield f"smb coordinator --listen 0.0.0.0:7070 --credentials {place}/coordinator"
+    for name in servers:
+        yield f"smb-memserver --coordinator HOST:7070 --listen 0.0.0.0:0 --name {name} --credentials {place}/{name}"
+    yield f"export SMB_COORDINATOR=HOST:7070 SMB_CREDENTIALS={place}/{user}"

@@ -29,7 +29,8 @@ def stat(
     """Show one buffer in detail.
 
     Shape, layout, metadata, the version published last, and where each segment lies; of a training, its scheme, round
-    and workers. A figure that only a server knows is shown as unknown while the server is down, in JSON as null.
+    and workers. A segment is alive, gone (its server is) or lost (its server came back without its memory). A figure
+    that only a server knows is shown as unknown while the server is down, in JSON as null.
 
     Example: smb stat weights
     """
@@ -97,6 +98,7 @@ def _show_training(training: GroupStatus) -> None:
 
 
 def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int | None) -> None:
+    from smb.call.sync_requests import LOST
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import copies_state, format_shape
 
@@ -131,13 +133,15 @@ def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int |
     rows = table("SEGMENT", "SERVER", *copies, "STATE", "ADDRESS", "SIZE", "ID", right=("SEGMENT", "SIZE"))
     for index, segment in enumerate(layout.segments):
         address, alive = addresses.get(segment.server, ("unknown", False))
-        state = "alive" if alive else "gone"
+        state = "lost" if segment.lost else "alive" if alive else "gone"
         rows.add_row(
             str(index), segment.server, *([_copy_on(segment)] if copied else []), state, address,
             format_bytes(segment.nbytes), f"{segment.id:016x}",
-            style=None if alive else "red",
+            style=None if state == "alive" else "red",
         )  # fmt: skip
     out.print(rows)
+    if any(segment.lost for segment in layout.segments):
+        out.print(f"\nlost: {LOST}", style="red", highlight=False)
 
 
 def _copy_on(segment: SegmentPlace) -> str:

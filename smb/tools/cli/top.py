@@ -38,7 +38,7 @@ def top(
     With their load, and what is wrong.
 
     Until q or Ctrl-C. The coordinator's page shows the same at / of its --metrics address. Servers tell their load
-    every 2 s.
+    every 2 s. With credentials it takes a certificate that is not limited to namespaces: an operator's, say.
 
     Example: smb top --interval 5
     """

@@ -195,8 +195,8 @@ def _json(found: GroupStatus) -> dict[str, Any]:
 
 
 def group_of(client: Client, name: str) -> str | None:
-    """Return the training that a buffer belongs to, as its weights or below them."""
-    from smb import NotFoundError
+    """Return the training that a buffer belongs to, as its weights or below them, among those that we may see."""
+    from smb import NotFoundError, PermissionDeniedError
     from smb.train.group import METADATA
 
     parts = name.split("/")
@@ -205,7 +205,7 @@ def group_of(client: Client, name: str) -> str | None:
         try:
             if METADATA in client.open(folder).metadata:
                 return folder
-        except NotFoundError:
+        except (NotFoundError, PermissionDeniedError):  # "team" is not of who is limited to team/...
             continue
     return None
 

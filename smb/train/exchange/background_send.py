@@ -8,8 +8,8 @@ from smb.buffer import Buffer
 from smb.errors import Error
 from smb.feedback import as_sent
 from smb.train.exchange.contribution import missed
-from smb.train.guards import Norm
-from smb.train.parameters import Parameters, Run, Together, Values
+from smb.train.guards import Check, Norm
+from smb.train.parameters import Parameters, Run, SelfMoving, Values
 
 
 class Deltas:
@@ -39,6 +39,16 @@ class Deltas:
         self.forget()
         self.fetch()
         self.adopt()
+
+    def exchange(self, check: Check, *, fetch: bool) -> None:
+        """Make the present delta, `check` it, and send it. Blocks. Call `finish` before. Raises as both do."""
+        check(self.take(), whole=True)
+        self.send(fetch=fetch)
+
+    @property
+    def touched(self) -> bool:
+        """Whether a part of a delta that was refused, or was given up, is in the shared weights."""
+        return False
 
     def send(self, *, fetch: bool) -> None:
         """Add what `take` has made to the shared weights. Blocks. With `fetch` the parameters become these, which
@@ -146,7 +156,7 @@ class Deltas:
 
 
 def deltas_of(weights: Buffer, parameters: Parameters, sent_bytes: int) -> Deltas:
-    """Return a worker's deltas, where its processes have their parts together."""
-    if isinstance(parameters, Together):
+    """Return what adds a worker's deltas: its parameters' own, if they bring it."""
+    if isinstance(parameters, SelfMoving):
         return parameters.deltas_to(weights, sent_bytes)
     return Deltas(weights, parameters, sent_bytes)

@@ -27,11 +27,14 @@ from. BSP drops it instead.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import math
 import struct
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,11 +49,15 @@ from smb.errors import (
 )
 from smb.lock import Lock
 from smb.train import member_table as t
+from smb.train.exchange.at_once import at_once, begin
+from smb.train.exchange.grace import AUTO, Grace
 from smb.train.exchange.snapshot import snapshot_of
 from smb.train.group import ATTEMPT, BUILT, Group
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
 from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
+
+_log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,13 @@ class Outer:
 class RoundScheme(Scheme):
     """Settings of all schemes of rounds.
 
-    quorum: so many contributions close a round, `grace` seconds after they are there (None: all live members').
+    quorum: so many contributions close a round, `grace` seconds after they are there (None: all live members'). With
+    grace="auto" a quantile of the times that the others have needed, bounded (exchange/grace.py).
     token_weights: a contribution weighs as many as the samples that it is of (False: all weigh the same).
     """
 
     quorum: int | None = None
-    grace: float = 0.0
+    grace: float | str = 0.0
     token_weights: bool = False
 
     WAITS: ClassVar[bool] = True  # whether a worker waits for its round to close
@@ -81,8 +89,10 @@ class RoundScheme(Scheme):
     def __post_init__(self) -> None:
         if self.quorum is not None and not is_whole(self.quorum, 1, t.SLOTS):
             raise InvalidArgumentError(f"{self.NAME}: quorum={self.quorum!r} is no whole number in 1 to {t.SLOTS}")
-        if not (is_number(self.grace) and self.grace >= 0):
-            raise InvalidArgumentError(f"{self.NAME}: grace={self.grace!r} is no time in seconds")
+        if self.grace == AUTO and self.quorum is None:
+            raise InvalidArgumentError(f"{self.NAME}: grace='auto' is of rounds with a quorum; give quorum=, too")
+        if self.grace != AUTO and not (is_number(self.grace) and float(self.grace) >= 0):
+            raise InvalidArgumentError(f"{self.NAME}: grace={self.grace!r} is neither a time in seconds nor 'auto'")
         if not is_whole(self.interval(), 1):
             raise InvalidArgumentError(f"{self.NAME}: every={self.interval()!r} is no number of steps from 1 on")
         if not isinstance(self.token_weights, bool):
@@ -134,7 +144,7 @@ class RoundExchange(Exchange):
         self._target = 0  # the round that it is marked for
         self._owing = False  # it was sent, and the weights have not been taken over yet
         self._refused: RefusedContributionError | None = None
-        self._quorum_seen: tuple[int, float] = (-1, 0.0)  # round, time.monotonic()
+        self._grace = Grace(scheme.grace, group.lease)
 
         member = group.member
         if member.former:
@@ -147,6 +157,8 @@ class RoundExchange(Exchange):
         self._inbox = group.buffer(_inbox(member.incarnation))
         self._inboxes = {member.incarnation: self._inbox}
         self._left: list[int] = []  # those of them whose owners have left
+        self._word = 0  # ROUND, when the fate of the contribution was seen
+        self._ending: Future[None] | None = None  # of a round that we have closed: giving locks back, waking the others
         self._weight_word = group.table.get(member.row, t.WEIGHT)
 
     # ---- the worker's side
@@ -211,8 +223,13 @@ class RoundExchange(Exchange):
         self.snapshot.forget()
         self._take_over()
 
+    def flush(self) -> None:
+        """Wait for what goes on in the background."""
+        self._end()
+
     def close(self) -> None:
-        """Take the inbox away, unless what is in it may still count."""
+        """End what is under way in the background; take the inbox away, unless what is in it may still count."""
+        self._end()
         if not self._sent or self._fate(self._group.table.read()) is not None:
             self._group.client.delete(self._inbox.name, missing_ok=True)
 
@@ -240,31 +257,50 @@ class RoundExchange(Exchange):
             self._settle()
         self._group.count_samples(self._samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes + self._group.weights.nbytes)
-        self._take_over()
-        self._group.member.report()
+        # The first is done in this thread, the only one that may touch the parameters.
+        at_once([lambda: self._take_over(self._word), self._group.member.report], remote=self._group.remote)
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
 
-    def _take_over(self) -> None:
-        self._base_round = self._group.read_by(self.snapshot.fetch)
+    def _take_over(self, known: int | None = None) -> None:
+        fetch = self.snapshot.fetch
+        if self.snapshot.by_parts:
+            # Parts are taken over as they come. If a round is closed meanwhile they are a mix, which counts for
+            # nothing: the next contribution is to the round that they began with, and is dropped.
+            self._base_round = self._group.read_from(fetch, known=known)
+        else:
+            self._base_round = self._group.read_by(fetch, known=known, needs_us=self._needed())
         self.snapshot.adopt()
+        self._grace.opened(time.monotonic())
         self._steps = self._samples = 0
         self._owing = self._repeated = False
+
+    def _needed(self) -> bool:
+        """Whether a round in which we have not contributed yet waits for us."""
+        return self._scheme.WAITS and self._scheme.quorum is None
 
     def _settle(self) -> bool:
         """Find out what becomes of the contribution. Waits for its round to be closed. In a scheme that does not wait,
         or when we are to stop, it waits only while somebody is closing it. False: its fate is open still."""
         group = self._group
+        rows: t.Rows | None = None
         while True:
-            self._mark()
-            rows = group.table.read()
+            if (marked := self._mark()) is not None:
+                rows = marked
+            elif rows is None:
+                rows = group.table.read()
+            self._word = int(rows[0, t.ROUND])
             if rows[group.member.row, t.INCARNATION] != group.member.incarnation:
                 raise group.member.lost()
             counted = self._fate(rows)
-            if counted is None:
+            if counted is not None:
+                self._grace.ended(self._target, time.monotonic(), whole=not self._late(rows, self._target))
+            else:
                 ready = self._complete(rows)
-                if ready and self._close():
+                if ready and self._close(rows):
+                    if _round(rows) == self._target:  # not by us
+                        rows = None
                     continue
                 if not ready and (self._stopping or not self._scheme.WAITS):
                     return False
@@ -272,6 +308,7 @@ class RoundExchange(Exchange):
                     group.member.check()
                     if not ready:
                         group.reap(self._late(rows, self._target))
+                rows = None
                 continue
             if counted or self._tokens == 0.0 or not self._again(rows):
                 self._sent = False
@@ -294,8 +331,10 @@ class RoundExchange(Exchange):
         self._target = _round(rows)
         return True
 
-    def _mark(self) -> None:
-        """Tell all that the inbox is ready for the target round. The weight before the mark."""
+    def _mark(self) -> t.Rows | None:
+        """Tell all that the inbox is ready for the target round. The weight before the mark. Returns the rows as they
+        are then, None if all was said before.
+        """
         member = self._group.member
         weight = self._tokens / math.sqrt(1 + self._target - self._origin)
         word = member.incarnation << 32 | struct.unpack("<I", struct.pack("<f", weight))[0]
@@ -304,8 +343,10 @@ class RoundExchange(Exchange):
                 raise member.lost()
             self._weight_word = word
         if member.clock != self._target + 1:
-            member.advance(self._target + 1)
+            rows = member.advance_and_look(self._target + 1)
             failpoint("train-marked")
+            return rows
+        return None
 
     def _fate(self, rows: t.Rows) -> bool | None:
         """Whether the contribution counted in its target round; None while that is open."""
@@ -334,8 +375,7 @@ class RoundExchange(Exchange):
         quorum = self._scheme.quorum
         if quorum is None or len(_contributions(rows, self._target)) < quorum:
             return False
-        if self._quorum_seen[0] != self._target:
-            self._quorum_seen = (self._target, time.monotonic())
+        self._grace.quorum(self._target, time.monotonic())
         return self._grace_left() <= 0
 
     def _late(self, rows: t.Rows, number: int) -> list[int]:
@@ -344,82 +384,116 @@ class RoundExchange(Exchange):
 
     def _grace_left(self) -> float:
         """Seconds until our target round may be closed by its quorum, as far as we have seen."""
-        number, since = self._quorum_seen
-        return math.inf if number != self._target else since + self._scheme.grace - time.monotonic()
+        return self._grace.left(self._target, time.monotonic())
 
     def _patience(self) -> float:
         return min(self._group.patience, max(0.0, self._grace_left()) or math.inf)
 
     # ---- closing
 
-    def _close(self) -> bool:
-        """Close the target round. False: somebody else is at it, or we lost the locks over it."""
-        written = [self._group.weights, self._next, *self._turns()[1]]
-        if self._sum is not None:
-            written.append(self._sum)
-        fences: dict[str, Lock] = {}
-        with contextlib.ExitStack() as held:  # gives every lock back, also if giving one back fails
+    def _close(self, rows: t.Rows) -> bool:
+        """Close the target round, which is as these rows say: they say that it is closed if it is. False: somebody else
+        is at it, or we lost the locks over it. Independent calls go at one time.
+        """
+        group = self._group
+        self._end()
+        written = [group.weights, self._next, *self._turns()[1], *([] if self._sum is None else [self._sum])]
+        fences = {buffer.name: buffer.lock(ttl=group.lease, timeout=0.0) for buffer in written}
+        releases = [functools.partial(_release, fence) for fence in fences.values()]
+        with contextlib.ExitStack() as held:
+            held.callback(at_once, releases, remote=group.remote)
             try:
-                for buffer in written:
-                    try:
-                        fences[buffer.name] = buffer.lock(ttl=self._group.lease, timeout=0.0).acquire()
-                    except TimeoutError:
-                        return False
-                    held.callback(_release, fences[buffer.name])
-                self._close_under(fences)
+                # First the one that all who would close must have: who lacks it must not claim.
+                if not _taken(fences[group.weights.name]) or not self._close_under(fences, rows):
+                    return False
             except LockLostError:
                 return False
             except NotFoundError:
-                if self._group.round == self._target:
+                if group.round == self._target:
                     raise
                 return False  # we were stopped, and others closed it: of those who have left since the inboxes are gone
-        # Not before the locks are free: who is woken may have to close the next round.
-        self._group.wake()
+            held.pop_all()
+
+        def wake() -> None:
+            # Not before the locks are free: who is woken may have to close the next round.
+            at_once(releases, remote=group.remote)
+            group.wake()
+
+        if group.remote:
+            self._ending = begin(wake)
+        else:
+            wake()
         return True
 
-    def _close_under(self, fences: dict[str, Lock]) -> None:
-        table, number = self._group.table, self._target
-        word = table.get(0, t.ROUND)
-        if word >> t.ROUND_SHIFT != number:
-            return
+    def _end(self) -> None:
+        """Wait for what goes on in the background. If it failed, the others look by themselves, after a while."""
+        ending, self._ending = self._ending, None
+        if ending is not None and (error := ending.exception()) is not None:
+            _log.warning("group %r: after a round: %s", self._group.name, error)
+
+    def _close_under(self, fences: dict[str, Lock], rows: t.Rows) -> bool:
+        """Close it under the first of the locks, and the others. False: one of those is another's."""
+        group, table, number = self._group, self._group.table, self._target
+        word = int(rows[0, t.ROUND])
         claim = word + ATTEMPT
-        if table.swap(0, t.ROUND, word, claim) != word:
-            return
+        others = [fence for name, fence in fences.items() if name != group.weights.name]
+        results = at_once(
+            [
+                lambda: table.swap(0, t.ROUND, word, claim),
+                lambda: None if word & BUILT else self._decide(number, rows),
+                *(functools.partial(_taken, fence) for fence in others),
+            ],
+            remote=group.remote,
+        )
+        if not all(results[2:]):
+            return False
+        if results[0] != word:
+            return True
         failpoint("train-claimed")
         if not claim & BUILT:
-            self._build(self._decide(number), fences)
+            self._build(self._chosen(number, rows), fences)
             failpoint("train-computed")
             if table.swap(0, t.ROUND, claim, claim | BUILT) != claim:
-                return
+                return True
             claim |= BUILT
         failpoint("train-built")
-        self._group.replace(self._next, claim, fences[self._group.weights.name])
-        self._take_away(number)
+        if group.replace(self._next, claim, fences[group.weights.name]):
+            rows[0, t.ROUND] = (number + 1) << t.ROUND_SHIFT
+            self._take_away()
+        return True
 
-    def _take_away(self, number: int) -> None:
-        """Delete the inboxes that counted in a round, if it is closed, of those who have left: nobody else would."""
+    def _take_away(self) -> None:
+        """Delete the inboxes that counted in a round that we have closed, of those who have left: nobody else would."""
         left, self._left = self._left, []
-        if left and self._group.round > number:
-            for incarnation in left:
-                self._inboxes.pop(incarnation, None)
-                with contextlib.suppress(Error):
-                    self._group.client.delete(f"{self._group.name}/{_inbox(incarnation)}", missing_ok=True)
+        for incarnation in left:
+            self._inboxes.pop(incarnation, None)
+            with contextlib.suppress(Error):
+                self._group.client.delete(f"{self._group.name}/{_inbox(incarnation)}", missing_ok=True)
 
-    def _decide(self, number: int) -> list[tuple[Buffer, float]]:
-        """Return inboxes and weights, by slot, of the contributions that count in a round: every closer finds the same
-        set."""
-        group, table, column = self._group, self._group.table, _decided(number)
-        rows = table.read()
+    def _decide(self, number: int, rows: t.Rows) -> None:
+        """Decide whose contributions count in a round, once for all who would close it; `rows` say it, and are newer
+        where somebody else was faster."""
+        table, column = self._group.table, _decided(number)
         word = int(rows[0, column])
         while word >> t.SLOTS != _tag(number):
             chosen = _tag(number) << t.SLOTS | sum(1 << slot for slot in _contributions(rows, number))
             if table.swap(0, column, word, chosen) == word:
-                word = chosen
-            else:  # a former closer was faster, and may have seen more than we
-                rows = table.read()
-                word = int(rows[0, column])
+                rows[0, column] = chosen
+                return
+            rows[:] = table.read()  # a former closer was faster, and may have seen more than we
+            word = int(rows[0, column])
+
+    def _chosen(self, number: int, rows: t.Rows) -> list[tuple[Buffer, float]]:
+        """Return inboxes and weights, by slot, of the contributions that count in a round: every closer finds the same
+        set."""
+        group, word = self._group, int(rows[0, _decided(number)])
         failpoint("train-decided")
-        weights = {slot: weight for slot, weight in _contributions(rows, number).items() if word >> slot & 1}
+        counting = [slot for slot in range(t.SLOTS) if word >> slot & 1]
+        weights = _contributions(rows, number)
+        if not weights.keys() >= set(counting):  # who decided had seen more
+            rows[1:] = group.table.read()[1:]
+            weights = _contributions(rows, number)
+        weights = {slot: weight for slot, weight in weights.items() if slot in counting}
         inboxes = {}
         for slot in weights:
             incarnation = t.incarnation_of(rows[1 + slot, t.MARK])
@@ -440,20 +514,26 @@ class RoundExchange(Exchange):
 
         total = sum(weight for _, weight in chosen)
         following = self._next
-        combine(following, self._group.weights, "replace")
+        sums = [(inbox, weight / total) for inbox, weight in chosen]
+        begin_with = [functools.partial(combine, following, self._group.weights, "replace")]
         if self._outer is None or self._sum is None:
-            for inbox, weight in chosen:
-                combine(following, inbox, "sum", weight / total)
+            at_once(begin_with, remote=self._group.remote)
+            for inbox, share in sums:
+                combine(following, inbox, "sum", share)
                 failpoint("train-added")
             return
         old, new = self._turns()
         for source, state in zip(old, new, strict=True):
-            combine(state, source, "replace")
-        for index, (inbox, weight) in enumerate(chosen):
-            combine(self._sum, inbox, "sum" if index else "replace", -weight / total)
+            begin_with.append(functools.partial(combine, state, source, "replace"))
+        for inbox, share in sums[:1]:
+            begin_with.append(functools.partial(combine, self._sum, inbox, "replace", -share))
+        at_once(begin_with, remote=self._group.remote)
+        for index, (inbox, share) in enumerate(sums):
+            if index:
+                combine(self._sum, inbox, "sum", -share)
             failpoint("train-added")
         if chosen:
-            hyper = dict(self._outer.hyper)
+            hyper: dict[str, Any] = dict(self._outer.hyper)
             fence = fences[following.name]
             following.apply(self._outer.rule, self._sum, *new, offset=offset, count=count, fence=fence, **hyper)
 
@@ -498,6 +578,15 @@ def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
     return found
 
 
+def _taken(fence: Lock) -> bool:
+    """Take a lock, if nobody has it."""
+    try:
+        fence.acquire()
+    except TimeoutError:
+        return False
+    return True
+
+
 def _release(fence: Lock) -> None:
-    with contextlib.suppress(LockLostError):
+    with contextlib.suppress(LockLostError, InvalidArgumentError):  # the latter: it was not taken
         fence.release()

@@ -17,7 +17,7 @@ from smb.buffer import Buffer
 from smb.errors import Error
 from smb.feedback import as_sent
 from smb.train.guards import Norm
-from smb.train.parameters import Parameters, Together, Values
+from smb.train.parameters import Parameters, SelfMoving, Values
 
 
 class Snapshot:
@@ -29,6 +29,11 @@ class Snapshot:
         parameters.hold(self.base)
         self._parameters = parameters
         self._unsent: Values | None = None if wire == "exact" else np.zeros(parameters.size, np.float32)
+
+    @property
+    def by_parts(self) -> bool:
+        """Whether what is fetched now is taken over by parts, as each comes."""
+        return False
 
     def fetch(self, weights: Buffer) -> None:
         """Read the group's values as the next base, exact. The parameters stay as they are."""
@@ -124,5 +129,5 @@ def _wait(under_way: deque[list[Future[Any]]]) -> None:
 
 
 def snapshot_of(parameters: Parameters, wire: str) -> Snapshot:
-    """Return a worker's snapshot, where its processes have their parts together."""
-    return parameters.snapshot(wire) if isinstance(parameters, Together) else Snapshot(parameters, wire)
+    """Return a worker's snapshot: its parameters' own, if they bring it."""
+    return parameters.snapshot(wire) if isinstance(parameters, SelfMoving) else Snapshot(parameters, wire)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -221,9 +222,12 @@ class FragmentExchange(RoundExchange):
             self._put = self._sent = True
         if self._sent and not self._settle():
             return  # stopped
-        closed = self._group.round
-        behind = [index for index, good_for in enumerate(self._bases) if good_for < closed]
-        self._round = self._group.read_by(lambda weights: self._fetch(weights, behind))
+        behind = [index for index, good_for in enumerate(self._bases) if good_for < self._word >> t.ROUND_SHIFT]
+        self._round = self._group.read_by(
+            lambda weights: self._fetch(weights, behind), known=self._word, needs_us=self._needed()
+        )
+        self._grace.opened(time.monotonic())
+        self._end()
         self._read = behind
 
     def _fetch(self, weights: Buffer, indices: Iterable[int]) -> None:

@@ -10,6 +10,7 @@
 #include "base/frame.h"
 #include "lab.h"
 #include "rig.h"
+#include "memory/sync.h"
 #include "server/replica.h"
 
 enum {
@@ -708,15 +709,112 @@ static void refusals_have_a_bound(void)
     stop(&pair);
 }
 
+/* A request for a lock or a version, by hand. */
+static void raw_ask(struct raw *raw, uint32_t epoch, int opcode, uint64_t argument, uint64_t a,
+                    uint64_t b)
+{
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_SYNC_BYTES] = {0};
+    struct smb_frame frame = {.opcode = (uint8_t)opcode,
+                              .session = raw->session,
+                              .lane = SMB_LANE_OF_SEGMENTS + 1,
+                              .sequence = ++raw->sequence,
+                              .segment = ID,
+                              .epoch = epoch,
+                              .payload = SMB_SYNC_BYTES,
+                              .argument = argument};
+    smb_frame_encode(&frame, bytes);
+    smb_store64(bytes + SMB_FRAME_BYTES, a);
+    smb_store64(bytes + SMB_FRAME_BYTES + 8, b);
+    CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
+}
+
+static bool heard(const struct raw *raw)
+{
+    uint8_t byte;
+    return recv(raw->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 1;
+}
+
+/* Nobody hears of a lock or version before the backup has it. The backup goes on from there: the
+ * holder holds, tokens grow, and a change under a former token is refused. */
+static void locks_and_versions(void)
+{
+    struct pair pair;
+    start(&pair);
+    struct raw holder = raw_begin(&pair, 0, 20), waiter = raw_begin(&pair, 0, 21);
+    raw_ask(&holder, 1, SMB_LOCK, SYNC_USER, 60000, 0);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 1);
+    CHECK(!heard(&holder));
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    struct smb_frame granted = raw_receive(&holder);
+    CHECK_EQ(granted.status, SMB_OK);
+    raw_ask(&waiter, 1, SMB_LOCK, SYNC_USER, 60000, UINT64_MAX);
+    raw_ask(&holder, 1, SMB_LOCK, SYNC_PUBLISHER, 60000, 0);
+    struct smb_frame turn = raw_receive(&holder);
+    raw_ask(&holder, 1, SMB_PUBLISH, 0, turn.argument, 1);
+    CHECK_EQ(raw_receive(&holder).status, SMB_OK);
+
+    /* without a lease each answer asks the backup, which says no once it is promoted */
+    smb_server_serve_until(pair.servers[0], 0);
+    raw_ask(&holder, 1, SMB_AWAIT_VERSION, 0, 0, 0);
+    CHECK_EQ(raw_receive(&holder).argument, 1);
+    set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
+    raw_ask(&holder, 1, SMB_AWAIT_VERSION, 0, 0, 0);
+    raw_ask(&holder, 1, SMB_UNLOCK, SYNC_USER, granted.argument, 0);
+    WAIT_UNTIL(status_of(&pair, 0).broken_ms > 0 && status_of(&pair, 0).unconfirmed > 0);
+    CHECK(!heard(&holder) && !heard(&waiter));
+    CHECK_EQ(smb_server_suspend(pair.servers[0], ID), SMB_OK);
+    CHECK_EQ(raw_receive(&waiter).status, SMB_STALE_EPOCH);
+    CHECK_EQ(raw_receive(&holder).status, SMB_STALE_EPOCH);
+    close(holder.fd);
+    close(waiter.fd);
+
+    holder = raw_begin(&pair, 1, 20);
+    waiter = raw_begin(&pair, 1, 21);
+    raw_ask(&holder, 2, SMB_AWAIT_VERSION, 0, 0, 0);
+    CHECK_EQ(raw_receive(&holder).argument, 1);
+    raw_ask(&holder, 2, SMB_PUBLISH, 0, turn.argument, 1); /* again */
+    CHECK_EQ(raw_receive(&holder).status, SMB_OK);
+    raw_ask(&holder, 2, SMB_RENEW, SYNC_USER, granted.argument, 60000);
+    CHECK_EQ(raw_receive(&holder).status, SMB_OK);
+    raw_ask(&waiter, 2, SMB_LOCK, SYNC_USER, 60000, UINT64_MAX);
+    raw_ask(&holder, 2, SMB_UNLOCK, SYNC_USER, granted.argument, 0);
+    CHECK_EQ(raw_receive(&holder).status, SMB_OK);
+    struct smb_frame next = raw_receive(&waiter);
+    CHECK(next.status == SMB_OK && next.argument > granted.argument);
+    uint64_t tokens[] = {granted.argument, next.argument};
+    for (int i = 0; i < 2; i++) {
+        uint8_t bytes[SMB_FRAME_BYTES + SMB_TOKEN_BYTES + 8] = {0};
+        struct raw *raw = i ? &waiter : &holder;
+        struct smb_frame change = {.opcode = SMB_WRITE,
+                                   .dtype = SMB_INT64,
+                                   .flags = SMB_FLAG_FENCED,
+                                   .session = raw->session,
+                                   .lane = SMB_LANE_OF_SEGMENTS + 1,
+                                   .sequence = ++raw->sequence,
+                                   .segment = ID,
+                                   .epoch = 2,
+                                   .length = 8,
+                                   .payload = SMB_TOKEN_BYTES + 8};
+        smb_frame_encode(&change, bytes);
+        smb_store64(bytes + SMB_FRAME_BYTES, tokens[i]);
+        CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
+        CHECK_EQ(raw_receive(raw).status, i ? SMB_OK : SMB_LOCK_LOST);
+    }
+    close(holder.fd);
+    close(waiter.fd);
+    stop(&pair);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(changes_are_forwarded),     TEST(changes_are_forwarded_inside_tls),
-        TEST(a_busy_chunk_can_be_read),  TEST(nothing_is_told_before_the_backup_has_it),
-        TEST(a_primary_goes_on_alone),   TEST(the_backup_takes_over),
-        TEST(reads_without_a_lease),     TEST(a_primary_that_yields),
-        TEST(what_is_refused),           TEST(refusals_have_a_bound),
-        TEST(a_copy_is_made_under_load), TEST(a_copy_has_the_records),
+        TEST(changes_are_forwarded),    TEST(changes_are_forwarded_inside_tls),
+        TEST(a_busy_chunk_can_be_read), TEST(nothing_is_told_before_the_backup_has_it),
+        TEST(a_primary_goes_on_alone),  TEST(the_backup_takes_over),
+        TEST(reads_without_a_lease),    TEST(a_primary_that_yields),
+        TEST(what_is_refused),          TEST(refusals_have_a_bound),
+        TEST(locks_and_versions),       TEST(a_copy_is_made_under_load),
+        TEST(a_copy_has_the_records),
     };
     return RUN_TESTS(tests);
 }

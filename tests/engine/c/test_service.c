@@ -469,6 +469,15 @@ static void wrong_ideas_are_answered(void)
     CHECK_EQ(counters.errors[SMB_INVALID], 6);
     CHECK_EQ(counters.errors[SMB_NOT_FOUND], 4);
     CHECK_EQ(counters.errors[SMB_DENIED], 1);
+    struct smb_denial denial;
+    uint64_t left_out;
+    CHECK_EQ(smb_server_take_denials(rig.servers[0], &denial, 1, &left_out), 1);
+    CHECK_EQ(left_out, 0);
+    CHECK(denial.session != 0);
+    CHECK_EQ(denial.segment, id);
+    CHECK_EQ(denial.opcode, SMB_ATTACH);
+    CHECK_EQ(denial.count, 1);
+    CHECK_EQ(smb_server_take_denials(rig.servers[0], &denial, 1, &left_out), 0);
     reach_end(&reach);
     rig_stop(&rig);
 }

@@ -1,4 +1,5 @@
 /* What waits: the rules of locks, fences, barriers and versions, with the time passed in. */
+#include <stddef.h>
 #include <pthread.h>
 #include <string.h>
 
@@ -161,6 +162,63 @@ static void fences(void)
     CHECK_EQ(sync_fence_enter(other.sync, 0, other.now), SMB_LOCK_LOST);
     place_end(&home);
     place_end(&other);
+}
+
+static void carry(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
+{
+    struct place *other = argument;
+    sync_install(other->sync, image, other->now);
+}
+
+/* What one copy's words say, the other's do at every moment, on a host whose clock is another.
+ * Leases go on there, tokens and versions do not go back, and who waited asks again. */
+static void words_at_another_copy(void)
+{
+    struct place here, there, anew;
+    struct asked a, b, c;
+    place_make(&here);
+    place_make(&there);
+    there.now = 7 * SECOND;
+    sync_on_change(here.sync, carry, &there);
+    CHECK_EQ(lock(&here, &a, 1, 1, 0, 0), SMB_OK);
+    CHECK_EQ(lock(&here, &b, 2, 1, FOREVER, 10), SMB_DEFERRED);
+    CHECK_EQ(there.words->locks[SYNC_USER].token, a.answer.a);
+    CHECK_EQ(there.words->locks[SYNC_USER].expires_ns, there.now + SECOND);
+    CHECK_EQ(quick(&here, SMB_FENCE, SYNC_PUBLISHER, 41, 0), SMB_OK);
+    CHECK_EQ(there.words->locks[SYNC_PUBLISHER].fence, 41);
+    publish(&here, 1);
+    publish(&here, 2);
+    CHECK_EQ(there.words->version, 2);
+    CHECK_EQ(ask(&here, &c, SMB_LOCK, 1, 3, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
+    CHECK(memcmp(&here.words->version, &there.words->version,
+                 sizeof(struct sync_words) - offsetof(struct sync_words, version)) == 0);
+    sync_send_away(here.sync, SMB_STALE_EPOCH);
+    CHECK(b.answers == 1 && b.answer.status == SMB_STALE_EPOCH);
+    sync_on_change(here.sync, NULL, NULL);
+
+    sync_take_over(there.sync, there.now);
+    CHECK_EQ(lock(&there, &b, 2, 1, FOREVER, 10), SMB_DEFERRED);
+    CHECK_EQ(quick(&there, SMB_RENEW, SYNC_USER, a.answer.a, 1000), SMB_OK);
+    CHECK_EQ(sync_fence_enter(there.sync, a.answer.a, there.now), SMB_OK);
+    sync_fence_leave(there.sync);
+    CHECK_EQ(quick(&there, SMB_PUBLISH, 0, c.answer.a, 3), SMB_OK);
+    CHECK_EQ(quick(&there, SMB_PUBLISH, 0, c.answer.a, 3), SMB_OK); /* again */
+    pass(&there, SECOND);                                           /* the holder's time is over */
+    CHECK(b.answers == 1 && b.answer.status == SMB_OK && b.answer.a > a.answer.a);
+    CHECK_EQ(sync_fence_enter(there.sync, a.answer.a, there.now), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&there, SMB_UNLOCK, SYNC_USER, a.answer.a, 0), SMB_LOCK_LOST);
+    CHECK_EQ(quick(&there, SMB_UNLOCK, SYNC_USER, b.answer.a, 0), SMB_OK);
+
+    /* to a new copy, with a lease that is over */
+    place_make(&anew);
+    sync_on_change(there.sync, carry, &anew);
+    sync_show(there.sync, there.now);
+    CHECK_EQ(anew.words->locks[SYNC_USER].expires_ns, 0);
+    CHECK_EQ(anew.words->locks[SYNC_USER].token, b.answer.a);
+    CHECK_EQ(anew.words->version, 3);
+    place_end(&anew);
+    place_end(&here);
+    place_end(&there);
 }
 
 struct next_holder {
@@ -852,6 +910,7 @@ int main(void)
         TEST(locks),
         TEST(locks_over_a_restart),
         TEST(grace),
+        TEST(words_at_another_copy),
         TEST(longest_lease),
         TEST(long_queue),
         TEST(fences),

@@ -14,7 +14,7 @@ import smb
 from smb.train import ASP, BSP, EAMSGD, EASGD, HSGD, R2SP, SEASGD, SSP, AsyncDiLoCo, DiLoCo, Guards, LocalSGD, scheme_of
 
 SCHEMES = (ASP, AsyncDiLoCo, BSP, DiLoCo, EAMSGD, EASGD, HSGD, LocalSGD, R2SP, SEASGD, SSP)
-WHOLE = {"every", "quorum", "staleness", "batch_size", "warmup", "skips"}
+WHOLE = {"every", "quorum", "staleness", "batch_size", "warmup", "skips", "fragments", "delay"}
 SAMPLE = dict.fromkeys(WHOLE, 2) | {"token_weights": True}  # what is fine; 0.5 for the others
 
 

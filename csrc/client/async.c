@@ -1,0 +1,801 @@
+#include "client/async.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "base/assert.h"
+#include "base/clock.h"
+#include "client/unknown.h"
+#include "memory/change.h"
+
+/* ---- the order of the calls ------------------------------------------------------------------ */
+
+static bool overlap(uint64_t offset, uint64_t bytes, const struct smb_operation *other)
+{
+    return offset < other->request.offset + other->request.bytes &&
+           other->request.offset < offset + bytes;
+}
+
+static bool conflict(const struct smb_operation *a, const struct smb_operation *b)
+{
+    return a->key == b->key && (a->changes || b->changes) &&
+           overlap(a->request.offset, a->request.bytes, b);
+}
+
+static bool goes_first(const struct smb_operation *a, const struct smb_operation *b)
+{
+    return a->urgency != b->urgency ? a->urgency > b->urgency : a->number < b->number;
+}
+
+static void heap_put(struct smb_window *window, size_t at, struct smb_operation *operation)
+{
+    window->heap[at] = operation;
+    operation->heap_index = at;
+}
+
+/* The operation at `at` went up or down in urgency, or is another one. */
+static void heap_mend(struct smb_window *window, size_t at)
+{
+    struct smb_operation *operation = window->heap[at];
+    for (; at > 0 && goes_first(operation, window->heap[(at - 1) / 2]); at = (at - 1) / 2)
+        heap_put(window, at, window->heap[(at - 1) / 2]);
+    for (;;) {
+        size_t child = 2 * at + 1;
+        if (child + 1 < window->heap_count &&
+            goes_first(window->heap[child + 1], window->heap[child]))
+            child++;
+        if (child >= window->heap_count || !goes_first(window->heap[child], operation))
+            break;
+        heap_put(window, at, window->heap[child]);
+        at = child;
+    }
+    heap_put(window, at, operation);
+}
+
+/* There is room: smb_async_submit has made it. */
+static void heap_add(struct smb_operation *operation)
+{
+    struct smb_window *window = operation->window;
+    SMB_ASSERT(!operation->in_heap && window->heap_count < window->heap_room);
+    operation->in_heap = true;
+    heap_put(window, window->heap_count++, operation);
+    heap_mend(window, operation->heap_index);
+}
+
+static void heap_remove(struct smb_operation *operation)
+{
+    struct smb_window *window = operation->window;
+    SMB_ASSERT(operation->in_heap);
+    size_t at = operation->heap_index;
+    operation->in_heap = false;
+    window->heap_count--;
+    if (at == window->heap_count)
+        return;
+    heap_put(window, at, window->heap[window->heap_count]);
+    heap_mend(window, at);
+}
+
+static void raise_one(struct smb_operation *operation, int64_t urgency)
+{
+    operation->urgency = urgency;
+    if (operation->in_heap)
+        heap_mend(operation->window, operation->heap_index);
+}
+
+/* Those that `later` waits for, and those that they wait for, are at least as urgent as it is. The
+ * list is walked once, backward: what a raised one waits for is before it. */
+static void raise_earlier(struct smb_operation *later, struct smb_operation *from)
+{
+    struct smb_operation *raised = later;
+    later->next_raised = NULL;
+    for (struct smb_operation *operation = from; operation; operation = operation->earlier) {
+        if (operation->urgency >= later->urgency)
+            continue;
+        const struct smb_operation *other = raised;
+        while (other && !conflict(operation, other))
+            other = other->next_raised;
+        if (!other)
+            continue;
+        raise_one(operation, later->urgency);
+        operation->next_raised = raised;
+        raised = operation;
+    }
+}
+
+static void tell(struct smb_async *async, struct smb_operation *operation, int what)
+{
+    operation->state = OPERATION_ENDED;
+    operation->what = what;
+    operation->next_told = NULL;
+    *async->told_end = operation;
+    async->told_end = &operation->next_told;
+    async->told_count++;
+}
+
+/* Out of the order: those that waited for it alone may begin. */
+static void leave_order(struct smb_async *async, struct smb_operation *operation)
+{
+    size_t list = operation->key % ORDERS;
+    for (struct smb_operation *later = operation->later; later; later = later->later)
+        if (conflict(operation, later) && --later->waits_for == 0 &&
+            later->state == OPERATION_WAITS)
+            heap_add(later);
+    if (operation->earlier)
+        operation->earlier->later = operation->later;
+    else
+        async->first[list] = operation->later;
+    if (operation->later)
+        operation->later->earlier = operation->earlier;
+    else
+        async->last[list] = operation->earlier;
+    if (async->waiting > 0)
+        pthread_cond_broadcast(&async->ended);
+}
+
+/* The thread looks for what may begin. */
+static void wake_thread(struct smb_async *async)
+{
+    if (async->sleeps)
+        pthread_cond_signal(&async->changed);
+    else if (async->busy)
+        call_ring(async->client, &async->bell);
+}
+
+/* ---- windows --------------------------------------------------------------------------------- */
+
+static uint64_t slice_bytes(const struct smb_operation *operation)
+{
+    if (operation->window->counts_calls)
+        return 1;
+    if (!operation->buffer)
+        return operation->request.bytes;
+    uint64_t chunk = operation->buffer->layout.chunk_bytes;
+    uint64_t most = operation->window->credit / SLICES_PER_CREDIT;
+    uint64_t begin = operation->request.offset + operation->sliced_bytes;
+    uint64_t end = begin + (most > chunk ? most : chunk);
+    uint64_t left = operation->request.bytes - operation->sliced_bytes;
+    end -= end % chunk;
+    return end - begin < left ? end - begin : left;
+}
+
+static bool has_room(const struct smb_window *window, const struct smb_operation *operation)
+{
+    return window->in_flight == 0 ||
+           (!window->empties && window->in_flight + slice_bytes(operation) <= window->credit);
+}
+
+static bool may_begin(const struct smb_async *async, const struct smb_operation *operation)
+{
+    return has_room(operation->window, operation) &&
+           !(operation->buffer &&
+             ((operation->local && async->here) || async->flying_count >= SLICES_MAX));
+}
+
+static struct smb_operation *most_urgent(const struct smb_async *async)
+{
+    struct smb_operation *found = NULL;
+    for (const struct smb_window *window = async->windows; window; window = window->next) {
+        struct smb_operation *head = window->heap_count > 0 ? window->heap[0] : NULL;
+        if (head && may_begin(async, head) && (!found || goes_first(head, found)))
+            found = head;
+    }
+    return found;
+}
+
+static void measure(struct smb_window *window, const struct slice *slice, uint64_t now_ns)
+{
+    if (!window->measured || slice->transfer.call.stream_count == 0 || slice->transfer.call.failed)
+        return;
+    uint64_t took_ns = now_ns > slice->begun_ns ? now_ns - slice->begun_ns : 1;
+    double rate = (double)(window->delivered_bytes - slice->delivered_bytes) / (double)took_ns;
+    if (window->delay_ns == 0 || took_ns < window->delay_ns)
+        window->delay_ns = took_ns;
+    if (rate > window->rate)
+        window->rate = rate;
+    double most = window->rate > window->rate_before ? window->rate : window->rate_before;
+    double credit = 2 * most * (double)window->delay_ns;
+    window->credit = credit < CREDIT_LEAST  ? (uint64_t)CREDIT_LEAST
+                     : credit > CREDIT_MOST ? (uint64_t)CREDIT_MOST
+                                            : (uint64_t)credit;
+    window->empties |= now_ns - window->measured_since_ns > MEASURED_NS;
+    if (!window->empties || window->in_flight > 0)
+        return;
+    window->empties = false;
+    window->measured_since_ns = now_ns;
+    window->delay_ns = 0;
+    window->rate_before = window->rate;
+    window->rate = 0;
+}
+
+static struct smb_async *async_retain(struct smb_async *async)
+{
+    SMB_ASSERT(atomic_load_explicit(&async->references, memory_order_relaxed) > 0);
+    atomic_fetch_add_explicit(&async->references, 1, memory_order_relaxed);
+    return async;
+}
+
+/* The last one's: its thread has ended, and no operation is left. */
+static void async_release(struct smb_async *async)
+{
+    if (atomic_fetch_sub_explicit(&async->references, 1, memory_order_acq_rel) != 1)
+        return;
+    SMB_ASSERT(async->told_count == 0);
+    pthread_cond_destroy(&async->changed);
+    pthread_cond_destroy(&async->told);
+    pthread_cond_destroy(&async->ended);
+    pthread_mutex_destroy(&async->mutex);
+    client_release(async->client);
+    free(async);
+}
+
+int smb_window_create(struct smb_async *async, uint64_t credit, bool counts_calls,
+                      struct smb_window **window)
+{
+    struct smb_window *made = calloc(1, sizeof *made);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    made->async = async_retain(async);
+    made->counts_calls = counts_calls;
+    made->measured = credit == 0;
+    made->credit = credit > 0 ? credit : CREDIT_FIRST;
+    made->measured_since_ns = smb_now_ns();
+    pthread_mutex_lock(&async->mutex);
+    made->next = async->windows;
+    async->windows = made;
+    pthread_mutex_unlock(&async->mutex);
+    *window = made;
+    return SMB_OK;
+}
+
+uint64_t smb_window_credit(struct smb_window *window)
+{
+    pthread_mutex_lock(&window->async->mutex);
+    uint64_t credit = window->credit;
+    pthread_mutex_unlock(&window->async->mutex);
+    return credit;
+}
+
+void smb_window_destroy(struct smb_window *window)
+{
+    struct smb_async *async = window->async;
+    if (async->pid != getpid())
+        return; /* a child of fork: a thread that is not there may hold the mutex */
+    pthread_mutex_lock(&async->mutex);
+    SMB_ASSERT(window->heap_count == 0 && window->in_flight == 0);
+    struct smb_window **at = &async->windows;
+    while (*at != window)
+        at = &(*at)->next;
+    *at = window->next;
+    pthread_mutex_unlock(&async->mutex);
+    free(window->heap);
+    free(window);
+    async_release(async);
+}
+
+/* ---- the async thread ------------------------------------------------------------------------ */
+
+/* The rest of a failed change, which was not begun, is not applied. */
+static void note_rest(struct smb_operation *operation)
+{
+    struct smb_outcome rest = {0};
+    struct call account = {.outcome = &rest};
+    while (operation->changes && operation->sliced_bytes < operation->request.bytes) {
+        uint64_t left = operation->request.bytes - operation->sliced_bytes;
+        uint32_t bytes = left < SMB_CHUNK_BYTES_MAX ? (uint32_t)left
+                                                    : (uint32_t)SMB_CHUNK_BYTES_MAX;
+        call_note_unknown(&account, operation->request.offset + operation->sliced_bytes, bytes,
+                          SMB_OUTCOME_NOT_APPLIED);
+        operation->sliced_bytes += bytes;
+    }
+    transfer_add_outcome(&operation->outcome, &rest);
+}
+
+/* With the mutex: nothing of it is in flight, and nothing will be. */
+static void operation_over(struct smb_async *async, struct smb_operation *operation)
+{
+    transfer_add_outcome(&operation->outcome, &operation->local_outcome);
+    operation->local_outcome = (struct smb_outcome){0};
+    if (operation->failed)
+        note_rest(operation);
+    transfer_count(operation->buffer, &operation->request, &operation->outcome, operation->link,
+                   operation->begun_ns);
+    if (operation->failed) { /* it may be gone on with: its turn lasts until smb_async_end */
+        tell(async, operation, SMB_TOLD_FAILED);
+        return;
+    }
+    leave_order(async, operation);
+    tell(async, operation, SMB_TOLD_DONE);
+}
+
+static void end_slice(struct smb_async *async, struct slice *slice, uint64_t now_ns)
+{
+    struct smb_operation *operation = slice->operation;
+    struct smb_window *window = operation->window;
+    operation->failed |= slice->transfer.call.failed ||
+                         slice->transfer.local_outcome.status != SMB_OK;
+    transfer_add_outcome(&operation->local_outcome, &slice->transfer.local_outcome);
+    transfer_end(&slice->transfer);
+    operation->slices--;
+    window->in_flight -= slice->request.bytes;
+    window->delivered_bytes += slice->request.bytes;
+    measure(window, slice, now_ns);
+    if (operation->failed && operation->in_heap)
+        heap_remove(operation);
+    if (operation->slices == 0 && !operation->in_heap)
+        operation_over(async, operation);
+    slice->next = async->spare;
+    async->spare = slice;
+}
+
+/* Ends slices over links that are done. */
+static void reap(struct smb_async *async)
+{
+    struct slice *done = NULL, **end = &done;
+    pthread_mutex_lock(&async->client->mutex);
+    struct slice **at = &async->flying;
+    while (*at) {
+        struct slice *slice = *at;
+        if (slice->transfer.call.done && slice != async->here) {
+            *at = slice->next;
+            *end = slice;
+            end = &slice->next;
+            async->flying_count--;
+        } else {
+            at = &slice->next;
+        }
+    }
+    async->flying_end = at;
+    *end = NULL;
+    pthread_mutex_unlock(&async->client->mutex);
+    uint64_t now_ns = done ? smb_now_ns() : 0;
+    while (done) {
+        struct slice *next = done->next;
+        end_slice(async, done, now_ns);
+        done = next;
+    }
+}
+
+static struct slice *take_spare(struct smb_async *async)
+{
+    struct slice *slice = async->spare;
+    if (slice)
+        async->spare = slice->next;
+    else
+        slice = malloc(sizeof *slice);
+    return slice;
+}
+
+/* Begins the operation's next slice. */
+static void begin_slice(struct smb_async *async, struct smb_operation *operation)
+{
+    struct smb_window *window = operation->window;
+    uint64_t now_ns = smb_now_ns(), within = operation->sliced_bytes;
+    struct slice *slice = take_spare(async);
+    if (operation->state == OPERATION_WAITS)
+        operation->begun_ns = now_ns;
+    operation->state = OPERATION_BEGUN;
+    struct smb_outcome refused = {0};
+    int status = SMB_OUT_OF_MEMORY;
+    if (slice) {
+        slice->operation = operation;
+        slice->begun_ns = now_ns;
+        slice->delivered_bytes = window->delivered_bytes;
+        slice->request = operation->request;
+        slice->request.offset += within;
+        slice->request.bytes = slice_bytes(operation);
+        if (slice->request.source)
+            slice->request.source = (const uint8_t *)slice->request.source + within;
+        if (slice->request.sink)
+            slice->request.sink = (uint8_t *)slice->request.sink + within;
+        status = transfer_begin(&slice->transfer, operation->buffer, &slice->request, &refused);
+    }
+    if (status != SMB_OK) {
+        operation->failed = true;
+        if (operation->local_outcome.status == SMB_OK) {
+            operation->local_outcome.status = status;
+            operation->local_outcome.segment = refused.segment;
+        }
+        heap_remove(operation);
+        if (operation->slices == 0)
+            operation_over(async, operation);
+        free(slice);
+        return;
+    }
+    struct call *call = &slice->transfer.call;
+    call->outcome = &operation->outcome; /* one account, of the progress thread's, for all slices */
+    call->bell = &async->bell;
+    slice->transfer.work.whole_bytes = operation->request.bytes;
+    operation->sliced_bytes += slice->request.bytes;
+    operation->slices++;
+    window->in_flight += slice->request.bytes;
+    if (operation->sliced_bytes == operation->request.bytes)
+        heap_remove(operation);
+    slice->next = NULL;
+    if (slice->transfer.has_local_work)
+        async->here = slice;
+    if (call->stream_count == 0)
+        return;
+    operation->link = call->streams[0].link;
+    *async->flying_end = slice;
+    async->flying_end = &slice->next;
+    async->flying_count++;
+    call_submit(async->client, call);
+}
+
+static void begin_what_may(struct smb_async *async)
+{
+    struct smb_operation *operation;
+    while ((operation = most_urgent(async)) != NULL) {
+        if (operation->buffer) {
+            begin_slice(async, operation);
+            continue;
+        }
+        heap_remove(operation);
+        operation->window->in_flight += slice_bytes(operation);
+        tell(async, operation, SMB_TOLD_BEGIN);
+    }
+}
+
+/* One piece of the slice whose local part is being done. */
+static bool step_here(void *argument)
+{
+    struct smb_async *async = argument;
+    if (local_step(&async->here->transfer.work))
+        return true;
+    call_ring(async->client, &async->bell); /* its thread, this one, has to look */
+    return false;
+}
+
+static void finish_here(struct smb_async *async)
+{
+    struct slice *slice = async->here;
+    async->here = NULL;
+    if (slice->transfer.call.stream_count == 0)
+        end_slice(async, slice, smb_now_ns());
+}
+
+/* Of a stopped one: what is in a heap has begun. */
+static bool some_begun(const struct smb_async *async)
+{
+    for (const struct smb_window *window = async->windows; window; window = window->next)
+        if (window->heap_count > 0)
+            return true;
+    return false;
+}
+
+static void *run(void *argument)
+{
+    struct smb_async *async = argument;
+    pthread_mutex_lock(&async->mutex);
+    for (;;) {
+        call_rearm(&async->bell);
+        reap(async);
+        begin_what_may(async);
+        bool idle = !async->flying && !async->here;
+        if (async->told_count >= async->taker_wants || (idle && async->told_count > 0))
+            pthread_cond_signal(&async->told);
+        if (idle && async->stopped && !some_begun(async))
+            break;
+        async->sleeps = idle;
+        async->busy = !idle;
+        if (idle) {
+            pthread_cond_wait(&async->changed, &async->mutex);
+            async->sleeps = false;
+            continue;
+        }
+        pthread_mutex_unlock(&async->mutex);
+        bool local = async->here != NULL;
+        if (async->flying) {
+            call_submit(async->client, &async->bell);
+            call_wait(async->client, &async->bell, UINT64_MAX, local ? step_here : NULL, async);
+        } else {
+            while (local_step(&async->here->transfer.work))
+                continue;
+        }
+        pthread_mutex_lock(&async->mutex);
+        async->busy = false;
+        if (local)
+            finish_here(async);
+    }
+    pthread_mutex_unlock(&async->mutex);
+    return NULL;
+}
+
+/* With the mutex. The signals are Python's main thread's. */
+static int start_thread(struct smb_async *async)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&async->thread, NULL, run, async);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error) {
+        errno = error;
+        return SMB_SYSTEM;
+    }
+    async->has_thread = true;
+    return SMB_OK;
+}
+
+/* ---- the library's side ---------------------------------------------------------------------- */
+
+static void make_condition(pthread_cond_t *condition)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(condition, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+int smb_async_create(struct smb_client *client, struct smb_async **async)
+{
+    struct smb_async *made = calloc(1, sizeof *made);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    made->client = client_retain(client);
+    made->references = 1;
+    made->pid = getpid();
+    made->told_end = &made->told_head;
+    made->flying_end = &made->flying;
+    made->taker_wants = 1;
+    made->bell = (struct call){.is_bell = true, .deadline_ns = UINT64_MAX};
+    pthread_mutex_init(&made->mutex, NULL);
+    make_condition(&made->changed);
+    make_condition(&made->told);
+    make_condition(&made->ended);
+    *async = made;
+    return SMB_OK;
+}
+
+static bool make_room(struct smb_window *window, size_t operations)
+{
+    if (operations <= window->heap_room)
+        return true;
+    size_t room = window->heap_room ? 2 * window->heap_room : 64;
+    struct smb_operation **heap = realloc(window->heap, room * sizeof(struct smb_operation *));
+    if (!heap)
+        return false;
+    window->heap = heap;
+    window->heap_room = room;
+    return true;
+}
+
+static bool touches_mapped(const struct smb_buffer *buffer)
+{
+    for (uint32_t i = 0; i < buffer->layout.segment_count; i++)
+        if (buffer->places[i].segment)
+            return true;
+    return false;
+}
+
+/* With the mutex: at the end of its order's list. */
+static void enter_order(struct smb_async *async, struct smb_operation *operation)
+{
+    size_t list = operation->key % ORDERS;
+    struct smb_operation *last = async->last[list];
+    operation->number = ++async->operations;
+    for (struct smb_operation *earlier = last; earlier; earlier = earlier->earlier)
+        operation->waits_for += conflict(earlier, operation);
+    if (operation->waits_for > 0)
+        raise_earlier(operation, last);
+    operation->earlier = last;
+    if (last)
+        last->later = operation;
+    else
+        async->first[list] = operation;
+    async->last[list] = operation;
+    operation->window->operations++;
+}
+
+static int submit(struct smb_async *async, struct smb_operation *operation)
+{
+    pthread_mutex_lock(&async->mutex);
+    struct smb_window *window = operation->window;
+    int status = async->stopped ? SMB_DISCONNECTED : SMB_OK;
+    if (status == SMB_OK && window->operations >= OPERATIONS_MAX)
+        status = SMB_BUSY;
+    if (status == SMB_OK && !make_room(window, window->operations + 1))
+        status = SMB_OUT_OF_MEMORY;
+    if (status == SMB_OK && !async->has_thread)
+        status = start_thread(async);
+    if (status == SMB_OK) {
+        enter_order(async, operation);
+        if (operation->waits_for == 0)
+            heap_add(operation);
+        if (operation->in_heap && has_room(window, operation))
+            wake_thread(async);
+    }
+    pthread_mutex_unlock(&async->mutex);
+    return status;
+}
+
+int smb_async_submit(struct smb_async *async, struct smb_window *window, struct smb_buffer *buffer,
+                     int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink,
+                     int op, double scale, int wire, uint64_t token, uint32_t timeout_ms,
+                     uint64_t key, int priority, uint64_t tag)
+{
+    struct smb_request request = {.opcode = opcode,
+                                  .op = op,
+                                  .scale = scale,
+                                  .offset = offset,
+                                  .bytes = bytes,
+                                  .source = source,
+                                  .sink = sink,
+                                  .wire = wire,
+                                  .token = token,
+                                  .fenced = token != 0,
+                                  .timeout_ms = timeout_ms};
+    SMB_ASSERT(window->async == async && bytes <= UINT64_MAX - offset);
+    if (buffer && ((opcode != SMB_READ && opcode != SMB_WRITE && opcode != SMB_ACCUMULATE) ||
+                   wire == SMB_WIRE_SPARSE || !transfer_is_sound(buffer, &request) ||
+                   transfer_uses_itself(buffer, &request)))
+        return SMB_INVALID;
+    struct smb_operation *made = calloc(1, sizeof *made);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    made->window = window;
+    made->buffer = buffer;
+    made->request = request;
+    made->tag = tag;
+    made->key = key;
+    made->urgency = priority;
+    made->changes = smb_opcode_changes(opcode);
+    made->local = buffer && touches_mapped(buffer);
+    int status = submit(async, made);
+    if (status != SMB_OK)
+        free(made);
+    return status;
+}
+
+/* With the mutex. */
+static void forget(struct smb_operation *operation)
+{
+    operation->window->operations--;
+    free(operation);
+}
+
+int smb_async_cancel(struct smb_async *async, uint64_t tag)
+{
+    struct smb_operation *found = NULL;
+    if (async->pid != getpid())
+        return 0; /* its parent's, and begun there */
+    pthread_mutex_lock(&async->mutex);
+    for (int list = 0; list < ORDERS && !found; list++) {
+        found = async->first[list];
+        while (found && (found->tag != tag || found->state != OPERATION_WAITS))
+            found = found->later;
+    }
+    if (found) {
+        if (found->in_heap)
+            heap_remove(found);
+        leave_order(async, found);
+        forget(found);
+        wake_thread(async);
+    }
+    pthread_mutex_unlock(&async->mutex);
+    return found != NULL;
+}
+
+void smb_async_end(struct smb_async *async, struct smb_operation *operation)
+{
+    pthread_mutex_lock(&async->mutex);
+    SMB_ASSERT(operation->state == OPERATION_ENDED && operation->what != SMB_TOLD_DONE);
+    if (operation->what == SMB_TOLD_BEGIN)
+        operation->window->in_flight -= slice_bytes(operation);
+    leave_order(async, operation);
+    forget(operation);
+    wake_thread(async);
+    pthread_mutex_unlock(&async->mutex);
+}
+
+static bool wait_until(pthread_cond_t *condition, pthread_mutex_t *mutex, uint64_t until_ns)
+{
+    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                             .tv_nsec = (long)(until_ns % 1000000000U)};
+    return pthread_cond_timedwait(condition, mutex, &until) != ETIMEDOUT;
+}
+
+int smb_async_await_told(struct smb_async *async, uint32_t timeout_ms)
+{
+    uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    pthread_mutex_lock(&async->mutex);
+    async->taker_wants = 1;
+    while (async->told_count == 0 && wait_until(&async->told, &async->mutex, until_ns))
+        continue;
+    async->taker_wants = TOLD_AT_ONCE;
+    until_ns = smb_now_ns() + TAKER_LINGERS_NS;
+    while (async->told_count > 0 && async->told_count < TOLD_AT_ONCE && async->busy &&
+           wait_until(&async->told, &async->mutex, until_ns))
+        continue;
+    bool some = async->told_count > 0;
+    pthread_mutex_unlock(&async->mutex);
+    return some;
+}
+
+uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t most)
+{
+    uint32_t count = 0;
+    pthread_mutex_lock(&async->mutex);
+    while (async->told_head && count < most) {
+        struct smb_operation *operation = async->told_head;
+        async->told_head = operation->next_told;
+        if (!async->told_head)
+            async->told_end = &async->told_head;
+        async->told_count--;
+        told[count++] = (struct smb_told){.operation = operation,
+                                          .tag = operation->tag,
+                                          .what = operation->what,
+                                          .outcome = operation->outcome};
+        operation->outcome.unknown = NULL;
+        if (operation->what == SMB_TOLD_DONE)
+            forget(operation);
+    }
+    pthread_mutex_unlock(&async->mutex);
+    return count;
+}
+
+int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint64_t bytes,
+                   bool changes, uint32_t timeout_ms)
+{
+    struct smb_operation asked = {.request = {.offset = offset, .bytes = bytes},
+                                  .key = key,
+                                  .changes = changes,
+                                  .urgency = 0}; /* as what is asked for without a priority */
+    size_t list = key % ORDERS;
+    uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    pthread_mutex_lock(&async->mutex);
+    uint64_t before = async->operations;
+    raise_earlier(&asked, async->last[list]);
+    bool waits = true, in_time = true;
+    async->waiting++;
+    while (in_time) {
+        const struct smb_operation *earlier = async->first[list];
+        while (earlier && earlier->number <= before && !conflict(earlier, &asked))
+            earlier = earlier->later;
+        waits = earlier && earlier->number <= before;
+        if (!waits)
+            break;
+        in_time = wait_until(&async->ended, &async->mutex, until_ns);
+    }
+    async->waiting--;
+    pthread_mutex_unlock(&async->mutex);
+    return waits ? SMB_TIMEOUT : SMB_OK;
+}
+
+void smb_async_stop(struct smb_async *async)
+{
+    pthread_mutex_lock(&async->mutex);
+    async->stopped = true;
+    for (int list = 0; list < ORDERS; list++) {
+        for (struct smb_operation *operation = async->first[list], *later; operation;
+             operation = later) {
+            later = operation->later;
+            if (operation->state != OPERATION_WAITS)
+                continue;
+            if (operation->in_heap)
+                heap_remove(operation);
+            tell(async, operation, SMB_TOLD_CANCELLED);
+        }
+    }
+    pthread_cond_signal(&async->told);
+    wake_thread(async);
+    pthread_mutex_unlock(&async->mutex);
+}
+
+void smb_async_destroy(struct smb_async *async)
+{
+    if (async->pid != getpid())
+        return; /* a child of fork: its thread is the parent's, which may hold the mutex */
+    smb_async_stop(async);
+    if (async->has_thread)
+        pthread_join(async->thread, NULL);
+    while (async->spare) {
+        struct slice *slice = async->spare;
+        async->spare = slice->next;
+        free(slice);
+    }
+    async_release(async);
+}

@@ -1,0 +1,123 @@
+"""A client's async operations in the engine: their order, their windows, the thread that carries them out."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeAlias
+
+from smb._engine import ffi, lib
+from smb.engine.buffers import BufferHandle
+from smb.engine.calls import NOWHERE, Outcome, Request, outcome_of
+from smb.engine.enums import Opcode, check
+from smb.engine.links import EngineClient
+
+Operation: TypeAlias = Any
+
+_TAKEN_MAX = 64
+
+
+class Told(IntEnum):
+    """An operation has come so far."""
+
+    DONE = lib.SMB_TOLD_DONE  # it is no more
+    FAILED = lib.SMB_TOLD_FAILED  # its turn lasts until end()
+    BEGIN = lib.SMB_TOLD_BEGIN  # a call of the caller's, likewise
+    CANCELLED = lib.SMB_TOLD_CANCELLED  # it had not begun; end() it
+
+
+class Taken(NamedTuple):
+    """How far the operation of a tag has come; its outcome if it failed. `operation` is to be ended, unless DONE."""
+
+    tag: int
+    operation: Operation
+    told: Told
+    outcome: Outcome | None
+
+
+class AsyncOperations:
+    """The async operations of one client; csrc/client/async.h. One thread takes what is told."""
+
+    def __init__(self, client: EngineClient) -> None:
+        made = ffi.new("struct smb_async **")
+        check(lib.smb_async_create(client.pointer, made))
+        self.pointer = ffi.gc(made[0], lib.smb_async_destroy)
+        self._told = ffi.new("struct smb_told[]", _TAKEN_MAX)
+
+    def submit(
+        self,
+        window: Window,
+        handle: BufferHandle,
+        request: Request,
+        timeout_ms: int,
+        key: int,
+        priority: int,
+        tag: int,
+    ) -> None:
+        """Begin a read, write or addition in its turn; its memory, handle and window stay until it is told of, at most
+        timeout_ms for each part after it began. EngineError INVALID where smb_transfer is to do or refuse it,
+        DISCONNECTED once stopped, BUSY if there are too many. It is told of by its tag.
+        """
+        opcode, offset, nbytes, source, sink, op, scale, _, _, wire, token, _, _ = request
+        check(
+            lib.smb_async_submit(
+                self.pointer, window.pointer, handle.pointer, opcode, offset, nbytes, source, sink, op, scale, wire,
+                token, timeout_ms, key, priority, tag,
+            )
+        )  # fmt: skip
+
+    def submit_call(
+        self, window: Window, offset: int, nbytes: int, key: int, priority: int, tag: int, *, changes: bool
+    ) -> None:
+        """Have a call of the caller's told as BEGIN in its turn."""
+        opcode = Opcode.WRITE if changes else Opcode.READ
+        check(
+            lib.smb_async_submit(
+                self.pointer, window.pointer, NOWHERE, opcode, offset, nbytes, NOWHERE, NOWHERE, 0, 0.0, 0, 0, 0, key,
+                priority, tag,
+            )
+        )  # fmt: skip
+
+    def await_told(self, timeout_ms: int) -> None:
+        """Wait until there is something to take, at most so long."""
+        lib.smb_async_await_told(self.pointer, timeout_ms)
+
+    def take(self) -> list[Taken]:
+        """Return what is told by now, some of it; does not block. One thread at a time."""
+        told = self._told
+        taken = []
+        for index in range(lib.smb_async_take(self.pointer, told, _TAKEN_MAX)):
+            one = told[index]
+            what = one.what
+            outcome = outcome_of(one.outcome) if what == Told.FAILED else None
+            taken.append(Taken(one.tag, one.operation, what, outcome))
+        return taken
+
+    def end(self, operation: Operation) -> None:
+        """Its turn is over: one that was taken, but not as DONE."""
+        lib.smb_async_end(self.pointer, operation)
+
+    def cancel(self, tag: int) -> bool:
+        """Whether the operation of that tag had not begun, and is no more."""
+        return bool(lib.smb_async_cancel(self.pointer, tag))
+
+    def wait(self, key: int, offset: int, nbytes: int, timeout_ms: int, *, changes: bool) -> bool:
+        """Wait until no earlier operation conflicts with a call on that range; False after timeout_ms."""
+        return int(lib.smb_async_wait(self.pointer, key, offset, nbytes, changes, timeout_ms)) == 0
+
+    def stop(self) -> None:
+        """Cancel what has not begun; nothing is submitted any more."""
+        lib.smb_async_stop(self.pointer)
+
+
+class Window:
+    """How many bytes of its operations may be in flight."""
+
+    def __init__(self, operations: AsyncOperations, credit: int, *, counts_calls: bool = False) -> None:
+        """credit: bytes, 0 for measured; with counts_calls a number of operations."""
+        made = ffi.new("struct smb_window **")
+        check(lib.smb_window_create(operations.pointer, credit, counts_calls, made))
+        self.pointer = ffi.gc(made[0], lib.smb_window_destroy)
+
+    def credit(self) -> int:
+        """The present credit."""
+        return int(lib.smb_window_credit(self.pointer))

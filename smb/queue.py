@@ -1,0 +1,125 @@
+"""A client's queue: async operations with priorities, and a window of bytes in flight."""
+
+from __future__ import annotations
+
+import operator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.call.session import Session
+from smb.errors import InvalidArgumentError, UnavailableError
+from smb.lock import Lock
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+CREDIT_MAX = 1 << 30  # bytes: what a server's and a client's sockets and windows can use, and more
+PRIORITY_MAX = 2**31 - 1  # either way
+
+
+class Queue:
+    """Async operations on a client's buffers, the most urgent first. Made by Client.queue; also a context manager.
+
+    At most `credit` bytes of its operations are in flight; what waits is sorted. Of the operations that wait, the one
+    with the largest `priority` goes first, and of equal ones the one that was asked for first. Operations of one client
+    on overlapping elements keep the order of the calls, also between queues, `*_async` and blocking calls
+    (Buffer.read_async): an earlier one has at least the priority of a later one that waits for it.
+
+    Each operation returns a future at once; it raises what the blocking call would raise. Leave arrays and `out` alone
+    until it is done. Calls may come from any thread.
+    """
+
+    def __init__(self, session: Session, credit: int | None) -> None:
+        if credit is not None:
+            if isinstance(credit, bool) or not hasattr(credit, "__index__") or not 0 < credit <= CREDIT_MAX:
+                raise InvalidArgumentError(f"queue: credit={credit!r} is no number of bytes from 1 to {CREDIT_MAX}")
+            credit = operator.index(credit)
+        self._session = session
+        self._window = session.calls.window(credit)
+        self._closed = False
+
+    @property
+    def credit(self) -> int:
+        """How many bytes may be in flight, at present."""
+        return self._window.credit()
+
+    def read(
+        self,
+        buffer: Buffer,
+        offset: int = 0,
+        count: int | None = None,
+        *,
+        out: Any = None,
+        wire: str | None = None,
+        priority: int = 0,
+    ) -> Future[Array]:
+        """As Buffer.read, at once."""
+        when = self._when(priority, "read")
+        return self._of(buffer, "read")._read_later(offset, count, out=out, wire=wire, **when)
+
+    def write(
+        self,
+        buffer: Buffer,
+        array: Any,
+        offset: int = 0,
+        *,
+        wire: str | None = None,
+        fence: Lock | None = None,
+        priority: int = 0,
+    ) -> Future[None]:
+        """As Buffer.write, at once."""
+        when = self._when(priority, "write")
+        return self._of(buffer, "write")._write_later(array, offset, fence=fence, wire=wire, **when)
+
+    def accumulate(
+        self,
+        buffer: Buffer,
+        array: Any,
+        offset: int = 0,
+        *,
+        op: str = "sum",
+        scale: float = 1.0,
+        fetch: bool = False,
+        out: Any = None,
+        wire: str | None = None,
+        fence: Lock | None = None,
+        priority: int = 0,
+    ) -> Future[Array | None]:
+        """As Buffer.accumulate, at once."""
+        when = self._when(priority, "accumulate")
+        return self._of(buffer, "accumulate")._accumulate_later(
+            array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, **when
+        )
+
+    def close(self) -> None:
+        """Cancel what has not begun, and wait for what has. Closing twice does nothing."""
+        self._closed = True
+        self._session.calls.cancel(self._window)
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<smb.Queue of {self.credit} bytes{', closed' if self._closed else ''}>"
+
+    def _of(self, buffer: Buffer, call: str) -> Buffer:
+        if not isinstance(buffer, Buffer) or buffer._session is not self._session:
+            raise InvalidArgumentError(f"{call} by a queue: {buffer!r} is no buffer opened by the queue's client")
+        if self._closed:
+            raise UnavailableError(f"{call} of buffer {buffer.name!r}: the queue is closed; nothing was applied")
+        return buffer
+
+    def _when(self, priority: int, call: str) -> dict[str, Any]:
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+            raise InvalidArgumentError(
+                f"{call} by a queue: priority={priority!r} is no whole number up to {PRIORITY_MAX}, either way"
+            )
+        return {"priority": priority, "window": self._window}

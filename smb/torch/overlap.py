@@ -1,0 +1,645 @@
+"""Exchanges that hide behind the passes of a step: hooks of the model and the optimizer, for smb.torch.join(overlap=).
+
+The computing thread runs everything here. Worker's thread exchanges (smb/train/exchange/parts.py).
+
+    a gradient is there      "both": step the optimizer for this parameter, and make the parts that are whole with it
+    the optimizer steps      "forward": make all parts; the exchange begins. "both": make the rest
+    a module is called       take over the parts that its parameters lie in, each once it came
+
+Invariant: a parameter changes between its gradient and the next use of it, never while a graph needs it. All parts of a
+module's parameters are taken over before it runs; what is called without its module is found by its gradient.
+
+The first steps exchange without overlap, and are measured: which modules are called, in which order, how long each
+layer computes, how fast the link is. Then smb.train.overlap_plan picks the parts, and picks anew if measurements move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import smb.train
+from smb.config.log import TRAINING
+from smb.errors import Error, InvalidArgumentError
+from smb.torch.part_parameters import PartParameters
+from smb.train.overlap_plan import Measured, Place, Plan, plan_of
+from smb.train.parameters import Run
+from smb.train.partition import FUSED, OVERLAPS, ROUNDS
+
+SCHEMES = {"asp": FUSED, "ssp": FUSED, "r2sp": FUSED, "bsp": ROUNDS}
+_INSTEAD = {
+    "seasgd": "it sends in the background already",
+    "hsgd": "it sends in the background already",
+    "easgd": "scheme='seasgd' is EASGD that sends in the background",
+    "eamsgd": "scheme='seasgd' is EASGD that sends in the background",
+    "diloco": "it exchanges seldom; in fragments (fragments=) it would hide behind whole steps",
+    "asyncdiloco": "it exchanges seldom, and waits for nobody",
+    "localsgd": "it exchanges seldom; scheme='diloco' in fragments (fragments=) would hide behind whole steps",
+}
+_LEARNING = 4  # steps without overlap; the first one, which warms up, is not measured
+_LOOK_EVERY = 20  # steps from one look at whether the plan is outdated to the next
+_CHANGES = "changes {} in its step, which it would do once for each parameter"
+_PROBES, _PROBES_AT_ONCE = 5, 16  # small reads that tell what a message costs
+
+_news = logging.getLogger(TRAINING)
+
+
+def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, mesh: bool = False) -> None:
+    """Raise InvalidArgumentError for an overlap that there is not, or not with this scheme or a mesh."""
+    if overlap not in OVERLAPS:
+        raise InvalidArgumentError(f"smb.torch.join: overlap={overlap!r} is none of {', '.join(OVERLAPS)}")
+    if overlap == "none":
+        return
+    if mesh:
+        raise InvalidArgumentError(
+            f"smb.torch.join: overlap={overlap!r} is not there with mesh= yet: leave one of them out"
+        )
+    if scheme is not None and scheme.NAME not in SCHEMES:
+        instead = _INSTEAD.get(scheme.NAME, "it does not exchange after every step by parts")
+        raise InvalidArgumentError(
+            f"smb.torch.join: overlap={overlap!r} is for {', '.join(SCHEMES)}, not for {scheme.NAME!r}: {instead}"
+        )
+    if isinstance(scheme, smb.train.R2SP) and scheme.batch_size is not None:
+        raise InvalidArgumentError(
+            f"smb.torch.join: overlap={overlap!r} with batch_size= of 'r2sp', which measures computing by itself: "
+            f"leave one of them out"
+        )
+
+
+class Overlap:
+    """The hooks of one joined model. `attach` the worker once it is a member; `remove` at the end."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trained: PartParameters, overlap: str
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._trained = trained
+        self._flow = trained.flow
+        self._asked = overlap
+        self._now = "none"  # the overlap of the plan
+        self._check_model()
+        self._worker: smb.train.Worker
+        self._names = {entry.tensor: entry.names[0] for entry in trained.entries}
+        self._runs = {entry.tensor: Run(entry.offset, entry.offset, entry.count) for entry in trained.entries}
+        self._own = {  # of each module the trained parameters that are its own
+            module: [each for each in module.parameters(recurse=False) if each in self._runs]
+            for module in model.modules()
+        }
+        self._samples: Callable[[], int | None]
+        # Learned in the first steps: modules in the order of their first call, and the parameters that each needs.
+        self._called: dict[torch.nn.Module, None] = {}
+        self._needed: dict[torch.nn.Module, list[torch.Tensor]] = {}
+        self._places: list[Place] = []
+        self._layer: dict[torch.Tensor, int] = {}
+        self._measured: Measured | None = None
+        self.plan: Plan | None = None  # by which exchanges go; None while the first steps are measured
+        self._steps = 0  # exchanged
+        # The parts, by module and by parameter.
+        self._pulls: dict[torch.nn.Module, list[int]] = {}
+        self._pulls_of: dict[torch.Tensor, set[int]] = {}
+        self._pushes_of: dict[torch.Tensor, list[int]] = {}
+        self._left: list[int] = []  # by part: parameters whose gradients are not there
+        self._pending: set[int] = set()  # parts that are not taken over
+        self._unseen: frozenset[int] | None = None  # those when the backward pass began
+        self._began = False  # this step's exchange began in the backward pass
+        self._clock = _Clock(any(entry.tensor.device.type != "cpu" for entry in trained.entries))
+        self._gradients = _Gradients(optimizer, self._names)
+        self._steps_inside = 0  # of the optimizer: one inside of the other
+        self._hooks: list[Any] = []
+        self._install()
+
+    def attach(self, worker: smb.train.Worker, samples: Callable[[], int | None]) -> None:
+        """Exchange by this worker from now on; `samples` tells how many this step is over."""
+        self._worker = worker
+        self._samples = samples
+        self._index()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._flow.close()
+
+    # ---- for Shared
+
+    def stepped(self) -> None:
+        """Exchange after a step of the optimizer: begin, or end what began in the backward pass."""
+        self._unseen = None
+        if self._began:
+            self._began = False
+            self._flow.make_rest()
+        else:
+            if self._settle() or self._recovered():
+                self._clock.forget()
+                return
+            self._learn()
+            self._begin()
+            self._flow.make_rest()
+        if self._now == "none":
+            self.wait()
+        self._clock.forget()
+
+    def wait(self) -> None:
+        """Wait for the exchange under way, and take all of it over. Raises what the exchange does."""
+        self._take_all()
+        self._settle()
+
+    def finish(self) -> None:
+        """As wait, before the worker leaves: a step that a backward pass has begun is ended with what there is."""
+        if self._began:
+            self._began = False
+            self._flow.make_rest()
+        self.wait()
+
+    # ---- hooks
+
+    def _install(self) -> None:
+        add = self._hooks.append
+        for module in self._model.modules():
+            if any(each in self._runs for each in module.parameters()):
+                add(module.register_forward_pre_hook(self._before_module))
+        add(self._model.register_forward_hook(lambda *_: self._clock.forward_ended()))
+        model: Any = self._model
+        add(model.register_state_dict_pre_hook(lambda *_: self._take_all()))
+        parameters: list[Any] = [each for each in self._runs if each.requires_grad]
+        for parameter in parameters:
+            add(parameter.register_post_accumulate_grad_hook(self._gradient_there))
+        add(self._optimizer.register_step_pre_hook(self._before_step))
+        add(self._optimizer.register_step_post_hook(lambda *_: self._after_step()))
+
+    def _before_module(self, module: torch.nn.Module, _: Any) -> None:
+        self._clock.module(module if self._own[module] or module in self._needed else None)
+        if not self._places:
+            self._called.setdefault(module)
+        if self._began and torch._C._current_graph_task_id() != -1:  # checkpointing computes a part once more
+            self._clock.resume()
+            return
+        if self._pending and self._worker.unfinished:
+            self._again()  # a pass failed here: this is the first module of the next one
+        if self._pending:
+            if module.training and torch.is_grad_enabled():
+                for number in self._pulls.get(module, ()):
+                    self._take(number)
+            else:  # a whole block may run as one function then, its modules not called
+                self._take_all()
+        self._clock.resume()
+
+    def _gradient_there(self, parameter: torch.Tensor) -> None:
+        self._steps_inside = 0  # if a step of the optimizer was left by an exception
+        self._clock.gradient(parameter)
+        if self._unseen is None:  # the first one of a backward pass
+            self._unseen = frozenset(self._pending)
+        if self._unseen and self._unseen & self._pulls_of[parameter]:
+            raise Error(
+                f"overlap={self._asked!r}: parameter {self._names[parameter]!r} was used before its module was called, "
+                f"and so before its exchanged values were there: join with overlap='none', or call the module"
+            )
+        if self._asked == "both":
+            self._gradients.check(parameter)
+            if self._now == "both":
+                self._step_by_parameter(parameter)
+            self._gradients.used(parameter, summed=self.plan is None)
+        self._clock.resume()
+
+    def _before_step(self, _: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
+        if self.inside:  # one whose step() calls that of its class above, which runs hooks, too
+            self._steps_inside += 1
+            return
+        if not self._began:
+            self._take_all()
+            self._worker.join_step()
+            if not self._worker.lost:
+                self._settle()  # here, so that a step that raises has changed nothing, and may be called again
+        if self._asked == "both":
+            self._gradients.check_step(args, options)
+            if self._now == "both":
+                self._gradients.hide()
+        self._clock.backward_ended()
+        self._steps_inside += 1
+
+    def _after_step(self) -> None:
+        self._steps_inside -= 1
+        if not self.inside:
+            self._clock.optimized()
+            self._gradients.show()
+
+    @property
+    def inside(self) -> bool:
+        """Whether a step of the optimizer is under way: another one inside of it, or by parameter."""
+        return self._steps_inside > 0 or self._gradients.stepping
+
+    def _step_by_parameter(self, parameter: torch.Tensor) -> None:
+        """Step the optimizer for one parameter, and make the parts that this completes."""
+        if not self._began and not self._worker.unfinished:
+            # All of the exchange before came: what is left of it are a few small calls. If they fail, that is for the
+            # optimizer's step, as a graph needs the parameters now.
+            self._worker.join_step()
+            if not self._worker.failed:
+                self._take_all()  # of modules that were not called
+                self._settle()
+                self._begin()
+                self._began = True
+                self._left = self._counted()
+        self._gradients.step(parameter)
+        if self._began:
+            for number in self._pushes_of.get(parameter, ()):
+                self._left[number] -= 1
+                if self._left[number] == 0:
+                    self._flow.make(number)
+
+    # ---- the exchange
+
+    def _begin(self) -> None:
+        if self._trained.verify is not None:
+            self._trained.verify()
+        if self.plan is None:
+            self._flow.begin()
+        else:
+            self._flow.begin(self.plan.cut)
+        self._pending = set(range(len(self._flow.cut.pull)))
+        try:
+            self._worker.start(self._samples(), self._flow.over)
+        except BaseException:
+            self._flow.over()
+            self._pending.clear()
+            raise
+
+    def _again(self) -> None:
+        """Exchange anew after a failure, and bring all parts once more: before any is used."""
+        if not self._recovered():
+            self._begin()
+            self._flow.make_rest()
+
+    def _take(self, number: int) -> None:
+        """Take over a part. Raises if the exchange has failed; asked once more it leaves the part as it is."""
+        if self._began and number in self._pending:
+            raise _refused("the parameters were looked at between backward() and optimizer.step()")
+        while number in self._pending:
+            if self._flow.wait(number):
+                self._flow.adopt(number)
+                self._pending.discard(number)
+            elif self._worker.lost:
+                # To join again is for the next step: it changes all parameters, and a graph may need some.
+                self._pending.clear()
+            elif self._worker.under_way:
+                self._settle()
+            else:  # what was done here is kept, and sent with the next step
+                self._pending.clear()
+
+    def _take_all(self) -> None:
+        for number in sorted(self._pending):
+            self._take(number)
+
+    def _settle(self) -> bool:
+        """Wait for the exchange under way. True if this worker joined again, with the shared model's parameters."""
+        if not self._worker.under_way:
+            return False
+        try:
+            rejoined = self._worker.settle()
+        except smb.train.RefusedContributionError:
+            self._pending.clear()
+            raise
+        if rejoined:
+            self._pending.clear()
+        else:
+            self._count()
+        return rejoined
+
+    def _recovered(self) -> bool:
+        """Finish what a failed exchange has left. True if this worker joined again."""
+        if not self._worker.recover():
+            return False
+        self._pending.clear()
+        return True
+
+    # ---- measuring and planning
+
+    def _count(self) -> None:
+        """Take note of an exchange that is done."""
+        self._steps += 1
+        flow, measured = self._flow, self._measured
+        if measured is None:
+            return
+        measured.moved(flow.pushed.nbytes, flow.pushed.busy_s, pull=False)
+        measured.moved(flow.pulled.nbytes, flow.pulled.busy_s, pull=True)
+        if flow.pulled.messages and flow.pushed.messages:
+            measured.closed(max(0.0, flow.pulled.first - flow.pushed.last))
+
+    def _learn(self) -> None:
+        """Between two exchanges: measure, and plan where it is time to."""
+        measured = self._measured
+        if measured is None:
+            if self._steps:
+                if not self._places:
+                    self._find_layers()
+                with contextlib.suppress(Error):  # then later: the optimizer has stepped, and must not step again
+                    self._measured = Measured(self._places, *self._probed())
+            return
+        if self._clock.tells(learning=self.plan is None):
+            measured.computed(*self._clock.by_layer(self._layer, self._layer_of_module, len(self._places)))
+        if self.plan is None:
+            if self._steps >= _LEARNING and measured.ready:
+                self._replan(measured)
+        elif self._steps % _LOOK_EVERY == 0 and measured.outdated(self.plan):
+            self._replan(measured)
+
+    def _replan(self, measured: Measured) -> None:
+        scheme = self._worker.scheme
+        self.plan = plan_of(
+            self._places,
+            measured.layers(),
+            measured.channel(),
+            SCHEMES[scheme.NAME],
+            measured.closing_s(),
+            self._asked,
+        )
+        self._now = self.plan.chosen.overlap
+        self._trained.recut()
+        self._index()
+        _news.info("training %r: %s", self._worker.name, self.plan)
+
+    def _find_layers(self) -> None:
+        """Divide the parameters over the modules that are called, in the order of their first call. Those of a module
+        that is not called itself are used by the nearest one around it that is.
+        """
+        first = next(iter(self._called), self._model)
+        needed: dict[torch.nn.Module, list[torch.Tensor]] = {module: [] for module in self._called}
+
+        def walk(module: torch.nn.Module, around: torch.nn.Module) -> None:
+            if module in self._called:
+                around = module
+            needed.setdefault(around, []).extend(self._own[module])
+            for child in module.children():
+                walk(child, around)
+
+        walk(self._model, first)
+        taken: set[torch.Tensor] = set()
+        for module, parameters in needed.items():
+            if parameters:
+                self._needed[module] = list(dict.fromkeys(parameters))
+            if new := [each for each in self._needed.get(module, ()) if each not in taken]:
+                self._add_layer(new)
+                taken.update(new)
+        self._index()
+
+    def _add_layer(self, parameters: list[torch.Tensor]) -> None:
+        runs = sorted((self._runs[each] for each in parameters), key=lambda run: run.here)
+        for each in parameters:
+            self._layer[each] = len(self._places)
+        self._places.append(Place(tuple(runs)))
+
+    @property
+    def _layer_of_module(self) -> dict[torch.nn.Module, int]:
+        return {module: self._layer[needed[0]] for module, needed in self._needed.items()}
+
+    def _index(self) -> None:
+        """Find the parts of each module and each parameter."""
+        cut = self._flow.cut if self.plan is None else self.plan.cut
+        pulls, pushes = (_Ranges(parts) for parts in (cut.pull, cut.push))
+        self._pulls_of = {each: set(pulls.of(run)) for each, run in self._runs.items()}
+        self._pushes_of = {each: sorted(set(pushes.of(run))) for each, run in self._runs.items()}
+        self._pulls = {}
+        for module, needed in self._needed.items():
+            numbers = set().union(*(self._pulls_of[each] for each in needed))
+            self._pulls[module] = sorted(numbers, key=lambda number: -cut.pull[number].urgency)
+
+    def _counted(self) -> list[int]:
+        left = [0] * len(self._flow.cut.push)
+        for parameter, numbers in self._pushes_of.items():
+            if parameter.requires_grad:
+                for number in numbers:
+                    left[number] += 1
+        return left
+
+    def _probed(self) -> tuple[float, float]:
+        """Return what a message of a few bytes takes alone, and how much of that passes for each of many at once."""
+        queue, weights = self._flow.queue(), self._worker.weights
+        alone = []
+        for _ in range(_PROBES):
+            began = time.perf_counter()
+            queue.read(weights, 0, 1, wire="exact").result()
+            alone.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        for future in [queue.read(weights, 0, 1, wire="exact") for _ in range(_PROBES_AT_ONCE)]:
+            future.result()
+        return statistics.median(alone), (time.perf_counter() - began) / _PROBES_AT_ONCE
+
+    def _check_model(self) -> None:
+        for module in self._model.modules():
+            compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+            around = isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel))
+            if compiled or around or isinstance(module, torch.jit.ScriptModule):
+                what = "compiled" if compiled else f"in {type(module).__name__}"
+                raise InvalidArgumentError(
+                    f"smb.torch.join: overlap={self._asked!r} needs the calls of the model's modules, and the model is "
+                    f"{what}, which hides them: join with overlap='none', or without that"
+                )
+
+
+class _Ranges:
+    """Parts by the elements that they have."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._found = sorted((run.here, run.here + run.count, number) for number, part in enumerate(parts)
+                             for run in part.runs)  # fmt: skip
+
+    def of(self, run: Run) -> Iterator[int]:
+        """Yield the parts that have some of a run."""
+        for begin, end, number in self._found:
+            if begin < run.here + run.count and run.here < end:
+                yield number
+
+
+class _Clock:
+    """Seconds of computing in a step, by module and by parameter, without what hooks take."""
+
+    def __init__(self, on_device: bool) -> None:
+        self._on_device = on_device  # then only waiting for it tells how long it takes
+        self._learning = True
+        self._last = time.perf_counter()
+        self._current: torch.nn.Module | None = None
+        self._forward: dict[torch.nn.Module, float] = {}
+        self._backward: dict[torch.Tensor, float] = {}
+        self._optimizer = 0.0
+
+    def tells(self, *, learning: bool) -> bool:
+        """Whether what was measured in this step is so."""
+        measured = bool(self._forward) and (not self._on_device or self._learning)
+        self._learning = learning
+        return measured
+
+    def forget(self) -> None:
+        """Begin a step."""
+        self._forward, self._backward, self._optimizer = {}, {}, 0.0
+        self._current = None
+
+    def resume(self) -> None:
+        """Go on: a hook is over."""
+        self._last = time.perf_counter()
+
+    def module(self, module: torch.nn.Module | None) -> None:
+        """Take note of a call; None: of a module that is no layer."""
+        self._count_forward()
+        if module is not None:
+            self._current = module
+
+    def forward_ended(self) -> None:
+        """Take note of the end of the forward pass."""
+        self._count_forward()
+        self._current = None
+        self.resume()
+
+    def _count_forward(self) -> None:
+        if self._current is not None:
+            self._forward[self._current] = self._forward.get(self._current, 0.0) + self._passed()
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """Take note of a gradient."""
+        self._backward[parameter] = self._backward.get(parameter, 0.0) + self._passed()
+
+    def backward_ended(self) -> None:
+        """Take note of the optimizer's step, which begins."""
+        self.resume()
+
+    def optimized(self) -> None:
+        """Take note of its end."""
+        self._optimizer += self._passed()
+
+    def _passed(self) -> float:
+        if self._on_device and self._learning:
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                torch.accelerator.synchronize()
+        return time.perf_counter() - self._last
+
+    def by_layer(
+        self, layers: dict[torch.Tensor, int], modules: dict[torch.nn.Module, int], count: int
+    ) -> tuple[list[float], list[float], float]:
+        """Return seconds forward and backward of each layer, and of the optimizer's step."""
+        forward, backward = [0.0] * count, [0.0] * count
+        for module, seconds in self._forward.items():
+            if module in modules:
+                forward[modules[module]] += seconds
+        for parameter, seconds in self._backward.items():
+            backward[layers[parameter]] += seconds
+        return forward, backward, self._optimizer
+
+
+class _Gradients:
+    """Steps the optimizer by parameter, in the backward pass, and refuses what that would make wrong, by name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._used: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # of this step: gradient and its version
+        self._before: dict[torch.Tensor, tuple[int, int]] = {}  # of the last one: its id, as to keep it costs memory
+        self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, when the first gradient came
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._groups: dict[torch.Tensor, dict[str, Any]] = {}
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients, in the first steps
+        self.stepping = False  # by parameter
+
+    def check(self, parameter: torch.Tensor) -> None:
+        """Look at a gradient that is there. Raises Error."""
+        name = self._names[parameter]
+        if parameter in self._used:
+            raise _refused(
+                f"parameter {name!r} got a second gradient before optimizer.step(): gradient accumulation, several "
+                f"losses, or a backward pass after one that failed"
+            )
+        grad = parameter.grad
+        if grad is None:
+            raise _refused(f"the gradient of {name!r} was taken away by another hook")
+        before = self._before.get(parameter)
+        if before is not None and before[0] == id(grad) and grad._version == before[1] + 1:
+            raise _refused(f"the gradient of {name!r} was added to that of the step before: call optimizer.zero_grad()")
+        if not self._used:
+            self._settings = [_settings(group) for group in self._optimizer.param_groups]
+            self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
+
+    def used(self, parameter: torch.Tensor, *, summed: bool) -> None:
+        """Take note of a gradient that was used, or would have been; of its sum too, as not all that changes a tensor
+        changes its version.
+        """
+        grad = parameter.grad
+        assert grad is not None
+        self._used[parameter] = grad, grad._version
+        if summed and grad.layout == torch.strided:
+            self._sums[parameter] = grad.sum()
+
+    def step(self, parameter: torch.Tensor) -> None:
+        """Step the optimizer for one parameter, by its own state and its group's settings."""
+        group = self._groups.get(parameter)
+        if group is None:
+            return  # another optimizer's, or nobody's
+        alone = {**group, "params": [parameter]}
+        groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
+        self.stepping = True
+        try:
+            _step_of(type(self._optimizer))(self._optimizer)
+        finally:
+            self.stepping = False
+            self._optimizer.param_groups = groups
+        self._check_settings(_settings(alone), _settings(group), _CHANGES)
+
+    def check_step(self, args: Sequence[Any], options: dict[str, Any]) -> None:
+        """Look at the script's own step. Raises Error."""
+        if any(each is not None for each in args[1:]) or options.get("closure") is not None:
+            raise _refused("optimizer.step() got a closure, which computes the gradients once more")
+        if getattr(self._optimizer, "grad_scale", None) is not None or "grad_scaler" in options:
+            raise _refused("a GradScaler scales the gradients until the optimizer's step")
+        for parameter, (grad, version) in self._used.items():
+            same = parameter.grad is grad and grad._version == version
+            if same and (total := self._sums.get(parameter)) is not None:
+                same = torch.allclose(total, grad.sum(), rtol=0, atol=0, equal_nan=True)
+            if not same:
+                raise _refused(
+                    f"the gradient of {self._names[parameter]!r} was changed between backward() and optimizer.step(): "
+                    f"clipping by norm or value, GradScaler.unscale_, or noise"
+                )
+        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
+            self._check_settings(_settings(group), before, "had its {} changed between backward() and optimizer.step()")
+
+    def _check_settings(self, now: dict[str, Any], before: dict[str, Any], how: str) -> None:
+        changed = [key for key, value in now.items() if value is not before.get(key) and value != before.get(key)]
+        if changed:
+            raise _refused(f"the optimizer {type(self._optimizer).__name__} {how.format(', '.join(changed))}")
+
+    def hide(self) -> None:
+        """Take gradients that were stepped with away for the script's own step: it has nothing left to do for them."""
+        self._hidden = [(parameter, parameter.grad) for parameter in self._used if parameter in self._groups]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+
+    def show(self) -> None:
+        """End a step. Raises Error for an optimizer that changes its groups: it would count its steps by parameter."""
+        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
+            self._check_settings(_settings(group), before, _CHANGES)
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden = []
+        self._sums = {}
+        self._before = {each: (id(grad), version) for each, (grad, version) in self._used.items()}
+        self._used = {}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
+    """Return its step without the hooks of torch.optim.Optimizer: these are for the script's own step."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def _refused(why: str) -> Error:
+    return Error(f"overlap='both' steps the optimizer in the backward pass, and would be wrong here: {why}. Join with "
+                 f"overlap='forward', which leaves the script as it is")  # fmt: skip

@@ -1,0 +1,71 @@
+"""A model's trained parameters of which parts can be made and set: what overlap= exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from smb.buffer import Buffer
+from smb.torch.model_parameters import ModelParameters, Piece
+from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.parts import ByParts, Cut, Flow, Part, PartedDeltas, PartedSnapshot
+from smb.train.exchange.snapshot import Snapshot
+from smb.train.group import Group
+from smb.train.parameters import Run, Values
+
+
+class PartParameters(ModelParameters, ByParts):
+    """The parameters with their flow. Host memory beside the model: three arrays of its size, four with lossy wires."""
+
+    def __init__(
+        self, tensors: Mapping[tuple[str, ...], torch.Tensor], verify: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(tensors, verify)
+        self._plans: dict[Part, tuple[Piece, ...]] = {}
+        whole = (Part((Run(0, 0, self.size),), 0),)
+        self.flow = Flow(self, Cut(whole, whole))
+        self._group: Group | None = None
+
+    def seated(self, group: Group) -> None:
+        """Take note of the group, which says whether its worker's steps go on."""
+        self._group = group
+        self.flow.client = group.client
+
+    def give_up(self) -> None:
+        """Have the flow wait for nothing."""
+        self.flow.give_up()
+
+    def snapshot(self, wire: str) -> Snapshot:
+        """Return what rounds need."""
+        return PartedSnapshot(self.flow, wire, self._go_on)
+
+    def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas:
+        """Return what adds deltas."""
+        return PartedDeltas(self.flow, weights, sent_bytes, self._go_on)
+
+    def delta(self, part: Part, base: Values, out: Values) -> None:
+        """Copy by pieces, from the device if the parameters are on one."""
+        with torch.no_grad():
+            for begin, delta in self.deltas_of(self._plan_of(part), base):
+                out[begin : begin + delta.size] = delta
+
+    def put(self, part: Part, values: Values) -> None:
+        """Copy by pieces."""
+        with torch.no_grad():
+            self.fill_pieces(self._plan_of(part), values)
+
+    def recut(self) -> None:
+        """Forget the pieces of parts that are not used any more."""
+        self._plans.clear()
+
+    def _plan_of(self, part: Part) -> tuple[Piece, ...]:
+        found = self._plans.get(part)
+        if found is None:
+            found = tuple(piece for run in part.runs for piece in self.pieces_of(run.here, run.here + run.count))
+            self._plans[part] = found
+        return found
+
+    def _go_on(self) -> None:
+        if self._group is not None:
+            self._group.go_on()

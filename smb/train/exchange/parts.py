@@ -1,0 +1,529 @@
+"""A worker's changes and the shared values by parts, each sent and taken over by itself, while the worker computes.
+
+Two threads, and what each may touch:
+
+    computing    the parameters. It makes a part (`make`), and takes over one that came (`adopt`).
+    exchanging   the scheme's step, in Worker's thread: it sends parts as they are made, and notes which came.
+
+The arrays have the model's size. A part's elements of `delta` are the computing thread's until the part is made, the
+exchanging thread's until the step is over. A part's elements of `landing` are the computing thread's from when it came.
+`base` is the computing thread's alone, but between steps. `changed` guards `_made`, `_came`, `_over` and the figures.
+A step is over before the next one begins: Worker sees to it.
+
+Exactly once. A part that failed is settled, and what it missed is sent again, before anything else is
+(`Deltas.finish`). So each element of each delta counts once, whatever parts came.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from smb.buffer import Buffer
+from smb.daemon.failpoint import failpoint
+from smb.errors import Error, UnavailableError
+from smb.feedback import as_sent
+from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.contribution import missed
+from smb.train.exchange.snapshot import Snapshot
+from smb.train.group import GivenUpError
+from smb.train.guards import Check, Norm, RefusedContributionError
+from smb.train.members import MembershipLostError
+from smb.train.parameters import Run, SelfMoving, Values
+
+if TYPE_CHECKING:
+    from smb.client import Client
+    from smb.queue import Queue
+
+
+@dataclass(frozen=True)
+class Part:
+    """Runs of the vector that travel together. Of parts that wait, the one with the largest `urgency` goes first."""
+
+    runs: tuple[Run, ...]
+    urgency: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, as float32."""
+        return 4 * sum(run.count for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model travels. Pushed parts and pulled ones, which are the same where a message brings the new values back.
+    `credit_bytes`: under way at most, one part at least; 0: as many as the queue takes.
+    """
+
+    push: tuple[Part, ...]
+    pull: tuple[Part, ...]
+    credit_bytes: int = 0
+
+
+@dataclass
+class Traffic:
+    """A step's messages in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began
+    and ended, of time.perf_counter().
+    """
+
+    nbytes: int = 0
+    messages: int = 0
+    busy_s: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+
+class ByParts(SelfMoving):
+    """Parameters of which parts can be made and set. Computing thread only."""
+
+    @abstractmethod
+    def delta(self, part: Part, base: Values, out: Values) -> None:
+        """Put what was done to a part since it was `base` into its place of `out`; both (n,)."""
+
+    @abstractmethod
+    def put(self, part: Part, values: Values) -> None:
+        """Set a part from its place of `values`, (n,)."""
+
+
+class Flow:
+    """A worker's parts on their way: the arrays, and what is made and came. One for a membership and its successors."""
+
+    def __init__(self, parameters: ByParts, cut: Cut) -> None:
+        self.parameters = parameters
+        self.cut = cut
+        self.client: Client | None = None  # by which parts travel
+        self.base: Values = np.zeros(parameters.size, np.float32)
+        self.delta: Values = np.zeros(parameters.size, np.float32)
+        self.landing: Values = np.zeros(parameters.size, np.float32)
+        self.unsent: Values | None = None  # what rounding has left out, if deltas travel in fewer bits
+        self.unsettled = False  # what `delta` holds was not sent. Computing thread between steps, then the other one
+        self._on_top = False  # it was so when this step began: what was done since is added to it
+        self.running = False  # a step is under way: written by the computing thread between steps
+        self.pushed = Traffic()
+        self.pulled = Traffic()
+        self._queue: Queue | None = None
+        self.changed = threading.Condition()
+        self._norms: list[Norm] = [Norm() for _ in cut.push]
+        self._made: list[int] = []  # parts of this step, in the order in which they were made
+        self._came: set[int] = set()
+        self._adopted: set[int] = set()  # the computing thread's
+        self._over = True
+        self._given_up = False
+        self._under_way = 0
+        self._busy_since = 0.0
+        for array in (self.base, self.landing):
+            parameters.hold(array)
+
+    # ---- the computing thread
+
+    def begin(self, cut: Cut | None = None) -> None:
+        """Begin a step, by another cut if one is given. The one before is over."""
+        self.settle_base()
+        if cut is not None and cut is not self.cut:
+            self.cut = cut
+            if self._queue is not None:
+                self._queue.close()
+                self._queue = None
+        self._norms = [Norm() for _ in self.cut.push]
+        self._on_top, self.unsettled = self.unsettled, True
+        with self.changed:
+            self._made, self._came, self._adopted = [], set(), set()
+            self._over = self._given_up = False
+            self.pushed, self.pulled = Traffic(), Traffic()
+        self.running = True
+
+    def settle_base(self) -> None:
+        """Make what was taken over in a step, which is over, the base of the next."""
+        if len(self._adopted) == len(self.cut.pull):
+            self.base, self.landing = self.landing, self.base
+        else:
+            for number in self._adopted:
+                for run in self.cut.pull[number].runs:
+                    self.base[run.place] = self.landing[run.place]
+        self._adopted = set()
+
+    def make(self, number: int) -> None:
+        """Make a part of the delta: from here on the scheme may send it. Later changes are the next delta."""
+        part = self.cut.push[number]
+        before = self.delta if self._on_top else self.unsent
+        kept = None if before is None else [before[run.place].copy() for run in part.runs]
+        self.parameters.delta(part, self.base, self.delta)
+        found = Norm()
+        for index, run in enumerate(part.runs):
+            delta = self.delta[run.place]
+            self.base[run.place] += delta
+            if kept is not None:
+                delta += kept[index]
+            for piece in run.cut():
+                found.add(self.delta[piece.place])
+        self._norms[number] = found
+        with self.changed:
+            self._made.append(number)
+            self.changed.notify_all()
+
+    def make_rest(self) -> None:
+        """Make all parts that are not made."""
+        for number in sorted(set(range(len(self.cut.push))) - set(self._made)):
+            self.make(number)
+
+    def wait(self, number: int) -> bool:
+        """Wait until a part came, or the step is over without it: then False."""
+        with self.changed:
+            self.changed.wait_for(lambda: number in self._came or self._over)
+            return number in self._came
+
+    def adopt(self, number: int) -> None:
+        """Make the parameters of a part what came."""
+        if number not in self._adopted:
+            self.parameters.put(self.cut.pull[number], self.landing)
+            self._adopted.add(number)
+
+    def refill(self, values: Values) -> None:
+        """Make the parameters and the base these values, all at once, between steps; forget what was not sent."""
+        self.parameters.fill(values)
+        self.base[:] = values
+
+    def forget(self) -> None:
+        """Drop what was not sent."""
+        self.unsettled = False
+        if self.unsent is not None:
+            self.unsent[:] = 0
+
+    def give_up(self) -> None:
+        """Have the exchanging thread wait for no further part."""
+        with self.changed:
+            self._given_up = True
+            self.changed.notify_all()
+
+    # ---- the exchanging thread
+
+    def over(self) -> None:
+        """Say that the step is over."""
+        with self.changed:
+            self._over = True
+            self.running = False
+            self.changed.notify_all()
+
+    def as_made(self, go_on: Callable[[], None]) -> Iterator[tuple[list[int], Norm, bool]]:
+        """Yield the parts that were made since the last time, what guards look at of all so far, and whether these are
+        all. Waits. `go_on` raises where the step was given up.
+        """
+        seen, found, count = 0, Norm(), len(self.cut.push)
+        while seen < count:
+            with self.changed:
+                self.changed.wait_for(lambda seen=seen: len(self._made) > seen or self._given_up)  # type: ignore[misc]
+                fresh = self._made[seen:]
+            if not fresh:
+                go_on()
+                return
+            seen += len(fresh)
+            for number in fresh:
+                found.join(self._norms[number])
+            yield fresh, found, seen == count
+
+    def came(self, number: int) -> None:
+        """Say that a part is in `landing`."""
+        with self.changed:
+            self._came.add(number)
+            self.changed.notify_all()
+
+    def is_made(self, number: int) -> bool:
+        """Whether a part of this step, or of the last one, is made."""
+        with self.changed:
+            return number in self._made
+
+    def sent(self, buffer: Buffer) -> None:
+        """Account for a delta that was sent, or is sure to be."""
+        self.unsettled = False
+        if self.unsent is None:
+            return
+        for part in self.cut.push:
+            for run in part.runs:
+                for piece in run.cut():
+                    delta = self.delta[piece.place]
+                    np.subtract(delta, as_sent(buffer, delta, piece.there), out=self.unsent[piece.place])
+
+    def queue(self) -> Queue:
+        """Return the queue that parts travel by."""
+        if self._queue is None:
+            assert self.client is not None
+            self._queue = self.client.queue(self.cut.credit_bytes or None)
+        return self._queue
+
+    def close(self) -> None:
+        """Close the queue."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+
+    def began(self, traffic: Traffic, nbytes: int) -> None:
+        """Take note of a message that begins."""
+        now = time.perf_counter()
+        with self.changed:
+            if not traffic.messages:
+                traffic.first = now
+            if not self._under_way:
+                self._busy_since = now
+            self._under_way += 1
+            traffic.messages += 1
+            traffic.nbytes += nbytes
+
+    def ended(self, traffic: Traffic) -> None:
+        """Take note of one that ended."""
+        now = time.perf_counter()
+        with self.changed:
+            self._under_way -= 1
+            traffic.last = now
+            if not self._under_way:
+                traffic.busy_s += now - self._busy_since
+
+
+@dataclass
+class _Sending:
+    """The calls of a step under way: run and future of each."""
+
+    flow: Flow
+    traffic: Traffic
+    calls: list[tuple[Run, Future[Any]]] = field(default_factory=list)
+    failed: bool = False
+    open: int = 0  # calls of which not all is done, their callbacks among it; under `changed`
+
+    def add(self, part: Part, call: Callable[[Run], Future[Any]], came: Callable[[], None] | None) -> None:
+        """Begin a part's calls; `came` is called, in whatever thread, when all of them have succeeded."""
+        left = set(range(len(part.runs)))
+        failpoint("train-part")
+        for index, run in enumerate(part.runs):
+            future = call(run)
+            self.calls.append((run, future))
+            self.flow.began(self.traffic, 4 * run.count)
+            with self.flow.changed:
+                self.open += 1
+            future.add_done_callback(lambda done, index=index: self._ended(done, index, left, came))  # type: ignore[misc]
+
+    def _ended(self, done: Future[Any], index: int, left: set[int], came: Callable[[], None] | None) -> None:
+        self.flow.ended(self.traffic)
+        if done.cancelled() or done.exception() is not None:
+            self.failed = True
+        else:
+            with self.flow.changed:
+                left.discard(index)
+                whole = not left
+            if whole and came is not None:
+                came()
+        with self.flow.changed:
+            self.open -= 1
+            self.flow.changed.notify_all()
+
+    def finish(self) -> list[tuple[Run, Error]]:
+        """Wait for all; return those that failed. Raises what is no error of a call."""
+        with self.flow.changed:  # a future is done before its callbacks are
+            self.flow.changed.wait_for(lambda: self.open == 0)
+        failures = []
+        for run, future in self.calls:
+            if future.cancelled():
+                error: BaseException | None = UnavailableError("the client was closed before a part was sent")
+            else:
+                error = future.exception()
+            if isinstance(error, Error):
+                failures.append((run, error))
+            elif error is not None:
+                raise error
+        return failures
+
+
+class PartedDeltas(Deltas):
+    """Deltas that are sent by parts, as these are made. The exchanging thread's, but for `restart`."""
+
+    def __init__(self, flow: Flow, weights: Buffer, sent_bytes: int, go_on: Callable[[], None]) -> None:
+        self._flow = flow
+        self._weights = weights
+        self._sent_bytes = sent_bytes
+        self._moved_bytes = 0
+        self._go_on = go_on
+        self._failures: list[tuple[Run, Error]] = []
+        self._parts_left: list[int] = []  # not begun
+        self._runs_left: list[Run] = []  # known as not applied
+        self._touched = False
+        if weights.wire != "exact" and flow.unsent is None:
+            flow.unsent = np.zeros(flow.base.size, np.float32)
+
+    @property
+    def touched(self) -> bool:
+        """Whether parts of a delta were sent whose rest was refused, or given up."""
+        return self._touched
+
+    def exchange(self, check: Check, *, fetch: bool) -> None:
+        """Send the parts as they are made, each once `check` has seen all parts up to it."""
+        flow, weights, queue = self._flow, self._weights, self._flow.queue()
+        sending, begun = _Sending(flow, flow.pushed), set[int]()
+        self._touched = False
+        try:
+            for fresh, found, whole in flow.as_made(self._go_on):
+                check(found, whole=whole)
+                if sending.failed:
+                    break
+                for number in fresh:
+                    self._touched = True
+                    begun.add(number)
+                    self._begin(queue, sending, number, fetch)
+        except (RefusedContributionError, MembershipLostError, GivenUpError):
+            sending.finish()  # the memory is in use until then
+            raise
+        except Error:
+            self._note_left(sending, begun)
+            raise
+        self._note_left(sending, begun)
+        if self._failures:
+            raise self._failures[0][1]
+        flow.sent(weights)
+        self._moved_bytes += self._sent_bytes + (weights.nbytes if fetch else 0)
+
+    def _begin(self, queue: Queue, sending: _Sending, number: int, fetch: bool) -> None:
+        flow, weights = self._flow, self._weights
+        part = flow.cut.push[number]
+
+        def call(run: Run) -> Future[Any]:
+            out = flow.landing[run.place] if fetch else None
+            return queue.accumulate(
+                weights, flow.delta[run.place], run.there, fetch=fetch, out=out, priority=part.urgency
+            )
+
+        sending.add(part, call, (lambda: flow.came(number)) if fetch else None)
+
+    def _note_left(self, sending: _Sending, begun: set[int]) -> None:
+        """Wait for what is under way, and take note of what is left to be sent, where any of it was begun."""
+        self._failures = sending.finish()
+        self._parts_left, self._runs_left = [], []
+        if not begun:
+            return  # all of it is: with what is done until the next exchange
+        tried = {run.here for run, _ in sending.calls}
+        for number, part in enumerate(self._flow.cut.push):
+            if number in begun:
+                self._runs_left += [run for run in part.runs if run.here not in tried]
+            else:
+                self._parts_left.append(number)
+
+    def read(self) -> None:
+        """Read the shared weights by parts, the most urgent first."""
+        read_parts(self._flow, self._weights)
+        self._moved_bytes += self._weights.nbytes
+
+    # ---- between steps
+
+    def forget(self) -> None:
+        """Drop what was not sent."""
+        self._flow.forget()
+        self._failures, self._parts_left, self._runs_left = [], [], []
+
+    def fetch(self) -> None:
+        """Read all of the shared weights."""
+        self._flow.settle_base()
+        self._flow.parameters.read(self._weights, self._flow.landing)
+
+    def adopt(self) -> None:
+        """Make the parameters what was read."""
+        self._flow.refill(self._flow.landing)
+
+    def add_missing(self) -> bool:
+        """Add what an exchange that failed has left; False if none did."""
+        if not self._failures and not self._runs_left and not self._parts_left:
+            return False
+        while self._parts_left:
+            number = self._parts_left.pop()
+            if self._flow.is_made(number):  # else its worker leaves in the middle of a step
+                self._runs_left += self._flow.cut.push[number].runs
+        while self._failures:
+            run, error = self._failures[0]
+            self._runs_left += missed(self._weights, run, error)
+            self._failures.pop(0)
+        while self._runs_left:
+            run = self._runs_left.pop(0)
+            try:
+                self._weights.accumulate(self._flow.delta[run.place], run.there)
+            except Error as failure:
+                self._failures.append((run, failure))
+                raise
+        self._flow.sent(self._weights)
+        return True
+
+
+class PartedSnapshot(Snapshot):
+    """A snapshot whose parts are written to the inbox as they are made, and read as the forward pass needs them. In a
+    step it is the exchanging thread's.
+    """
+
+    def __init__(self, flow: Flow, wire: str, go_on: Callable[[], None]) -> None:
+        self._flow = flow
+        self._go_on = go_on
+        if wire != "exact" and flow.unsent is None:
+            flow.unsent = np.zeros(flow.base.size, np.float32)
+
+    @property
+    def by_parts(self) -> bool:
+        """In a step: yes."""
+        return self._flow.running
+
+    def send(self, inbox: Buffer) -> Norm:
+        """Write all parts. Nothing of them counts before the member has marked."""
+        flow, queue = self._flow, self._flow.queue()
+        sending = _Sending(flow, flow.pushed)
+        found = Norm()
+        try:
+            for fresh, found, _ in flow.as_made(self._go_on):  # noqa: B007 - the last one is of all
+                if sending.failed:
+                    break
+                for number in fresh:
+                    part = flow.cut.push[number]
+                    sending.add(part, lambda run, part=part: self._write(queue, inbox, run, part), None)  # type: ignore[misc]
+        except BaseException:
+            sending.finish()
+            raise
+        failures = sending.finish()
+        if failures:
+            raise failures[0][1]
+        if not found.bad:
+            flow.sent(inbox)
+        return found
+
+    def _write(self, queue: Queue, inbox: Buffer, run: Run, part: Part) -> Future[Any]:
+        return queue.write(inbox, self._flow.delta[run.place], run.there, priority=part.urgency)
+
+    def fetch(self, weights: Buffer) -> None:
+        """Read the group's values; in a step by parts, the most urgent first."""
+        if self.by_parts:
+            read_parts(self._flow, weights)
+        else:
+            self._flow.settle_base()
+            self._flow.parameters.read(weights, self._flow.landing)
+
+    def adopt(self) -> None:
+        """Make the parameters what was fetched; in a step the computing thread does, by parts."""
+        if not self.by_parts:
+            self._flow.refill(self._flow.landing)
+
+    def forget(self) -> None:
+        """Drop what was not sent."""
+        self._flow.forget()
+
+
+def read_parts(flow: Flow, weights: Buffer) -> None:
+    """Read the weights by parts, exact, the most urgent first. Raises where a call failed."""
+    queue, sending = flow.queue(), _Sending(flow, flow.pulled)
+    for number, part in enumerate(flow.cut.pull):
+
+        def call(run: Run, part: Part = part) -> Future[Any]:
+            out = flow.landing[run.place]
+            return queue.read(weights, run.there, run.count, out=out, wire="exact", priority=part.urgency)
+
+        sending.add(part, call, lambda number=number: flow.came(number))  # type: ignore[misc]
+    failures = sending.finish()
+    if failures:
+        raise failures[0][1]
+    flow.unsettled = False

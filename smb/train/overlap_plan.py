@@ -1,0 +1,193 @@
+"""From what was measured of a training to the parts by which its exchange hides behind the passes. Pure.
+
+smb/train/partition.py predicts every schedule. Here its choice becomes runs of the model's vector (exchange/parts.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from smb.train.exchange.parts import Cut, Part
+from smb.train.parameters import Run
+from smb.train.partition import FUSED, Channel, Layer, Prediction, outdated, pick, predict
+
+_WINDOW = 9  # measurements of which the median counts
+_RATE_MAX, _START_MIN = 1e12, 1e-7  # bytes a second, seconds: what clocks can tell
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's parameters lie in the vector; ascending, apart from each other."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, as float32."""
+        return 4 * sum(run.count for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to exchange: the prediction that was picked, the one of today's exchange without overlap, the parts."""
+
+    chosen: Prediction
+    without: Prediction
+    cut: Cut
+    layers: tuple[Layer, ...]
+    channel: Channel
+
+    def __str__(self) -> str:
+        """Return it in a line."""
+        computing = 1e3 * (self.chosen.iteration_s - self.chosen.exposed_s)
+        count = max(len(self.cut.push), len(self.cut.pull))
+        return (
+            f"overlap {self.chosen.overlap!r}, {self.chosen.schedule}, {count} part{'' if count == 1 else 's'}; passes "
+            f"{computing:.1f} ms, predicted {1e3 * self.chosen.iteration_s:.1f} ms, without overlap "
+            f"{1e3 * self.without.iteration_s:.1f} ms; link {self.channel.push_per_s / 1e6:.1f} and "
+            f"{self.channel.pull_per_s / 1e6:.1f} MB/s, start-up {1e3 * self.channel.start_s:.2f} ms"
+        )
+
+
+def whole(places: Sequence[Place]) -> Cut:
+    """Return the cut without parts: all in one."""
+    part = (_part(places, 0),)
+    return Cut(part, part)
+
+
+def plan_of(places: Sequence[Place], layers: Sequence[Layer], channel: Channel, exchange: str, closing_s: float,
+         overlap: str) -> Plan:  # fmt: skip
+    """Return the best plan with at most this overlap. Places and layers are in the order of the forward pass."""
+    predictions = predict(layers, channel, exchange, closing_s)
+    without = pick(predictions, "none")
+    chosen = pick(predictions, overlap)
+    return Plan(chosen, without, cut_of(places, chosen, exchange), tuple(layers), channel)
+
+
+def cut_of(places: Sequence[Place], chosen: Prediction, exchange: str) -> Cut:
+    """Return the parts of a schedule."""
+    if chosen.overlap == "none":
+        return whole(places)
+    if chosen.slice_bytes:
+        parts = tuple(_slices(places, chosen.slice_bytes))
+        return Cut(parts, parts, chosen.credit_bytes)
+    pushes = tuple(_of_runs(places, chosen.pushes, backward=True)) if chosen.pushes else ()
+    pulls = tuple(_of_runs(places, chosen.pulls, backward=False)) if chosen.pulls else ()
+    if exchange == FUSED:  # one message does both
+        parts = pushes or pulls
+        return Cut(parts, parts, 1)
+    every = (_part(places, 0),)
+    return Cut(pushes or every, pulls or every, 1)
+
+
+def _of_runs(places: Sequence[Place], sizes: Iterable[int], *, backward: bool) -> Iterable[Part]:
+    """Messages of whole layers, one after the other: in backward order the first one has the last layers."""
+    order = list(range(len(places)))[:: -1 if backward else 1]
+    at = 0
+    for size in sizes:
+        taken = sorted(order[at : at + size])
+        yield _part([places[each] for each in taken], -at)
+        at += size
+
+
+def _slices(places: Sequence[Place], slice_bytes: int) -> Iterable[Part]:
+    """Each layer by itself, cut by size; the earlier the layer, the more urgent."""
+    most = max(1, slice_bytes // 4)
+    for number, place in enumerate(places):
+        room, taken = most, list[Run]()
+        for run in place.runs:
+            here, there, left = run.here, run.there, run.count
+            while left:
+                count = min(left, room)
+                taken.append(Run(here, there, count))
+                here, there, left, room = here + count, there + count, left - count, room - count
+                if not room:
+                    yield Part(tuple(taken), -number)
+                    room, taken = most, []
+        if taken:
+            yield Part(tuple(taken), -number)
+
+
+def _part(places: Sequence[Place], urgency: int) -> Part:
+    """All of some layers: runs that follow each other are one, over what lies between two tensors, too."""
+    found: list[Run] = []
+    for run in sorted((run for place in places for run in place.runs), key=lambda run: run.here):
+        last = found[-1] if found else None
+        gap = run.here - (last.here + last.count) if last else -1
+        if last is not None and 0 <= gap < GAP_ELEMENTS and run.there - last.there == run.here - last.here:
+            found[-1] = Run(last.here, last.there, last.count + gap + run.count)
+        else:
+            found.append(run)
+    return Part(tuple(found), urgency)
+
+
+GAP_ELEMENTS = 16  # tensors lie at multiples of 64 bytes (smb/tensors.py): fewer elements between two are nobody's
+
+
+class Measured:
+    """The last steps' times, by layer, and what the link did. Medians count: one step that was disturbed does not."""
+
+    def __init__(self, places: Sequence[Place], start_s: float, gap_s: float) -> None:
+        self._places = places
+        self._start_s = max(start_s, _START_MIN)
+        self._gap_s = min(max(gap_s, 0.0), self._start_s)
+        self._forward: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in places]
+        self._backward: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in places]
+        self._optimizer: deque[float] = deque(maxlen=_WINDOW)
+        self._push: deque[float] = deque(maxlen=_WINDOW)
+        self._pull: deque[float] = deque(maxlen=_WINDOW)
+        self._closing: deque[float] = deque(maxlen=_WINDOW)
+
+    def computed(self, forward_s: Sequence[float], backward_s: Sequence[float], optimizer_s: float) -> None:
+        """Take note of a step's computing: by layer, and of the optimizer's step over all."""
+        for deques, values in ((self._forward, forward_s), (self._backward, backward_s)):
+            for each, value in zip(deques, values, strict=True):
+                each.append(value)
+        self._optimizer.append(optimizer_s)
+
+    def moved(self, nbytes: int, busy_s: float, *, pull: bool) -> None:
+        """Take note of what a step moved in a direction, and for how long something was under way."""
+        if nbytes:
+            rate = nbytes / max(busy_s - self._start_s, nbytes / _RATE_MAX)
+            (self._pull if pull else self._push).append(min(rate, _RATE_MAX))
+
+    def closed(self, seconds: float) -> None:
+        """Take note of the time from a round's last push to its first pull."""
+        self._closing.append(seconds)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a plan can be made."""
+        return bool(self._optimizer and self._push)
+
+    def layers(self) -> list[Layer]:
+        """Return the layers. The optimizer's step counts as a part of the backward pass, by bytes: there is where it
+        may be done.
+        """
+        total = sum(place.nbytes for place in self._places) or 1
+        optimizer_s = statistics.median(self._optimizer)
+        return [
+            Layer(
+                place.nbytes,
+                max(0.0, statistics.median(forward)),
+                max(0.0, statistics.median(backward)) + optimizer_s * place.nbytes / total,
+            )
+            for place, forward, backward in zip(self._places, self._forward, self._backward, strict=True)
+        ]
+
+    def channel(self) -> Channel:
+        """Return the way to the servers. Where a message brings the values back, both directions are its one rate."""
+        push = statistics.median(self._push)
+        pull = statistics.median(self._pull) if self._pull else push
+        return Channel(push, pull, self._start_s, self._gap_s)
+
+    def closing_s(self) -> float:
+        """Return how long a round takes to close."""
+        return statistics.median(self._closing) if self._closing else 0.0
+
+    def outdated(self, made: Plan) -> bool:
+        """Whether these measurements have moved from those that a plan was made with."""
+        return outdated(made.layers, made.channel, self.layers(), self.channel())

@@ -1,0 +1,63 @@
+"""Where a part of a tensor lies in the whole one, against numpy's own indexing, on random shapes and ranges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smb.errors import InvalidArgumentError
+from smb.torch.pieces import Piece, piece_of_slices, runs_of, shape_of, whole
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Piece]:
+    """A shape, and for each dimension ranges that ascend and do not touch."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=4)))
+    piece = []
+    for extent in shape:
+        taken = sorted(draw(st.sets(st.integers(0, extent - 1), min_size=1)))
+        starts = [at for at in taken if at - 1 not in taken]
+        piece.append(tuple((at, next(n for n in range(1, extent + 2) if at + n not in taken)) for at in starts))
+    return shape, tuple(piece)
+
+
+@settings(max_examples=300)
+@given(parts())
+def test_runs_are_the_elements_that_indexing_takes(part: tuple[tuple[int, ...], Piece]) -> None:
+    """In order, each once, and as few runs as the last dimensions that are whole allow."""
+    shape, piece = part
+    size = int(np.prod(shape))
+    everything = np.arange(size).reshape(shape)
+    indices = [[at for first, count in ranges for at in range(first, first + count)] for ranges in piece]
+    wanted = everything[np.ix_(*indices)] if shape else everything
+    found = np.full(wanted.size, -1)
+    runs = list(runs_of(piece, shape))
+    for run in runs:
+        assert (found[run.place] == -1).all()
+        found[run.place] = np.arange(run.there, run.there + run.count)
+    assert shape_of(piece) == wanted.shape
+    assert (found == wanted.reshape(-1)).all()
+    if piece == whole(shape):
+        assert len(runs) == 1
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=3))
+def test_slices_take_what_they_take_of_an_array(dimensions: list[tuple[int, int, int]]) -> None:
+    """Or are refused: outside of the tensor, or not one for each dimension."""
+    shape = tuple(extent for extent, _, _ in dimensions)
+    slices = tuple(slice(start, stop) for _, start, stop in dimensions)
+    everything = np.arange(int(np.prod(shape))).reshape(shape)
+    if any(max(start, stop) > extent for extent, start, stop in dimensions):
+        with pytest.raises(InvalidArgumentError, match="0 <= start <= stop"):
+            piece_of_slices("follow 'w'", "t", slices, shape)
+        return
+    piece = piece_of_slices("follow 'w'", "t", slices, shape)
+    wanted = everything[slices]
+    assert shape_of(piece) == wanted.shape
+    taken = [at for run in runs_of(piece, shape) for at in range(run.there, run.there + run.count)]
+    assert taken == wanted.reshape(-1).tolist()
+    with pytest.raises(InvalidArgumentError, match="a slice for each dimension"):
+        piece_of_slices("follow 'w'", "t", (*slices, slice(None)), shape)
