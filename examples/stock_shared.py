@@ -16,7 +16,7 @@ def main() -> None:
     labels, test_labels = (torch.from_numpy(part) for part in parts[2:])
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    shared = smb.torch.join(model, optimizer, "digits", scheme="diloco", every=20)
+    shared = smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20)
     batches = shared.batches(len(images), 32, epochs=20)
     for batch in batches:
         optimizer.zero_grad()

@@ -48,8 +48,8 @@ def how_much_better(quick: bool) -> Answer:
         setup=(
             f"The model of examples/stock_shared.py on scikit-learn's digits. Each process has {ROWS} rows of its own, "
             f"drawn at random, and sees no others: {STEPS} steps of {BATCH} rows each. Two and four of them join one "
-            f"training (DiLoCo, every {EVERY} steps). One process alone is the same script without us. Accuracy is of "
-            f"450 unseen digits, by one process's model after every {LOOK} of its steps. {len(seeds)} seeds: the "
+            f"training (local SGD, every {EVERY} steps). One process alone is the same script without us. Accuracy is "
+            f"of 450 unseen digits, by one process's model after every {LOOK} of its steps. {len(seeds)} seeds: the "
             f"median, and the range."
         ),
         columns=[
@@ -138,7 +138,7 @@ def _shared(client: smb.Client, model: Any, optimizer: Any, processes: int, name
         return
     import smb.torch
 
-    with smb.torch.join(model, optimizer, name, client=client, scheme="diloco", every=EVERY):
+    with smb.torch.join(model, optimizer, name, client=client, scheme="localsgd", every=EVERY):
         client.barrier(f"{name}/start", processes, timeout=300)
         yield
 

@@ -452,7 +452,7 @@ class MeshShared(Shared):
         with self._mesh.together():
             if self._ranks.speaks:
                 self._open_units(rows, size, epochs, seed)
-        return (_part_of(batch, share, shares) for batch in self._batches(self._units, rows, seed))
+        return (_part_of(batch, share, shares) for batch in self._batches(self._units, rows, seed, epochs))
 
     def _share(self, dims: str | Sequence[str] | None) -> tuple[int, int]:
         """Return which share of a batch is this rank's, and of how many."""

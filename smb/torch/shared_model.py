@@ -281,7 +281,8 @@ class Shared:
         Rows 0 to `rows` - 1 are shuffled anew for each epoch (by `seed`, the same for all) and cut into batches of
         `size`. Each batch goes to one process and counts when the next one is asked for. Batches that a process had in
         hand when it left or died go to another one before the end. The iteration ends when all `epochs` are done, by
-        all (None: never). A process that comes back after the end finds none left: ask for more epochs. Sets `samples`
+        all (None: never). `epochs` counts over the life of the training: a second run of a script that asked for 10
+        finds none left, and asks for 20, or begins anew (fresh=True). Sets `samples`
         to each batch's rows. Index tensors with it, or pass it to a torch.utils.data.DataLoader as batch_sampler: with
         num_workers, batches that were fetched ahead count too.
 
@@ -290,7 +291,7 @@ class Shared:
         """
         self._check_open()
         self._open_units(rows, size, epochs, seed)
-        return self._batches(self._units, rows, seed)
+        return self._batches(self._units, rows, seed, epochs)
 
     def _open_units(self, rows: int, size: int, epochs: int | None, seed: int) -> None:
         if self.worker.batch_size is not None:
@@ -300,7 +301,9 @@ class Shared:
         name = f"{self.worker.name}/units"
         self._units = smb.train.WorkUnits(self._client, name, rows, size, seed, epochs=epochs, worker=self.worker)
 
-    def _batches(self, units: smb.train.WorkUnits | None, rows: int, seed: int) -> Iterator[torch.Tensor]:
+    def _batches(
+        self, units: smb.train.WorkUnits | None, rows: int, seed: int, epochs: int | None
+    ) -> Iterator[torch.Tensor]:
         order, shuffled, taken = torch.empty(0, dtype=torch.int64), -1, 0
         while (unit := self._taken(units)) is not None:
             if unit.epoch != shuffled:
@@ -310,7 +313,12 @@ class Shared:
             taken += 1
             yield order[unit.start : unit.start + unit.count]
         if not taken:
-            _log.warning("training %r: all batches of all epochs are done; ask for more epochs", self._name)
+            _log.warning(
+                "training %r: all batches of all%s epochs are done; epochs= counts from its first run on: ask for "
+                "more, or begin anew: join(..., fresh=True), or under another name",
+                self._name,
+                "" if epochs is None else f" {epochs}",
+            )
 
     def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
         assert units is not None
@@ -357,9 +365,10 @@ class Shared:
     def close(self, *, load: bool = True) -> None:
         """Finish what is under way, load the shared model into the model (unless load=False), and leave the group.
 
-        Local steps since this worker's last exchange are then lost, here as in the others. The optimizer is free of the
-        hook. Twice does nothing. Of a training that was deleted there is nothing to load: the model stays as it is. A
-        coordinator that is away is only warned of.
+        Local steps since this worker's last exchange are contributed, too, where the scheme can do that without waiting
+        for others (local SGD). Those of DiLoCo, and of the ranks of a mesh, are lost; DiLoCo logs how many. The
+        optimizer is free of the hook. Twice does nothing. Of a training that was deleted there is nothing to load: the
+        model stays as it is. A coordinator that is away is only warned of.
         """
         if not self._open:
             return
@@ -375,7 +384,8 @@ class Shared:
         try:
             if self._overlap is not None:
                 self._overlap.finish()
-            self.worker.flush()
+            self.worker.finish()
+            self._mix_after_exchange()
             self._settle_mixing()
             if load:
                 self._check.model()
@@ -481,7 +491,7 @@ class Shared:
             last.push(self._owned)
             if self._overlap is not None:
                 last.callback(self._overlap.remove)
-            last.callback(self.worker.close)
+            last.callback(self.worker.abandon)
             if self._units is not None:
                 last.callback(self._leave_units, self._units)
 
@@ -573,8 +583,9 @@ def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:
             differences.append(f"{key} is {here} here, and {there} in the group")
     if differences := differences or ours.differences(theirs):
         raise InvalidArgumentError(
-            f"join of group of buffer {buffer.name!r}: another model's: {'; '.join(differences[:3])}"
+            f"join of training {buffer.name!r}: it has another model: {'; '.join(differences[:3])}"
             + (f", and {len(differences) - 3} more" if len(differences) > 3 else "")
+            + f". Nothing was changed. Take another name, or fresh=True: it deletes {buffer.name!r} if nobody trains it"
         )
 
 

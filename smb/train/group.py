@@ -93,10 +93,10 @@ class Group:
 
     # ---- membership
 
-    def admit(self) -> None:
-        """Take a slot: `member` is this worker's from now on."""
+    def admit(self, own: int = -1) -> None:
+        """Take a slot, `own` if it can be: `member` is this worker's from now on."""
         self._seen = self.tick.version
-        self.member = members.admit(self.client, self.name, self.table, self.lease, self.scheme.first_clock)
+        self.member = members.admit(self.client, self.name, self.table, self.lease, self.scheme.first_clock, own)
         self.member.set(t.REJOINS, self._rejoins)
         self.wake()
 
@@ -113,12 +113,14 @@ class Group:
     def return_(self) -> None:
         """Take a slot again, with the statistics so far."""
         old = self.member
-        self.admit()
+        self.admit(old.slot)
         for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
             self.member.set(column, old.get(column))
         self.member.set(t.STEPS, max(old.get(t.STEPS), self.member.get(t.STEPS)))
-        self.member.add(t.SAMPLES_BEFORE, -old.get(t.SAMPLES))  # they are in the former row, or ours, already
+        self.member.add(t.SAMPLES_BEFORE, -old.reported_samples)  # they are in the former row, or ours, already
         self.member.report()
+        if self.member.slot != old.slot:
+            old.forward()
 
     def leave(self) -> None:
         """Give the slot back and wake those who wait for it."""
@@ -372,7 +374,7 @@ def view(client: Client, name: str) -> Group:
     """Return a group to look at, without joining. Raises NotFoundError."""
     group = _opened(client, name)
     if group is None:
-        raise NotFoundError(f"there is no group {name!r}")
+        raise NotFoundError(f"there is no training {name!r}; see what there is with: smb train ls")
     return group
 
 

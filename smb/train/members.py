@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from smb.client import Client
 
 _log = logging.getLogger("smb")
+_GOING_ON = "going on without it"
 
 
 class MembershipLostError(Error):
@@ -54,6 +55,7 @@ class Member:
         self.row = 1 + slot
         self.stats = np.zeros(t.STATS_END - t.STATS, np.int64)
         self.mark = t.mark(incarnation, clock)
+        self.reported_samples = 0  # as they stand in the table
         self._table = table
         self._lock = lock
 
@@ -72,6 +74,7 @@ class Member:
     def report(self) -> None:
         """Write the statistics. One small call."""
         self._table.write(self.row, t.STATS, self.stats)
+        self.reported_samples = self.get(t.SAMPLES)
 
     @property
     def clock(self) -> int:
@@ -132,6 +135,12 @@ class Member:
         finally:
             self.release()  # else it would be renewed for ever, and the others wait for us
 
+    def forward(self) -> None:
+        """After leaving: this member goes on in another slot, so the row of this one is not shown any more."""
+        if t.incarnation_of(self._table.get(self.row, t.MARK)) == self.incarnation:
+            self._table.swap(self.row, t.PID, -self.get(t.PID), 0)
+            self._table.swap(self.row, t.PID, self.get(t.PID), 0)  # its lease was lost
+
     def release(self) -> None:
         """Give the lock back, if it is still ours."""
         try:
@@ -150,17 +159,20 @@ def live(rows: t.Rows) -> Iterator[int]:
     return (int(slot) for slot in np.flatnonzero(rows[1:, t.INCARNATION]))
 
 
-def admit(client: Client, group: str, table: t.Table, lease: float, first_clock: Callable[[t.Rows], int]) -> Member:
+def admit(
+    client: Client, group: str, table: t.Table, lease: float, first_clock: Callable[[t.Rows], int], own: int = -1
+) -> Member:
     """Take a slot, whose mark begins at `first_clock` of the table. Blocks nobody.
 
-    Raises OutOfMemoryError if all slots are taken.
+    Rather the slot `own`, which who comes back had before, than another one. Raises OutOfMemoryError if all slots are
+    taken.
     """
     seen = table.read().copy()
     now = int(seen[0, t.ROUND]) >> t.ROUND_SHIFT
     taken = list(live(seen))
     free = [slot for slot in range(t.SLOTS) if slot not in taken]
     # Last, one whose former holder's contribution to the open round may still count.
-    free.sort(key=lambda slot: (t.clock_of(seen[1 + slot, t.MARK]) == now + 1, slot))
+    free.sort(key=lambda slot: (_may_count(seen[1 + slot], now), slot != own, slot))
     for slot in free + taken:
         lock = lock_of(client, group, slot, lease)
         try:
@@ -176,8 +188,16 @@ def admit(client: Client, group: str, table: t.Table, lease: float, first_clock:
     raise OutOfMemoryError(f"join of group {group!r}: all of its {t.SLOTS} slots are taken; let a member leave first")
 
 
-def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterable[int]) -> list[int]:
-    """Free the slots whose holders are dead; return them. Asks about each one: for suspects only."""
+def _may_count(row: NDArray[np.int64], number: int) -> bool:
+    """Whether a member has contributed to the open round. One that joined in it has its mark, and no weight."""
+    word, weight = int(row[t.MARK]), int(row[t.WEIGHT])
+    return t.clock_of(word) == number + 1 and weight >> 32 == t.incarnation_of(word)
+
+
+def reap(
+    client: Client, group: str, table: t.Table, lease: float, slots: Iterable[int], level: int = logging.WARNING
+) -> list[int]:
+    """Free the slots whose holders are dead; return them. Asks about each one: for suspects only. Logged at `level`."""
     dead = []
     for slot in slots:
         row = 1 + slot
@@ -188,12 +208,14 @@ def reap(client: Client, group: str, table: t.Table, lease: float, slots: Iterab
         except TimeoutError:  # alive, or another asks at this moment; but it is dead as one of its ranks is
             gone = incarnation and _rank_is_dead(client, group, table, slot, incarnation, lease)
             if gone and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
-                _log.warning("member %d of group %r has lost one of its ranks", slot, group)
+                _log.log(
+                    level, "worker %s of training %r lost one of its ranks; %s", _who(table, slot), group, _GOING_ON
+                )
                 dead.append(slot)
             continue
         try:
             if incarnation and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
-                _log.warning("member %d (incarnation %d) of group %r is gone", slot, incarnation, group)
+                _log.log(level, "worker %s of training %r died; %s", _who(table, slot), group, _GOING_ON)
                 dead.append(slot)
         finally:
             try:
@@ -242,6 +264,12 @@ def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarna
             lock.release()
         return True
     return False
+
+
+def _who(table: t.Table, slot: int) -> str:
+    """Return a worker's HOST:PID."""
+    row = table.read()[1 + slot]
+    return f"{host_of(row)}:{abs(int(row[t.PID]))}"
 
 
 def host_of(row: NDArray[np.int64]) -> str:

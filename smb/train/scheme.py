@@ -66,6 +66,13 @@ class Exchange(ABC):
         """Finish what is under way in the background; afterwards nothing of this worker is outstanding."""
         return
 
+    def contribute_rest(self) -> int:
+        """Contribute the local steps since the last exchange, where the scheme can do so without waiting for others.
+
+        Return how many such steps there are that it could not contribute, as far as the scheme counts them.
+        """
+        return 0
+
     def close(self) -> None:
         """Flush, and leave nothing behind. The member's slot is given back afterwards, by the Worker."""
         self.flush()

@@ -11,7 +11,9 @@ from smb.client import Client
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train import members
+from smb.train.progress import progress_of
 from smb.train.scheme import Json
+from smb.train.work_units import epochs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,11 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """A training: its scheme and settings, the open round (0 without rounds), and everyone who is or was in a slot."""
+    """A training: its scheme and settings, the open round (0 without rounds), and everyone who is or was in a slot.
+
+    samples: of all who ever took part, those whose slots others have now too. epochs: how many epochs of Shared.batches
+    are done, None without. done: nobody has a batch of a further one, and who asked for one found none.
+    """
 
     name: str
     size: int
@@ -51,6 +57,9 @@ class GroupStatus:
     lease: float
     round: int
     workers: tuple[WorkerStatus, ...]
+    samples: int
+    epochs: int | None
+    done: bool
 
 
 def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
@@ -63,7 +72,7 @@ def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
         pid=abs(int(row[t.PID])),
         joined=int(row[t.JOINED_US]) / 1e6,
         alive=bool(row[t.INCARNATION]),
-        finished=not row[t.INCARNATION] and row[t.PID] < 0,
+        finished=bool(not row[t.INCARNATION] and row[t.PID] < 0),
         clock=t.clock_of(row[t.MARK]),
         contributions=int(row[t.CONTRIBUTIONS]),
         refused=int(row[t.REFUSED]),
@@ -77,12 +86,18 @@ def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
     )
 
 
+def _taken(rows: t.Rows) -> list[int]:
+    """Return the slots that somebody is or was in, but for those whose holder goes on in another one."""
+    return [slot for slot in range(t.SLOTS) if rows[1 + slot, t.MARK] and rows[1 + slot, t.PID]]
+
+
 def status(client: Client, name: str) -> GroupStatus:
     """Return what is known of a training. Changes nothing. Raises NotFoundError, InvalidArgumentError (no group)."""
     group = groups.view(client, name)
     before = group.table.read()[:, t.INCARNATION].copy()
     lapsed = members.lapsed(client, name, group.lease, (int(slot) for slot in np.flatnonzero(before[1:])))
     rows = group.table.read()
+    epochs, done = epochs_of(client, f"{name}/units")
     dead = {slot for slot in lapsed if rows[1 + slot, t.INCARNATION] == before[1 + slot]}  # the others have left
     return GroupStatus(
         name=name,
@@ -94,6 +109,9 @@ def status(client: Client, name: str) -> GroupStatus:
         round=int(rows[0, t.ROUND]) >> t.ROUND_SHIFT,
         workers=tuple(
             replace(seen, alive=seen.alive and seen.slot not in dead)
-            for seen in (worker_status(rows, slot) for slot in range(t.SLOTS) if rows[1 + slot, t.MARK])
+            for seen in (worker_status(rows, slot) for slot in _taken(rows))
         ),
+        samples=progress_of(rows).samples,
+        epochs=epochs,
+        done=done,
     )

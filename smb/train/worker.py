@@ -88,6 +88,7 @@ class Worker:
         self._closed = False
         self._listeners: list[Callable[[ExchangeEvent], object]] = []
         self._away = False  # joining again was begun, and is not done
+        self._unsent = 0  # local steps that the last contribute_rest() could not send
         self._job: _Job | None = None  # a step in the background
         self._failed = False  # the last step in the background did, and may have left something unsent
         self._looking = t.Table(group.table.buffer)  # with rows of its own: others look while a step is under way
@@ -195,6 +196,7 @@ class Worker:
 
     def _noted(self, samples: int | None) -> _Job:
         """Take note of a step that begins."""
+        self._unsent = 0
         self._group.member.add(t.STEPS, 1)
         for group in filter(None, (self._group, self._group.nested)):
             group.samples_known = samples is not None
@@ -349,6 +351,38 @@ class Worker:
                 _log.warning("group %r: %s", self.name, error)
                 self._rejoin()
 
+    def contribute_rest(self) -> None:
+        """Contribute the local steps since the last exchange, where the scheme can do so without waiting for others:
+        local SGD. close() does it too. Raises as step.
+        """
+        self._check_open()
+        if (
+            self._away or self._failed or self._job is not None
+        ):  # schemes that step in the background exchange each step
+            return
+        with self.there():
+            try:
+                self._unsent = max(self._unsent, self._exchange.contribute_rest())
+            except MembershipLostError as error:
+                _log.warning("training %r: %s", self.name, error)
+                self._rejoin()
+            except RefusedContributionError:
+                self._exchange.restart()
+                raise
+
+    def finish(self) -> None:
+        """Finish what is under way, and contribute the rest, as far as the scheme can: the first part of close().
+
+        Raises as flush(); a rest that can't be sent is a warning.
+        """
+        self.flush()
+        try:
+            self.contribute_rest()
+        except NotFoundError:
+            raise
+        except Error as error:
+            _log.warning("training %r: the local steps since the last exchange are not in it: %s", self.name, error)
+
     def shared(self, out: Values | None = None) -> Values:
         """Return the present shared model, float32 (n,), in `out` if given; of one round, where there are rounds."""
         self._check_open()
@@ -391,12 +425,24 @@ class Worker:
     def close(self, *, load: bool = False) -> None:
         """Leave: what was sent counts, the others go on without this worker. Twice does nothing.
 
-        With `load` the values become the shared model, as it is then; where that fails it raises, and they stay. If a
-        daemon is away, the rest of the tidying is logged as a warning: the others then wait for this worker for a
-        lease. Of a training that was deleted nothing is left to do.
+        The local steps since the last exchange are contributed (contribute_rest); if that fails, it is logged. No other
+        worker is waited for. With `load` the values become the shared model, as it is then; where that fails it raises,
+        and they stay. If a daemon is away, the rest of the tidying is logged as a warning: the others then wait for
+        this worker for a lease. Of a training that was deleted nothing is left to do.
         """
         if self._closed:
             return
+        try:
+            self._tidy(self.finish)
+        finally:
+            self._leave(load=load)
+
+    def abandon(self) -> None:
+        """Leave at once: local steps since the last exchange are lost. Twice does nothing."""
+        if not self._closed:
+            self._leave(load=False)
+
+    def _leave(self, *, load: bool) -> None:
         self._forget()
         self._give_up()
         together = isinstance(self._parameters, Together)
@@ -411,8 +457,19 @@ class Worker:
                 with self.there():
                     self._group.read(shared)
                 self._parameters.fill(shared)
+            if self._unsent:
+                _news.info("%s", self._left_out())
         finally:
             self._tidy(self._group.leave)
+
+    def _left_out(self) -> str:
+        """Return which steps are in no exchange, in a line."""
+        steps = f"{self._unsent} local step{' is' if self._unsent == 1 else 's are'}"
+        scheme = self.scheme
+        return (
+            f"left training {self.name!r}: {steps} not in its model, those since the last exchange; {scheme.NAME} "
+            f"exchanges whole rounds of {scheme.interval()} steps"
+        )
 
     def _tidy(self, leave: Callable[[], None]) -> None:
         try:
@@ -444,7 +501,10 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
 
     def __repr__(self) -> str:
         member = self._group.member
@@ -524,4 +584,4 @@ def _leave_all() -> None:
     for worker in list(_open):
         with contextlib.suppress(Error):  # a child of fork, too
             worker._group.client._session.hurry(_EXIT_S)
-            worker.close()
+            worker.abandon()

@@ -20,7 +20,18 @@ from smb.train.scheme import Values
 from tests.conftest import Connect
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
-from tests.support.training import DEADLINE_S, Crew, signal_at, take_part, together, waiting
+from tests.support.training import (
+    DEADLINE_S,
+    Crew,
+    delta_of,
+    local_step,
+    mean_round,
+    signal_at,
+    start,
+    take_part,
+    together,
+    waiting,
+)
 
 SIZE = 1000
 LEASE_S = 0.5
@@ -312,3 +323,121 @@ def test_a_repeated_step_counts_its_samples_once(connect: Connect, monkeypatch: 
     assert np.allclose(values[0], 2)  # (2 * 1 + 1 * 4) / 3
     for worker in workers:
         worker.close()
+
+
+def test_close_contributes_the_rest(connect: Connect) -> None:
+    """The local steps since the last exchange were lost by close(), though nobody else had to be waited for."""
+    values = start()
+    worker = smb.train.join(connect(), "run", values, LocalSGD(every=5))
+    for step in range(7):
+        local_step(values, 0, step)
+        worker.step(samples=3)
+    worker.close()
+    weights = start()
+    for steps in (range(5), range(5, 7)):
+        weights = mean_round(weights, [(delta_of(weights, 0, steps), 1.0)])
+    client = connect()
+    assert np.array_equal(smb.train.shared(client, "run"), weights)
+    assert smb.train.status(client, "run").samples == 21
+    assert not [info.name for info in client.list() if "/inbox/" in info.name]
+
+
+def test_a_rest_weighs_what_it_is_and_holds_nobody_up(connect: Connect) -> None:
+    """A worker that leaves after two of five steps waits for nobody. Its two steps weigh 2/5 in the round that the
+    other closes, and its inbox goes with that round."""
+    crew, weights = Crew(connect, 2, LocalSGD(every=5)), start()
+    for _ in range(2):
+        crew.step_all()
+    crew.workers[0].close()
+    assert smb.train.status(crew.clients[1], "run").round == 0
+    for _ in range(3):
+        crew.step(1)
+    expected = mean_round(weights, [(delta_of(weights, 0, range(2)), 2 / 5), (delta_of(weights, 1, range(5)), 1.0)])
+    assert np.array_equal(crew.workers[1].shared(), expected)
+    inboxes = [info.name for info in crew.clients[1].list() if "/inbox/" in info.name]
+    assert len(inboxes) == 1, inboxes
+    crew.workers[1].close()
+
+
+def test_no_rest_of_who_fails_and_of_a_scheme_with_momentum(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever leaves by an exception sends nothing. DiLoCo sends whole rounds only, and close() says what it leaves."""
+    values = _ones()
+    worker = smb.train.join(connect(), "run", values, LocalSGD(every=5))
+    values += 1
+    worker.step()
+    with pytest.raises(ZeroDivisionError), worker:
+        raise ZeroDivisionError
+    assert (smb.train.shared(connect(), "run") == 1).all()
+    values = _ones()
+    worker = smb.train.join(connect(), "outer", values, DiLoCo(every=5))
+    with caplog.at_level("INFO", "smb.train"):
+        for _ in range(3):
+            values += 1
+            worker.step()
+        worker.close()
+    assert (smb.train.shared(connect(), "outer") == 1).all()
+    said = [record.message for record in caplog.records if record.message.startswith("left training")]
+    assert said == [
+        "left training 'outer': 3 local steps are not in its model, those since the last exchange; diloco exchanges "
+        "whole rounds of 5 steps"
+    ]
+
+
+def test_all_samples_are_in_the_model_that_all_end_with(connect: Connect) -> None:
+    """Workers that divide 23 units, in rounds of four steps: each ends with the same model, in which all units are,
+    and the table has each worker once."""
+    values = [_ones() for _ in range(3)]
+    workers = [smb.train.join(connect(), "run", own, LocalSGD(every=4)) for own in values]
+
+    def train(worker: smb.train.Worker, own: Values) -> Values:
+        with WorkUnits(worker._group.client, "run/units", 23, 1, epochs=2, worker=worker) as units:
+            for unit in units:
+                own += 1
+                worker.step(samples=unit.count)
+        ended = worker.shared()
+        worker.close()
+        return ended
+
+    jobs = [lambda job=job: train(*job) for job in zip(workers, values, strict=True)]
+    first, *others = together(*jobs)
+    assert all(np.array_equal(first, other) for other in others)
+    found = smb.train.status(connect(), "run")
+    assert found.samples == 2 * 23
+    assert (found.epochs, found.done) == (2, True)
+    assert len(found.workers) == 3, found.workers
+    assert sum(worker.samples for worker in found.workers) == 2 * 23
+
+
+def test_who_stands_aside_twice_in_a_round_has_its_slot_again(connect: Connect) -> None:
+    """The mark of one that came back in the open round was taken for a contribution to it: it took another slot, and
+    stood in the table twice."""
+    crew = Crew(connect, 2, LocalSGD(every=2))
+    for _ in range(2):
+        crew.step_all([5, 5])
+    for _ in range(2):
+        with crew.workers[0].aside():
+            pass
+    found = smb.train.status(crew.clients[0], "run")
+    assert [(worker.slot, worker.samples) for worker in found.workers] == [(0, 10), (1, 10)]
+    crew.close()
+
+
+def test_a_worker_that_changes_its_slot_stands_in_the_table_once(connect: Connect) -> None:
+    """A worker stood aside while its contribution to the open round may count yet, and so came back in another slot:
+    the table showed it twice, with all its samples in both."""
+    crew = Crew(connect, 2, LocalSGD(every=3))
+    for _ in range(2):
+        crew.step_all([5, 7])
+    crew.workers[0].contribute_rest()
+    totals = [smb.train.status(crew.clients[1], "run").samples]
+    with crew.workers[0].aside():
+        totals.append(smb.train.status(crew.clients[1], "run").samples)
+    found = smb.train.status(crew.clients[1], "run")
+    assert [(worker.slot, worker.samples) for worker in found.workers] == [(1, 0), (2, 10)]
+    crew.step(1, 7)
+    late = smb.train.join(connect(), "run", np.zeros_like(crew.values[0]), None)
+    assert late.status.slot == 0
+    totals += [found.samples, smb.train.status(crew.clients[1], "run").samples]
+    assert totals == [10, 10, 10, 31]
+    late.close()
+    crew.close()

@@ -255,7 +255,7 @@ def test_trainings_from_the_command_line(
     client.create("other", 10)
     code, out, _ = command(capsys, cluster, "train", "ls")
     assert code == 0
-    assert out.splitlines()[1].split() == ["team/run", "diloco", "1", "1", "-", "400", "B"]
+    assert out.splitlines()[1].split() == ["team/run", "diloco", "1", "-", "1", "-", "400", "B"]
     code, out, _ = command(capsys, cluster, "train", "stat", "team/run")
     assert code == 0
     assert "DiLoCo" not in out
@@ -275,11 +275,60 @@ def test_trainings_from_the_command_line(
     monkeypatch.setattr("typer.confirm", lambda *_: False)
     assert command(capsys, cluster, "train", "rm", "team/run")[0] == 1
     assert smb.train.status(client, "team/run").round == 1
-    assert command(capsys, cluster, "train", "rm", "team/run", "--yes")[0] == 0
+    assert command(capsys, cluster, "train", "rm", "team/run", "--yes")[1] == (
+        "training 'team/run' is deleted, with its model\n"
+    )
     assert [info.name for info in client.list()] == ["other"]
     assert command(capsys, cluster, "train", "rm", "team/run", "--missing-ok")[0] == 0
     assert command(capsys, cluster, "train", "rm", "team/run")[0] == 1
+    code, _, err = command(capsys, cluster, "train", "stat", "team/run")
+    assert code == 1
+    assert "there is no training 'team/run'; see what there is with: smb train ls" in err
     worker.close()
+
+
+def test_the_command_line_tells_what_of_a_training_is_done(
+    connect: Connect, cluster: smb.LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first round is 0 and no dash; epochs are counted, and said to be done when somebody found none left."""
+    client = connect()
+    worker = smb.train.join(client, "run", values(), smb.train.LocalSGD(every=100))
+
+    def row() -> list[str]:
+        return command(capsys, cluster, "train", "ls")[1].splitlines()[1].split()[2:-2]
+
+    assert row() == ["0", "-", "1", "-"]
+    with smb.train.WorkUnits(client, "run/units", 3, 1, epochs=2, worker=worker) as units:
+        for number, _ in enumerate(units):
+            assert row() == ["0", str(number // 3), "1", "-"]
+            worker.step(samples=10)
+        assert row() == ["1", "2,", "all", "done", "1", "60"]
+    worker.close()
+    found = json.loads(command(capsys, cluster, "train", "stat", "run", "--json")[1])
+    assert found["workers"][0]["finished"] is True
+    assert (found["samples"], found["epochs"], found["done"]) == (60, 2, True)
+
+
+def test_the_warning_of_a_death_names_the_worker_and_the_training_once(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that died is told of by host, process and training, and not again for the batch that it had."""
+    client, dead = connect(), connect()
+    own = smb.train.join(client, "run", values(), smb.train.BSP(), lease=0.4)
+    other = smb.train.join(dead, "run", values())
+    with (
+        smb.train.WorkUnits(client, "run/units", 2, 1, epochs=1, lease=0.4, worker=own) as units,
+        caplog.at_level("WARNING", "smb"),
+    ):
+        lost = smb.train.WorkUnits(dead, "run/units", 2, 1, epochs=1, lease=0.4, worker=other)
+        assert lost.take()
+        host, pid = other.status.host, other.status.pid
+        dead._session.renewals.close()  # as in a dead process
+        for _ in units:
+            own.step()
+    said = [record.message for record in caplog.records if "died" in record.message]
+    assert said == [f"worker {host}:{pid} of training 'run' died; going on without it"]
+    own.close()
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 65])

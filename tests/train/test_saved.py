@@ -255,3 +255,19 @@ def test_host_memory_of_a_scheme(connect: Connect, monkeypatch: pytest.MonkeyPat
     finally:
         tracemalloc.stop()
     assert peak <= copies * values.nbytes + 4 * 4 * piece + (1 << 20)
+
+
+def test_a_saved_file_goes_into_a_model_without_us(client: smb.Client, tmp_path: Path) -> None:
+    """The lines of docs/training.md, as they stand, load a saved training's weights into a plain model."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with smb.torch.join(model, optimizer, "run", client=client, scheme="diloco", every=1):
+        model(torch.randn(8, 3, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        optimizer.step()
+    smb.train.save(client, "run", tmp_path / "run.safetensors")
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    lines = page.split("A test runs this block as it stands. -->\n```python\n")[1].split("```")[0]
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    exec(lines.replace("run.safetensors", str(tmp_path / "run.safetensors")), {"model": plain})
+    assert torch.equal(plain[0].weight, model[0].weight)
+    assert torch.equal(plain[1].running_mean, model[1].running_mean)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from smb.config.parse import format_bytes
 from smb.tools.cli.describe import format_shape
-from smb.tools.cli.output import format_duration, table
+from smb.tools.cli.output import counted, format_duration, table
 
 Json = dict[str, Any]
 
@@ -42,6 +42,10 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
         ("waits", _waits),
     ]  # fmt: skip
     own = [buffer for buffer in shown["buffers"] if not buffer["training"]]
+    folded = {
+        "buffers": len(own) < len(shown["buffers"]),
+        "waits": any(wait.get("training") for wait in shown["waits"]),
+    }
     by_activity = {
         "trainings": sorted(shown["trainings"], key=lambda row: (-row["workers"], -(row["samples_per_s"] or 0))),
         "servers": sorted(shown["servers"], key=lambda row: -(row["rates"] or {"operations": 0})["operations"]),
@@ -55,7 +59,9 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
     for (name, draw), rows, some in zip(sections, lists, share([len(rows) for rows in lists], room), strict=True):
         parts.append(Text(""))
         parts.append(
-            draw(rows[:some], shown).table(width) if rows else _line(_EMPTY[name].format(**shown["coordinator"]), "dim")
+            draw(rows[:some], shown).table(width)
+            if rows
+            else _line((_FOLDED if folded.get(name) else _EMPTY)[name].format(**shown["coordinator"]), "dim")
         )
         left_out = len(rows) - some + shown["left_out"].get(name, 0)
         if left_out and some:
@@ -77,6 +83,12 @@ _EMPTY = {
     "buffers": "No buffer: smb create weights --shape 1000,1000 -c {address}",
     "clients": 'No client: smb.connect("{address}")',
     "waits": "No lock is held, and nobody waits, outside of trainings.",
+}
+
+
+_FOLDED = {
+    "buffers": "No buffer but those of trainings: smb ls --all",
+    "waits": "No lock but those of trainings is held, and nobody waits for another one.",
 }
 
 
@@ -115,13 +127,18 @@ def _head(shown: Json, width: int) -> Text:
         f"{shown['coordinator']['address']} up {_age(now - shown['coordinator']['started'])}",
         f"{totals['alive']}/{totals['servers']} servers",
         f"{used} of {format_bytes(totals['capacity'])}",
-        f"{totals['buffers']} buffers",
+        _counted_buffers(shown),
         f"{totals['clients']} clients",
         time.strftime("%H:%M:%S", time.localtime(now)),
     ]
     while width and len("  ".join(parts)) > width and len(parts) > 1:
         parts.pop()
     return _line("  ".join(parts), "bold")
+
+
+def _counted_buffers(shown: Json) -> str:
+    inside = sum(1 for buffer in shown["buffers"] if buffer["training"])
+    return counted(shown["totals"]["buffers"], "buffer") + (f" ({inside} of trainings)" if inside else "")
 
 
 def _throughput(shown: Json, encoding: str) -> list[RenderableType]:

@@ -53,7 +53,7 @@ def show_workers(found: GroupStatus) -> None:
 def ls(coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List the trainings.
 
-    With scheme, round, workers alive, and the size of the model.
+    With scheme, round, epochs done of Shared.batches, workers alive, samples so far, and the size of the model.
 
     Example: smb train ls
     """
@@ -69,18 +69,18 @@ def ls(coordinator: Coordinator = None, as_json: Json = False) -> None:
     if not found:
         console().print("No training. In a script: smb.torch.join(model, optimizer, NAME, scheme=...)")
         return
-    numbers = ("ROUND", "WORKERS", "SAMPLES", "SIZE")
+    numbers = ("ROUND", "EPOCHS", "WORKERS", "SAMPLES", "SIZE")
     rows = table("TRAINING", "SCHEME", *numbers, right=numbers)
     from smb.config.parse import format_bytes
 
     for status in found:
-        samples = sum(worker.samples for worker in status.workers)
         rows.add_row(
             status.name,
             status.scheme,
-            str(status.round) if status.round else "-",
+            _round(status),
+            _epochs(status),
             str(_alive(status)),
-            str(samples) if samples else "-",
+            _samples(status),
             format_bytes(4 * status.size),
         )
     console().print(rows)
@@ -91,7 +91,8 @@ def ls(coordinator: Coordinator = None, as_json: Json = False) -> None:
 def stat(name: Name, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show one training: its settings, and every worker.
 
-    SAMPLES is "-" where the script does not tell how many a step trains.
+    Samples above the workers are the training's: of those whose places others have now, too. SAMPLES is "-" where the
+    script does not tell how many a step trains.
 
     Example: smb train stat digits
     """
@@ -113,7 +114,9 @@ def stat(name: Name, coordinator: Coordinator = None, as_json: Json = False) -> 
         ("scheme", f"{found.scheme}({settings})"),
         ("guards", guards),
         ("lease", f"{found.lease:g} s"),
-        ("round", str(found.round) if found.round else "-"),
+        ("round", _round(found)),
+        ("epochs", _epochs(found)),
+        ("samples", _samples(found)),
         ("model", f"{found.size:,} parameters, {format_bytes(4 * found.size)}"),
         ("workers", f"{_alive(found)} alive"),
     ):
@@ -154,6 +157,8 @@ def rm(
         except NotFoundError:
             if not missing_ok:
                 raise
+        else:
+            console().print(f"training {name!r} is deleted, with its model")
 
 
 def _status(client: Client, name: str) -> GroupStatus | None:
@@ -164,6 +169,21 @@ def _status(client: Client, name: str) -> GroupStatus | None:
         return status(client, name)
     except Error:
         return None
+
+
+def _round(found: GroupStatus) -> str:
+    from smb.train.exchange.rounds import RoundScheme
+    from smb.train.scheme import SCHEMES
+
+    return str(found.round) if issubclass(SCHEMES[found.scheme], RoundScheme) else "-"
+
+
+def _epochs(found: GroupStatus) -> str:
+    return "-" if found.epochs is None else f"{found.epochs}, all done" if found.done else str(found.epochs)
+
+
+def _samples(found: GroupStatus) -> str:
+    return str(found.samples) if found.samples else "-"  # nobody counts them
 
 
 def _alive(found: GroupStatus) -> int:

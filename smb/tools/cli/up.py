@@ -136,6 +136,7 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
         out.print(f"  export SMB_CREDENTIALS={credentials}/client")
     out.print("  smb top")
     out.print("  smb create weights --shape 1000,1000")
+    out.print('  in a PyTorch script: smb.torch.join(model, optimizer, NAME, scheme="localsgd", every=20)')
     out.print("\nCtrl-C stops the cluster" + (", and keeps what it has." if kept else " and frees its memory."))
     # Also into a pipe, where nobody would see it before the end.
     out.file.flush()

@@ -41,6 +41,7 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
+    Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
@@ -155,6 +156,7 @@ class RoundExchange(Exchange):
         # Last: it is nobody else's, so where there is no room for a further worker nothing of it stays.
         self._inbox = group.buffer(_inbox(member.incarnation))
         self._inboxes = {member.incarnation: self._inbox}
+        self._left: list[int] = []  # those of them whose owners have left
         self._word = 0  # ROUND, when the fate of the contribution was seen
         self._ending: Future[None] | None = None  # of a round that we have closed: giving locks back, waking the others
         self._weight_word = group.table.get(member.row, t.WEIGHT)
@@ -188,6 +190,34 @@ class RoundExchange(Exchange):
         elif self._sent and self._grace_left() <= 0:
             self._settle()
 
+    def contribute_rest(self) -> int:
+        """Mark fewer local steps than `every` for the open round, with a weight that is less by as much. If all others
+        have left, or have marked theirs, this worker closes the round.
+
+        Not with an outer optimizer: it would move the model by all of its momentum for a few steps. Called again after
+        an error, it goes on.
+        """
+        if not self._owing:
+            if not self._steps or self._outer is not None:
+                return self._steps
+            self._send()
+        self._stopping = True
+        try:
+            settled = not self._sent or self._settle()
+        finally:
+            self._stopping = False
+        if settled:
+            self._finish()
+            return 0
+        self._group.count_samples(self._samples)
+        self._group.member.add(t.BYTES, self._group.sent_bytes)
+        self._steps = self._samples = 0
+        self._group.member.report()
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        return 0
+
     def restart(self) -> None:
         """Take the present weights over."""
         self.snapshot.forget()
@@ -210,7 +240,7 @@ class RoundExchange(Exchange):
         # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
         in_time = scheme.WAITS and (scheme.quorum is None or not self._late_counts)
         self._target = self._origin if in_time else group.round
-        self._tokens = float(self._samples) if scheme.token_weights else 1.0
+        self._tokens = float(self._samples) if scheme.token_weights else min(1.0, self._steps / self._interval)
         group.member.check()
         contribution = self.snapshot.send(self._inbox)
         try:
@@ -429,7 +459,16 @@ class RoundExchange(Exchange):
         failpoint("train-built")
         if group.replace(self._next, claim, fences[group.weights.name]):
             rows[0, t.ROUND] = (number + 1) << t.ROUND_SHIFT
+            self._take_away()
         return True
+
+    def _take_away(self) -> None:
+        """Delete the inboxes that counted in a round that we have closed, of those who have left: nobody else would."""
+        left, self._left = self._left, []
+        for incarnation in left:
+            self._inboxes.pop(incarnation, None)
+            with contextlib.suppress(Error):
+                self._group.client.delete(f"{self._group.name}/{_inbox(incarnation)}", missing_ok=True)
 
     def _decide(self, number: int, rows: t.Rows) -> None:
         """Decide whose contributions count in a round, once for all who would close it; `rows` say it, and are newer
@@ -462,6 +501,7 @@ class RoundExchange(Exchange):
                 f"{group.name}/{_inbox(incarnation)}"
             )
         self._inboxes = inboxes
+        self._left = [incarnation for incarnation in inboxes if incarnation not in rows[1:, t.INCARNATION]]
         return list(zip(inboxes.values(), weights.values(), strict=True))
 
     def _build(self, chosen: list[tuple[Buffer, float]], fences: dict[str, Lock]) -> None:

@@ -113,6 +113,10 @@ class FragmentExchange(RoundExchange):
         elif self._job is not None:
             self._job = _Background(self._exchange_fragment)
 
+    def contribute_rest(self) -> int:
+        """Nothing: of each fragment other steps are not sent yet, and its momentum is as in DiLoCo."""
+        return 0
+
     def close(self) -> None:
         """Wait until the delta that is under way is marked, and take the inbox away unless it may still count."""
         try:

@@ -124,6 +124,12 @@ def test_the_busiest_come_first_and_sentences_are_whole() -> None:
     assert "run/tick" not in text
     assert "lock mine" in text
     assert "run/turn" not in text
+    folded = shown(buffers=buffers[2:], trainings=[training], waits=waits[1:])
+    folded["totals"]["buffers"] = 1
+    said = text_of(render(folded, "utf-8", width=100), width=100)
+    assert "1 buffer (1 of trainings)" in said
+    assert "No buffer but those of trainings" in said
+    assert "No lock but those of trainings" in said
     assert text.index("host:2") < text.index("host:0")
     assert " ".join(advice.split()) in " ".join(text.split())
     (row,) = [line for line in text.splitlines() if line.startswith("run ")]

@@ -153,12 +153,15 @@ function show() {
   waits.update(ownWaits, { empty: ownWaits.length < state.waits.length ? folded : noWaits, leftOut: state.left_out.waits });
   text($("n-servers"), state.totals.alive === state.totals.servers ? `${state.totals.servers}` : `${state.totals.alive}/${state.totals.servers}`);
   text($("n-trainings"), String(state.trainings.length + state.left_out.trainings));
-  text($("n-buffers"), String(own.length + state.left_out.buffers));
+  text($("n-buffers"), counted(own.length + state.left_out.buffers, state.buffers.length - own.length));
   text($("n-events"), String(state.events.length));
   text($("n-clients"), String(state.totals.clients));
-  text($("n-waits"), String(ownWaits.length + state.left_out.waits));
+  text($("n-waits"), counted(ownWaits.length + state.left_out.waits, state.waits.length - ownWaits.length));
   showEvents();
 }
+
+// Rows of trainings' own are in their dialogs: the count says how many.
+const counted = (own, inside) => (inside ? `${own} + ${inside} in trainings` : String(own));
 
 function showProblems() {
   const { problems } = state;
@@ -200,6 +203,7 @@ function problem({ severity, title, detail: more, action, about, since }, i) {
 function showTotals() {
   const { totals } = state;
   const within = totals.rates.within >= 0.5;
+  const inTrainings = state.buffers.filter((buffer) => buffer.training).length;
   if (within) $("in-place").hidden = false; // and it stays: nothing moves when a round is over
   const tiles = [
     ["Servers", `${totals.alive}`, totals.alive === totals.servers ? "alive" : `of ${totals.servers} alive`],
@@ -207,7 +211,7 @@ function showTotals() {
     ["Operations", f.each(totals.rates.operations), ""],
     ["In", f.rate(totals.rates.in), within ? `+ ${f.rate(totals.rates.within)} in place` : ""],
     ["Out", f.rate(totals.rates.out), ""],
-    ["Buffers", f.count(totals.buffers), f.bytes(totals.buffer_bytes)],
+    ["Buffers", f.count(totals.buffers), `${f.bytes(totals.buffer_bytes)}${inTrainings ? `; ${f.count(inTrainings)} in trainings` : ""}`],
     ["Clients", f.count(totals.clients), f.plural(totals.connections, "connection")],
     ["Waiting", f.count(totals.waiting), totals.parked ? `${f.count(totals.parked)} deferred` : ""],
   ];
