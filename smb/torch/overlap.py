@@ -62,6 +62,8 @@ def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, me
         )
     if scheme is not None and scheme.NAME not in SCHEMES:
         instead = _INSTEAD.get(scheme.NAME, "it does not exchange after every step by parts")
+        if isinstance(scheme, smb.train.DiLoCo) and scheme.fragments > 1:
+            instead = "with fragments= it exchanges in the background already"
         raise InvalidArgumentError(
             f"smb.torch.join: overlap={overlap!r} is for {', '.join(SCHEMES)}, not for {scheme.NAME!r}: {instead}"
         )

@@ -628,6 +628,7 @@ def test_what_begins_later_is_refused_then(connect: Connect, monkeypatch: pytest
     [
         ({"overlap": "backward", "scheme": "asp"}, "is none of none, forward, both"),
         ({"overlap": "both", "scheme": "diloco"}, "fragments="),
+        ({"overlap": "both", "scheme": "diloco", "fragments": 2}, "in the background already"),
         ({"overlap": "forward", "scheme": "localsgd", "every": 2}, "exchanges seldom"),
         ({"overlap": "forward", "scheme": "easgd"}, "seasgd"),
         ({"overlap": "forward", "scheme": "seasgd"}, "in the background already"),
@@ -645,6 +646,19 @@ def test_what_is_not_there_is_refused(connect: Connect, options: dict[str, Any],
     assert not client.list()
     assert not optimizer._optimizer_step_pre_hooks
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_join_that_is_refused_deletes_no_training(connect: Connect) -> None:
+    """With fresh=True: a former training of that name is there still, if the scheme can't be had."""
+    client = connect()
+    smb.train.join(client, "run", np.zeros(4, np.float32), smb.train.ASP()).close()
+    model = Network(1)
+    optimizer = adam(model)
+    for options in ({"scheme": "diloco", "overlap": "forward"}, {"scheme": "bps"}, {"scheme": "asp", "every": 2}):
+        with pytest.raises(smb.InvalidArgumentError):
+            smb.torch.join(model, optimizer, "run", client=client, fresh=True, **options)  # type: ignore[arg-type]
+    assert smb.train.status(client, "run").round == 0
+    smb.torch.join(model, optimizer, "run", client=client, fresh=True, scheme="asp").close()
 
 
 def test_a_model_whose_modules_are_hidden_is_refused(connect: Connect) -> None:

@@ -16,6 +16,7 @@ import smb
 import smb.torch
 import smb.train
 from smb.train import DiLoCo, Guards, RefusedContributionError, fragments
+from smb.train import member_table as t
 from smb.train.exchange.rounds import RoundExchange
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import Span
@@ -197,6 +198,37 @@ def test_late_joiner(connect: Connect) -> None:
     assert joiner.contributions == 1
     joiner.close()
     crew.close()
+
+
+def test_who_joins_contributes_before_its_first_round_is_closed(connect: Connect) -> None:
+    """Who joins in a round, and contributes before those whom it waits for, counts in that round, once."""
+    scheme = DiLoCo(every=2, fragments=2, outer_lr=1.0, outer_momentum=0.0)
+    clients = [connect(), connect()]
+    values = [np.zeros(COUNT, np.float32) for _ in clients]
+    first = smb.train.join(clients[0], "run", values[0], scheme)
+    values[0] += 1
+    first.step()
+    second = smb.train.join(clients[1], "run", values[1])
+    values[1] += 100
+    with waiting(second.step):
+        wait_for(lambda: _weighs(second), "its contribution")
+        values[0] += 2  # of the second fragment: 3
+        first.step()
+    half = COUNT // 2
+    assert (second.contributions, second._group.member.get(t.DROPPED)) == (1, 0)
+    shared = first.shared()
+    assert (shared[:half] == 1).all()
+    assert (shared[half:] == np.float32((3 + 100) / 2)).all()
+    for each in values:
+        assert np.array_equal(each[half:], shared[half:])
+    second.close()
+    first.close()
+
+
+def _weighs(worker: smb.train.Worker) -> bool:
+    """Whether a contribution of its is in its inbox."""
+    member = worker._group.member
+    return int(t.Table(worker._group.table.buffer).read()[member.row, t.WEIGHT]) >> 32 == member.incarnation
 
 
 def test_refused(connect: Connect) -> None:

@@ -135,8 +135,9 @@ class FragmentExchange(RoundExchange):
         """
         group, scheme, count = self._group, self._scheme, len(self._snapshots)
         group.member.check()
-        # The next round that waits for us, or, if it may have gone on without us, the open one.
-        target = max(group.member.clock, self._round if scheme.quorum is None else group.round)
+        # The open round. It is the one that we know of if it waits for us: not for who has just joined in it.
+        waits = scheme.quorum is None and group.member.clock <= self._round
+        target = self._round if waits else group.round
         self._index = target % count
         staleness = (target - self._bases[self._index]) // count
         snapshot = self._snapshots[self._index]
