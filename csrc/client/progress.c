@@ -202,9 +202,8 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
             break;
         if (until_ns < deadline_ns)
             deadline_ns = until_ns;
-        /* before take_out_finished, which may free others but not own */
+        take_out_finished(client); /* which may free others, but not own, and may ring it */
         bool own_done = is_finished(own);
-        take_out_finished(client);
         if (work) {
             if (!work(work_argument))
                 work = NULL;

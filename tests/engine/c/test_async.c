@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "client/async.h"
+#include "fake_server.h"
 #include "random.h"
 #include "rig.h"
 
@@ -348,6 +349,58 @@ static void failing_in_the_middle(void)
     rig_stop(&bench.rig);
 }
 
+/* Two servers that never answer, and much on its way to one of them: an operation on the other one
+ * is told once its time is over, though nothing else happens then. */
+static void late_ones_are_told(void)
+{
+    enum { MUCH = 2 << 20, LATE_MS = 200, LEEWAY_MS = 20000, LONG_MS = 60000 };
+    static uint8_t memory[2 * MUCH];
+    const struct smb_layout layout = {2 * MUCH, MUCH, CHUNK, 2};
+    struct fake_server fakes[2];
+    struct smb_client *client;
+    struct smb_link *links[2];
+    struct smb_buffer *buffer;
+    struct smb_async *async;
+    struct smb_window *window;
+    struct smb_told told;
+    uint64_t instance;
+    CHECK_EQ(smb_client_create(1, &client), SMB_OK);
+    CHECK_EQ(smb_buffer_create(client, &layout, SMB_INT64, &buffer), SMB_OK);
+    for (uint32_t i = 0; i < 2; i++) {
+        fakes[i] = (struct fake_server){.silent = true, .answer_bytes_max = -1};
+        fake_server_start(&fakes[i]);
+        CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", fakes[i].port, 0, RIG_TIMEOUT_MS,
+                                        &links[i], &instance),
+                 SMB_OK);
+        CHECK_EQ(smb_buffer_set_link(buffer, i, 1 + i, 1, links[i]), SMB_OK);
+    }
+    CHECK_EQ(smb_async_create(client, &async), SMB_OK);
+    CHECK_EQ(smb_window_create(async, 4 * (uint64_t)MUCH, false, &window), SMB_OK);
+    for (uint64_t i = 0; i < 2; i++)
+        CHECK_EQ(smb_async_submit(async, window, buffer, SMB_READ, i ? 0 : MUCH, i ? CHUNK : MUCH,
+                                  NULL, memory, 0, 0, SMB_WIRE_EXACT, 0, i ? LATE_MS : LONG_MS, KEY,
+                                  0, i),
+                 SMB_OK);
+    CHECK_EQ(smb_async_await_told(async, LEEWAY_MS), 1);
+    CHECK_EQ(smb_async_take(async, &told, 1), 1);
+    CHECK_EQ(told.tag, 1);
+    CHECK_EQ(told.what, SMB_TOLD_FAILED);
+    CHECK_EQ(told.outcome.status, SMB_TIMEOUT);
+    smb_async_end(async, told.operation);
+    smb_client_close(client);
+    CHECK_EQ(smb_async_await_told(async, LEEWAY_MS), 1);
+    CHECK_EQ(smb_async_take(async, &told, 1), 1);
+    smb_async_end(async, told.operation);
+    smb_window_destroy(window);
+    smb_async_destroy(async);
+    smb_buffer_destroy(buffer);
+    for (int i = 0; i < 2; i++)
+        smb_link_close(links[i]);
+    smb_client_destroy(client);
+    for (int i = 0; i < 2; i++)
+        fake_server_join(&fakes[i]);
+}
+
 struct beside {
     struct bench *bench;
     int index;
@@ -419,6 +472,7 @@ int main(void)
         TEST(cancelling),
         TEST(waiting_for_a_turn),
         TEST(failing_in_the_middle),
+        TEST(late_ones_are_told),
         TEST(beside_blocking_calls),
     };
     return RUN_TESTS(tests);
