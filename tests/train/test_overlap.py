@@ -654,9 +654,14 @@ def test_a_join_that_is_refused_deletes_no_training(connect: Connect) -> None:
     smb.train.join(client, "run", np.zeros(4, np.float32), smb.train.ASP()).close()
     model = Network(1)
     optimizer = adam(model)
-    for options in ({"scheme": "diloco", "overlap": "forward"}, {"scheme": "bps"}, {"scheme": "asp", "every": 2}):
+    refused: list[dict[str, Any]] = [
+        {"scheme": "diloco", "overlap": "forward"},
+        {"scheme": "bps"},
+        {"scheme": "asp", "every": 2},
+    ]
+    for options in refused:
         with pytest.raises(smb.InvalidArgumentError):
-            smb.torch.join(model, optimizer, "run", client=client, fresh=True, **options)  # type: ignore[arg-type]
+            smb.torch.join(model, optimizer, "run", client=client, fresh=True, **options)
     assert smb.train.status(client, "run").round == 0
     smb.torch.join(model, optimizer, "run", client=client, fresh=True, scheme="asp").close()
 
