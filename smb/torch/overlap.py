@@ -270,7 +270,7 @@ class Overlap:
         try:
             self._worker.start(self._samples(), self._flow.over)
         except BaseException:
-            self._flow.over()
+            self._flow.cancel()
             self._pending.clear()
             raise
 

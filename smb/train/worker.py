@@ -242,8 +242,8 @@ class Worker:
             over()
 
         job.thread = threading.Thread(target=run, name="smb-exchange", daemon=True)
-        self._job = job
         job.thread.start()
+        self._job = job
 
     @property
     def lost(self) -> bool:

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -648,15 +648,45 @@ def test_what_is_not_there_is_refused(connect: Connect, options: dict[str, Any],
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_step_that_gets_no_thread_counts_no_delta_twice(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step for which there is no thread raises; what it was of is sent with the next one, and nothing once more."""
+    ours, alone = Network(1), Network(1)
+    alone.load_state_dict(ours.state_dict())
+    optimizer, other = adam(ours), adam(alone)
+    shared = smb.torch.join(ours, optimizer, "run", scheme="asp", client=connect(), overlap="forward")
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "smb-exchange":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    for number in range(8):
+        with monkeypatch.context() as patched:
+            if number == 6:
+                patched.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="new thread") if number == 6 else nullcontext():
+                step(ours, optimizer, 0, number)
+        step(alone, other, 0, number)
+    shared.close()
+    for one, two in zip(ours.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(one, two, rtol=0, atol=1e-5)
+
+
 def test_a_join_that_is_refused_deletes_no_training(connect: Connect) -> None:
     """With fresh=True: a former training of that name is there still, if the scheme can't be had."""
     client = connect()
     smb.train.join(client, "run", np.zeros(4, np.float32), smb.train.ASP()).close()
     model = Network(1)
     optimizer = adam(model)
-    for options in ({"scheme": "diloco", "overlap": "forward"}, {"scheme": "bps"}, {"scheme": "asp", "every": 2}):
+    refused: list[dict[str, Any]] = [
+        {"scheme": "diloco", "overlap": "forward"},
+        {"scheme": "bps"},
+        {"scheme": "asp", "every": 2},
+    ]
+    for options in refused:
         with pytest.raises(smb.InvalidArgumentError):
-            smb.torch.join(model, optimizer, "run", client=client, fresh=True, **options)  # type: ignore[arg-type]
+            smb.torch.join(model, optimizer, "run", client=client, fresh=True, **options)
     assert smb.train.status(client, "run").round == 0
     smb.torch.join(model, optimizer, "run", client=client, fresh=True, scheme="asp").close()
 

@@ -10,6 +10,8 @@ import pytest
 import smb
 import smb.train
 from smb.train import BSP, AsyncDiLoCo, DiLoCo, Guards, LocalSGD, RefusedContributionError
+from smb.train import member_table as t
+from smb.train.exchange.rounds import RoundExchange
 from smb.train.scheme import Values
 from tests.support.daemons import wait_for
 from tests.support.training import (
@@ -291,6 +293,21 @@ def test_late_joiner(connect: Connect) -> None:
     deltas = [(delta_of(after, worker, [2]), 1.0) for worker in (0, 1)]
     assert np.array_equal(values, mean_round(after, [*deltas, (delta_of(weights, 7, [0]), light)]))
     joiner.close()
+    crew.close()
+
+
+def test_who_was_stopped_before_it_decided_changes_no_later_round(connect: Connect) -> None:
+    """A closer that looked at a round and was stopped for so long that a later one has its column of the table: it
+    leaves that as it is."""
+    crew = Crew(connect, 1, BSP())
+    exchange, table = crew.workers[0].exchange, crew.workers[0]._group.table
+    assert isinstance(exchange, RoundExchange)
+    seen = table.read()
+    for _ in range(t.DECIDED_KEPT + 1):
+        crew.step(0)
+    before = table.read()[0, t.DECIDED :]
+    exchange._decide(0, seen)
+    assert np.array_equal(table.read()[0, t.DECIDED :], before)
     crew.close()
 
 

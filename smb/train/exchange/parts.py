@@ -139,6 +139,11 @@ class Flow:
             self.pushed, self.pulled = Traffic(), Traffic()
         self.running = True
 
+    def cancel(self) -> None:
+        """Take a step back that has begun, and of which no part is made: `delta` is what it was before."""
+        self.unsettled = self._on_top
+        self.over()
+
     def settle_base(self) -> None:
         """Make what was taken over in a step, which is over, the base of the next."""
         if len(self._adopted) == len(self.cut.pull):

@@ -481,6 +481,8 @@ class RoundExchange(Exchange):
                 rows[0, column] = chosen
                 return
             rows[:] = table.read()  # a former closer was faster, and may have seen more than we
+            if _round(rows) != number:
+                return  # we were stopped: the column may be a later round's by now
             word = int(rows[0, column])
 
     def _chosen(self, number: int, rows: t.Rows) -> list[tuple[Buffer, float]]:
