@@ -895,9 +895,10 @@ uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t
 void smb_async_end(struct smb_async *async, struct smb_operation *operation);
 /* 1: the operation of that tag had not begun, and is no more. 0: it has, or there is none. */
 int smb_async_cancel(struct smb_async *async, uint64_t tag);
-/* Waits until no earlier operation conflicts with a call on that range: SMB_TIMEOUT. */
+/* Waits until no earlier operation conflicts with a call on that range: SMB_TIMEOUT. *last: 0, and
+ * then the last of the earlier ones: who waits again waits for the same. */
 int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint64_t bytes,
-                   bool changes, uint32_t timeout_ms);
+                   bool changes, uint32_t timeout_ms, uint64_t *last);
 /* Cancels what has not begun; nothing is submitted any more. */
 void smb_async_stop(struct smb_async *async);
 

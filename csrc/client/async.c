@@ -738,7 +738,7 @@ uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t
 }
 
 int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint64_t bytes,
-                   bool changes, uint32_t timeout_ms)
+                   bool changes, uint32_t timeout_ms, uint64_t *last)
 {
     struct smb_operation asked = {.request = {.offset = offset, .bytes = bytes},
                                   .key = key,
@@ -747,15 +747,17 @@ int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint6
     size_t list = key % ORDERS;
     uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     pthread_mutex_lock(&async->mutex);
-    uint64_t before = async->operations;
-    raise_earlier(&asked, async->last[list]);
+    if (*last == 0) {
+        *last = async->operations;
+        raise_earlier(&asked, async->last[list]);
+    }
     bool waits = true, in_time = true;
     async->waiting++;
     while (in_time) {
         const struct smb_operation *earlier = async->first[list];
-        while (earlier && earlier->number <= before && !conflict(earlier, &asked))
+        while (earlier && earlier->number <= *last && !conflict(earlier, &asked))
             earlier = earlier->later;
-        waits = earlier && earlier->number <= before;
+        waits = earlier && earlier->number <= *last;
         if (!waits)
             break;
         in_time = wait_until(&async->ended, &async->mutex, until_ns);

@@ -189,6 +189,7 @@ class AsyncCalls:
         except EngineError as error:
             with self._lock:
                 self._leave(self._calls.pop(call.tag))
+            call.future.end_cancelled()  # a queue that was closed meanwhile may wait for it
             if error.status is Status.DISCONNECTED:
                 raise UnavailableError(_CLOSED) from error
             if error.status is Status.BUSY:
@@ -234,8 +235,8 @@ class AsyncCalls:
             return
         end = time.monotonic() + timeout
         place = turns.key, start * turns.itemsize, (stop - start) * turns.itemsize
-        left = timeout
-        while not self._operations.wait(*place, max(0, round(1000 * min(left, _LOOK_S))), changes=changes):
+        left, last = timeout, self._operations.no_last()
+        while not self._operations.wait(*place, max(0, round(1000 * min(left, _LOOK_S))), last, changes=changes):
             left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError(

@@ -100,9 +100,16 @@ class AsyncOperations:
         """Whether the operation of that tag had not begun, and is no more."""
         return bool(lib.smb_async_cancel(self.pointer, tag))
 
-    def wait(self, key: int, offset: int, nbytes: int, timeout_ms: int, *, changes: bool) -> bool:
-        """Wait until no earlier operation conflicts with a call on that range; False after timeout_ms."""
-        return int(lib.smb_async_wait(self.pointer, key, offset, nbytes, changes, timeout_ms)) == 0
+    def wait(self, key: int, offset: int, nbytes: int, timeout_ms: int, last: Any, *, changes: bool) -> bool:
+        """Wait until no earlier operation conflicts with a call on that range; False after timeout_ms. `last` is a new
+        one of `no_last`; who waits again with it waits for the same operations.
+        """
+        return int(lib.smb_async_wait(self.pointer, key, offset, nbytes, changes, timeout_ms, last)) == 0
+
+    @staticmethod
+    def no_last() -> Any:
+        """Return what `wait` notes in which operations it waits for."""
+        return ffi.new("uint64_t *")
 
     def stop(self) -> None:
         """Cancel what has not begun; nothing is submitted any more."""

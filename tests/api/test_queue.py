@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 
 import numpy as np
 import pytest
 
 import smb
+from smb.call import async_order
+from smb.engine import EngineError, Status
 from tests.support.daemons import stopped
 
 _PATIENCE_S = 60.0
@@ -194,6 +197,32 @@ def test_what_a_queue_refuses(path: smb.Client, connect: Callable[..., smb.Clien
         with pytest.raises(smb.InvalidArgumentError, match="shares memory"):
             queue.accumulate(buffer, ones[:9], fetch=True, out=ones[1:]).result(_PATIENCE_S)
         assert queue.read(buffer, priority=2**31 - 1).result(_PATIENCE_S).sum() == 0
+
+
+def test_close_does_not_wait_for_what_the_engine_refused(path: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that is closed while the engine refuses one of its operations does not wait for that."""
+    buffer, queue = path.create("w", 10), path.queue()
+    buffer.fill(0)  # paths are found: from now on the engine does what is asked for
+    calls = path._session.calls
+    closes = threading.Thread(target=queue.close)
+    seen = threading.Event()
+
+    def found(futures: list[Future[object]]) -> None:
+        assert len(futures) == 1
+        seen.set()
+        wait_for(futures, _PATIENCE_S)
+
+    def refused(*_: object) -> None:
+        closes.start()
+        assert seen.wait(_PATIENCE_S)
+        raise EngineError(Status.BUSY)
+
+    monkeypatch.setattr(async_order, "wait_for", found)
+    monkeypatch.setattr(calls._operations, "submit", refused)
+    with pytest.raises(smb.Error, match="too many async calls"):
+        queue.write(buffer, np.ones(10, np.float32))
+    closes.join(_PATIENCE_S / 3)
+    assert not closes.is_alive()
 
 
 def test_two_queues_keep_the_order_on_the_same_elements(path: smb.Client) -> None:

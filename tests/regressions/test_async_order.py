@@ -89,6 +89,45 @@ def test_a_blocking_call_of_others_elements_does_not_wait(connect: Callable[...,
     assert behind.done()
 
 
+def test_a_blocking_call_waits_for_no_later_one(
+    connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits looks again and again whether it may go on: async calls of others meanwhile don't hold it up."""
+    client = connect("tcp")
+    buffer = client.create("w", 1000)
+    buffer.fill(0)
+    operations, first, later, looks = client._session.calls._operations, threading.Event(), threading.Event(), 0
+    looked = threading.Condition()
+    wait = operations.wait
+
+    def counted(*place: Any, **how: Any) -> bool:
+        nonlocal looks
+        with looked:
+            looks += 1
+            looked.notify_all()
+        return wait(*place, **how)
+
+    monkeypatch.setattr(operations, "wait", counted)
+    futures = [buffer.submit(lambda: first.wait(_PATIENCE_S))]
+    blocked = threading.Thread(target=buffer.fill, args=(1,))
+    blocked.start()
+    try:
+        with looked:
+            assert looked.wait_for(lambda: looks > 0, _PATIENCE_S)
+        futures.append(buffer.submit(lambda: later.wait(_PATIENCE_S)))
+        with looked:
+            before = looks
+            assert looked.wait_for(lambda: looks >= before + 2, _PATIENCE_S)
+        first.set()
+        blocked.join(20)
+        assert not blocked.is_alive()
+    finally:
+        first.set()
+        later.set()
+        blocked.join()
+    assert all(future.result(_PATIENCE_S) for future in futures)
+
+
 def test_one_that_is_too_late_says_so(connect: Callable[..., smb.Client]) -> None:
     """A blocking call waits for its turn as long as the client's timeout, and nothing was applied then."""
     client = connect("shm", timeout=0.2)

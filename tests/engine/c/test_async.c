@@ -273,10 +273,17 @@ static void cancelling(void)
     rig_stop(&bench.rig);
 }
 
+static int wait_for(struct bench *bench, uint64_t key, uint64_t offset, bool changes,
+                    uint32_t timeout_ms)
+{
+    uint64_t last = 0;
+    return smb_async_wait(bench->async, key, offset, 8, changes, timeout_ms, &last);
+}
+
 static void *wait_for_turn(void *argument)
 {
     struct bench *bench = argument;
-    CHECK_EQ(smb_async_wait(bench->async, KEY, 0, 8, false, RIG_TIMEOUT_MS), SMB_OK);
+    CHECK_EQ(wait_for(bench, KEY, 0, false, RIG_TIMEOUT_MS), SMB_OK);
     return NULL;
 }
 
@@ -288,9 +295,9 @@ static void waiting_for_a_turn(void)
     bench_start(&bench, BY_MAPPING, 0);
     uint64_t holding = hold(&bench, 0, CHUNK);
     take_until(&bench, 1);
-    CHECK_EQ(smb_async_wait(bench.async, KEY, CHUNK, 8, true, 0), SMB_OK);
-    CHECK_EQ(smb_async_wait(bench.async, KEY + ORDERS, 0, 8, true, 0), SMB_OK); /* another buffer */
-    CHECK_EQ(smb_async_wait(bench.async, KEY, CHUNK - 8, 8, false, 1), SMB_TIMEOUT);
+    CHECK_EQ(wait_for(&bench, KEY, CHUNK, true, 0), SMB_OK);
+    CHECK_EQ(wait_for(&bench, KEY + ORDERS, 0, true, 0), SMB_OK); /* another buffer */
+    CHECK_EQ(wait_for(&bench, KEY, CHUNK - 8, false, 1), SMB_TIMEOUT);
     pthread_create(&thread, NULL, wait_for_turn, &bench);
     WAIT_UNTIL(({
         pthread_mutex_lock(&bench.async->mutex);
