@@ -43,7 +43,7 @@ enum {
     TOLD_AT_ONCE = 16,
     TAKER_LINGERS_NS = 50000,
     /* of one window, not ended: each is looked at by every later one on buffers of its list */
-    OPERATIONS_MAX = 1 << 20,
+    OPERATIONS_MAX = 1 << 14,
 };
 
 /* Of a window whose credit is measured. */
