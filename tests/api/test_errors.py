@@ -100,7 +100,6 @@ BAD_CREATIONS: list[tuple[dict[str, Any], str]] = [
     ({"servers": [1, 2]}, "name"),
     ({"servers": ["server-0", "server-0"]}, "once"),
     ({"replicas": 3}, "replicas=3; there are 1 and 2"),
-    ({"replicas": 2, "versions": 2}, "a buffer with two copies has one version"),
     ({"versions": 0}, "versions=0 is not between 1 and 16"),
     ({"versions": 17}, "versions=17 is not between 1 and 16"),
     ({"like": 5}, "name"),
