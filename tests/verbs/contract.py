@@ -92,6 +92,7 @@ LEFT_OUT = {
     "ops/test_supervised_daemons.py": _ELSEWHERE,
     "ops/test_top_in_tmux.py": "asks the coordinator alone",
     "regressions/test_a_call_as_a_lead_begins.py": "is about the coordinator",
+    "regressions/test_who_leads_is_told_at_the_end.py": "is about the coordinator",
     "regressions/test_async_order.py": _ELSEWHERE,
     "regressions/test_call_inside_a_call.py": _ELSEWHERE,
     "regressions/test_close_beside_stopped_daemons.py": "tests/verbs/test_closing.py has it",
