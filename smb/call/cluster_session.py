@@ -90,7 +90,7 @@ class ClusterSession:
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
         self.session_ended = False
-        self.reports: dict[int, Callable[[], pb.TrainingReport]] = {}  # of trainings, for people
+        self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # of trainings, for people
         self._stop = threading.Event()
         self._renewal = threading.Thread(
             target=_renew,
@@ -170,6 +170,10 @@ class ClusterSession:
         """See Links."""
         return self._links.why_untrusted(server)
 
+    def told(self) -> dict[object, pb.TrainingReport]:
+        """Return the report of each training of this client. The last of one that was left stays until it was sent."""
+        return {key: report() for key, report in list(self.reports.items())[:_REPORTS_MAX]}
+
     @property
     def closed(self) -> bool:
         """Whether it was closed here."""
@@ -194,7 +198,7 @@ class ClusterSession:
             transport.close()
         self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
         try:
-            self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S))
+            self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S), list(self.told().values()))
         except Error as error:
             _log.debug("the session ends with its lease: %s", error)
         self.coordinator.close()
@@ -273,13 +277,18 @@ def _renew(
             coordinator.close()
             return
         coordinator.tokens.renew()
-        reports = [report() for report in list(ours.reports.values())[:_REPORTS_MAX]]
+        reports = ours.told()
         del ours
         if time.monotonic() < renewed_at + (min(_REPORT_S, every_s) if reports else every_s):
             continue
         renewed_at = time.monotonic()
         try:
-            lease = coordinator.renew_session(session_id, client_name, every_s, reports)
+            lease = coordinator.renew_session(session_id, client_name, every_s, list(reports.values()))
+            ours = session()
+            for key, report in reports.items():
+                if report.left and ours is not None:
+                    ours.reports.pop(key, None)
+            del ours
         except SessionEndedError as error:
             _log.error("%s", error)
             ours = session()

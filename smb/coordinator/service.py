@@ -191,16 +191,20 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.session.renewal_asked")
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
-        shown = request.trainings if caller().role is not Role.SERVER else ()
-        reports = [report for report in shown if caller().may_see(report.name)]
-        self._watch.trainings.record_reports(request.session_id, reports, self._commit_log.now())
+        self._record_reports(request)
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
         """See control.proto."""
         self._check_session(request)
+        self._record_reports(request)
         self._session_ends.tell(await self._commit_log.commit(SessionClosed(request.session_id)))
         return pb.CloseSessionReply()
+
+    def _record_reports(self, request: pb.RenewSessionRequest | pb.CloseSessionRequest) -> None:
+        shown = request.trainings if caller().role is not Role.SERVER else ()
+        reports = [report for report in shown if caller().may_see(report.name)]
+        self._watch.trainings.record_reports(request.session_id, reports, self._commit_log.now())
 
     # Memory servers
 

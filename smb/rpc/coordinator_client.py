@@ -150,9 +150,9 @@ class Coordinator:
         reply: pb.RenewSessionReply = self._call("RenewSession", request, timeout)
         return reply.lease_ms / 1000
 
-    def close_session(self, session_id: int, timeout: float) -> None:
+    def close_session(self, session_id: int, timeout: float, reports: Sequence[pb.TrainingReport] = ()) -> None:
         """End it at once instead of letting its lease run out."""
-        request = pb.CloseSessionRequest(session_id=session_id, session_secret=self._session_secret)
+        request = pb.CloseSessionRequest(session_id=session_id, session_secret=self._session_secret, trainings=reports)
         self._call("CloseSession", request, timeout)
 
     def create_buffer(self, request: pb.CreateBufferRequest, timeout: float) -> pb.Buffer:

@@ -460,6 +460,9 @@ class Worker:
             if self._unsent:
                 _news.info("%s", self._left_out())
         finally:
+            last = self._report()
+            last.left = True
+            self._group.client._session.reports[object()] = lambda: last
             self._tidy(self._group.leave)
 
     def _left_out(self) -> str:

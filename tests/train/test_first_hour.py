@@ -228,6 +228,23 @@ def test_the_coordinator_hears_of_trainings(connect: Connect) -> None:
     wait_for(lambda: overview(client)["trainings"][0]["workers"] == 0, "nobody left")
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_last_round_of_one_that_is_over(connect: Connect, stays: bool) -> None:
+    """It was "none", and a training of two seconds was never heard of. Also where the client goes on as one."""
+    watcher, client = connect(), connect()
+    with smb.train.join(client, "run", values(), smb.train.BSP()) as worker:
+        for _ in range(7):
+            worker.step(samples=1)
+    if not stays:
+        client.close()
+
+    def seen() -> tuple[int, int]:
+        (row,) = overview(watcher)["trainings"]
+        return row["workers"], row["round"]
+
+    wait_for(lambda: seen() == (0, 7), "the last report")
+
+
 def test_which_buffers_and_clients_are_busy(connect: Connect) -> None:
     """What is moved for each is told per second."""
     client = connect(FAR, name="mover")

@@ -197,6 +197,7 @@ class Seen:
     store_error: str = ""  # why nothing can be stored
     state_free_bytes: int | None = None  # of the store's disk, where that is known
     workers: Mapping[str, Sequence[WorkerSeen]] = field(default_factory=dict)  # by training
+    furthest: Mapping[str, int] = field(default_factory=dict)  # the last known round, by training
 
 
 class Watch:
@@ -293,6 +294,7 @@ class Watch:
                 store_error=store_error,
                 state_free_bytes=state_free_bytes,
                 workers=self.trainings.workers(),
+                furthest=self.trainings.furthest(),
             )
 
     def history_of(self, server: str, now: Instant) -> History:

@@ -399,7 +399,7 @@ def _training(view: View, record: BufferRecord) -> Json:
         "size": record.nbytes,
         "elements": record.nbytes // 4,
         "created": record.created_at,
-        "round": max((worker["round"] for worker in workers), default=0),
+        "round": max((worker["round"] for worker in workers), default=view.seen.furthest.get(record.name, 0)),
         "workers": len(workers),
         "samples_per_s": round(sum(rates), 1) if rates else None,
         "staleness": max((worker["staleness"] for worker in workers), default=0),

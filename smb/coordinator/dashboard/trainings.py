@@ -45,6 +45,7 @@ class _Past:
 
     def __init__(self, now: Instant) -> None:
         self.steps: deque[tuple[int, int, float]] = deque(maxlen=int(SPAN_S / STEP_S) + 2)
+        self.furthest = 0
         self.reported_at = now.monotonic
 
 
@@ -68,6 +69,10 @@ class Trainings:
                 self._workers[session_id] = fresh
             for name in {seen.report.name for seen in fresh.values()}:
                 self._note(name, now)
+            staying = {key: seen for key, seen in fresh.items() if not seen.report.left}
+            self._workers.pop(session_id, None)
+            if staying:
+                self._workers[session_id] = staying
 
     def ended(self, session_ids: Iterable[int]) -> None:
         """Forget sessions that are over."""
@@ -90,6 +95,11 @@ class Trainings:
         for workers in found.values():
             workers.sort(key=lambda seen: seen.report.slot)
         return found
+
+    def furthest(self) -> Mapping[str, int]:
+        """Return the furthest clock that a worker of each training told, also of those that nobody is in now."""
+        with self._lock:
+            return {name: past.furthest for name, past in self._past.items()}
 
     def rounds(self, name: str, now: Instant) -> Rounds:
         """Return a training's last minutes."""
@@ -118,6 +128,7 @@ class Trainings:
         if past.steps and past.steps[-1][0] == step:
             past.steps.pop()
         clock = max(each.report.clock for each in seen)
+        past.furthest = max(past.furthest, clock)
         past.steps.append((step, clock, sum(each.samples_per_s or 0.0 for each in seen)))
 
 

@@ -44,6 +44,18 @@ def test_rounds_over_time() -> None:
     assert set(seen.rounds("run", at(112)).rounds) == {0.0}
 
 
+def test_one_that_is_over() -> None:
+    """The last report of a worker that leaves counts, and is of nobody who trains; the last round stays known."""
+    seen = Trainings()
+    seen.record_reports(1, [report(clock=8, left=True)], at(10))
+    assert seen.workers() == {}
+    assert seen.furthest() == {"run": 8}
+    seen.record_reports(2, [report(slot=1, clock=5, left=True)], at(11))  # it was behind
+    assert seen.furthest() == {"run": 8}
+    seen.deleted("run")
+    assert seen.furthest() == {}
+
+
 def test_it_is_bounded() -> None:
     """Whatever clients tell: so many trainings of one session, so many pasts, so many steps."""
     seen = Trainings()
