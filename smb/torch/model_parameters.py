@@ -86,6 +86,8 @@ _Change: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"
 class ModelParameters(Parameters):
     """The trained parameters as a scheme's. `verify` is called before an exchange; what it raises is raised there."""
 
+    table: TensorTable
+
     def __init__(
         self, tensors: Mapping[tuple[str, ...], torch.Tensor], verify: Callable[[], None] | None = None
     ) -> None:

@@ -217,8 +217,9 @@ class Shared:
         client, mark = self._client, mark_of(parts.frozen) if parts.frozen else None
         group, fresh = None, options.pop("fresh")
         if fresh:
-            check_overlap(self._asked_overlap, _scheme(scheme, settings, None))  # before anything is deleted
-            clear(client, name)
+            chosen = _scheme(scheme, settings, None)
+            check_overlap(self._asked_overlap, chosen)  # before anything is deleted
+            clear(client, name, chosen, self._trained)
         try:
             group = view(client, name)
         except NotFoundError:

@@ -29,16 +29,18 @@ tests/train/test_streaming.py: equal to a reference in numpy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from smb.buffer import Buffer
 from smb.errors import InvalidArgumentError
+from smb.tensors import TensorPlace
 from smb.train.exchange.rounds import Outer, RoundExchange, RoundScheme
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import cut
 from smb.train.group import Group
-from smb.train.parameters import Parameters
+from smb.train.parameters import Parameters, Together
 from smb.train.scheme import Span, is_number, is_whole
 
 
@@ -99,13 +101,29 @@ class DiLoCo(NesterovRounds):
                 f"{self.NAME}: mix={self.mix!r} is not from 0 to below 1; with 1 a worker would take nothing over"
             )
 
+    @property
+    def _streams(self) -> bool:
+        return (self.fragments, self.delay, self.mix) != (1, 0, 0)
+
+    def check(self, name: str, parameters: Parameters) -> None:
+        """Refuse what can't be cut into the fragments."""
+        if self._streams and isinstance(parameters, Together):
+            raise InvalidArgumentError(
+                f"join of group {name!r}: fragments, delay and mix are not there for the ranks of a mesh (mesh=) yet; "
+                f"leave them out, or join without a mesh"
+            )
+        self._cut(name, parameters.size, parameters.table)
+
     def spans(self, weights: Buffer) -> tuple[Span, ...]:
         """Return the fragments: of whole tensors, where the group knows of tensors."""
-        starts = [place.offset // 4 for place in weights.table.values()] if weights.table else []
-        return cut(weights.size, starts, self.fragments, f"training {weights.name!r}")
+        return self._cut(weights.name, weights.size, weights.table)
+
+    def _cut(self, name: str, size: int, table: Mapping[str, TensorPlace] | None) -> tuple[Span, ...]:
+        starts = [place.offset // 4 for place in table.values()] if table else []
+        return cut(size, starts, self.fragments, f"training {name!r}")
 
     def run(self, group: Group, parameters: Parameters) -> RoundExchange:
         """Return this worker's exchange."""
-        if (self.fragments, self.delay, self.mix) == (1, 0, 0):
+        if not self._streams:
             return super().run(group, parameters)
         return FragmentExchange(group, parameters, self)

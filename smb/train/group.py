@@ -346,10 +346,12 @@ def enter(
         if group is None:
             if scheme is None:
                 raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
+            scheme.check(name, parameters)
             settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
             group = _made(client, name, parameters, settings, placement, setup)
         else:
             _compare(group, scheme, guards, lease)
+            group.scheme.check(name, parameters)
         if group.weights.size != parameters.size:
             raise InvalidArgumentError(
                 f"join of group {name!r}: {parameters.size} values, and the shared model has {group.weights.size}"
@@ -405,11 +407,15 @@ def delete(client: Client, name: str) -> None:
         client.delete(each, missing_ok=True)
 
 
-def clear(client: Client, name: str) -> None:
-    """Delete a group in which nobody is alive any more, if there is one.
+def clear(client: Client, name: str, scheme: Scheme | None, parameters: Parameters) -> None:
+    """Delete a group in which nobody is alive any more, if there is one; `parameters` begin it anew with `scheme`.
 
-    Raises AlreadyExistsError if somebody is, or died so recently that nobody can tell.
+    Raises AlreadyExistsError if somebody is alive, or died so recently that nobody can tell, and InvalidArgumentError
+    if it could not be begun so.
     """
+    if scheme is None:
+        raise InvalidArgumentError(f"join of training {name!r} with fresh=True: say which scheme; nothing was deleted")
+    scheme.check(name, parameters)
     with client.lock(f"{name}/setup", timeout=_SETUP_S):
         group = _opened(client, name)
         if group is None:

@@ -20,6 +20,7 @@ from smb.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
+    from smb.tensors import TensorTable
     from smb.train.exchange.background_send import Deltas
     from smb.train.exchange.elastic_force import Difference
     from smb.train.exchange.snapshot import Snapshot
@@ -57,6 +58,7 @@ class Parameters(ABC):
 
     size: int
     origin: int = 0
+    table: TensorTable | None = None  # the tensors that they are, where that is known
 
     @abstractmethod
     def pieces(self) -> Iterator[tuple[int, Values]]:

@@ -131,6 +131,9 @@ class Scheme(ABC):
         """Return how many copies of the model it keeps on the memory servers."""
         return Copies()
 
+    def check(self, name: str, parameters: Parameters) -> None:  # noqa: B027 - most schemes train whatever there is
+        """Raise InvalidArgumentError where a worker with such parameters can't take part in the training `name`."""
+
     def spans(self, weights: Buffer) -> tuple[Span, ...]:
         """Return the parts of the shared weights that are exchanged at times of their own: round r is of part r modulo
         their number. Raises InvalidArgumentError where the weights can't be cut so.

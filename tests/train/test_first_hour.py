@@ -152,6 +152,18 @@ def test_fresh_begins_anew_where_nobody_is_alive(connect: Connect) -> None:
     second.close()
 
 
+def test_fresh_that_could_not_begin_deletes_nothing(connect: Connect) -> None:
+    """No scheme, or more fragments than there is to cut: the former training was gone by then."""
+    client = connect()
+    smb.train.join(client, "run", values(2) + 1, smb.train.SEASGD()).close()
+    with pytest.raises(smb.InvalidArgumentError, match="fresh=True: say which scheme; nothing was deleted"):
+        smb.train.join(client, "run", values(2), fresh=True)
+    cut = smb.train.DiLoCo(every=4, fragments=3)
+    with pytest.raises(smb.InvalidArgumentError, match="fragments=3, and the model has 2 elements"):
+        smb.train.join(client, "run", values(2), cut, fresh=True)
+    assert (smb.train.shared(client, "run") == 1).all()
+
+
 @pytest.mark.parametrize("scheme", [smb.train.DiLoCo(every=1), smb.train.SEASGD(every=1), smb.train.SSP()])
 def test_a_deleted_training_says_so(connect: Connect, scheme: smb.train.Scheme) -> None:
     """The next step of a worker raises, also of one that waits for others; its close() succeeds."""

@@ -429,14 +429,16 @@ def test_more_fragments_than_there_is_to_cut(client: smb.Client) -> None:
     with pytest.raises(smb.InvalidArgumentError, match="fragments=7, and the model has 6 tensors"):
         smb.torch.join(model, optimizer, "run", client=client, scheme="diloco", every=7, fragments=7)
     assert client.list() == []
-    with smb.train.join(client, "run", np.zeros(3, np.float32), DiLoCo(every=3, fragments=3)) as worker:
 
-        class Ranks(Together):
-            """Of a mesh, as far as it is asked."""
+    class Ranks(Together):
+        """Of a mesh, as far as it is asked."""
 
-        Ranks.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
-        with pytest.raises(smb.InvalidArgumentError, match="mesh="):
-            worker.scheme.run(worker._group, Ranks())  # type: ignore[abstract]
+        size = 3
+
+    Ranks.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+    with pytest.raises(smb.InvalidArgumentError, match="mesh="):
+        DiLoCo(every=3, fragments=3).check("run", Ranks())  # type: ignore[abstract]
+    DiLoCo(every=3).check("run", Ranks())  # type: ignore[abstract]
 
 
 def test_fragments_are_whole_tensors_of_about_one_size() -> None:

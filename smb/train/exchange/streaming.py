@@ -27,13 +27,13 @@ import numpy as np
 
 from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
-from smb.errors import Error, InvalidArgumentError
+from smb.errors import Error
 from smb.train import member_table as t
 from smb.train.exchange.rounds import RoundExchange
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.group import WIRE_BYTES, Group, wake
 from smb.train.guards import RefusedContributionError
-from smb.train.parameters import Parameters, Together
+from smb.train.parameters import Parameters
 
 if TYPE_CHECKING:
     from smb.train.diloco import DiLoCo
@@ -64,11 +64,6 @@ class FragmentExchange(RoundExchange):
         self._read: list[int] = []  # fragments that are to be taken over; empty as long as that is not known
 
     def _remember(self, parameters: Parameters, group: Group) -> None:
-        if isinstance(parameters, Together):
-            raise InvalidArgumentError(
-                f"join of group {group.name!r}: fragments, delay and mix are not there for the ranks of a mesh (mesh=) "
-                f"yet; leave them out, or join without a mesh"
-            )
         self._snapshots = [Snapshot(parameters.part(*span), group.weights.wire) for span in group.spans]
 
     # ---- the caller's thread
