@@ -39,7 +39,6 @@ class Queue:
             credit = operator.index(credit)
         self._session = session
         self._window = session.calls.window(credit)
-        self._closed = False
 
     @property
     def credit(self) -> int:
@@ -96,7 +95,6 @@ class Queue:
 
     def close(self) -> None:
         """Cancel what has not begun, and wait for what has. Closing twice does nothing."""
-        self._closed = True
         self._session.calls.cancel(self._window)
 
     def __enter__(self) -> Queue:
@@ -108,12 +106,12 @@ class Queue:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<smb.Queue of {self.credit} bytes{', closed' if self._closed else ''}>"
+        return f"<smb.Queue of {self.credit} bytes{', closed' if self._window.closed else ''}>"
 
     def _of(self, buffer: Buffer, call: str) -> Buffer:
         if not isinstance(buffer, Buffer) or buffer._session is not self._session:
             raise InvalidArgumentError(f"{call} by a queue: {buffer!r} is no buffer opened by the queue's client")
-        if self._closed:
+        if self._window.closed:
             raise UnavailableError(f"{call} of buffer {buffer.name!r}: the queue is closed; nothing was applied")
         return buffer
 

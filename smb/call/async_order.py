@@ -34,6 +34,7 @@ _LINGER_MS = 5  # the watch's, after the last one: another may follow, and to st
 _LOOK_S = 0.1  # so often a thread that waits for its turn looks for signals
 
 _CLOSED = "the client is closed; call smb.connect again"
+_QUEUE_CLOSED = "the queue was closed meanwhile; nothing was applied"
 
 _tags = itertools.count(1)
 _here = threading.local()  # `inside`: this thread runs async calls, and must not wait for others of them
@@ -178,6 +179,8 @@ class AsyncCalls:
         with self._lock:
             if self._closed:
                 raise UnavailableError(_CLOSED)
+            if call.window.closed:
+                raise UnavailableError(_QUEUE_CLOSED)
             call.turns.quiet.open = False
             call.turns.pending += 1
             self._calls[call.tag] = call
@@ -218,8 +221,9 @@ class AsyncCalls:
         return True
 
     def cancel(self, window: Window) -> None:
-        """Cancel a queue's calls that have not begun, and wait for the others."""
+        """Take no more calls of a queue, cancel those that have not begun, and wait for the others."""
         with self._lock:
+            window.closed = True
             futures = [call.future for call in (*self._calls.values(), *self._running) if call.window is window]
         left = [future for future in futures if not future.cancel()]
         if not getattr(_here, "inside", False):

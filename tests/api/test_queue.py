@@ -135,6 +135,25 @@ def test_close_cancels_what_has_not_begun(
     assert buffer.read().sum() == 30
 
 
+def test_close_beside_a_call(path: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that had found the queue open, and comes to the engine once close() has returned, is refused."""
+    buffer, queue = path.create("w", 10), path.queue()
+    buffer.fill(0)
+    calls = path._session.calls
+    transfer = calls.transfer
+
+    def late(*arguments: object, **options: object) -> object:
+        queue.close()
+        return transfer(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(calls, "transfer", late)
+    with pytest.raises(smb.UnavailableError, match="the queue was closed meanwhile"):
+        queue.write(buffer, np.ones(10, np.float32))
+    monkeypatch.undo()
+    assert calls.pending() == 0
+    assert buffer.read().sum() == 0
+
+
 def test_what_a_failed_operation_did_is_found_out() -> None:
     """Behind stopped servers an operation of many slices fails as unknown; done again as settle() says it counts once,
     also in the slices that were never begun.
