@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -282,6 +283,18 @@ def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client) -> None:
             wait_for(lambda: worker._group.reap([0]) == [0], "the stopped one's slot")
             os.kill(process.pid, signal.SIGCONT)
             assert messages.get(timeout=30) == (3, 1)
+
+
+def test_each_thread_sees_every_wake(client: smb.Client) -> None:
+    """A step in the background and its caller both wait: a wake that one has seen is news to the other."""
+    with smb.train.join(client, "run", _ones(), Plain()) as worker:
+        group = worker._group
+        group.wake()
+        with ThreadPoolExecutor(1) as background:
+            assert background.submit(group.wake).exception() is None
+            assert background.submit(group.wait, 0.0).result() is False
+        assert group.wait(5.0)
+        assert not group.wait(0.0)
 
 
 def test_names() -> None:
