@@ -170,10 +170,6 @@ class ClusterSession:
         """See Links."""
         return self._links.why_untrusted(server)
 
-    def told(self) -> dict[object, pb.TrainingReport]:
-        """Return the report of each training of this client. The last of one that was left stays until it was sent."""
-        return {key: report() for key, report in list(self.reports.items())[:_REPORTS_MAX]}
-
     @property
     def closed(self) -> bool:
         """Whether it was closed here."""
@@ -198,7 +194,9 @@ class ClusterSession:
             transport.close()
         self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
         try:
-            self.coordinator.close_session(self._session_id, min(self.timeout, _CLOSE_S), list(self.told().values()))
+            self.coordinator.close_session(
+                self._session_id, min(self.timeout, _CLOSE_S), [*_told(self.reports).values()]
+            )
         except Error as error:
             _log.debug("the session ends with its lease: %s", error)
         self.coordinator.close()
@@ -208,6 +206,11 @@ class ClusterSession:
 
 # os.getpid() is a system call, and small operations ask for it every time.
 _current_pid = os.getpid()
+
+
+def _told(reports: dict[object, Callable[[], pb.TrainingReport]]) -> dict[object, pb.TrainingReport]:
+    """Return what is said of each training. The last report of one that was left stays among them until it was sent."""
+    return {key: report() for key, report in list(reports.items())[:_REPORTS_MAX]}
 
 
 def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | None:
@@ -277,7 +280,7 @@ def _renew(
             coordinator.close()
             return
         coordinator.tokens.renew()
-        reports = ours.told()
+        reports = _told(ours.reports)
         del ours
         if time.monotonic() < renewed_at + (min(_REPORT_S, every_s) if reports else every_s):
             continue

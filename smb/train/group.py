@@ -14,7 +14,6 @@ import functools
 import logging
 import math
 import struct
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -55,12 +54,6 @@ class GivenUpError(Error):
     """A step in the background was given up, as its worker was closed. Nobody but the worker sees it."""
 
 
-class _Seen(threading.local):
-    """Up to where each thread of this worker knows the tick: what one has seen, another has not looked for yet."""
-
-    tick = 0
-
-
 class Group:
     """A worker's view of its group. Made by `enter`. For the thread of the Exchange that it is for, and for one that an
     Exchange starts: guards are the former's, `wait` is the latter's as long as it runs.
@@ -92,7 +85,7 @@ class Group:
         self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
         self.guard_fired = ""  # what the last refusal said
-        self._seen = _Seen()
+        self._seen = 0  # the tick's version, as far as we have looked
         self.given_up = False  # written by the thread that closes the worker, read by the one that exchanges
         self._rejoins = 0
         self.patience = max(0.05, self.lease / 4)
@@ -102,7 +95,7 @@ class Group:
 
     def admit(self, own: int = -1) -> None:
         """Take a slot, `own` if it can be: `member` is this worker's from now on."""
-        self._seen.tick = self.tick.version
+        self._seen = self.tick.version
         self.member = members.admit(self.client, self.name, self.table, self.lease, self.scheme.first_clock, own)
         self.member.set(t.REJOINS, self._rejoins)
         self.wake()
@@ -177,7 +170,10 @@ class Group:
 
     def wake(self) -> None:
         """Wake every member that waits. Look at the table before you wait yourself."""
-        self._seen.tick = wake(self.tick, self.lease)
+        new = wake(self.tick, self.lease)
+        # Another thread of ours may wait. A wake of others, which came before, stays news to it.
+        if self._seen == new - 1:
+            self._seen = new
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until somebody calls wake(); False after `timeout` seconds (default: a quarter of the lease).
@@ -188,7 +184,7 @@ class Group:
         self.go_on()
         try:
             patience = self.patience if timeout is None else timeout
-            self._seen.tick = self.tick.wait(self._seen.tick + 1, timeout=patience)
+            self._seen = self.tick.wait(self._seen + 1, timeout=patience)
         except TimeoutError:
             return False
         return True
