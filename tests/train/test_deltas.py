@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import smb
 import smb.torch
+from smb.tools.cli import main as cli
 from tests.conftest import Connect
 from tests.support.clients import in_process
 from tests.support.transports import FAR
@@ -37,6 +39,38 @@ def equal(one: Any, other: Any) -> bool:
         and one[name].reshape(-1).view(torch.uint8).equal(other[name].reshape(-1).view(torch.uint8))
         for name in one
     )
+
+
+def run_smb(capsys: pytest.CaptureFixture[str], client: smb.Client, *arguments: str) -> tuple[int, str, str]:
+    """A command on the client's cluster: (exit code, stdout, stderr)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["smb", *arguments, "-c", client.address])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_stat_tells_the_generation(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """`smb stat` names the generation that readers see, not the version of the buffer in which whole states lie; of a
+    state without deltas it names the version.
+    """
+    client = connect()
+    publisher = smb.torch.Publisher(client, "w", state_of(0), deltas=4)
+    assert "nothing yet" in run_smb(capsys, client, "stat", "w")[1]
+    for number in range(1, 6):
+        publisher.publish(state_of(number))
+    version = publisher.buffer.version
+    assert version < 5
+    shown = run_smb(capsys, client, "stat", "w")[1]
+    assert f"  generation 5, last whole state in version {version}\n" in shown
+    described = json.loads(run_smb(capsys, client, "stat", "w", "--json")[1])
+    assert (described["generation"], described["version"]) == (5, version)
+    smb.torch.publish(client, "plain", state_of(1))
+    assert "version 1\n" in run_smb(capsys, client, "stat", "plain")[1]
+    assert "generation" not in json.loads(run_smb(capsys, client, "stat", "plain", "--json")[1])
+    client.delete("w.generations")
+    assert "generation unknown" in run_smb(capsys, client, "stat", "w")[1]
 
 
 def test_each_generation_bit_for_bit(client: smb.Client, connect: Connect) -> None:

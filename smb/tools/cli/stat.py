@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from smb.train import GroupStatus
     from smb.transport.base import SegmentPlace
 
+Addresses: TypeAlias = dict[str, tuple[str, bool]]  # of servers by name, and whether each is alive
+
 _SHOWN_MAX = 200  # characters of one entry of the metadata
 
 
@@ -30,29 +32,33 @@ def stat(
 
     Shape, layout, metadata, the version published last, and where each segment lies; of a training, its scheme, round
     and workers. A segment is alive, gone (its server is) or lost (its server came back without its memory). A figure
-    that only a server knows is shown as unknown while the server is down, in JSON as null.
+    that only a server knows is shown as unknown while the server is down, in JSON as null. Of a state published with
+    deltas= it is the generation that was published last; versions are whole states.
 
     Example: smb stat weights
     """
     import dataclasses
 
+    from smb.published import has_deltas
     from smb.tools.cli.describe import buffer_json
 
     with connect(coordinator) as client:
         buffer = client.open(name)  # looks for no path to its bytes yet: its servers may be down
         addresses = {server.name: (server.address, server.alive) for server in client.servers()}
-        reached = all(addresses.get(segment.server, ("", False))[1] for segment in buffer.layout.segments)
-        version = _version(buffer) if reached else None
+        version = _version(buffer, addresses)
+        generation = _generation(client, buffer, addresses) if has_deltas(buffer.metadata) else None
         is_training, training = _training(client, buffer, version is not None)
     if as_json:
         described = {**buffer_json(buffer), "versions": buffer.versions, "version": version}
+        if has_deltas(buffer.metadata):
+            described["generation"] = generation
         if buffer.info.mirrors:
             described["mirrors"] = mirrors_json(buffer)
         if is_training:
             described["training"] = dataclasses.asdict(training) if training is not None else None
         print_json({**described, "metadata": buffer.metadata})
         return
-    _show(buffer, addresses, version)
+    _show(buffer, addresses, _published(buffer, version, generation))
     if buffer.info.mirrors:
         console().print()
         show_mirrors(buffer)
@@ -62,14 +68,43 @@ def stat(
         console().print("\nA training; its round and workers are unknown while its servers can't be reached.")
 
 
-def _version(buffer: Buffer) -> int | None:
-    """Return the version published last, None if its server does not say."""
+def _version(buffer: Buffer, addresses: Addresses) -> int | None:
+    """Return the version published last, None if its servers are gone or do not say."""
     from smb.errors import Error
 
+    if not all(addresses.get(segment.server, ("", False))[1] for segment in buffer.layout.segments):
+        return None
     try:
         return buffer.version
     except Error:
         return None
+
+
+def _generation(client: Client, state: Buffer, addresses: Addresses) -> int | None:
+    """Return the generation of a state with deltas that was published last, None if nobody says."""
+    from smb.errors import Error
+    from smb.published import GENERATIONS
+
+    try:
+        heads = client.open(state.name + GENERATIONS)
+    except Error:
+        return None
+    return _version(heads, addresses)
+
+
+def _published(buffer: Buffer, version: int | None, generation: int | None) -> str:
+    """Return what was published last; "" of a buffer to which nobody publishes."""
+    from smb.published import has_deltas
+
+    if has_deltas(buffer.metadata):
+        if generation is None:
+            return "generation unknown"
+        return f"generation {generation}, last whole state in {_told(version)}" if generation else "nothing yet"
+    return "" if buffer.info.replicas > 1 or (version == 0 and buffer.versions == 1) else _told(version)
+
+
+def _told(version: int | None) -> str:
+    return "unknown" if version is None else f"version {version}" if version else "nothing yet"
 
 
 def _training(client: Client, buffer: Buffer, reached: bool) -> tuple[bool, GroupStatus | None]:
@@ -97,7 +132,7 @@ def _show_training(training: GroupStatus) -> None:
     show_workers(training)
 
 
-def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int | None) -> None:
+def _show(buffer: Buffer, addresses: Addresses, published: str) -> None:
     from smb.call.sync_requests import LOST
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import copies_state, format_shape
@@ -119,10 +154,8 @@ def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int |
         ("copies", copies_state(buffer)),
     ):
         facts.add_row(key, value)
-    if buffer.info.replicas == 1 and (
-        version is None or version > 0 or buffer.versions > 1
-    ):  # else nobody publishes here
-        facts.add_row("published", "unknown" if version is None else f"version {version}" if version else "nothing yet")
+    if published:
+        facts.add_row("published", published)
     for key, item in buffer.metadata.items():
         text = json.dumps(item, ensure_ascii=False)
         facts.add_row(f"metadata {key}", text if len(text) <= _SHOWN_MAX else text[:_SHOWN_MAX] + " ...  (all: --json)")
