@@ -73,6 +73,27 @@ def test_stat_tells_the_generation(connect: Connect, capsys: pytest.CaptureFixtu
     assert "generation unknown" in run_smb(capsys, client, "stat", "w")[1]
 
 
+def test_rm_deletes_a_state_with_what_lies_beside_it(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """`smb rm` of a state deletes its deltas and generations too, and says so, also where a part is gone; a part alone
+    can be deleted, and buffers that only have such names stay.
+    """
+    client = connect()
+    client.create("plain.deltas", 4)
+    client.create("plain", 4)
+    for gone in ("", "w.deltas", "w.generations"):
+        smb.torch.Publisher(client, "w", state_of(0), deltas=4).publish()
+        if gone:
+            assert run_smb(capsys, client, "rm", gone) == (0, "", "")
+            assert "w" in [info.name for info in client.list()]
+        code, said, _ = run_smb(capsys, client, "rm", "w")
+        assert (code, said) == (0, "published state 'w' is deleted, with w.deltas and w.generations\n")
+        assert [info.name for info in client.list()] == ["plain", "plain.deltas"]
+    assert run_smb(capsys, client, "rm", "plain") == (0, "", "")
+    assert [info.name for info in client.list()] == ["plain.deltas"]
+    assert run_smb(capsys, client, "rm", "w")[0] == 1
+    assert run_smb(capsys, client, "rm", "w", "--missing-ok") == (0, "", "")
+
+
 def test_each_generation_bit_for_bit(client: smb.Client, connect: Connect) -> None:
     """Over many generations: a reader of each, one that reads now and then, one that sleeps through more than 16, and a
     late one, over both ways, have exactly what was published; a delta is a small part of a state.
