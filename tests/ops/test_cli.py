@@ -149,10 +149,18 @@ def test_mirrors_are_made_shown_and_stopped(cluster: smb.LocalCluster, capsys: p
         code, _, err = relay("--to", "server-7")
         assert code == 1
         assert 'no memory server "server-7"' in err
+        assert 'mirror of "cli/published" on server-7' in err
+        assert "cli/published.mirror" not in err
         assert relay("--auto", "--stop")[0] == 1
         assert "has no mirrors" in relay("--stop")[1]
         client.delete("cli/published")
         assert not [info.name for info in client.list() if info.name.startswith("cli/published")]
+        client.create("cli/published", 1 << 20, "uint8", versions=2, servers=2, stripe="64KiB")
+        code, out, err = relay("--auto")
+        assert (code, out) == (1, "")
+        assert "no memory server is free for one: 2 with a part of it. Start another" in err
+        assert relay()[0] == 0
+        client.delete("cli/published")
 
 
 def test_stat_shows_a_training(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,23 @@ def test_stat_tells_the_generation(connect: Connect, capsys: pytest.CaptureFixtu
     assert "generation unknown" in run_smb(capsys, client, "stat", "w")[1]
 
 
+def test_what_lies_beside_a_state_has_no_mirrors(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mirror of a state's generations or deltas serves nobody: it is refused, and names the state. A buffer that only
+    has such a name can have mirrors.
+    """
+    client = connect()
+    smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"]).publish()
+    for beside in ("w.generations", "w.deltas"):
+        code, _, said = run_smb(capsys, client, "relay", beside, "--auto")
+        assert code == 1
+        assert f"relay of {beside!r}: it belongs to the published state 'w'; mirror that" in said
+    assert len(client.relay("w")) == 2
+    client.create("v", 4)
+    for name in ("v.generations", "u.generations"):
+        client.create(name, 4, versions=2, servers=["server-0"])
+        assert len(client.relay(name)) == 2
+
+
 def test_rm_deletes_a_state_with_what_lies_beside_it(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
     """`smb rm` of a state deletes its deltas and generations too, and says so, also where a part is gone; a part alone
     can be deleted, and buffers that only have such names stay.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smb.errors import InvalidArgumentError
+from smb.errors import InvalidArgumentError, UnavailableError
 from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
-    from smb import Buffer
+    from smb import Buffer, Client
 
 
 def relay(
@@ -37,12 +38,25 @@ def relay(
         if stop:
             client.stop_relays(name, to)
         elif to or auto:
-            client.relay(name, "auto" if auto else to or ())
+            made = client.relay(name, "auto" if auto else to or ())
+            if not made:
+                raise UnavailableError(f"relay of {name!r}: no mirror was made: {_why_none(client, name)}")
         buffer = client.open(name)
         if as_json:
             print_json(mirrors_json(buffer))
         else:
             show_mirrors(buffer)
+
+
+def _why_none(client: Client, name: str) -> str:
+    """Return why --auto found no memory server."""
+    parts = {segment.server for segment in client.open(name).layout.segments}
+    why = Counter(
+        "with a part of it" if server.name in parts else "being drained" if server.alive else "not alive"
+        for server in client.servers()
+    )
+    told = ", ".join(f"{count} {each}" for each, count in why.items())
+    return f"no memory server is free for one: {told}. Start another, or publish on fewer (servers=)"
 
 
 def mirrors_json(buffer: Buffer) -> list[dict[str, Any]]:
