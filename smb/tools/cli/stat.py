@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,11 +14,9 @@ from smb.tools.cli.relay import mirrors_json, show_mirrors
 from smb.tools.cli.train import show_workers
 
 if TYPE_CHECKING:
-    from smb import Buffer, Client
+    from smb import Buffer, Client, ServerInfo
     from smb.train import GroupStatus
     from smb.transport.base import SegmentPlace
-
-Addresses: TypeAlias = dict[str, tuple[str, bool]]  # of servers by name, and whether each is alive
 
 _SHOWN_MAX = 200  # characters of one entry of the metadata
 
@@ -40,56 +38,45 @@ def stat(
     import dataclasses
 
     from smb.published import has_deltas
-    from smb.tools.cli.describe import buffer_json
+    from smb.tools.cli.describe import buffer_json, version_of
 
     with connect(coordinator) as client:
         buffer = client.open(name)  # looks for no path to its bytes yet: its servers may be down
-        addresses = {server.name: (server.address, server.alive) for server in client.servers()}
-        version = _version(buffer, addresses)
-        generation = _generation(client, buffer, addresses) if has_deltas(buffer.metadata) else None
+        servers = client.servers()
+        version = version_of(buffer, servers)
+        generation = _generation(client, buffer, servers) if has_deltas(buffer.metadata) else None
         is_training, training = _training(client, buffer, version is not None)
     if as_json:
         described = {**buffer_json(buffer), "versions": buffer.versions, "version": version}
         if has_deltas(buffer.metadata):
             described["generation"] = generation
         if buffer.info.mirrors:
-            described["mirrors"] = mirrors_json(buffer)
+            described["mirrors"] = mirrors_json(buffer, version)
         if is_training:
             described["training"] = dataclasses.asdict(training) if training is not None else None
         print_json({**described, "metadata": buffer.metadata})
         return
-    _show(buffer, addresses, _published(buffer, version, generation))
+    _show(buffer, servers, _published(buffer, version, generation))
     if buffer.info.mirrors:
         console().print()
-        show_mirrors(buffer)
+        show_mirrors(buffer, version)
     if training is not None:
         _show_training(training)
     elif is_training:
         console().print("\nA training; its round and workers are unknown while its servers can't be reached.")
 
 
-def _version(buffer: Buffer, addresses: Addresses) -> int | None:
-    """Return the version published last, None if its servers are gone or do not say."""
-    from smb.errors import Error
-
-    if not all(addresses.get(segment.server, ("", False))[1] for segment in buffer.layout.segments):
-        return None
-    try:
-        return buffer.version
-    except Error:
-        return None
-
-
-def _generation(client: Client, state: Buffer, addresses: Addresses) -> int | None:
+def _generation(client: Client, state: Buffer, servers: list[ServerInfo]) -> int | None:
     """Return the generation of a state with deltas that was published last, None if nobody says."""
     from smb.errors import Error
     from smb.published import GENERATIONS
+    from smb.tools.cli.describe import version_of
 
     try:
         heads = client.open(state.name + GENERATIONS)
     except Error:
         return None
-    return _version(heads, addresses)
+    return version_of(heads, servers)
 
 
 def _published(buffer: Buffer, version: int | None, generation: int | None) -> str:
@@ -132,12 +119,13 @@ def _show_training(training: GroupStatus) -> None:
     show_workers(training)
 
 
-def _show(buffer: Buffer, addresses: Addresses, published: str) -> None:
+def _show(buffer: Buffer, servers: list[ServerInfo], published: str) -> None:
     from smb.call.sync_requests import LOST
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import copies_state, format_shape
 
     layout = buffer.layout
+    addresses = {server.name: (server.address, server.alive) for server in servers}
     out = console()
     facts = table("", "")
     facts.show_header = False
