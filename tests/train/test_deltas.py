@@ -16,6 +16,7 @@ import smb.torch
 from smb.tools.cli import main as cli
 from tests.conftest import Connect
 from tests.support.clients import in_process
+from tests.support.daemons import wait_for
 from tests.support.transports import FAR
 
 ELEMENTS = 60_000
@@ -71,6 +72,31 @@ def test_stat_tells_the_generation(connect: Connect, capsys: pytest.CaptureFixtu
     assert "generation" not in json.loads(run_smb(capsys, client, "stat", "plain", "--json")[1])
     client.delete("w.generations")
     assert "generation unknown" in run_smb(capsys, client, "stat", "w")[1]
+
+
+def test_ls_counts_what_lies_beside_a_state(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """`smb ls` shows a state once; with --all also its deltas, generations and mirrors. Buffers that only have such
+    names are shown.
+    """
+    client = connect()
+    smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"], relays=["server-1"]).publish()
+    made = "w.mirror.server-1.arrived"
+    wait_for(lambda: made in {info.name for info in client.list()}, "the relay's words")
+    for name in ("v", "v.deltas", "v.generations", "u.mirror.server-1", "u.deltas"):
+        client.create(name, 4)
+
+    def shown(*options: str) -> list[str]:
+        return [line.split()[0] for line in run_smb(capsys, client, "ls", *options)[1].splitlines()[1:] if line]
+
+    plain = ["u.deltas", "u.mirror.server-1", "v", "v.deltas", "v.generations"]
+    assert shown() == [*plain, "w", "and"]
+    assert "and 4 buffers of published states" in run_smb(capsys, client, "ls")[1]
+    beside = ["w.deltas", "w.generations", "w.mirror.server-1", made]
+    assert shown("--all") == [*plain, "w", *beside]
+    listed = json.loads(run_smb(capsys, client, "ls", "--json")[1])
+    assert [each["name"] for each in listed] == [*plain, "w", *beside]
+    client.delete("w")
+    assert shown() == [*plain, "w.deltas", "w.generations"]
 
 
 def test_what_lies_beside_a_state_has_no_mirrors(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
