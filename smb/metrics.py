@@ -66,6 +66,11 @@ class Collector:
             family_now.add_metric(me, now)
             yield family_now
 
+        generations = gauge("smb_client_generation_count")
+        for labels, generation in session.generations().items():
+            generations.add_metric([self._name, *labels], generation)
+        yield generations
+
     def _calls(self) -> Iterator[Metric]:
         counters = self._client._session.engine.counters()
         for name, cells in (

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 from smb.buffer_info import BufferInfo
 from smb.call.async_order import AsyncCalls, Turns
@@ -41,6 +42,18 @@ _CLOSE_S = 1.0
 _LOCATE_S = 1.0
 
 _log = logging.getLogger("smb")
+
+
+class PublishedState(Protocol):
+    """A Publisher or Follower."""
+
+    ROLE: ClassVar[str]
+    buffer: Any
+    """What it is of: `name`."""
+
+    @property
+    def last(self) -> int:
+        """The generation that it published, or read, last; 0 before the first. No call."""
 
 
 class ClusterSession:
@@ -91,6 +104,7 @@ class ClusterSession:
         self.renewals = Renewals()
         self.session_ended = False
         self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # of trainings, for people
+        self._published: list[weakref.ref[PublishedState]] = []
         self._stop = threading.Event()
         self._renewal = threading.Thread(
             target=_renew,
@@ -169,6 +183,20 @@ class ClusterSession:
     def why_untrusted(self, server: str) -> str:
         """See Links."""
         return self._links.why_untrusted(server)
+
+    def count_generations_of(self, state: PublishedState) -> None:
+        """Have the metrics tell of it while it is there."""
+        with self._lock:
+            self._published = [each for each in self._published if each() is not None] + [weakref.ref(state)]
+
+    def generations(self) -> dict[tuple[str, str], int]:
+        """Return the generation by state and role. Of several readers of a state: the one that is furthest behind."""
+        found: dict[tuple[str, str], int] = {}
+        for each in self._published:
+            if (state := each()) is not None:
+                key = state.buffer.name, state.ROLE
+                found[key] = min(state.last, found.get(key, state.last))
+        return found
 
     @property
     def closed(self) -> bool:

@@ -751,7 +751,9 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         or differs
     )
     if differs:
-        raise AlreadyExistsError(f'a buffer "{existing.name}" exists, but {differs}')
+        raise AlreadyExistsError(
+            f'a buffer "{existing.name}" exists, but {differs}; delete it first, or take another name'
+        )
 
 
 def _check_quota(state: State, there: Iterable[BufferRecord], wanted: BufferRecord, asked: str) -> None:

@@ -252,6 +252,14 @@ CLIENT: tuple[Description, ...] = (
     _gauge("smb_client_held_locks", "Locks held now.", "client"),
     _gauge("smb_client_async_calls", "Calls given to *_async that have not ended.", "client"),
     _gauge("smb_client_session_alive", "1 until the coordinator says that the session has ended.", "client"),
+    _gauge(
+        "smb_client_generation_count",
+        "The generation of a published state (smb.torch) that this client published, or read, last; 0 before the "
+        "first. A reader is as far behind as it is from the publisher's.",
+        "client",
+        "state",
+        "role",
+    ),
 )
 
 TRAINING: tuple[Description, ...] = (

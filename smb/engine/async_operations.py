@@ -124,7 +124,7 @@ class Window:
         made = ffi.new("struct smb_window **")
         check(lib.smb_window_create(operations.pointer, credit, counts_calls, made))
         self.pointer = ffi.gc(made[0], lib.smb_window_destroy)
-        self.closed = False  # no operation is to be submitted any more; whoever submits sees to it
+        self.closed = False  # no operation is to be submitted any more; AsyncCalls sees to that
 
     def credit(self) -> int:
         """The present credit."""

@@ -8,11 +8,12 @@ model. So neither a failure nor a later generation in the middle leaves a mixed 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -41,6 +42,7 @@ Placements: TypeAlias = "State | Mapping[str, tuple[slice, ...]]"
 
 # A publication waits for readers as long as a pin lasts that is not renewed, and has something left for the way.
 _PATIENCE_S = PIN_S_MAX + 5.0
+_log = logging.getLogger("smb")
 
 
 class _Writer(Protocol):
@@ -107,6 +109,8 @@ class Publisher:
     InvalidArgumentError if it was made with other deltas, ties or names.
     """
 
+    ROLE: ClassVar[str] = "publisher"
+
     def __init__(
         self,
         client: Client,
@@ -127,6 +131,9 @@ class Publisher:
         self._names = names if names is None or callable(names) else frozenset(names)
         self._dtype = dtype
         self._turn = threading.Lock()
+        self._last = 0  # what we published last
+        self._sure = False  # that it is our last one: after a failure nobody knows
+        self._alone = True  # as far as we know
         with _agreed(ranks):
             if dtype is not None and not dtype.is_floating_point:
                 raise InvalidArgumentError(
@@ -180,11 +187,17 @@ class Publisher:
                 with suppress(Error):  # the first error says more
                     client.delete(each, missing_ok=True)
             raise
+        client._session.count_generations_of(self)
 
     @property
     def generation(self) -> int:
         """The one published last, by whomever; 0 before the first."""
         return self._writer.generation
+
+    @property
+    def last(self) -> int:
+        """The one that this Publisher published last; 0 before the first. No call."""
+        return self._last
 
     @property
     def sent_bytes(self) -> int:
@@ -219,7 +232,19 @@ class Publisher:
         return future
 
     def _publish(self, timeout: float) -> int:
-        return self._writer.publish(f"publish {self.buffer.name!r}", timeout)
+        sure, self._sure = self._sure, False
+        generation = self._writer.publish(f"publish {self.buffer.name!r}", timeout)
+        between, self._last, self._sure = generation - self._last - 1, generation, True
+        if sure and between and self._alone and (self._ranks is None or self._ranks.speaks):
+            self._alone = False
+            _log.warning(
+                "publish %r: generation %d is ours, and %d before it are not. Another trainer publishes under this "
+                "name, and readers get both trainers' states in turn. End one of them, or give it another name",
+                self.buffer.name,
+                generation,
+                between,
+            )
+        return generation
 
     def _take(self, state: State | None) -> None:
         try:
@@ -265,6 +290,8 @@ class Follower:
     read last, 0 before the first.
     """
 
+    ROLE: ClassVar[str] = "reader"
+
     def __init__(
         self,
         client: Client,
@@ -300,6 +327,12 @@ class Follower:
             self._reader = DeltaReader(client, buffer, self._nearest, state, deltas, max(timeout, 10.0))
         else:
             self._memory = StateBytes(buffer)
+        client._session.count_generations_of(self)
+
+    @property
+    def last(self) -> int:
+        """As generation."""
+        return self.generation
 
     def _pieces(self, asked: str, placements: Placements) -> dict[str, Piece]:
         """Return which part of each stored tensor is read. Raises InvalidArgumentError."""

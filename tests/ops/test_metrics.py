@@ -18,10 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import smb
 import smb.metrics
+import smb.torch
 from smb.daemon.metric_names import CLIENT, COORDINATOR, METRICS, SERVER
 from tests.support.builds import build
 from tests.support.daemons import running_daemons, stop, wait_for
@@ -246,6 +248,15 @@ def test_a_client_counts_itself(small: smb.LocalCluster, monkeypatch: pytest.Mon
 
         moves(here, "smb_client_failed_calls_total", in_vain, **{"class": "not_found"})
         assert value(here, "smb_client_session_alive") == 1
+        publisher = smb.torch.Publisher(client, "policy", {"w": torch.zeros(10)})
+        follower = smb.torch.follow(client, "policy")
+        assert [publisher.publish() for _ in range(2)] == [1, 2]
+        ahead = smb.torch.follow(client, "policy")
+        ahead.state_dict()
+        assert value(here, "smb_client_generation_count", state="policy", role="publisher") == 2
+        assert value(here, "smb_client_generation_count", state="policy", role="reader") == 0  # the one that is behind
+        follower.state_dict()
+        assert value(here, "smb_client_generation_count", state="policy", role="reader") == 2
 
 
 def test_deaths(small: smb.LocalCluster) -> None:

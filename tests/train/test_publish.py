@@ -188,6 +188,24 @@ def test_a_trainer_that_will_not_wait_leaves_a_generation_out(client: smb.Client
         follower.wait(timeout=0.1) if follower.state_dict() else None
 
 
+@pytest.mark.parametrize("deltas", [0, 4])
+def test_two_trainers_under_one_name(
+    client: smb.Client, connect: Connect, caplog: pytest.LogCaptureFixture, deltas: int
+) -> None:
+    """Readers got both trainers' states in turn, and nobody was told. Each trainer is now, once."""
+    first = smb.torch.Publisher(client, "w", filled(0), deltas=deltas)
+    first.publish(filled(1))
+    second = smb.torch.Publisher(connect(), "w", filled(0), deltas=deltas)
+    second.publish(filled(2))  # after a restart the first one does so, too
+    assert not caplog.messages
+    for generation in (3, 5):
+        first.publish(filled(generation))
+        second.publish(filled(generation + 1))
+    told = [message for message in caplog.messages if "Another trainer publishes under this name" in message]
+    assert ["generation 3 is ours, and 1 before it" in told[0], "generation 4 is ours" in told[1]] == [True, True]
+    assert len(told) == 2
+
+
 def test_a_trainer_that_is_killed_comes_back(cluster: smb.LocalCluster, connect: Connect) -> None:
     """kill -9 in the middle, three times: readers keep the last whole generation, and the next run goes on from it."""
     client = connect(FAR)

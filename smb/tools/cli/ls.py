@@ -23,8 +23,8 @@ def ls(
 ) -> None:
     """List the buffers.
 
-    With shape, dtype, size, and the servers they lie on. What lies beside a published state, mirrors too, is counted
-    only. JSON has all of them.
+    With shape, dtype, size, and the servers they lie on. A published state has one row, without its mirrors and the
+    like. JSON has all of them.
 
     Example: smb ls --all
     """
