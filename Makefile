@@ -163,6 +163,7 @@ wheel: $(VENV)/test-installed libssl
 
 # That it installs and works where there is no compiler; with ARGS=--chroot in a bare Debian, too (as root, 2 minutes).
 wheel-test: wheel
+	$(if $(findstring --chroot,$(ARGS)),@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; })
 	@$(call step,$(BIN)/python -m tests.ops.deploy.wheel $(ARGS), the wheel in a fresh environment)
 
 # A rolling upgrade from the last tag (FROM=: another commit) to this tree and back, under clients of both: all sums must be exact.
