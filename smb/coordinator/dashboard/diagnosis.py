@@ -53,7 +53,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What lies on a server: titles, and apart from them of which buffers it has a mirror, which is but a copy."""
+    """The contents of a server: what lies there, by title, and apart from that of which buffers it has mirrors."""
 
     titles: list[str] = field(default_factory=list)
     mirrored: list[str] = field(default_factory=list)
@@ -185,7 +185,9 @@ def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
             actions.append(f"Delete and create again: {_listed(held.titles)}.")
         if held.mirrored:
             unusable.append(f"mirrors of {_listed(held.mirrored)}")
-            actions.append(f"Stop its mirrors: {_stops(held.mirrored, server)}; --to alone makes one anew.")
+            actions.append(
+                f"Stop its mirrors: {_stops(held.mirrored, server)}. The same without --stop makes new ones."
+            )
         detail = f"Its host was restarted, or its files were removed: {' and '.join(unusable)} cannot be used."
         action = f"{' '.join(actions)} Servers and clients go on with all others."
         severity = CRITICAL if held.titles else WARNING

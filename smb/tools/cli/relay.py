@@ -45,7 +45,7 @@ def relay(
             if not made:
                 raise UnavailableError(f"relay of {name!r}: no mirror was made: {_why_none(client, name)}")
         buffer = client.open(name)
-        published = version_of(buffer, client.servers())
+        published = version_of(buffer, client.servers()) if buffer.info.mirrors else None
     if as_json:
         print_json(mirrors_json(buffer, published))
     else:

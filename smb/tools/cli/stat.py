@@ -84,9 +84,10 @@ def _published(buffer: Buffer, version: int | None, generation: int | None) -> s
     from smb.published import has_deltas
 
     if has_deltas(buffer.metadata):
-        if generation is None:
-            return "generation unknown"
-        return f"generation {generation}, last whole state in {_told(version)}" if generation else "nothing yet"
+        if not generation:
+            return "nothing yet" if generation == 0 else "generation unknown"
+        whole = "" if version is None else f", last whole state in {_told(version)}"
+        return f"generation {generation}{whole}"
     return "" if buffer.info.replicas > 1 or (version == 0 and buffer.versions == 1) else _told(version)
 
 
