@@ -32,8 +32,16 @@ from smb.config.parse import parse_addresses, parse_bytes
 from smb.config.settings import DEFAULT_COORDINATOR, switch_of, text_of, variables_of
 from smb.config.transports import check_choice
 from smb.engine import AskOpcode
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, TransportError
+from smb.errors import (
+    AlreadyExistsError,
+    Error,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    TransportError,
+)
 from smb.lock import Lock
+from smb.published import MIRROR, beside, state_of
 from smb.queue import Queue
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import JSON, encode
@@ -338,6 +346,11 @@ class Client:
         and OutOfMemoryError where a server has no room: then none was added.
         """
         source = self.open(name)
+        with contextlib.suppress(NotFoundError, PermissionDeniedError):
+            if (state := state_of(name)) and name in beside(state, self.open(state).metadata):
+                raise InvalidArgumentError(
+                    f"relay of {name!r}: it belongs to the published state {state!r}; mirror that"
+                )
         has = {mirror.server for mirror in source.info.mirrors}
         if to == "auto":
             parts = {place.server for place in source.layout.segments}
@@ -349,7 +362,7 @@ class Client:
         try:
             for server in dict.fromkeys(servers):
                 if server not in has:
-                    mirror = f"{name}.mirror.{server}"
+                    mirror = f"{name}{MIRROR}{server}"
                     request = pb.CreateBufferRequest(name=mirror, mirror_of=name, server_names=[server])
                     self._coordinator.create_buffer(request, self.timeout)
                     made.append(mirror)

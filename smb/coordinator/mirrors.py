@@ -51,7 +51,10 @@ class Mirrors:
     def messages(self, state: State, source: BufferRecord, now: Instant) -> list[pb.Mirror]:
         """Return a published buffer's mirrors, for readers and for people."""
         messages = []
-        for record in state.mirrors(source):
+        mirrors = state.mirrors(source)
+        reports = [self._reports[each.name].report for each in mirrors if each.name in self._reports]
+        published = max((report.published for report in reports), default=0)  # a dead one's says nothing of now
+        for record in mirrors:
             server = state.servers.get(record.segments[0].server)
             last = self._reports.get(record.name)
             message = pb.Mirror(
@@ -65,7 +68,7 @@ class Mirrors:
             if last is not None:
                 message.version = last.report.version
                 message.arrived_bytes = last.report.arrived_bytes
-                message.published = last.report.published
+                message.published = published
                 message.feeds.extend(last.report.feeds)
             messages.append(message)
         return messages

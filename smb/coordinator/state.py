@@ -699,8 +699,8 @@ def _mirroring(state: State, creation: Creation) -> Creation:
     (server,) = creation.server_names
     if namespace_of(creation.name) != namespace_of(source.name):
         raise InvalidArgumentError(
-            f'{creation.asked} as a mirror of "{source.name}": a mirror is in the namespace of its source, so that the '
-            f"same clients may read it"
+            f'{creation.asked}, named "{creation.name}": a mirror is in the namespace of its source, so that the same '
+            f"clients may read it"
         )
     if source.mirror_of:
         raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')

@@ -47,6 +47,8 @@ class Creation:
     @property
     def asked(self) -> str:
         """The request's name in messages."""
+        if self.mirror_of:  # its own name is the command's, and nobody typed it
+            return f'mirror of "{self.mirror_of}" on {", ".join(self.server_names)}'
         doing = "create of" if self.kind is Kind.BUFFER else f"first use of {self.kind.value}"
         return f'{doing} "{self.name}"'
 
@@ -155,6 +157,6 @@ def _check_wishes(creation: Creation, asked: str) -> None:
         or creation.metadata
         or creation.wire
     ):
-        raise InvalidArgumentError(f'{asked} as a mirror of "{creation.mirror_of}": give one server, and nothing else')
+        raise InvalidArgumentError(f'{asked}, named "{creation.name}": give one server, and nothing else')
     if creation.like and (names or creation.server_count or creation.stripe_bytes):
         raise InvalidArgumentError(f'{asked} like "{creation.like}": that fixes servers and stripe; leave both out')

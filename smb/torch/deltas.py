@@ -25,6 +25,7 @@ import numpy as np
 
 from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, memory_of, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
+from smb.published import DELTAS, GENERATIONS
 from smb.torch.state_bytes import StateBytes
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class Ring:
         """`made`: they are made where they are not there, and named in it; else they are opened."""
         self.anchors = anchors
         words = _HEAD_WORDS + 3 * 2 * deltas
-        head, ring = f"{anchors.name}.generations", f"{anchors.name}.deltas"
+        head, ring = anchors.name + GENERATIONS, anchors.name + DELTAS
         if made is not None:
             size = max(_RING_MIN, anchors.nbytes * 3 // 2)
             self.heads = _make_heads(client, made, head, words, (placement or {}).get("servers"))

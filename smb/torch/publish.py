@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX
+from smb.published import ABOUT
 from smb.relay.nearest import Nearest
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state
@@ -42,7 +43,6 @@ Placements: TypeAlias = "State | Mapping[str, tuple[slice, ...]]"
 # A publication waits for readers as long as a pin lasts that is not renewed, and has something left for the way.
 _PATIENCE_S = PIN_S_MAX + 5.0
 _log = logging.getLogger("smb")
-_ABOUT = "smb.publish"  # in the buffer's metadata: how it is published
 
 
 class _Writer(Protocol):
@@ -157,7 +157,7 @@ class Publisher:
         if ranks is not None:
             check_same(asked, ranks, forms)
         about = {"deltas": deltas, "tied": self._tied, "part": names is not None}
-        options["metadata"] = {**(options.get("metadata") or {}), _ABOUT: about}
+        options["metadata"] = {**(options.get("metadata") or {}), ABOUT: about}
         placement = {key: value for key, value in options.items() if key in ("servers", "stripe")}
         made: list[str] = []
         self._writer: _Writer
@@ -535,7 +535,7 @@ def _placed_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _about(buffer: Buffer) -> dict[str, Any]:
     """Return how a state is published: of one from before there was a choice, as then."""
-    stored = buffer.metadata.get(_ABOUT, {})
+    stored = buffer.metadata.get(ABOUT, {})
     return {"deltas": 0, "tied": {}, "part": False, **(stored if isinstance(stored, dict) else {})}
 
 

@@ -22,6 +22,7 @@ import smb.train
 from perf import netlab
 from smb.config.parse import parse_address
 from smb.tools.cli import main as cli
+from tests.support.daemons import wait_for
 
 DEADLINE_SECONDS = 30.0
 
@@ -149,10 +150,51 @@ def test_mirrors_are_made_shown_and_stopped(cluster: smb.LocalCluster, capsys: p
         code, _, err = relay("--to", "server-7")
         assert code == 1
         assert 'no memory server "server-7"' in err
+        assert 'mirror of "cli/published" on server-7' in err
+        assert "cli/published.mirror" not in err
         assert relay("--auto", "--stop")[0] == 1
         assert "has no mirrors" in relay("--stop")[1]
         client.delete("cli/published")
         assert not [info.name for info in client.list() if info.name.startswith("cli/published")]
+        client.create("cli/published", 1 << 20, "uint8", versions=2, servers=2, stripe="64KiB")
+        code, out, err = relay("--auto")
+        assert (code, out) == (1, "")
+        assert "no memory server is free for one: 2 with a part of it. Start another" in err
+        assert relay()[0] == 0
+        client.delete("cli/published")
+
+
+def test_how_far_a_dead_mirror_is_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is counted from what is published now, not when the mirror died; once the source is gone, too, nobody knows.
+    The page, which hears of publications from mirrors alone, says then that it is not known.
+    """
+    with smb.LocalCluster(servers=2, capacity="64MiB") as cluster, smb.connect(cluster.address) as client:
+
+        def relay(*arguments: str) -> str:
+            return run_here(capsys, "relay", "w", *arguments, "-c", cluster.address)[1]
+
+        def reported() -> bool:
+            return client.open("w").info.mirrors[0].version == 1
+
+        def gone() -> set[str]:
+            return {server.name for server in client.servers() if not server.alive}
+
+        source = client.create("w", 1000, "uint8", versions=2, servers=["server-0"])
+        source.publish(np.ones(1000, np.uint8))
+        client.relay("w", ["server-1"])
+        wait_for(reported, "a report of the mirror", DEADLINE_SECONDS)
+        cluster.servers[1].kill()
+        for _ in range(4):
+            source.publish(np.ones(1000, np.uint8))
+        wait_for(lambda: gone() == {"server-1"}, "the end of its lease", DEADLINE_SECONDS)
+        assert "1, 4 behind" in relay()
+        assert "1, 4 behind" in stat_here(capsys, cluster, "w")
+        assert json.loads(relay("--json"))[0]["published"] == 5
+        assert json.loads(client._coordinator.overview(10.0, buffer="w"))["mirrors"][0]["behind"] is None
+        cluster.servers[0].kill()
+        wait_for(lambda: gone() == {"server-0", "server-1"}, "the end of the source's lease", DEADLINE_SECONDS)
+        assert "1, lag unknown" in relay()
+        assert json.loads(relay("--json"))[0]["published"] is None
 
 
 def test_stat_shows_a_training(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 
 import smb
 import smb.torch
+from smb.tools.cli import main as cli
 from tests.conftest import Connect
 from tests.support.clients import in_process
+from tests.support.daemons import wait_for
 from tests.support.transports import FAR
 
 ELEMENTS = 60_000
@@ -37,6 +40,101 @@ def equal(one: Any, other: Any) -> bool:
         and one[name].reshape(-1).view(torch.uint8).equal(other[name].reshape(-1).view(torch.uint8))
         for name in one
     )
+
+
+def run_smb(capsys: pytest.CaptureFixture[str], client: smb.Client, *arguments: str) -> tuple[int, str, str]:
+    """A command on the client's cluster: (exit code, stdout, stderr)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["smb", *arguments, "-c", client.address])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_stat_tells_the_generation(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """`smb stat` names the generation that readers see, not the version of the buffer in which whole states lie; of a
+    state without deltas it names the version.
+    """
+    client = connect()
+    publisher = smb.torch.Publisher(client, "w", state_of(0), deltas=4)
+    assert "nothing yet" in run_smb(capsys, client, "stat", "w")[1]
+    for number in range(1, 6):
+        publisher.publish(state_of(number))
+    version = publisher.buffer.version
+    assert version < 5
+    shown = run_smb(capsys, client, "stat", "w")[1]
+    assert f"  generation 5, last whole state in version {version}\n" in shown
+    described = json.loads(run_smb(capsys, client, "stat", "w", "--json")[1])
+    assert (described["generation"], described["version"]) == (5, version)
+    smb.torch.publish(client, "plain", state_of(1))
+    assert "version 1\n" in run_smb(capsys, client, "stat", "plain")[1]
+    assert "generation" not in json.loads(run_smb(capsys, client, "stat", "plain", "--json")[1])
+    client.delete("w.generations")
+    assert "generation unknown" in run_smb(capsys, client, "stat", "w")[1]
+
+
+def test_ls_counts_what_lies_beside_a_state(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """`smb ls` shows a state once; with --all also its deltas, generations and mirrors. Buffers that only have such
+    names are shown.
+    """
+    client = connect()
+    smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"], relays=["server-1"]).publish()
+    made = "w.mirror.server-1.arrived"
+    wait_for(lambda: made in {info.name for info in client.list()}, "the relay's words")
+    for name in ("v", "v.deltas", "v.generations", "u.mirror.server-1", "u.deltas"):
+        client.create(name, 4)
+
+    def shown(*options: str) -> list[str]:
+        return [line.split()[0] for line in run_smb(capsys, client, "ls", *options)[1].splitlines()[1:] if line]
+
+    plain = ["u.deltas", "u.mirror.server-1", "v", "v.deltas", "v.generations"]
+    assert shown() == [*plain, "w", "and"]
+    assert "and 4 buffers of published states" in run_smb(capsys, client, "ls")[1]
+    beside = ["w.deltas", "w.generations", "w.mirror.server-1", made]
+    assert shown("--all") == [*plain, "w", *beside]
+    listed = json.loads(run_smb(capsys, client, "ls", "--json")[1])
+    assert [each["name"] for each in listed] == [*plain, "w", *beside]
+    client.delete("w")
+    assert shown() == [*plain, "w.deltas", "w.generations"]
+
+
+def test_what_lies_beside_a_state_has_no_mirrors(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mirror of a state's generations or deltas serves nobody: it is refused, and names the state. A buffer that only
+    has such a name can have mirrors.
+    """
+    client = connect()
+    smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"]).publish()
+    for beside in ("w.generations", "w.deltas"):
+        code, _, said = run_smb(capsys, client, "relay", beside, "--auto")
+        assert code == 1
+        assert f"relay of {beside!r}: it belongs to the published state 'w'; mirror that" in said
+    assert len(client.relay("w")) == 2
+    client.create("v", 4)
+    for name in ("v.generations", "u.generations"):
+        client.create(name, 4, versions=2, servers=["server-0"])
+        assert len(client.relay(name)) == 2
+
+
+def test_rm_deletes_a_state_with_what_lies_beside_it(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """`smb rm` of a state deletes its deltas and generations too, and says so, also where a part is gone; a part alone
+    can be deleted, and buffers that only have such names stay.
+    """
+    client = connect()
+    client.create("plain.deltas", 4)
+    client.create("plain", 4)
+    for gone in ("", "w.deltas", "w.generations"):
+        smb.torch.Publisher(client, "w", state_of(0), deltas=4).publish()
+        if gone:
+            assert run_smb(capsys, client, "rm", gone) == (0, "", "")
+            assert "w" in [info.name for info in client.list()]
+        code, said, _ = run_smb(capsys, client, "rm", "w")
+        assert (code, said) == (0, "published state 'w' is deleted, with w.deltas and w.generations\n")
+        assert [info.name for info in client.list()] == ["plain", "plain.deltas"]
+    assert run_smb(capsys, client, "rm", "plain") == (0, "", "")
+    assert [info.name for info in client.list()] == ["plain.deltas"]
+    assert run_smb(capsys, client, "rm", "w")[0] == 1
+    assert run_smb(capsys, client, "rm", "w", "--missing-ok") == (0, "", "")
 
 
 def test_each_generation_bit_for_bit(client: smb.Client, connect: Connect) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from smb.config.parse import format_bytes
 from smb.coordinator.dashboard.history import Seen
 from smb.coordinator.events import Instant
 from smb.coordinator.records import BufferRecord, ServerRecord
-from smb.coordinator.state import State
+from smb.coordinator.state import ARRIVED, State
 from smb.coordinator.wanted_copies import without_room
 
 LATE_S = 3.5  # a server renews every 2 s: one renewal was lost
@@ -51,6 +51,14 @@ class Problem:
     since: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The contents of a server: what lies there, by title, and apart from that of which buffers it has mirrors."""
+
+    titles: list[str] = field(default_factory=list)
+    mirrored: list[str] = field(default_factory=list)
+
+
 def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
     """Return what is wrong, the worst first."""
     found: list[Problem] = list(_of_coordinator(seen))
@@ -87,20 +95,28 @@ def _of_coordinator(seen: Seen) -> Iterator[Problem]:
         yield Problem(WARNING, title, detail, "See its log.")
 
 
-def _of_gone_server(seen: Seen, server: ServerRecord, names: list[str]) -> Problem:
+def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
     left = seen.left.get(server.name)
     what = f"{server.name} was stopped" if left else f"{server.name} is gone"
-    if not names:
+    if not held.titles and not held.mirrored:
         return Problem(NOTE, what, "It held nothing.", "", ("server", server.name), left or server.last_seen_at)
-    detail = (
-        f"It last answered at {server.data_address} and holds a part of {_listed(names)}. Work on these over TCP waits "
-        f"for it and fails at the client's timeout; what was acknowledged is still in its host's memory."
-    )
+    details = [f"It last answered at {server.data_address}."]
+    lost = []
+    if held.titles:
+        details.append(
+            f"It holds a part of {_listed(held.titles)}. Work on these over TCP waits for it and fails at the client's "
+            f"timeout; what was acknowledged is still in its host's memory."
+        )
+        lost.append(f"delete and create again: {_listed(held.titles)}")
+    if held.mirrored:
+        details.append(f"It has mirrors of {_listed(held.mirrored)}: readers take other copies.")
+        lost.append(f"stop its mirrors: {_stops(held.mirrored, server.name)}")
     action = (
         f"On its host: smb-memserver --name {server.name} with the same --memory-dir as before. If the host itself was "
-        f"lost, delete and create again: {_listed(names)}."
+        f"lost, {'; '.join(lost)}."
     )
-    return Problem(CRITICAL, what, detail, action, ("server", server.name), left or server.last_seen_at)
+    severity = CRITICAL if held.titles else WARNING
+    return Problem(severity, what, " ".join(details), action, ("server", server.name), left or server.last_seen_at)
 
 
 def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant) -> Iterator[Problem]:
@@ -156,16 +172,26 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
 
 
 def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
-    lost: defaultdict[str, list[str]] = defaultdict(list)
     if not seen.lost_segments:
         return
+    lost: dict[str, list[BufferRecord]] = defaultdict(list)
     for record in state.buffers.values():
         for server in {segment.server for segment in record.segments if segment.id in seen.lost_segments}:
-            lost[server].append(record.title)
-    for server, titles in sorted(lost.items()):
-        detail = f"Its host was restarted, or its files were removed: {_listed(sorted(titles))} cannot be used."
-        action = f"Delete and create again: {_listed(sorted(titles))}. Servers and clients go on with all others."
-        yield Problem(CRITICAL, f"{server} came back without memory", detail, action, ("server", server))
+            lost[server].append(record)
+    for server, held in _held(state, lost).items():
+        unusable, actions = [], []
+        if held.titles:
+            unusable.append(_listed(held.titles))
+            actions.append(f"Delete and create again: {_listed(held.titles)}.")
+        if held.mirrored:
+            unusable.append(f"mirrors of {_listed(held.mirrored)}")
+            actions.append(
+                f"Stop its mirrors: {_stops(held.mirrored, server)}. The same without --stop makes new ones."
+            )
+        detail = f"Its host was restarted, or its files were removed: {' and '.join(unusable)} cannot be used."
+        action = f"{' '.join(actions)} Servers and clients go on with all others."
+        severity = CRITICAL if held.titles else WARNING
+        yield Problem(severity, f"{server} came back without memory", detail, action, ("server", server))
 
 
 def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
@@ -229,14 +255,32 @@ def owners_of(state: State, seen: Seen) -> dict[int, BufferRecord]:
     }
 
 
-def _buffers_on(state: State, servers: set[str]) -> dict[str, list[str]]:
-    """Return what lies on each of the servers, by title."""
-    found: dict[str, list[str]] = {server: [] for server in servers}
+def _buffers_on(state: State, servers: set[str]) -> dict[str, _Held]:
+    """Return what lies on each of the servers."""
+    found: dict[str, list[BufferRecord]] = {server: [] for server in servers}
     for record in state.buffers.values() if servers else ():
         if record.ready:  # of two copies those that have none elsewhere
             for server in {segment.server for segment in record.segments if not segment.backup} & servers:
-                found[server].append(record.title)
-    return {server: sorted(titles) for server, titles in found.items()}
+                found[server].append(record)
+    return _held(state, found)
+
+
+def _held(state: State, found: dict[str, list[BufferRecord]]) -> dict[str, _Held]:
+    """Return that with mirrors told apart, which go with what lies beside them. Sorted."""
+    sources = {each.id: each.name for each in state.buffers.values() if each.versions > 1} if found else {}
+    held = {server: _Held() for server in sorted(found)}
+    for server, records in found.items():
+        for record in sorted(records, key=lambda each: each.title):
+            beside = state.buffers.get(record.name.removesuffix(ARRIVED))
+            if record.mirror_of in sources:
+                held[server].mirrored.append(sources[record.mirror_of])
+            elif beside is None or beside is record or not beside.mirror_of:
+                held[server].titles.append(record.title)
+    return held
+
+
+def _stops(mirrored: list[str], server: str) -> str:
+    return _listed([f"smb relay {name} --stop --to {server}" for name in mirrored])
 
 
 def _listed(names: list[str]) -> str:

@@ -254,7 +254,8 @@ class Overview:
         detail = buffer_detail(view, name)
         record = view.state.find(Kind.BUFFER, name)
         found = self._mirrors.messages(view.state, record, view.now) if record is not None else []
-        return _text(detail | {"mirrors": [_mirror(each, detail["size"]) for each in found]})
+        known = any(each.alive for each in found)  # else nobody told since what is published
+        return _text(detail | {"mirrors": [_mirror(each, detail["size"], known) for each in found]})
 
     def training(self, name: str) -> bytes:
         """Return the JSON of all of one training. Raises NotFoundError."""
@@ -266,14 +267,14 @@ class Overview:
         return View(state, self._watch.seen(now), now, self._salt)
 
 
-def _mirror(mirror: pb.Mirror, nbytes: int) -> Json:
+def _mirror(mirror: pb.Mirror, nbytes: int, known: bool) -> Json:
     return {
         "name": mirror.name,
         "server": mirror.server,
         "zone": mirror.zone,
         "state": "alive" if mirror.alive else "away",
         "version": mirror.version,
-        "behind": max(0, mirror.published - mirror.version),
+        "behind": max(0, mirror.published - mirror.version) if known else None,
         "arrived": min(1.0, mirror.arrived_bytes / max(1, nbytes)),
         "feeds": {feed.name: feed.bytes_per_s for feed in mirror.feeds},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,6 +38,19 @@ def copies_state(buffer: Buffer | BufferInfo) -> str:
     left = max(segment.copy_left_s for segment in copying)
     about = f", about {math.ceil(left)} s left" if left else ""
     return f"{text}; copying {len(copying)} of them: {done:.0%}{about}"
+
+
+def version_of(buffer: Buffer, servers: Iterable[ServerInfo]) -> int | None:
+    """Return the version published last, None if some of its servers are gone, or do not say."""
+    from smb.errors import Error
+
+    alive = {server.name for server in servers if server.alive}
+    if not alive.issuperset(server_names(buffer)):
+        return None
+    try:
+        return buffer.version
+    except Error:
+        return None
 
 
 def server_names(buffer: Buffer | BufferInfo) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,15 +10,21 @@ from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, counted, print_json, table
 
+if TYPE_CHECKING:
+    from smb import BufferInfo
+
 
 def ls(
-    everything: Annotated[bool, typer.Option("--all", help="What trainings keep beside their weights, too.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="What trainings and published states keep beside their weights, too.")
+    ] = False,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """List the buffers.
 
-    With shape, dtype, size, and the servers they lie on. JSON has all of them.
+    With shape, dtype, size, and the servers they lie on. A published state has one row, without its mirrors and the
+    like. JSON has all of them.
 
     Example: smb ls --all
     """
@@ -33,9 +39,10 @@ def ls(
         return
     trainings = () if everything else groups_in(buffer.name for buffer in buffers)
     inside = {buffer.name for buffer in buffers if any(buffer.name.startswith(f"{name}/") for name in trainings)}
+    beside = set() if everything else _beside_states(buffers) - inside
     rows = table("NAME", "SHAPE", "DTYPE", "SIZE", "STRIPE", "SERVERS", right=("SIZE", "STRIPE"))
     for buffer in buffers:
-        if buffer.name in inside:
+        if buffer.name in inside or buffer.name in beside:
             continue
         rows.add_row(
             buffer.name,
@@ -48,3 +55,20 @@ def ls(
     console().print(rows)
     if inside:
         console().print(f"\nand {counted(len(inside), 'buffer')} of trainings: smb ls --all, smb train ls")
+    if beside:
+        console().print(f"\nand {counted(len(beside), 'buffer')} of published states: smb ls --all, smb stat NAME")
+
+
+def _beside_states(buffers: list[BufferInfo]) -> set[str]:
+    """Return the names of what lies beside published states."""
+    from smb.published import DELTAS, GENERATIONS
+    from smb.relay.arrived import SUFFIX
+
+    names = {buffer.name for buffer in buffers}
+    found = {buffer.name for buffer in buffers if buffer.mirror_of}
+    found |= {mirror + SUFFIX for mirror in found if mirror + SUFFIX in names}
+    for buffer in buffers:
+        beside = {buffer.name + DELTAS, buffer.name + GENERATIONS}
+        if buffer.versions > 1 and beside <= names:
+            found |= beside
+    return found

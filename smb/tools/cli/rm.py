@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from smb.errors import Error
 from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Coordinator
+from smb.tools.cli.output import console
 from smb.tools.cli.train import group_of
+
+if TYPE_CHECKING:
+    from smb import Client
 
 
 def rm(
@@ -19,8 +23,8 @@ def rm(
 ) -> None:
     """Delete buffers.
 
-    With all that is in them. Stops at the first that can't be deleted. Buffers of a training are refused: `smb train
-    rm` deletes the whole training.
+    With all that is in them; a published state goes with its deltas and generations. Stops at the first that can't be
+    deleted. Buffers of a training are refused: `smb train rm` deletes the whole training.
 
     Example: smb rm weights
     """
@@ -31,4 +35,19 @@ def rm(
                 raise Error(
                     f'buffer "{name}" belongs to training "{training}"; delete all of it: smb train rm {training}'
                 )
-            client.delete(name, missing_ok=missing_ok)
+            beside = _beside(client, name)
+            for each in (*beside, name):  # the state last: what is left of one that failed is found by it
+                client.delete(each, missing_ok=missing_ok or each != name)
+            if beside:
+                console().print(f"published state {name!r} is deleted, with {' and '.join(beside)}")
+
+
+def _beside(client: Client, name: str) -> tuple[str, ...]:
+    """Return what a published state has beside its buffer."""
+    from smb import NotFoundError, PermissionDeniedError
+    from smb.published import beside
+
+    try:
+        return beside(name, client.open(name).metadata)
+    except (NotFoundError, PermissionDeniedError):  # the deletion tells
+        return ()

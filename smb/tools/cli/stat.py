@@ -14,7 +14,7 @@ from smb.tools.cli.relay import mirrors_json, show_mirrors
 from smb.tools.cli.train import show_workers
 
 if TYPE_CHECKING:
-    from smb import Buffer, Client
+    from smb import Buffer, Client, ServerInfo
     from smb.train import GroupStatus
     from smb.transport.base import SegmentPlace
 
@@ -30,46 +30,69 @@ def stat(
 
     Shape, layout, metadata, the version published last, and where each segment lies; of a training, its scheme, round
     and workers. A segment is alive, gone (its server is) or lost (its server came back without its memory). A figure
-    that only a server knows is shown as unknown while the server is down, in JSON as null.
+    that only a server knows is shown as unknown while the server is down, in JSON as null. Of a state published with
+    deltas= it is the generation that was published last; versions are whole states.
 
     Example: smb stat weights
     """
     import dataclasses
 
-    from smb.tools.cli.describe import buffer_json
+    from smb.published import has_deltas
+    from smb.tools.cli.describe import buffer_json, version_of
 
     with connect(coordinator) as client:
         buffer = client.open(name)  # looks for no path to its bytes yet: its servers may be down
-        addresses = {server.name: (server.address, server.alive) for server in client.servers()}
-        reached = all(addresses.get(segment.server, ("", False))[1] for segment in buffer.layout.segments)
-        version = _version(buffer) if reached else None
+        servers = client.servers()
+        version = version_of(buffer, servers)
+        generation = _generation(client, buffer, servers) if has_deltas(buffer.metadata) else None
         is_training, training = _training(client, buffer, version is not None)
     if as_json:
         described = {**buffer_json(buffer), "versions": buffer.versions, "version": version}
+        if has_deltas(buffer.metadata):
+            described["generation"] = generation
         if buffer.info.mirrors:
-            described["mirrors"] = mirrors_json(buffer)
+            described["mirrors"] = mirrors_json(buffer, version)
         if is_training:
             described["training"] = dataclasses.asdict(training) if training is not None else None
         print_json({**described, "metadata": buffer.metadata})
         return
-    _show(buffer, addresses, version)
+    _show(buffer, servers, _published(buffer, version, generation))
     if buffer.info.mirrors:
         console().print()
-        show_mirrors(buffer)
+        show_mirrors(buffer, version)
     if training is not None:
         _show_training(training)
     elif is_training:
         console().print("\nA training; its round and workers are unknown while its servers can't be reached.")
 
 
-def _version(buffer: Buffer) -> int | None:
-    """Return the version published last, None if its server does not say."""
+def _generation(client: Client, state: Buffer, servers: list[ServerInfo]) -> int | None:
+    """Return the generation of a state with deltas that was published last, None if nobody says."""
     from smb.errors import Error
+    from smb.published import GENERATIONS
+    from smb.tools.cli.describe import version_of
 
     try:
-        return buffer.version
+        heads = client.open(state.name + GENERATIONS)
     except Error:
         return None
+    return version_of(heads, servers)
+
+
+def _published(buffer: Buffer, version: int | None, generation: int | None) -> str:
+    """Return what was published last; "" of a buffer to which nobody publishes."""
+    from smb.published import has_deltas
+
+    if has_deltas(buffer.metadata):
+        if not generation:
+            return "nothing yet" if generation == 0 else "generation unknown"
+        whole = "" if version is None else f", last whole state in {_told(version)}"
+        return f"generation {generation}{whole}"
+    return "" if buffer.info.replicas > 1 or (version == 0 and buffer.versions == 1) else _told(version)
+
+
+def _told(version: int | None) -> str:
+    return "unknown" if version is None else f"version {version}" if version else "nothing yet"
 
 
 def _training(client: Client, buffer: Buffer, reached: bool) -> tuple[bool, GroupStatus | None]:
@@ -97,12 +120,13 @@ def _show_training(training: GroupStatus) -> None:
     show_workers(training)
 
 
-def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int | None) -> None:
+def _show(buffer: Buffer, servers: list[ServerInfo], published: str) -> None:
     from smb.call.sync_requests import LOST
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import copies_state, format_shape
 
     layout = buffer.layout
+    addresses = {server.name: (server.address, server.alive) for server in servers}
     out = console()
     facts = table("", "")
     facts.show_header = False
@@ -119,10 +143,8 @@ def _show(buffer: Buffer, addresses: dict[str, tuple[str, bool]], version: int |
         ("copies", copies_state(buffer)),
     ):
         facts.add_row(key, value)
-    if buffer.info.replicas == 1 and (
-        version is None or version > 0 or buffer.versions > 1
-    ):  # else nobody publishes here
-        facts.add_row("published", "unknown" if version is None else f"version {version}" if version else "nothing yet")
+    if published:
+        facts.add_row("published", published)
     for key, item in buffer.metadata.items():
         text = json.dumps(item, ensure_ascii=False)
         facts.add_row(f"metadata {key}", text if len(text) <= _SHOWN_MAX else text[:_SHOWN_MAX] + " ...  (all: --json)")

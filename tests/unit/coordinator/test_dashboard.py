@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,11 @@ class Scene:
         record = ServerRecord(name, instance_id, "10.0.0.1:1", "10.0.0.1:2", "/s", "10.0.0.1:3", 64 * MIB, 0, 0.0)
         self.do(ServerRegistered(record, held))
 
-    def create(self, name: str = "w", elements: int = MIB, replicas: int = 1, about: object = None) -> None:
+    def create(
+        self, name: str = "w", elements: int = MIB, about: object = None, server: str = "", **options: Any
+    ) -> None:
         creation = Creation(name, (elements,), "float32", metadata=metadata.pack(json.dumps(about)) if about else b"")
-        self.do(BufferWanted(replace(creation, replicas=replicas), self._id))
+        self.do(BufferWanted(replace(creation, server_names=(server,) if server else (), **options), self._id))
         self.do(BufferMade(name))
 
     def renew(
@@ -176,6 +179,36 @@ def test_a_server_is_late_then_gone_then_back(scene: Scene) -> None:
     scene.do(ServerLeft("a", 1))
     assert overview(scene.view(), "")["servers"][0]["state"] == "left"
     assert "was stopped" in scene.problems()[0].title
+
+
+def test_a_dead_servers_mirrors_are_told_apart(scene: Scene) -> None:
+    """A mirror is a copy, which a relay made: it is to be stopped, not made again by hand. A server that has mirrors
+    alone is a warning; one that has a buffer, too, or a buffer with such a name, is critical.
+    """
+    scene.create("w", versions=2)
+    scene.register("b", instance_id=2)
+    scene.create("w.mirror.b", server="b", mirror_of="w")
+    scene.create("w.mirror.b.arrived", server="b")
+    stop = "smb relay w --stop --to b"
+    for extra in ("", "v.mirror.b.arrived"):
+        if extra:
+            scene.create(extra, server="b")
+        for _ in range(4):  # longer than b's lease
+            scene.renew("a")
+        scene.do(Ticked())
+        gone = next(each for each in scene.problems() if each.about == ("server", "b"))
+        held = frozenset(s.id for record in scene.state.buffers.values() for s in record.segments if s.server == "b")
+        scene.register("b", instance_id=2, held=held)
+        scene.register("b", instance_id=3)
+        (lost,) = scene.problems()
+        for told in (gone, lost):
+            assert told.severity == ("critical" if extra else "warning")
+            assert "mirrors of w" in told.detail
+            assert stop in told.action
+            assert "w.mirror" not in told.detail + told.action
+            assert ("again" in told.action) == bool(extra)
+            assert extra in told.action
+        scene.register("b", instance_id=2, held=held)
 
 
 def test_a_server_that_lost_its_memory_is_told_until_its_buffers_are_deleted(scene: Scene) -> None:

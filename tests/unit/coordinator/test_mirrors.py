@@ -57,9 +57,11 @@ def cluster() -> Cluster:
     return Cluster()
 
 
-def report(mirrors: Mirrors, cluster: Cluster, server: str, at: Instant = NOW, **feeds: float) -> None:
+def report(
+    mirrors: Mirrors, cluster: Cluster, server: str, at: Instant = NOW, published: int = 6, **feeds: float
+) -> None:
     names = {"source": "p"} | {each: f"p.mirror.{each}" for each in SERVERS}
-    told = pb.MirrorReport(name=f"p.mirror.{server}", version=4, published=6)
+    told = pb.MirrorReport(name=f"p.mirror.{server}", version=4, published=published)
     told.feeds.extend(pb.Feed(name=names[name], bytes_per_s=rate) for name, rate in feeds.items())
     mirrors.record(cluster.state, server, pb.RenewServerRequest(name=server, mirrors=[told]), at)
 
@@ -134,6 +136,16 @@ def test_those_that_report_feed_each_other_and_a_silent_one_feeds_nobody(cluster
     cluster.state, _ = step(cluster.state, ServerRenewed("s2", 1, 0), later)
     assert shares(mirrors, cluster, "s1", after).keys() == {"p", "s2"}
     assert shares(mirrors, cluster, "s3", after) == {"p": 1.0}
+
+
+def test_what_is_published_is_what_any_mirror_heard_last(cluster: Cluster) -> None:
+    """A dead mirror's own report says what was published when it died."""
+    mirrors = Mirrors()
+    for server, published in (("s1", 5), ("s2", 13), ("s3", 9)):
+        cluster.mirror(server)
+        report(mirrors, cluster, server, published=published)
+    told = mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)
+    assert [(each.server, each.version, each.published) for each in told] == [(s, 4, 13) for s in ("s1", "s2", "s3")]
 
 
 def test_measured_rates_are_shares(cluster: Cluster) -> None:

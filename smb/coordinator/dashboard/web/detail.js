@@ -147,7 +147,7 @@ function mirrors(found) {
     opener("server", mirror.server),
     mirror.zone,
     badge(mirror.state),
-    `${mirror.version}${mirror.behind ? `, ${mirror.behind} behind` : ""}`,
+    `${mirror.version}${mirror.behind === null ? ", lag unknown" : mirror.behind ? `, ${mirror.behind} behind` : ""}`,
     Object.entries(mirror.feeds).sort((a, b) => b[1] - a[1]).map(([name, rate]) => `${servers.get(name) || "the source"} ${f.rate(rate)}`).join(", "),
   ]);
   return table("Mirrors", ["On", "Zone", "State", "Version", "Fed by"], rows);
