@@ -347,7 +347,7 @@ class Client:
         """
         source = self.open(name)
         with contextlib.suppress(NotFoundError, PermissionDeniedError):
-            if (state := state_of(name)) and name in beside(state, self.open(state).metadata):
+            if (state := state_of(name)) and name in beside(self.open(state)):
                 raise InvalidArgumentError(
                     f"relay of {name!r}: it belongs to the published state {state!r}; mirror that"
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 ABOUT = "smb.publish"  # in the buffer's metadata: how it is published
 DELTAS = ".deltas"  # after its name: the ring of bytes
@@ -11,15 +11,31 @@ GENERATIONS = ".generations"  # after its name: version g says what generation g
 MIRROR = ".mirror."  # after its name, before a server's: a mirror
 
 
-def has_deltas(metadata: Mapping[str, Any]) -> bool:
-    """Whether a buffer with this metadata is a state published with deltas=: its versions are whole states only."""
-    about = metadata.get(ABOUT)
-    return isinstance(about, dict) and bool(about.get("deltas"))
+class Described(Protocol):
+    """A buffer, as far as it says what it is."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def versions(self) -> int:
+        """How many copies it has."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """As its maker gave it."""
 
 
-def beside(name: str, metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the buffers that a state of that name and metadata takes beside its own."""
-    return (f"{name}{DELTAS}", f"{name}{GENERATIONS}") if has_deltas(metadata) else ()
+def has_deltas(buffer: Described) -> bool:
+    """Whether it is a state published with deltas=: its versions are whole states only. A copy of one is none."""
+    about = buffer.metadata.get(ABOUT)
+    return buffer.versions > 1 and isinstance(about, dict) and bool(about.get("deltas"))
+
+
+def beside(buffer: Described) -> tuple[str, ...]:
+    """Return the names of the buffers that a state takes beside its own."""
+    return (f"{buffer.name}{DELTAS}", f"{buffer.name}{GENERATIONS}") if has_deltas(buffer) else ()
 
 
 def state_of(name: str) -> str:

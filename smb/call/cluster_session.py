@@ -238,7 +238,9 @@ _current_pid = os.getpid()
 
 def _told(reports: dict[object, Callable[[], pb.TrainingReport]]) -> dict[object, pb.TrainingReport]:
     """Return what is said of each training. The last report of one that was left stays among them until it was sent."""
-    return {key: report() for key, report in list(reports.items())[:_REPORTS_MAX]}
+    said = [(key, report()) for key, report in list(reports.items())]
+    said.sort(key=lambda each: not each[1].left)
+    return dict(said[:_REPORTS_MAX])
 
 
 def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | None:

@@ -52,11 +52,15 @@ class Mirrors:
         """Return a published buffer's mirrors, for readers and for people."""
         messages = []
         mirrors = state.mirrors(source)
-        reports = [self._reports[each.name].report for each in mirrors if each.name in self._reports]
-        published = max((report.published for report in reports), default=0)  # a dead one's says nothing of now
+        last_of = {each.name: self._reports[each.name] for each in mirrors if each.name in self._reports}
+        # A dead one's says nothing of now, and one from before the state was made anew is of another.
+        age_s = now.wall - source.created_at
+        published = max(
+            (last.report.published for last in last_of.values() if now.monotonic - last.at <= age_s), default=0
+        )
         for record in mirrors:
             server = state.servers.get(record.segments[0].server)
-            last = self._reports.get(record.name)
+            last = last_of.get(record.name)
             message = pb.Mirror(
                 name=record.name,
                 server=record.segments[0].server,

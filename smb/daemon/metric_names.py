@@ -255,7 +255,7 @@ CLIENT: tuple[Description, ...] = (
     _gauge(
         "smb_client_generation_count",
         "The generation of a published state (smb.torch) that this client published, or read, last; 0 before the "
-        "first. A reader is as far behind as it is from the publisher's.",
+        "first. The publisher's number minus a reader's is how far that reader is behind.",
         "client",
         "state",
         "role",

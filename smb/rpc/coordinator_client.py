@@ -225,7 +225,7 @@ class Coordinator:
         begun = time.monotonic()
         several = len(self._peers) > 1
         failure: errors.Error | None
-        stood_by: errors.Error | None = None
+        stood_by: tuple[object, errors.Error] | None = None  # who did, and what was said
         # One that is just being started, or started again, is there soon; one of several takes as long as a lease.
         gives_up = begun + (timeout if several else min(timeout, _COMES_BACK_S))
         repeatable = several and _is_repeatable(request)
@@ -243,14 +243,14 @@ class Coordinator:
                 trailers = _trailers(error)
                 failure = self._error(error, timeout, isinstance(request, _CHANGES))
                 if STANDBY in trailers:
-                    stood_by = failure
+                    stood_by = peer, failure
                     gives_up = begun + timeout
                     may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
                 elif _was_not_sent(error):
                     failure, may_repeat = None, True
-                elif stood_by and isinstance(failure, errors.TimeoutError) and not isinstance(request, _CHANGES):
-                    # The last attempt has what is left of the timeout, next to nothing: who leads says more.
-                    failure, may_repeat = stood_by, False
+                elif stood_by and stood_by[0] is peer and failure.outcome == errors.NOT_APPLIED:
+                    # Asked again as the timeout ends, it had no time to say again who leads.
+                    failure, may_repeat = stood_by[1], False
                 else:
                     may_repeat = (
                         repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in trailers

@@ -131,7 +131,7 @@ class Publisher:
         self._names = names if names is None or callable(names) else frozenset(names)
         self._dtype = dtype
         self._turn = threading.Lock()
-        self._last = 0  # what we published last
+        self._last = 0  # what we published last, or found
         self._sure = False  # that it is our last one: after a failure nobody knows
         self._alone = True  # as far as we know
         with _agreed(ranks):
@@ -187,6 +187,7 @@ class Publisher:
                 with suppress(Error):  # the first error says more
                     client.delete(each, missing_ok=True)
             raise
+        self._last = self._writer.generation
         client._session.count_generations_of(self)
 
     @property
@@ -196,7 +197,7 @@ class Publisher:
 
     @property
     def last(self) -> int:
-        """The one that this Publisher published last; 0 before the first. No call."""
+        """The one that this Publisher published last, or found; 0 before the first. No call."""
         return self._last
 
     @property
@@ -238,8 +239,8 @@ class Publisher:
         if sure and between and self._alone and (self._ranks is None or self._ranks.speaks):
             self._alone = False
             _log.warning(
-                "publish %r: generation %d is ours, and %d before it are not. Another trainer publishes under this "
-                "name, and readers get both trainers' states in turn. End one of them, or give it another name",
+                "publish %r: generation %d is ours; %d between it and our last one are not. Another trainer publishes "
+                "under this name, and readers get both trainers' states in turn. End one, or give it another name",
                 self.buffer.name,
                 generation,
                 between,
@@ -327,12 +328,13 @@ class Follower:
             self._reader = DeltaReader(client, buffer, self._nearest, state, deltas, max(timeout, 10.0))
         else:
             self._memory = StateBytes(buffer)
+        self._pinned = 0
         client._session.count_generations_of(self)
 
     @property
     def last(self) -> int:
-        """As generation."""
-        return self.generation
+        """The generation that was read or pinned last; 0 before the first."""
+        return max(self.generation, self._pinned)
 
     def _pieces(self, asked: str, placements: Placements) -> dict[str, Piece]:
         """Return which part of each stored tensor is read. Raises InvalidArgumentError."""
@@ -446,6 +448,7 @@ class Follower:
         with near.pin(ttl=ttl) as pin:
             if pin.version == 0:
                 raise _nothing_yet(f"pin of {self.buffer.name!r}")
+            self._pinned = pin.version
             dtype = self.buffer.table.dtype
 
             def read(start: int, memory: Any) -> None:

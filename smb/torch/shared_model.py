@@ -219,7 +219,7 @@ class Shared:
         if fresh:
             chosen = _scheme(scheme, settings, None)
             check_overlap(self._asked_overlap, chosen)  # before anything is deleted
-            clear(client, name, chosen, self._trained)
+            clear(client, name, self._trained, chosen, options["lease"])
         try:
             group = view(client, name)
         except NotFoundError:

@@ -183,8 +183,7 @@ class Group:
         """
         self.go_on()
         try:
-            patience = self.patience if timeout is None else timeout
-            self._seen = self.tick.wait(self._seen + 1, timeout=patience)
+            self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
         except TimeoutError:
             return False
         return True
@@ -351,15 +350,16 @@ def enter(
             if scheme is None:
                 raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
             scheme.check(name, parameters)
+            _check_lease(name, lease)
             settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
             group = _made(client, name, parameters, settings, placement, setup)
         else:
             _compare(group, scheme, guards, lease)
-            group.scheme.check(name, parameters)
         if group.weights.size != parameters.size:
             raise InvalidArgumentError(
                 f"join of group {name!r}: {parameters.size} values, and the shared model has {group.weights.size}"
             )
+        group.scheme.check(name, parameters)
         group.admit()
     return group
 
@@ -411,8 +411,8 @@ def delete(client: Client, name: str) -> None:
         client.delete(each, missing_ok=True)
 
 
-def clear(client: Client, name: str, scheme: Scheme | None, parameters: Parameters) -> None:
-    """Delete a group in which nobody is alive any more, if there is one; `parameters` begin it anew with `scheme`.
+def clear(client: Client, name: str, parameters: Parameters, scheme: Scheme | None, lease: float | None) -> None:
+    """Delete a group in which nobody is alive any more, if there is one; the rest is what it is to be begun anew with.
 
     Raises AlreadyExistsError if somebody is alive, or died so recently that nobody can tell, and InvalidArgumentError
     if it could not be begun so.
@@ -420,6 +420,7 @@ def clear(client: Client, name: str, scheme: Scheme | None, parameters: Paramete
     if scheme is None:
         raise InvalidArgumentError(f"join of training {name!r} with fresh=True: say which scheme; nothing was deleted")
     scheme.check(name, parameters)
+    _check_lease(name, lease)
     with client.lock(f"{name}/setup", timeout=_SETUP_S):
         group = _opened(client, name)
         if group is None:
@@ -458,12 +459,15 @@ def _opened(client: Client, name: str) -> Group | None:
     return group if group.table.get(0, t.READY) else None
 
 
+def _check_lease(name: str, lease: float | None) -> None:
+    if lease is not None and not (math.isfinite(lease) and 0.05 <= lease <= 3600):
+        raise InvalidArgumentError(f"join of group {name!r}: lease={lease!r} s is not in 0.05 to 3600")
+
+
 def _made(
     client: Client, name: str, parameters: Parameters, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
 ) -> Group:
     """Make the group. Under the setup lock, so what there is of it was left by a maker that died."""
-    if not (math.isfinite(settings["lease"]) and 0.05 <= settings["lease"] <= 3600):
-        raise InvalidArgumentError(f"join of group {name!r}: lease={settings['lease']!r} s is not in 0.05 to 3600")
     setup.check()  # who was stopped since it looked must not delete what another has made
     for left in (f"{name}/tick", f"{name}/members", name):  # nobody has joined it: a scheme made nothing yet
         client.delete(left, missing_ok=True)

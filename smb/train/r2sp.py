@@ -92,12 +92,16 @@ class R2SP(Scheme):
         if self.skip_after is not None and not (is_number(self.skip_after) and self.skip_after > 0):
             raise InvalidArgumentError(f"scheme 'r2sp': skip_after={self.skip_after!r} is no time in seconds")
 
-    def run(self, group: Group, parameters: Parameters) -> RoundRobin:
-        """Return this worker's exchange."""
+    def check(self, name: str, parameters: Parameters) -> None:
+        """Refuse the ranks of a mesh if speeds are to be measured."""
         if self.batch_size is not None and isinstance(parameters, Together):
             raise InvalidArgumentError(
-                "scheme 'r2sp' with mesh=: batch_size= measures single processes; leave it out, or join without a mesh"
+                f"scheme 'r2sp' with mesh=: batch_size= measures single processes; leave it out, or join {name!r} "
+                f"without a mesh"
             )
+
+    def run(self, group: Group, parameters: Parameters) -> RoundRobin:
+        """Return this worker's exchange."""
         return RoundRobin(group, parameters, self)
 
 

@@ -66,7 +66,7 @@ def join(
     """
     parameters = ArrayParameters(values, f"join of group {name!r}")
     if fresh:
-        clear(client, name, scheme, parameters)
+        clear(client, name, parameters, scheme, lease)
     worker = Worker(enter(client, name, parameters, scheme, guards, lease, **placement), parameters)
     try:
         if fresh and not worker.made:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from smb.call import cluster_session
+from smb.rpc import control_pb2 as pb
 
 LEASE_S = 30.0
 
@@ -48,7 +49,7 @@ class Session:
         self.reports = dict(enumerate(reports))
 
 
-@pytest.mark.parametrize(("reports", "every_s"), [((), 10.0), ((dict,), 2.0)], ids=["idle", "trains"])
+@pytest.mark.parametrize(("reports", "every_s"), [((), 10.0), ((pb.TrainingReport,), 2.0)], ids=["idle", "trains"])
 def test_the_session_sleeps_between_renewals(
     monkeypatch: pytest.MonkeyPatch, reports: tuple[Any, ...], every_s: float
 ) -> None:

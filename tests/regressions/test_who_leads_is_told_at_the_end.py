@@ -13,6 +13,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 from smb.rpc.coordinator_client import ANSWERED, STANDBY, Coordinator
 
+_LONG_S = 3.0  # for the first attempt, and for what comes of the second
 SAID = "a:1 does not lead now, b:2 does"
 
 
@@ -21,7 +22,7 @@ class StandsBy(CoordinatorServicer):
 
     def __init__(self) -> None:
         self.over = threading.Event()
-        self._asked = False
+        self.asked = False
 
     def ListBuffers(self, request: pb.ListBuffersRequest, context: grpc.ServicerContext) -> pb.ListBuffersReply:  # noqa: N802
         return self._answer(context)
@@ -30,8 +31,8 @@ class StandsBy(CoordinatorServicer):
         return self._answer(context)
 
     def _answer(self, context: grpc.ServicerContext) -> object:
-        if not self._asked:
-            self._asked = True
+        if not self.asked:
+            self.asked = True
             context.set_trailing_metadata(((ANSWERED, "1"), (STANDBY, "1"), ("smb-outcome", errors.NOT_APPLIED)))
             context.abort(grpc.StatusCode.UNAVAILABLE, SAID)
         self.over.wait(10.0)
@@ -50,11 +51,12 @@ def test_the_last_attempt_hides_nothing(changes: bool) -> None:
     try:
         if changes:
             with pytest.raises(errors.TimeoutError) as unknown:
-                coordinator.create_buffer(pb.CreateBufferRequest(name="w"), 0.5)
+                coordinator.create_buffer(pb.CreateBufferRequest(name="w"), _LONG_S)
             assert unknown.value.outcome == errors.UNKNOWN
         else:
             with pytest.raises(errors.UnavailableError, match=SAID):
-                coordinator.list_buffers(0.5)
+                coordinator.list_buffers(_LONG_S)
+        assert service.asked
     finally:
         service.over.set()
         coordinator.close()

@@ -161,6 +161,8 @@ def test_fresh_that_could_not_begin_deletes_nothing(connect: Connect) -> None:
     cut = smb.train.DiLoCo(every=4, fragments=3)
     with pytest.raises(smb.InvalidArgumentError, match="fragments=3, and the model has 2 elements"):
         smb.train.join(client, "run", values(2), cut, fresh=True)
+    with pytest.raises(smb.InvalidArgumentError, match=r"lease=0.01 s is not in 0.05 to 3600"):
+        smb.train.join(client, "run", values(2), smb.train.BSP(), lease=0.01, fresh=True)
     assert (smb.train.shared(client, "run") == 1).all()
 
 

@@ -179,6 +179,8 @@ def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
         for server in {segment.server for segment in record.segments if segment.id in seen.lost_segments}:
             lost[server].append(record)
     for server, held in _held(state, lost).items():
+        if not held.titles and not held.mirrored:  # what lies beside a mirror is made again
+            continue
         unusable, actions = [], []
         if held.titles:
             unusable.append(_listed(held.titles))

@@ -17,6 +17,7 @@ from smb.coordinator.commit_log import Committed
 from smb.coordinator.dashboard.trainings import Trainings, WorkerSeen
 from smb.coordinator.events import (
     BufferDeleted,
+    BufferMade,
     Event,
     Instant,
     Report,
@@ -257,7 +258,8 @@ class Watch:
                     for session_id in over:
                         self._sessions.pop(session_id, None)
                         self._lost_clients.append((now.wall, before.client_names[session_id]))
-                case BufferDeleted(name):
+                # Workers of a deleted training may tell of it until they have left.
+                case BufferDeleted(name) | BufferMade(name):
                     self.trainings.deleted(name)
                 case ServerRegistered(server, segment_ids):
                     self._left.pop(server.name, None)

@@ -69,10 +69,10 @@ class Trainings:
                 self._workers[session_id] = fresh
             for name in {seen.report.name for seen in fresh.values()}:
                 self._note(name, now)
-            staying = {key: seen for key, seen in fresh.items() if not seen.report.left}
-            self._workers.pop(session_id, None)
-            if staying:
-                self._workers[session_id] = staying
+            for key in [key for key, seen in fresh.items() if seen.report.left]:
+                del fresh[key]
+            if not fresh:
+                self._workers.pop(session_id, None)
 
     def ended(self, session_ids: Iterable[int]) -> None:
         """Forget sessions that are over."""

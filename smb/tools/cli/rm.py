@@ -39,7 +39,7 @@ def rm(
             for each in (*beside, name):  # the state last: what is left of one that failed is found by it
                 client.delete(each, missing_ok=missing_ok or each != name)
             if beside:
-                console().print(f"published state {name!r} is deleted, with {' and '.join(beside)}")
+                console().print(f"published state {name!r} is deleted, with its deltas and generations")
 
 
 def _beside(client: Client, name: str) -> tuple[str, ...]:
@@ -48,6 +48,6 @@ def _beside(client: Client, name: str) -> tuple[str, ...]:
     from smb.published import beside
 
     try:
-        return beside(name, client.open(name).metadata)
+        return beside(client.open(name))
     except (NotFoundError, PermissionDeniedError):  # the deletion tells
         return ()

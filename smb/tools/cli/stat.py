@@ -44,11 +44,11 @@ def stat(
         buffer = client.open(name)  # looks for no path to its bytes yet: its servers may be down
         servers = client.servers()
         version = version_of(buffer, servers)
-        generation = _generation(client, buffer, servers) if has_deltas(buffer.metadata) else None
+        generation = _generation(client, buffer, servers) if has_deltas(buffer) else None
         is_training, training = _training(client, buffer, version is not None)
     if as_json:
         described = {**buffer_json(buffer), "versions": buffer.versions, "version": version}
-        if has_deltas(buffer.metadata):
+        if has_deltas(buffer):
             described["generation"] = generation
         if buffer.info.mirrors:
             described["mirrors"] = mirrors_json(buffer, version)
@@ -83,7 +83,7 @@ def _published(buffer: Buffer, version: int | None, generation: int | None) -> s
     """Return what was published last; "" of a buffer to which nobody publishes."""
     from smb.published import has_deltas
 
-    if has_deltas(buffer.metadata):
+    if has_deltas(buffer):
         if not generation:
             return "nothing yet" if generation == 0 else "generation unknown"
         whole = "" if version is None else f", last whole state in {_told(version)}"

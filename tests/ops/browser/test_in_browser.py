@@ -270,7 +270,7 @@ def test_says_that_it_lost_the_coordinator(open_page: Open, cluster: smb.LocalCl
     page.get_by_text("live", exact=True).wait_for()
     alert.wait_for(state="hidden")
     row(page, "buffers", "weights").wait_for()
-    # The browser's own, for each attempt, and for one that was under way as the coordinator died: refused, reset, empty.
+    # The browser's own, for each attempt at the dead coordinator, also one that was under way.
     assert [error for error in watched.errors if not error.startswith("Failed to load resource: net::ERR_")] == []
     watched.errors.clear()
 
