@@ -129,7 +129,7 @@ def test_rm_deletes_a_state_with_what_lies_beside_it(connect: Connect, capsys: p
             assert run_smb(capsys, client, "rm", gone) == (0, "", "")
             assert "w" in [info.name for info in client.list()]
         code, said, _ = run_smb(capsys, client, "rm", "w")
-        assert (code, said) == (0, "published state 'w' is deleted, with w.deltas and w.generations\n")
+        assert (code, said) == (0, "published state 'w' is deleted, with its deltas and generations\n")
         assert [info.name for info in client.list()] == ["plain", "plain.deltas"]
     assert run_smb(capsys, client, "rm", "plain") == (0, "", "")
     assert [info.name for info in client.list()] == ["plain.deltas"]
