@@ -65,8 +65,8 @@ bool heap_make_room(struct heap *heap, size_t operations);
 void heap_add(struct smb_operation *operation);
 void heap_remove(struct smb_operation *operation);
 
-/* At the end of the calls. What the operation waits for becomes as urgent as the operation. An
- * operation that waits for none goes into its heap, which has room. */
+/* At the end of the calls. Operations that this one waits for become as urgent as this one. If it
+ * waits for none, it goes into its heap, which has room. */
 void order_enter(struct order *order, struct smb_operation *operation);
 
 /* Out of the order, and not in its heap. Those that waited for this one alone may begin. */
@@ -75,7 +75,7 @@ void order_leave(struct order *order, struct smb_operation *operation);
 /* `asked` is in no order. True: it conflicts with an operation that is left of the first `count`. */
 bool order_blocks(const struct order *order, const struct smb_operation *asked, uint64_t count);
 
-/* What `asked`, which is in no order, would wait for becomes as urgent as `asked`. */
+/* `asked` is in no order. Operations that it would wait for become as urgent as `asked`. */
 void order_raise(const struct order *order, struct smb_operation *asked);
 
 /* The one of this tag that has not begun, or NULL. */
