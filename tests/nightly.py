@@ -52,7 +52,7 @@ FORMS = (
     Form("latest", "test LATEST=1", 75, 30),
     Form("matrix", "matrix", 45, 20),
     Form("sanitized", "sanitized", 75, 30),
-    Form("c-test", "c-test", 15, 5),
+    Form("c-test", "c-test SMB_LONG=1", 15, 5),
     Form("aarch64", "c-test ARCH=aarch64 VM=1", 30, 10),
     Form(
         "fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s}", 30, 5
