@@ -59,6 +59,7 @@ FORMS = (
     ),  # each of the four targets; the last fifth is for the compiler
     Form("model", "model", 20, 8),
     Form("fault", "fault", 120, 60),
+    Form("long", "long", 60, 30),
     Form("etcd", "etcd ROUNDS=60", 45, 25),
     Form("soak", "soak MINUTES={half_min}", 40, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 20, 10),
