@@ -72,7 +72,7 @@ void order_enter(struct order *order, struct smb_operation *operation);
 /* Out of the order, and not in its heap. Those that waited for this one alone may begin. */
 void order_leave(struct order *order, struct smb_operation *operation);
 
-/* `asked` is in no order. True: it conflicts with an operation that is left of the first `count`. */
+/* `asked` is in no order. True: an operation that is left of the first `count` is in its way. */
 bool order_blocks(const struct order *order, const struct smb_operation *asked, uint64_t count);
 
 /* `asked` is in no order. Operations that it would wait for become as urgent as `asked`. */

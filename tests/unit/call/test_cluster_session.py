@@ -7,6 +7,7 @@ import weakref
 from typing import cast
 
 from smb.call.cluster_session import ClusterSession, _renew
+from smb.call.published_states import PublishedStates
 from smb.errors import UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
@@ -20,6 +21,7 @@ class Member:
 
     def __init__(self) -> None:
         self.reports: dict[int, object] = {}
+        self.published = PublishedStates()
 
 
 class FakeCoordinator:
@@ -32,7 +34,9 @@ class FakeCoordinator:
         self._failures = failures
         self._last = last
 
-    def renew_session(self, session_id: int, client_name: str, timeout: float, reports: object = ()) -> float:
+    def renew_session(
+        self, session_id: int, client_name: str, timeout: float, reports: object = (), states: object = ()
+    ) -> float:
         assert (session_id, client_name) == (7, "me")
         assert timeout < LEASE_S
         self.renewals += 1
