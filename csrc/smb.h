@@ -44,6 +44,8 @@ enum smb_status {
     SMB_EVICTED = 11,
     SMB_SESSION_ENDED = 12, /* the session's lease ran out, or it was closed; nothing applied */
     SMB_DEFERRED = 13,      /* will be answered later; only inside the server, never on the wire */
+    /* the request's source is not here, or has its primary elsewhere; nothing applied; bring it */
+    SMB_APART = 14,
     /* the link was down before anything of this call was sent: not applied */
     SMB_DISCONNECTED = 16,
     SMB_LINK_LOST = 17, /* the link broke with in-flight requests: outcome unknown */
