@@ -161,8 +161,7 @@ static bool request_is_sound(const struct smb_frame *frame)
                smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_APPLY:
         return (payload == SMB_APPLY_BYTES || payload == SMB_APPLY_BYTES + frame->length) &&
-               smb_rule_states(frame->op) >= 0 &&
-               frame->dtype == SMB_FLOAT32;
+               smb_rule_states(frame->op) >= 0 && frame->dtype == SMB_FLOAT32;
     case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
     case SMB_COMPARE_SWAP: return frame->length == 8 && payload == 8 && frame->dtype == SMB_INT64;
     default: return false;

@@ -100,7 +100,7 @@ struct connection {
     uint32_t tail_start, tail_end; /* what is left of a chunk being sent, in `tail` */
     /* one chunk: payload on its way in; the 104 bytes before it are for a token, and words */
     uint8_t *staging;
-    struct slot slot; /* where staging lies, if there is a journal */
+    struct slot slot;     /* where staging lies, if there is a journal */
     uint8_t *own_staging; /* else */
     /* by reference: requests are records, whose payloads are in these. Else NULL */
     struct smb_slots *slots;

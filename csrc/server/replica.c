@@ -462,7 +462,7 @@ uint64_t replica_newest(struct replica *replica)
     uint64_t order = is_paired(replica)
                          ? atomic_load_explicit(&replica->order, memory_order_relaxed)
                      : replica_is_primary(replica) ? 0
-                                           : UINT64_MAX;
+                                                   : UINT64_MAX;
     pthread_mutex_unlock(&replica->lock);
     return order;
 }
