@@ -339,6 +339,9 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
     const struct served *served = served_of(*source);
     if (served->replica && !replica_is_primary(served->replica))
         return SMB_APART;
+    if (served->replica && server->guarded &&
+        !replica_serves(served->replica, grants_find(request->grants, id)->epoch, false))
+        return SMB_DENIED; /* as is_of_epoch */
     if (!served->replica || !request->gathered) {
         struct smb_change read = {
             .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
