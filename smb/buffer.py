@@ -393,7 +393,8 @@ class Buffer:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
         `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
-        `offset` on (default: all that follow).
+        `offset` on (default: all that follow). A buffer with two copies (replicas=2) moves between servers: where the
+        two lie apart the client reads `other`, at most 32 MiB at a time, and sends that along.
         """
         offset, count = self._arguments.range(offset, count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
@@ -437,6 +438,9 @@ class Buffer:
         for elastic.
 
         `count` elements from element `offset` of all of them take part, by default all.
+
+        Weights with two copies (replicas=2) take the rules without a state; a gradient that lies apart from them is
+        brought, as by accumulate_from.
 
         The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
         server is killed in the middle. Blocks, and raises, as accumulate_from does.

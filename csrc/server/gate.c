@@ -366,7 +366,7 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
     uint64_t gradient = smb_load64(words);
     smb_load_hyper(words + 8 * SMB_APPLY_SEGMENTS, &change->hyper);
     change->factors = kernel_factors_of(frame->op, &change->hyper);
-    if (gradient == frame->segment || brings != (gradient == 0))
+    if (gradient == frame->segment || (brings && gradient != 0))
         return SMB_INVALID;
     for (int i = 0; i < SMB_RULE_STATES_MAX; i++) {
         uint64_t id = smb_load64(words + 8 * (1 + i));
@@ -383,7 +383,7 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
     return brings ? SMB_OK : read_source(server, request, gradient, frame->offset, scratch);
 }
 
-/* What is to be done; the operands of other segments are in `scratch` by then. */
+/* The change, from its frame. The operands of other segments are in `scratch` by then. */
 static int describe(struct smb_server *server, struct gate_request *request, const uint8_t *payload,
                     uint8_t *scratch, uint8_t *sink, struct smb_change *change)
 {
@@ -417,7 +417,7 @@ static int describe(struct smb_server *server, struct gate_request *request, con
     return status;
 }
 
-/* What goes to the backup has its operands with it: their segments may be elsewhere, or change
+/* The backup gets the operands with the change: their segments may be elsewhere, or change
  * before it gets there. */
 static int prepare(struct gate_request *request, const uint8_t *payload,
                    const struct smb_change *change)

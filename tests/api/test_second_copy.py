@@ -114,8 +114,8 @@ SIZE = 50_003
 PLACES = {"beside": ["server-0", "server-1"], "apart": ["server-1", "server-0"]}
 
 
-@pytest.mark.parametrize("way", ["auto", "tcp"])
-def test_operands_of_other_buffers(cluster: smb.LocalCluster, client: smb.Client, way: str) -> None:
+@pytest.mark.parametrize(("way", "checksum"), [("auto", False), ("tcp", False), ("tcp", True)])
+def test_operands_of_other_buffers(cluster: smb.LocalCluster, client: smb.Client, way: str, checksum: bool) -> None:
     """accumulate_from and steps of random ranges, from sources beside and apart, of one copy and of two:
     every element is what numpy says, and the copies are equal at rest.
     """
@@ -128,7 +128,7 @@ def test_operands_of_other_buffers(cluster: smb.LocalCluster, client: smb.Client
             made = client.create(f"{name}{replicas}", SIZE, servers=servers, stripe="64KiB", replicas=replicas)
             arrays[made.name] = rng.normal(size=SIZE).astype(np.float32)
             made.write(arrays[made.name])
-    with smb.connect(cluster.address, transport=way) as other:
+    with smb.connect(cluster.address, transport=way, checksum=checksum) as other:
         buffers = {name: other.open(name) for name in arrays}
         for _ in range(40):
             name, source = (str(each) for each in rng.choice(list(arrays), 2, replace=False))
