@@ -21,6 +21,7 @@ from smb.call.outcomes import Failed, error_of, outcome_of, ranges_of
 from smb.call.session import Fence, Session
 from smb.call.sync_requests import LOST, Home
 from smb.engine import (
+    NOWHERE,
     BufferHandle,
     EngineError,
     Link,
@@ -124,6 +125,8 @@ class Dispatcher:
                 if ended is None:
                     self.session.check_open()
                     handle, theirs = self._handles(request, others, deadline)
+                    if others and request.source == NOWHERE and self._lies_apart(others[0]):
+                        return self._bring(request, others, [self._elements(request)], fence, deadline)
                     done = handle.transfer(request, deadline.left_ms(), theirs)
                     self._raise_interrupt(request, done, touched=touched)
                     if isinstance(done, int):
@@ -137,8 +140,9 @@ class Dispatcher:
                     for other in others:
                         other._forget(other._handle)
                         other._refresh(deadline)
-                if others and self._lies_apart(ended.status, others):
-                    return self._bring(request, others, ended, fence, deadline)
+                if others and self._was_apart(ended.status, others):
+                    left = self._left_of(request, ended, deadline)
+                    return self._bring(request, others, left, fence, deadline)
                 if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
                     opened_again = True
                     touched |= opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
@@ -231,35 +235,45 @@ class Dispatcher:
                 with contextlib.suppress(EngineError):
                     tokens.show(link, other.info.layout.segments[index].id, deadline.left_ms())
 
-    def _lies_apart(self, status: Status, others: tuple[Dispatcher, ...]) -> bool:
-        """Whether a call failed as a server does not have the others, or not to read: where they have moved."""
+    def _lies_apart(self, source: Dispatcher) -> bool:
+        """Whether a source lies on other servers than this buffer, as far as is known here."""
+        if self.info.replicas == source.info.replicas == 1:
+            return False
+        here, there = self.info.layout.segments, source.info.layout.segments
+        server_of = self.session.server_of
+        return any(server_of(a) != server_of(b) for a, b in zip(here, there, strict=True))
+
+    def _was_apart(self, status: Status, others: tuple[Dispatcher, ...]) -> bool:
+        """Whether a call failed as a server did not have the others, or not to read: they have just moved."""
         moves = any(each.info.replicas > 1 for each in (self, *others))
         return status is Status.APART or (moves and status in (Status.NOT_FOUND, Status.DENIED))
+
+    def _left_of(self, request: Request, ended: Outcome, deadline: Deadline) -> list[range]:
+        """Return what a call that failed did not apply. Raises its error where that is not known."""
+        unknown = ended.unknown
+        parts = self.session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
+        if not parts or any(state is PartState.UNKNOWN for _, _, state in parts):
+            raise self._error(request, ended)
+        missing = [(at, nbytes) for at, nbytes, state in parts if state is PartState.NOT_APPLIED]
+        return ranges_of(missing, self.arguments.itemsize)
 
     def _bring(
         self,
         request: Request,
         others: tuple[Dispatcher, ...],
-        ended: Outcome,
+        parts: list[range],
         fence: Fence | None,
         deadline: Deadline,
     ) -> int:
-        """Finish a call whose source does not lie on this buffer's servers: read it, and send it along. Each chunk's is
-        read at one instant and used at a later one, as servers do it.
+        """Do what is left of a call, `parts`, whose source does not lie on this buffer's servers: read it, and send it
+        along. Each chunk's is read at one instant and used at a later one, as servers do it. The rest of the call was
+        applied.
         """
         source, itemsize = others[0], self.arguments.itemsize
-        unknown = ended.unknown
-        parts = self.session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
-        if not parts or any(state is PartState.UNKNOWN for _, _, state in parts):
-            raise self._error(request, ended)
-        touched = ended.bytes_applied > 0 or any(state is PartState.APPLIED for _, _, state in parts)
-        chunk = self.info.layout.chunk_bytes // itemsize
-        most = max(1, _BROUGHT_BYTES // self.info.layout.chunk_bytes) * chunk
-        left = [
-            piece
-            for part in ranges_of([(at, n) for at, n, state in parts if state is PartState.NOT_APPLIED], itemsize)
-            for piece in _cut(part, most)
-        ]
+        chunk = self.info.layout.chunk_bytes
+        most = max(1, _BROUGHT_BYTES // chunk) * chunk // itemsize
+        left = [piece for part in parts for piece in _cut(part, most)]
+        touched = sum(map(len, left)) < len(self._elements(request))
         while left:
             piece = left[0]
             begun = False

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import smb
 from smb.call import dispatcher
+from smb.call.cluster_session import ClusterSession
 from smb.engine import Opcode, Request
 from smb.tools.cli.main import app
 from tests.support import second_copy
@@ -114,11 +115,21 @@ SIZE = 50_003
 PLACES = {"beside": ["server-0", "server-1"], "apart": ["server-1", "server-0"]}
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known", "told by servers"])
 @pytest.mark.parametrize(("way", "checksum"), [("auto", False), ("tcp", False), ("tcp", True)])
-def test_operands_of_other_buffers(cluster: smb.LocalCluster, client: smb.Client, way: str, checksum: bool) -> None:
+def test_operands_of_other_buffers(
+    cluster: smb.LocalCluster,
+    client: smb.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    checksum: bool,
+    known: bool,
+) -> None:
     """accumulate_from and steps of random ranges, from sources beside and apart, of one copy and of two:
-    every element is what numpy says, and the copies are equal at rest.
+    every element is what numpy says, and the copies are equal at rest. `known`: where the source lies.
     """
+    if not known:  # as where one of them has just moved
+        monkeypatch.setattr(ClusterSession, "server_of", lambda *_: "")
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)

@@ -633,6 +633,40 @@ static void operands_are_forwarded(void)
     stop(&pair);
 }
 
+/* Of a chunk that is changed all the time there is hardly a moment at which nothing is unconfirmed:
+ * the bytes that were read are used once they are. */
+static void a_busy_chunk_can_be_a_source(void)
+{
+    struct pair pair;
+    struct worker workers[CLIENTS];
+    pthread_t threads[CLIENTS];
+    const int64_t *one = ones();
+    start(&pair);
+    make_beside(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    for (int i = 0; i < CLIENTS; i++) {
+        workers[i] = (struct worker){.pair = &pair, .ones = one, .session = 10 + (uint64_t)i};
+        CHECK_EQ(pthread_create(&threads[i], NULL, work, &workers[i]), 0);
+    }
+    struct user user = use_of(&pair, 9, BESIDE);
+    struct smb_buffer *busy = buffer_over(&user, ID);
+    int64_t back = 0, before = 0;
+    for (int i = 0; i < 50; i++) {
+        struct smb_request copy = addition_from(busy);
+        copy.op = SMB_REPLACE;
+        copy.scale = 1.0;
+        must(user.buffer, copy);
+        must(user.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 8, .sink = &back});
+        CHECK(back >= before);
+        before = back;
+    }
+    for (int i = 0; i < CLIENTS; i++)
+        pthread_join(threads[i], NULL);
+    smb_buffer_destroy(busy);
+    leave(&user);
+    stop(&pair);
+}
+
 /* What the backup does not have goes into no other segment either, as a fail-over would leave it
  * there. A source that is not here, or not the primary, is said to be apart: the link stays. */
 static void a_source_is_told_as_a_read_is(void)
@@ -962,6 +996,7 @@ int main(void)
         TEST(a_copy_has_the_records),
         TEST(operands_are_forwarded),
         TEST(a_source_is_told_as_a_read_is),
+        TEST(a_busy_chunk_can_be_a_source),
     };
     return RUN_TESTS(tests);
 }
