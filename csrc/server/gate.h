@@ -28,9 +28,8 @@ struct gate_request {
     uint64_t feeds;          /* for this segment its connection was taken as its primary's; 0 */
     uint64_t begun_ns;       /* a read: when it came */
     struct forward *forward; /* what is to go to the backup */
-    uint64_t
-        gathered;   /* 1 + what the source's bytes wait for, which are in `scratch`; 0: not yet */
-    uint64_t order; /* what its answer waits for; 0: nothing */
+    uint64_t order;          /* what its answer waits for; 0: nothing */
+    uint64_t gathered;       /* 1 + what the source's bytes in `scratch` wait for; 0: none there */
 };
 
 /* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the

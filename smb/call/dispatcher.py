@@ -251,7 +251,10 @@ class Dispatcher:
     def _left_of(self, request: Request, ended: Outcome, deadline: Deadline) -> list[range]:
         """Return what a call that failed did not apply. Raises its error where that is not known."""
         unknown = ended.unknown
-        parts = self.session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
+        try:
+            parts = self.session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
+        except EngineError as error:
+            raise self._error(request, ended) from error
         if not parts or any(state is PartState.UNKNOWN for _, _, state in parts):
             raise self._error(request, ended)
         missing = [(at, nbytes) for at, nbytes, state in parts if state is PartState.NOT_APPLIED]
@@ -301,7 +304,7 @@ class Dispatcher:
         `begun`: it was the change of left[0] that failed, and not the reading for it.
         """
         failed: Any = error
-        found: CallOutcome = getattr(error, "outcome", NOT_APPLIED) if begun else NOT_APPLIED
+        found: CallOutcome = getattr(error, "outcome", UNKNOWN) if begun else NOT_APPLIED
         account = getattr(error, "_account", None)
         unknown = account.unknown if begun and account is not None else None
         if found == UNKNOWN and unknown is None:

@@ -74,10 +74,6 @@ class Tokens:
                         segment.id, epoch, token.rights, token.generation, token.expires_at_ms, token.secret
                     )
 
-    def has(self, segment_id: int) -> bool:
-        """Whether the segment takes a token."""
-        return segment_id in self._tokens
-
     def read_only(self, segment_id: int) -> bool:
         """Whether the coordinator refused us the right to write there."""
         token = self._tokens.get(segment_id)

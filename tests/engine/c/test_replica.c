@@ -281,6 +281,20 @@ static void raw_send(struct raw *raw, struct smb_frame frame)
         CHECK_EQ(write(raw->fd, zeros, frame.payload), frame.payload);
 }
 
+/* The lane's next request, with words for its payload. */
+static void raw_send_words(struct raw *raw, struct smb_frame frame, uint64_t a, uint64_t b)
+{
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_SYNC_BYTES] = {0};
+    frame.session = raw->session;
+    frame.lane = SMB_LANE_OF_SEGMENTS + 1;
+    frame.sequence = ++raw->sequence;
+    smb_frame_encode(&frame, bytes);
+    smb_store64(bytes + SMB_FRAME_BYTES, a);
+    smb_store64(bytes + SMB_FRAME_BYTES + 8, b);
+    CHECK_EQ(write(raw->fd, bytes, SMB_FRAME_BYTES + frame.payload),
+             SMB_FRAME_BYTES + frame.payload);
+}
+
 static struct raw raw_begin(struct pair *pair, int server, uint64_t session)
 {
     struct raw raw = {.fd = raw_connect(pair->ports[server]), .session = session};
@@ -578,23 +592,16 @@ static struct smb_request addition_from(struct smb_buffer *source)
 /* The same of one chunk, by hand. */
 static void raw_add_from(struct raw *raw, uint64_t target, uint64_t source, uint64_t offset)
 {
-    uint8_t bytes[SMB_FRAME_BYTES + SMB_FROM_BYTES];
     struct smb_frame frame = {.opcode = SMB_ACCUMULATE_FROM,
                               .dtype = SMB_INT64,
                               .op = SMB_SUM,
-                              .lane = SMB_LANE_OF_SEGMENTS + 1,
                               .epoch = 1,
-                              .session = raw->session,
-                              .sequence = ++raw->sequence,
                               .segment = target,
                               .offset = offset,
                               .length = CHUNK,
                               .payload = SMB_FROM_BYTES,
                               .argument = smb_bits_of(2.0)};
-    smb_frame_encode(&frame, bytes);
-    smb_store64(bytes + SMB_FRAME_BYTES, source);
-    smb_store64(bytes + SMB_FRAME_BYTES + 8, offset);
-    CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
+    raw_send_words(raw, frame, source, offset);
 }
 
 /* The backup gets the source's bytes with the change: it has no such segment, and the source
@@ -890,19 +897,12 @@ static void refusals_have_a_bound(void)
 static void raw_ask(struct raw *raw, uint32_t epoch, int opcode, uint64_t argument, uint64_t a,
                     uint64_t b)
 {
-    uint8_t bytes[SMB_FRAME_BYTES + SMB_SYNC_BYTES] = {0};
     struct smb_frame frame = {.opcode = (uint8_t)opcode,
-                              .session = raw->session,
-                              .lane = SMB_LANE_OF_SEGMENTS + 1,
-                              .sequence = ++raw->sequence,
                               .segment = ID,
                               .epoch = epoch,
                               .payload = SMB_SYNC_BYTES,
                               .argument = argument};
-    smb_frame_encode(&frame, bytes);
-    smb_store64(bytes + SMB_FRAME_BYTES, a);
-    smb_store64(bytes + SMB_FRAME_BYTES + 8, b);
-    CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
+    raw_send_words(raw, frame, a, b);
 }
 
 /* Nobody hears of a lock or version before the backup has it. The backup goes on from there: the
