@@ -18,7 +18,7 @@ CLIENTS_MAX = 8  # elements of "board", each written by one client alone
 PUBLISHED = 6_000  # elements of "news", all of one number in each version
 TURNS = 1_200  # of "turns", changed under its lock alone: its first element counts, the others repeat it
 LEASE_S = 20.0  # longer than a fail-over takes: nobody's turn ends before its time
-STEPPED = 5_000  # of "into", which gets "source" added, and "weights", which "ones" is the gradient of
+STEPPED = 5_000  # of "into", which gets "source" added, and "weights" with "ones", on another server, as the gradient
 SEGMENTS = 3 + 1 + 1 + 3 + 3 + 2 * 3 + 2 * 1  # of all, with three servers
 BUFFERS = ("sum", "counter", "board", "news", "turns", "into", "source", "weights", "ones")
 CALL_S = 60.0
@@ -34,7 +34,8 @@ def make(client: smb.Client) -> None:
     into = client.create("into", STEPPED, "int64", stripe="8KiB", replicas=2)
     client.create("source", like=into, replicas=2).write(pattern(0, STEPPED, "int64"))
     weights = client.create("weights", STEPPED, stripe="64KiB", replicas=2)
-    client.create("ones", like=weights, replicas=2).fill(1)
+    elsewhere = next(each.name for each in client.servers() if each.name != weights.layout.segments[0].server)
+    client.create("ones", STEPPED, stripe="64KiB", servers=[elsewhere], replicas=2).fill(1)
 
 
 def drop(client: smb.Client) -> None:
