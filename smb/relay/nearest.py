@@ -78,6 +78,12 @@ class Nearest:
         self._mirror: Buffer | None = None
         self._looked = 0.0
 
+    @property
+    def mirror_name(self) -> str:
+        """The mirror that was chosen last; "" if that was the source itself. For any thread."""
+        mirror = self._mirror
+        return mirror.name if mirror is not None else ""
+
     def buffer(self) -> Buffer:
         """Return what to read from now."""
         if time.monotonic() - self._looked > _LOOK_S or not self._looked:
