@@ -789,9 +789,9 @@ void smb_buffer_destroy(struct smb_buffer *buffer);
  *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers
  *   FETCH_ADD       8 bytes; argument: what to add; outcome.result: the old value
  *   COMPARE_SWAP    8 bytes; argument: new, expected: expected; outcome.result: the old value
- *   APPLY           op: the rule; hyper; other: the gradient, states: as many as the rule has, all
- *                   of equal layout on the same servers and no buffer twice; every segment of each
- *                   is reached over a link */
+ *   APPLY           op: the rule; hyper; other: the gradient, or source: its elements; states: as
+ *                   many as the rule has; all of equal layout on the same servers and no buffer
+ *                   twice; every segment of each is reached over a link */
 struct smb_request {
     int opcode;
     int op;

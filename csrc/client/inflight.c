@@ -216,7 +216,7 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
             inflight_put_small(inflight, stream->source_ids[i]);
         smb_store_hyper(inflight->small + inflight->small_bytes, &request->hyper);
         inflight->small_bytes += 8 * SMB_HYPER_WORDS;
-        if (request->source && !put_elements(link, request, within, inflight))
+        if (request_brings(request) && !put_elements(link, request, within, inflight))
             return false;
         break;
     case SMB_COMPARE_SWAP: inflight_put_small(inflight, request->expected); break;

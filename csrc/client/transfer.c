@@ -18,12 +18,6 @@ static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)
            a->chunk_bytes == b->chunk_bytes && a->segment_count == b->segment_count;
 }
 
-/* The step's gradient is the caller's memory. */
-static bool brings(const struct smb_request *request)
-{
-    return request->opcode == SMB_APPLY && request->source;
-}
-
 /* The other buffers that a request names, and how many: ACCUMULATE_FROM, APPLY. */
 static int others_of(const struct smb_request *request,
                      const struct smb_buffer *others[SMB_APPLY_SEGMENTS])
@@ -31,7 +25,7 @@ static int others_of(const struct smb_request *request,
     int states = request->opcode == SMB_APPLY ? smb_rule_states(request->op) : 0, count = 0;
     if (request->opcode != SMB_APPLY && request->opcode != SMB_ACCUMULATE_FROM)
         return 0;
-    if (!brings(request))
+    if (!request_brings(request))
         others[count++] = request->other;
     for (int i = 0; i < states; i++)
         others[count++] = request->states[i];
@@ -105,7 +99,7 @@ static bool make_stream(struct smb_buffer *buffer, const struct smb_request *req
                               .epoch = place->epoch,
                               .dtype = (uint8_t)buffer->dtype};
     const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
-    int sources = others_of(request, others), first = brings(request);
+    int sources = others_of(request, others), first = request_brings(request);
     for (int s = 0; s < sources; s++)
         stream->source_ids[first + s] = others[s]->places[index].segment_id;
     stream_advance(stream);
@@ -161,7 +155,7 @@ static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_requ
                           uint32_t *without)
 {
     uint32_t feature = request->wire == SMB_WIRE_INT4 ? SMB_FEATURE_INT4
-                       : brings(request)              ? SMB_FEATURE_BRINGS
+                       : request_brings(request)      ? SMB_FEATURE_BRINGS
                                                       : 0;
     if (!feature)
         return true;
