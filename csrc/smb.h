@@ -44,6 +44,8 @@ enum smb_status {
     SMB_EVICTED = 11,
     SMB_SESSION_ENDED = 12, /* the session's lease ran out, or it was closed; nothing applied */
     SMB_DEFERRED = 13,      /* will be answered later; only inside the server, never on the wire */
+    /* the request's source is not here, or has its primary elsewhere; nothing applied; bring it */
+    SMB_APART = 14,
     /* the link was down before anything of this call was sent: not applied */
     SMB_DISCONNECTED = 16,
     SMB_LINK_LOST = 17, /* the link broke with in-flight requests: outcome unknown */
@@ -787,9 +789,9 @@ void smb_buffer_destroy(struct smb_buffer *buffer);
  *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers
  *   FETCH_ADD       8 bytes; argument: what to add; outcome.result: the old value
  *   COMPARE_SWAP    8 bytes; argument: new, expected: expected; outcome.result: the old value
- *   APPLY           op: the rule; hyper; other: the gradient, states: as many as the rule has, all
- *                   of equal layout on the same servers and no buffer twice; every segment of each
- *                   is reached over a link */
+ *   APPLY           op: the rule; hyper; other: the gradient, or source: its elements; states: as
+ *                   many as the rule has; all of equal layout on the same servers and no buffer
+ *                   twice; every segment of each is reached over a link */
 struct smb_request {
     int opcode;
     int op;

@@ -250,7 +250,11 @@ class Buffer:
         collected; once the buffer is deleted it holds zeros. Raises TransportError if a segment is not on this host,
         or not reached over shm.
         """
-        self._check_one_copy(self, "view")
+        if self.info.replicas > 1:
+            raise InvalidArgumentError(
+                f"{self._arguments.asked('view')}: it has two copies (replicas=2), so its servers alone change it, and "
+                f"it has no view; use read()"
+            )
         if self._dispatcher.info.versions > 1:
             raise InvalidArgumentError(
                 f"{self._arguments.asked('view')}: it has several copies that take turns; use read()"
@@ -389,7 +393,8 @@ class Buffer:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
         `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
-        `offset` on (default: all that follow).
+        `offset` on (default: all that follow). A buffer with two copies (replicas=2) moves between servers: where the
+        two lie apart the client reads `other`, at most 32 MiB at a time, and sends that along.
         """
         offset, count = self._arguments.range(offset, count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
@@ -434,6 +439,9 @@ class Buffer:
 
         `count` elements from element `offset` of all of them take part, by default all.
 
+        Weights with two copies (replicas=2) take the rules without a state; a gradient that lies apart from them is
+        brought, as by accumulate_from.
+
         The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
         server is killed in the middle. Blocks, and raises, as accumulate_from does.
         """
@@ -454,6 +462,7 @@ class Buffer:
                 raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
         if len({self._dispatcher.info.id, *(other.info.id for other in others)}) != 1 + len(others):
             raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
+        self._check_copies(rule, *others)
         offset, count = self._arguments.range(offset, count, "apply")
         itemsize = self._arguments.itemsize
         request = Request(Opcode.APPLY, offset * itemsize, count * itemsize, op=known.number, hyper=numbers)
@@ -569,19 +578,22 @@ class Buffer:
             raise InvalidArgumentError(
                 f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
             )
-        if outcome.unknown is None:
+        if outcome.unknown is None and not outcome.missing:
             if failed.outcome == UNKNOWN:
                 raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
             return [] if outcome.settled or failed.outcome == APPLIED else [outcome.elements]
         deadline = Deadline(self._session.timeout if timeout is None else timeout)
         try:
-            parts = self._session.engine.resolve(outcome.unknown, deadline.left_ms())
+            unknown = outcome.unknown
+            parts = self._session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
         except EngineError as failure:
             raise TimeoutError(f"{asked}: a server it needs did not answer in time; try again") from failure
         if any(state is PartState.UNKNOWN for _, _, state in parts):
             raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
         missing = [(at, length) for at, length, state in parts if state is PartState.NOT_APPLIED]
-        ranges = ranges_of(missing, self._arguments.dtype.itemsize)
+        itemsize = self._arguments.dtype.itemsize
+        missing += [(part.start * itemsize, len(part) * itemsize) for part in outcome.missing]
+        ranges = ranges_of(missing, itemsize)
         if not ranges:
             failed.outcome = APPLIED
         elif sum(map(len, ranges)) == len(outcome.elements):
@@ -746,13 +758,26 @@ class Buffer:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: the other must be a buffer opened by the same client, not {other!r}"
             )
-        self._check_one_copy(self, call)
-        self._check_one_copy(other, call)
-        if not _same_placement(self.layout, other.layout) or self.dtype != other.dtype:
+        moves = self.info.replicas > 1 or other.info.replicas > 1
+        if _placement(self.layout, moves) != _placement(other.layout, moves) or self.dtype != other.dtype:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: {other!r} does not lie on the same servers in the same way; "
                 f"make it with like={self.name!r}"
             )
+
+    def _check_copies(self, rule: str, gradient: Buffer, *state: Buffer) -> None:
+        asked = self._arguments.asked("apply")
+        if self.info.replicas > 1 and state:
+            raise InvalidArgumentError(
+                f"{asked}: it has two copies (replicas=2), and rule {rule!r} changes its state with it: that is not "
+                f"there for such buffers yet; use 'sgd' or 'elastic', or create them with replicas=1"
+            )
+        for other in (gradient, *state):
+            if other.info.replicas > max(1, self.info.replicas):
+                raise InvalidArgumentError(
+                    f"{asked}: {other!r} has two copies (replicas=2) and the weights have one; create the weights with "
+                    f"replicas=2, or it with replicas=1"
+                )
 
     def _check_feedback(self, feedback: ErrorFeedback, op: str, call: str) -> None:
         if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
@@ -775,13 +800,6 @@ class Buffer:
         failed.settled = True
         sending.put_back(missing)
         return True
-
-    def _check_one_copy(self, of: Buffer, call: str) -> None:
-        if of.info.replicas > 1:
-            raise InvalidArgumentError(
-                f"{self._arguments.asked(call)}: {of!r} has two copies (replicas=2), and that is not there for such "
-                f"buffers yet; create it with replicas=1"
-            )
 
     def _check_versions(self, call: str) -> None:
         if self._dispatcher.info.versions == 1:
@@ -817,10 +835,9 @@ def _elements(array: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _same_placement(a: Layout, b: Layout) -> bool:
-    return (a.nbytes, a.stripe_bytes, a.chunk_bytes, [place.server for place in a.segments]) == (
-        b.nbytes,
-        b.stripe_bytes,
-        b.chunk_bytes,
-        [place.server for place in b.segments],
-    )
+def _placement(layout: Layout, moves: bool) -> tuple[object, ...]:
+    """Return what two buffers have in common that servers can combine. Where one of them moves they need not lie on the
+    same servers: the client brings what lies apart.
+    """
+    servers = len(layout.segments) if moves else [place.server for place in layout.segments]
+    return (layout.nbytes, layout.stripe_bytes, layout.chunk_bytes, servers)

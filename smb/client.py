@@ -200,7 +200,7 @@ class Client:
         the next, with 3 one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on
         another server: any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes
         twice the memory and, for changes, one more round trip; all goes through the servers, on the same host too. Such
-        a buffer has no view(), apply() or accumulate_from() yet. `wire` is how its elements travel
+        a buffer has no view(), and no apply() with a rule that has a state, yet. `wire` is how its elements travel
         where a call does not say: "exact" (default), or for float32 one of those that Buffer's docstring has; like=
         takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
         keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer

@@ -160,8 +160,8 @@ static bool request_is_sound(const struct smb_frame *frame)
         return payload == SMB_FROM_BYTES &&
                smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
     case SMB_APPLY:
-        return payload == SMB_APPLY_BYTES && smb_rule_states(frame->op) >= 0 &&
-               frame->dtype == SMB_FLOAT32;
+        return (payload == SMB_APPLY_BYTES || payload == SMB_APPLY_BYTES + frame->length) &&
+               smb_rule_states(frame->op) >= 0 && frame->dtype == SMB_FLOAT32;
     case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
     case SMB_COMPARE_SWAP: return frame->length == 8 && payload == 8 && frame->dtype == SMB_INT64;
     default: return false;
@@ -230,6 +230,7 @@ const char *smb_status_name(int status)
     case SMB_EVICTED: return "evicted";
     case SMB_SESSION_ENDED: return "session_ended";
     case SMB_DEFERRED: return "parked";
+    case SMB_APART: return "apart";
     case SMB_DISCONNECTED: return "disconnected";
     case SMB_LINK_LOST: return "link_lost";
     case SMB_PROTOCOL: return "protocol";

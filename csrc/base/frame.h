@@ -38,7 +38,11 @@ enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
 
 /* A server tells what it can do beyond the first version, in `length` of its answer to HELLO. Older
  * ones send 0. */
-enum smb_feature { SMB_FEATURE_INT4 = 1 << 0, SMB_FEATURES = SMB_FEATURE_INT4 };
+enum smb_feature {
+    SMB_FEATURE_INT4 = 1 << 0,
+    SMB_FEATURE_BRINGS = 1 << 1, /* an APPLY may bring its gradient */
+    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS
+};
 
 enum smb_frame_flag {
     SMB_FLAG_REPLY = 1 << 0,
@@ -55,7 +59,8 @@ enum smb_frame_flag {
 };
 
 /* Payloads. ACCUMULATE_FROM: where to read. APPLY: the segments of the gradient and of the state
- * (0: none), then the words of struct smb_hyper, as float64. Requests that wait: four words
+ * (0: none), then the words of struct smb_hyper, as float64; if it brings its gradient, that
+ * segment is 0 and the elements follow the words. Requests that wait: four words
  * (sync.h). AUTHORIZE: rights and generation (32 bits each), expiry, proof (access.h). The payload
  * of a fenced change follows its token. The token's lowest bit says which of the segment's locks it
  * is of (enum sync_lock). */
@@ -143,6 +148,12 @@ static inline uint32_t smb_frame_body(const struct smb_frame *frame)
 {
     return frame->payload - (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) -
            smb_frame_checksum_bytes(frame);
+}
+
+/* Of a sound request: an APPLY whose gradient follows its words. */
+static inline bool smb_frame_brings(const struct smb_frame *frame)
+{
+    return frame->opcode == SMB_APPLY && smb_frame_body(frame) > SMB_APPLY_BYTES;
 }
 
 void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES]);

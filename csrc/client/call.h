@@ -64,6 +64,12 @@ struct stream {
     uint8_t dtype;
 };
 
+/* A step whose gradient is the caller's memory. */
+static inline bool request_brings(const struct smb_request *request)
+{
+    return request->opcode == SMB_APPLY && !request->other && request->source;
+}
+
 /* A stream has sent and received all it will. */
 void call_stream_finished(struct stream *stream);
 void call_failed(struct stream *stream, int status);

@@ -156,6 +156,23 @@ void stream_advance(struct stream *stream)
     } while (!stream->have_piece);
 }
 
+/* Elements as they are, from the caller's memory. */
+static bool put_elements(struct smb_link *link, const struct smb_request *request, uint64_t within,
+                         struct inflight *inflight)
+{
+    inflight->payload = (const uint8_t *)request->source + within;
+    inflight->payload_bytes = inflight->length;
+    if (!link->client->checksums)
+        return true;
+    /* a caller's array may change meanwhile: what is sent is what the checksum is of */
+    inflight->encoded = malloc(inflight->length);
+    if (!inflight->encoded)
+        return false;
+    memcpy(inflight->encoded, inflight->payload, inflight->length);
+    inflight->payload = inflight->encoded;
+    return true;
+}
+
 static bool make_piece(struct smb_link *link, struct stream *stream, struct inflight *inflight)
 {
     const struct smb_request *request = stream->request;
@@ -184,18 +201,8 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
             frame.flags |= SMB_FLAG_FETCH;
         /* fall through */
     case SMB_WRITE:
-        if (inflight->encoded)
-            break;
-        inflight->payload = (const uint8_t *)request->source + within;
-        inflight->payload_bytes = inflight->length;
-        if (link->client->checksums) {
-            /* a caller's array may change meanwhile: what is sent is what the checksum is of */
-            inflight->encoded = malloc(inflight->length);
-            if (!inflight->encoded)
-                return false;
-            memcpy(inflight->encoded, inflight->payload, inflight->length);
-            inflight->payload = inflight->encoded;
-        }
+        if (!inflight->encoded && !put_elements(link, request, within, inflight))
+            return false;
         break;
     case SMB_ACCUMULATE_FROM:
         frame.op = (uint8_t)request->op;
@@ -209,6 +216,8 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
             inflight_put_small(inflight, stream->source_ids[i]);
         smb_store_hyper(inflight->small + inflight->small_bytes, &request->hyper);
         inflight->small_bytes += 8 * SMB_HYPER_WORDS;
+        if (request_brings(request) && !put_elements(link, request, within, inflight))
+            return false;
         break;
     case SMB_COMPARE_SWAP: inflight_put_small(inflight, request->expected); break;
     }

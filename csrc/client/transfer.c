@@ -25,7 +25,8 @@ static int others_of(const struct smb_request *request,
     int states = request->opcode == SMB_APPLY ? smb_rule_states(request->op) : 0, count = 0;
     if (request->opcode != SMB_APPLY && request->opcode != SMB_ACCUMULATE_FROM)
         return 0;
-    others[count++] = request->other;
+    if (!request_brings(request))
+        others[count++] = request->other;
     for (int i = 0; i < states; i++)
         others[count++] = request->states[i];
     return count;
@@ -98,9 +99,9 @@ static bool make_stream(struct smb_buffer *buffer, const struct smb_request *req
                               .epoch = place->epoch,
                               .dtype = (uint8_t)buffer->dtype};
     const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
-    int sources = others_of(request, others);
+    int sources = others_of(request, others), first = request_brings(request);
     for (int s = 0; s < sources; s++)
-        stream->source_ids[s] = others[s]->places[index].segment_id;
+        stream->source_ids[first + s] = others[s]->places[index].segment_id;
     stream_advance(stream);
     return stream->have_piece; /* or nothing of the range is there */
 }
@@ -153,14 +154,17 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
 static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_request *request,
                           uint32_t *without)
 {
-    if (request->wire != SMB_WIRE_INT4)
+    uint32_t feature = request->wire == SMB_WIRE_INT4 ? SMB_FEATURE_INT4
+                       : request_brings(request)      ? SMB_FEATURE_BRINGS
+                                                      : 0;
+    if (!feature)
         return true;
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
         struct smb_cursor cursor = smb_cursor_make(&buffer->layout, i, request->offset,
                                                    request->bytes);
         const struct smb_link *link = buffer->places[i].link;
         if (cursor.position < cursor.end && !buffer->places[i].segment && link &&
-            !(atomic_load_explicit(&link->features, memory_order_relaxed) & SMB_FEATURE_INT4)) {
+            !(atomic_load_explicit(&link->features, memory_order_relaxed) & feature)) {
             *without = i;
             return false;
         }

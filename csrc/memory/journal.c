@@ -60,6 +60,8 @@ struct slot_words {
     struct smb_hyper hyper;
 };
 
+_Static_assert(sizeof(struct slot_words) <= PAGE - SLOT_PREFIX_BYTES, "they lie in one page");
+
 struct journal {
     int fd;
     uint8_t *base;

@@ -3,8 +3,8 @@
  * One file of tmpfs beside the daemon's segments: a header page, then slots, each
  *   [0, 4096)      undo: the old bytes of the block that is being changed; for several segments, a
  *                  smaller block of each, side by side
- *   [4096, 8192)   which change this is, and how far it has come (struct slot_words); its last 8
- *                  bytes may hold a token
+ *   [4096, 8192)   which change this is, and how far it has come (struct slot_words); its last 104
+ *                  bytes may hold a token, and words
  *   [8192, ..)     the payload, received there straight from the socket
  * The file is sparse: a slot takes memory from its first use on, all of it allocated before it is
  * touched.
@@ -39,11 +39,12 @@
 #include "memory/change.h"
 #include "memory/segment.h"
 
-enum { JOURNAL_SLOTS_MAX = 4096, JOURNAL_BLOCK_BYTES = 4096 };
+enum { JOURNAL_SLOTS_MAX = 4096, JOURNAL_BLOCK_BYTES = 4096, SLOT_PREFIX_BYTES = 104 };
 
 struct journal;
 
-/* A connection's. `payload` is page aligned; the 8 bytes before it are the connection's too. */
+/* A connection's. `payload` is page aligned; the SLOT_PREFIX_BYTES before it are the connection's
+ * too. */
 struct slot {
     uint32_t number;
     uint32_t ready_bytes; /* of payload, allocated */

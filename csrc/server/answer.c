@@ -142,7 +142,7 @@ static enum step answer_change(struct connection *connection)
         return connection_refuse(connection, SMB_OUT_OF_MEMORY);
     uint64_t result = 0;
     const uint8_t *payload = connection->staging;
-    if (staging_is_from_segments(frame->opcode)) {
+    if (staging_is_from_segments(frame)) {
         if (!connection->from_kept)
             memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES,
                    SMB_TOKEN_BYTES + smb_frame_body(frame));

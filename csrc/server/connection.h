@@ -60,7 +60,7 @@ struct connection {
     bool in_list;          /* linked in `again` or `deferred` */
     bool counted_deferred; /* since the request in hand was deferred for the first time */
     bool retried;          /* the request in hand was deferred before */
-    bool from_kept;        /* its payload, of ACCUMULATE_FROM or APPLY, is in `from` */
+    bool from_kept;        /* its payload is in `from`: staging_is_from_segments */
     bool greeted;
     /* it speaks for its session: greeted, and a token of it shown where tokens are asked for */
     bool proven;
@@ -98,13 +98,14 @@ struct connection {
     uint32_t out_start, out_end; /* small replies to be sent */
     uint32_t replies_held;
     uint32_t tail_start, tail_end; /* what is left of a chunk being sent, in `tail` */
-    uint8_t *staging; /* one chunk: payload on its way in; the 8 bytes before it are for a token */
-    struct slot slot; /* where staging lies, if there is a journal */
+    /* one chunk: payload on its way in; the 104 bytes before it are for a token, and words */
+    uint8_t *staging;
+    struct slot slot;     /* where staging lies, if there is a journal */
     uint8_t *own_staging; /* else */
     /* by reference: requests are records, whose payloads are in these. Else NULL */
     struct smb_slots *slots;
     const struct slot *named; /* the one of them that the request in hand named, or NULL */
-    /* payload of those two: staging is for the source's bytes then */
+    /* payload of a change from segments: staging is for the source's bytes then */
     uint8_t from[SMB_TOKEN_BYTES + SMB_APPLY_BYTES];
     uint8_t *tail;                    /* one chunk and a checksum: data on its way out */
     int pass_fd;                      /* goes with the one answer in `out`; -1: none */

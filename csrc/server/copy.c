@@ -74,7 +74,7 @@ void copy_make_note(struct replica *replica, struct forward *forward, const uint
 /* With the lock. Whether that copy is under way. */
 static bool copies(const struct replica *replica, uint32_t epoch)
 {
-    return is_primary(replica) && replica->copy.under_way && !replica->copy.failed &&
+    return replica_is_primary(replica) && replica->copy.under_way && !replica->copy.failed &&
            atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch;
 }
 
@@ -245,7 +245,7 @@ int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epo
     if (!replica)
         return SMB_NOT_FOUND;
     pthread_mutex_lock(&replica->lock);
-    int status = is_primary(replica) && replica->copy.under_way && !replica->copy.whole &&
+    int status = replica_is_primary(replica) && replica->copy.under_way && !replica->copy.whole &&
                          atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch
                      ? SMB_OK
                      : SMB_STALE_EPOCH;

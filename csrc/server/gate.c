@@ -81,6 +81,7 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
                                      .grants = request->grants,
                                      .fed = request->fed,
                                      .feeds = request->feeds,
+                                     .gathered = request->gathered,
                                      .begun_ns = request->begun_ns};
     struct smb_segment *segment;
     int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);
@@ -315,19 +316,44 @@ static int make_change(struct smb_server *server, struct gate_request *request,
 
 /* ---- the paths through ----------------------------------------------------------------------- */
 
-/* Copies the source range into scratch: no chunk lock is waited for while another is held. */
+/* A link to a segment with two copies follows its primary, and would take SMB_NOT_FOUND for being
+ * sent away. */
+static int missing(const struct gate_request *request, int status)
+{
+    bool copies = served_of(request->segment)->replica;
+    return status == SMB_NOT_FOUND && copies ? SMB_APART : status;
+}
+
+/* Copies the source range into scratch: no chunk lock is waited for while another is held. Of a
+ * source with two copies the bytes are kept until they may be told: those of a later try might
+ * never be. */
 static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id,
                        uint64_t offset, uint8_t *scratch)
 {
     struct smb_segment **source = &request->others[0];
     int status = *source ? SMB_OK : find(server, request, id, SMB_RIGHT_READ, source);
     if (status != SMB_OK)
-        return status;
+        return missing(request, status);
     if (smb_segment_dtype(*source) != request->frame.dtype)
         return SMB_INVALID;
-    struct smb_change read = {
-        .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
-    return smb_segment_apply(*source, &read, patience(request));
+    const struct served *served = served_of(*source);
+    if (served->replica && !replica_is_primary(served->replica))
+        return SMB_APART;
+    if (served->replica && server->guarded &&
+        !replica_serves(served->replica, grants_find(request->grants, id)->epoch, false))
+        return SMB_DENIED; /* as is_of_epoch */
+    if (!served->replica || !request->gathered) {
+        struct smb_change read = {
+            .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
+        status = smb_segment_apply(*source, &read, patience(request));
+        if (status != SMB_OK)
+            return missing(request, status);
+    }
+    if (!served->replica)
+        return SMB_OK;
+    if (!request->gathered)
+        request->gathered = 1 + replica_newest_of(served->replica, offset);
+    return replica_check_read(served->replica, request->gathered - 1, request->begun_ns);
 }
 
 /* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or
@@ -336,10 +362,11 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
                      uint8_t *scratch, struct smb_change *change)
 {
     const struct smb_frame *frame = &request->frame;
+    bool brings = smb_frame_brings(frame);
     uint64_t gradient = smb_load64(words);
     smb_load_hyper(words + 8 * SMB_APPLY_SEGMENTS, &change->hyper);
     change->factors = kernel_factors_of(frame->op, &change->hyper);
-    if (gradient == frame->segment)
+    if (gradient == frame->segment || (brings && gradient != 0))
         return SMB_INVALID;
     for (int i = 0; i < SMB_RULE_STATES_MAX; i++) {
         uint64_t id = smb_load64(words + 8 * (1 + i));
@@ -348,46 +375,77 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
             return SMB_INVALID;
         int status = id == 0 || *state ? SMB_OK : find(server, request, id, SMB_RIGHT_WRITE, state);
         if (status != SMB_OK)
-            return status;
+            return missing(request, status);
+        if (*state && served_of(*state)->replica)
+            return SMB_INVALID; /* its backup would not hear of it */
         change->states[i] = *state;
     }
-    return read_source(server, request, gradient, frame->offset, scratch);
+    return brings ? SMB_OK : read_source(server, request, gradient, frame->offset, scratch);
 }
 
-static int change_now(struct smb_server *server, struct gate_request *request,
-                      const struct slot *slot, const uint8_t *payload, uint8_t *scratch,
-                      uint8_t *sink, uint64_t *result)
+/* The change, from its frame. The operands of other segments are in `scratch` by then. */
+static int describe(struct smb_server *server, struct gate_request *request, const uint8_t *payload,
+                    uint8_t *scratch, uint8_t *sink, struct smb_change *change)
 {
     const struct smb_frame *frame = &request->frame;
+    bool brings = smb_frame_brings(frame);
     int status = SMB_OK;
-    struct smb_change change = {.opcode = frame->opcode,
-                                .op = frame->op,
-                                .offset = frame->offset,
-                                .bytes = frame->length,
-                                .wire = smb_frame_wire(frame),
-                                .source_bytes = smb_frame_body(frame),
-                                .source = payload,
-                                .sink = sink,
-                                .argument = frame->argument};
+    *change = (struct smb_change){.opcode = frame->opcode,
+                                  .op = frame->op,
+                                  .offset = frame->offset,
+                                  .bytes = frame->length,
+                                  .wire = smb_frame_wire(frame),
+                                  .source_bytes = smb_frame_body(frame),
+                                  .source = payload,
+                                  .sink = sink,
+                                  .argument = frame->argument};
     switch (frame->opcode) {
     case SMB_ACCUMULATE_FROM:
         status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8),
                              scratch);
-        change.source = scratch;
-        change.scale = smb_double_of(frame->argument);
+        change->source = scratch;
+        change->scale = smb_double_of(frame->argument);
         break;
     case SMB_APPLY:
-        status = read_step(server, request, payload, scratch, &change);
-        change.source = scratch;
+        status = read_step(server, request, brings ? payload - SMB_APPLY_BYTES : payload, scratch,
+                           change);
+        change->source = brings ? payload : scratch;
         break;
-    case SMB_ACCUMULATE: change.scale = smb_double_of(frame->argument); break;
-    case SMB_COMPARE_SWAP: change.expected = smb_load64(payload); break;
+    case SMB_ACCUMULATE: change->scale = smb_double_of(frame->argument); break;
+    case SMB_COMPARE_SWAP: change->expected = smb_load64(payload); break;
     }
-    if (status == SMB_OK)
-        status = make_change(server, request, slot, &change);
-    if (status == SMB_OK)
-        *result = change.result;
     return status;
+}
+
+/* The backup gets the operands with the change: their segments may be elsewhere, or change
+ * before it gets there. */
+static int prepare(struct gate_request *request, const uint8_t *payload,
+                   const struct smb_change *change)
+{
+    struct replica *replica = served_of(request->segment)->replica;
+    struct smb_frame frame = request->frame;
+    uint8_t words[SMB_APPLY_BYTES];
+    frame.payload = smb_frame_body(&frame);
+    frame.flags &= SMB_FLAG_WIRE;
+    if (frame.opcode == SMB_ACCUMULATE_FROM) {
+        frame.opcode = SMB_ACCUMULATE;
+        frame.payload = frame.length;
+        payload = change->source;
+    } else if (frame.opcode == SMB_APPLY) {
+        memcpy(words, smb_frame_brings(&request->frame) ? payload - SMB_APPLY_BYTES : payload,
+               sizeof words);
+        smb_store64(words, 0);
+        frame.payload = SMB_APPLY_BYTES + frame.length;
+        payload = change->source;
+    }
+    return replica_prepare(replica, &frame, frame.opcode == SMB_APPLY ? words : NULL, payload,
+                           &request->forward);
+}
+
+/* Of a fenced frame: where `payload` is what gate_execute takes. */
+static uint64_t token_before(const struct smb_frame *frame, const uint8_t *payload)
+{
+    return smb_load64(payload - (smb_frame_brings(frame) ? SMB_APPLY_BYTES : 0) - SMB_TOKEN_BYTES);
 }
 
 /* The record first, then the fence: what was made under the lock was made, though the lock be lost
@@ -407,17 +465,21 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
         if (replica && !request->fed)
             request->order = replica_newest(replica);
     } else if (status == SMB_OK) {
-        if (replica && !request->fed) {
-            status = replica_prepare(replica, &request->frame, payload, &request->forward);
+        struct smb_change change;
+        status = describe(server, request, payload, scratch, sink, &change);
+        if (replica && !request->fed && status == SMB_OK) {
+            status = prepare(request, payload, &change);
             prepared = status == SMB_OK;
         }
         if (fenced && status == SMB_OK)
-            status = sync_fence_enter(sync, smb_load64(payload - SMB_TOKEN_BYTES), smb_boot_ns());
+            status = sync_fence_enter(sync, token_before(&request->frame, payload), smb_boot_ns());
         if (status == SMB_OK) {
-            status = change_now(server, request, slot, payload, scratch, sink, result);
+            status = make_change(server, request, slot, &change);
             if (fenced)
                 sync_fence_leave(sync);
         }
+        if (status == SMB_OK)
+            *result = change.result;
     }
     let_go(request);
     if (prepared)

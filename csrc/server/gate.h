@@ -29,6 +29,7 @@ struct gate_request {
     uint64_t begun_ns;       /* a read: when it came */
     struct forward *forward; /* what is to go to the backup */
     uint64_t order;          /* what its answer waits for; 0: nothing */
+    uint64_t gathered;       /* 1 + what the source's bytes in `scratch` wait for; 0: none there */
 };
 
 /* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the
@@ -36,9 +37,10 @@ struct gate_request {
 int gate_admit(struct smb_server *server, const struct smb_frame *frame,
                struct gate_request *request);
 /* With the payload in hand: do the change, unless it was done before. `payload` is the frame's,
- * without the token, which lies before it. `slot` is the journal's slot that holds it, or NULL.
- * `scratch` and `sink` are a chunk's worth of memory for the source's bytes and the new values, or
- * NULL. SMB_BUSY: defer it. The old value of the 64-bit operations goes to *result. */
+ * without what lies before it: a token, and words that elements follow. `slot` is the journal's
+ * slot that holds it, or NULL. `scratch` and `sink` are a chunk's worth of memory for the source's
+ * bytes and the new values, or NULL. `scratch` stays as it is until the next try. SMB_BUSY: defer
+ * it. SMB_APART: smb.h. The old value of the 64-bit operations goes to *result. */
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot,
                  const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result);
 /* The range as it was at one instant, copied without its chunk's lock unless changes follow each

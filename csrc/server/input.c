@@ -109,7 +109,7 @@ enum step input_next_request(struct connection *connection)
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
     connection->retried = connection->from_kept = false;
-    connection->awaits = 0;
+    connection->awaits = connection->request.gathered = 0;
     connection->copied = false;
     connection->payload_have = is_record ? frame.payload : 0;
     return connection->admitted == SMB_PROTOCOL ? connection_refuse(connection, SMB_PROTOCOL)
@@ -211,7 +211,7 @@ enum step input_receive_payload(struct connection *connection)
         missing = sizeof nowhere;
     uint8_t *to = in_checksum ? connection->checksum + (connection->payload_have - elements)
                   : wanted
-                      ? connection->staging - staging_token_bytes(frame) + connection->payload_have
+                      ? connection->staging - staging_prefix_bytes(frame) + connection->payload_have
                       : nowhere;
     uint32_t here = connection->in_end - connection->in_start;
     if (here > 0) {

@@ -145,7 +145,7 @@ static void answer_waiting(struct replica *replica, uint64_t order, int status)
 int replica_await(struct replica *replica, struct wait *wait, uint64_t order)
 {
     pthread_mutex_lock(&replica->lock);
-    int status = !is_primary(replica) ? SMB_STALE_EPOCH
+    int status = !replica_is_primary(replica) ? SMB_STALE_EPOCH
                  : atomic_load_explicit(&replica->confirmed, memory_order_relaxed) < order
                      ? SMB_DEFERRED
                      : SMB_OK;
@@ -286,7 +286,7 @@ int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch)
     if (!replica)
         return SMB_NOT_FOUND;
     pthread_mutex_lock(&server->roles_lock);
-    int status = is_primary(replica) && is_paired(replica) &&
+    int status = replica_is_primary(replica) && is_paired(replica) &&
                          atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch
                      ? SMB_OK
                      : SMB_STALE_EPOCH;
@@ -310,6 +310,11 @@ bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed)
            atomic_load_explicit(&replica->epoch, memory_order_acquire) == epoch;
 }
 
+bool replica_is_primary(const struct replica *replica)
+{
+    return atomic_load_explicit(&replica->role, memory_order_acquire) == SMB_REPLICA_PRIMARY;
+}
+
 bool replica_allows(const struct smb_frame *frame)
 {
     switch (frame->opcode) {
@@ -317,6 +322,7 @@ bool replica_allows(const struct smb_frame *frame)
     case SMB_WRITE:
     case SMB_ACCUMULATE:
     case SMB_FILL:
+    case SMB_ACCUMULATE_FROM:
     case SMB_FETCH_ADD:
     case SMB_COMPARE_SWAP:
     case SMB_WATERMARK:
@@ -328,6 +334,7 @@ bool replica_allows(const struct smb_frame *frame)
     case SMB_PUBLISH:
     case SMB_PIN:
     case SMB_UNPIN: return true;
+    case SMB_APPLY: return smb_rule_states(frame->op) == 0;
     default: return false;
     }
 }
@@ -347,7 +354,7 @@ void replica_encode(const struct replica *replica, struct forward *forward, stru
 /* With the lock. */
 static int may_begin(struct replica *replica)
 {
-    if (!is_primary(replica))
+    if (!replica_is_primary(replica))
         return SMB_STALE_EPOCH;
     return replica->copy.settling ||
                    (is_paired(replica) && replica->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
@@ -364,8 +371,8 @@ int replica_prepare_sync(struct replica *replica)
     return status;
 }
 
-int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *payload,
-                    struct forward **forward)
+int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *words,
+                    const uint8_t *payload, struct forward **forward)
 {
     uint32_t body = smb_frame_body(frame);
     struct forward *made = NULL;
@@ -380,8 +387,11 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
     if (!made)
         return status;
     replica_encode(replica, made, *frame);
-    if (payload && body > 0)
-        memcpy(made->frame + SMB_FRAME_BYTES, payload, body);
+    uint32_t before = words ? SMB_APPLY_BYTES : 0;
+    if (words)
+        memcpy(made->frame + SMB_FRAME_BYTES, words, before);
+    if (payload && body > before)
+        memcpy(made->frame + SMB_FRAME_BYTES + before, payload, body - before);
     return SMB_OK;
 }
 
@@ -415,7 +425,7 @@ int replica_enqueue(struct replica *replica, struct forward *forward, uint64_t o
                               memory_order_release);
     } else {
         feed_free(&replica->feed, forward); /* it lost its backup, or its role, in between */
-        status = is_primary(replica) ? SMB_OK : SMB_STALE_EPOCH;
+        status = replica_is_primary(replica) ? SMB_OK : SMB_STALE_EPOCH;
     }
     pthread_mutex_unlock(&replica->lock);
     return status;
@@ -428,7 +438,7 @@ int replica_prepare_refusal(struct replica *replica, const struct smb_frame *fra
                              .session = frame->session,
                              .lane = frame->lane,
                              .sequence = frame->sequence};
-    int status = replica_prepare(replica, &note, NULL, forward);
+    int status = replica_prepare(replica, &note, NULL, NULL, forward);
     return status == SMB_OUT_OF_MEMORY ? SMB_BUSY : status; /* a refusal cannot be refused */
 }
 
@@ -451,8 +461,8 @@ uint64_t replica_newest(struct replica *replica)
     pthread_mutex_lock(&replica->lock);
     uint64_t order = is_paired(replica)
                          ? atomic_load_explicit(&replica->order, memory_order_relaxed)
-                     : is_primary(replica) ? 0
-                                           : UINT64_MAX;
+                     : replica_is_primary(replica) ? 0
+                                                   : UINT64_MAX;
     pthread_mutex_unlock(&replica->lock);
     return order;
 }
@@ -490,7 +500,7 @@ uint64_t replica_told_by_sync(struct replica *replica)
     uint64_t order = 0;
     pthread_mutex_lock(&replica->lock);
     /* Without memory it waits until the segment has other roles. */
-    if (!is_primary(replica) || replica->words_lost ||
+    if (!replica_is_primary(replica) || replica->words_lost ||
         (is_paired(replica) && !lease_runs(replica) && !ask_backup(replica)))
         order = UINT64_MAX;
     else if (is_paired(replica))
@@ -509,7 +519,7 @@ uint64_t replica_newest_of(const struct replica *replica, uint64_t offset)
 int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_ns)
 {
     bool paired = is_paired(replica); /* before the role: take_role */
-    if (!is_primary(replica) || !replica_has_confirmed(replica, order))
+    if (!replica_is_primary(replica) || !replica_has_confirmed(replica, order))
         return SMB_BUSY; /* the next try of one that is none is refused at the gate */
     if (!paired || lease_runs(replica))
         return SMB_OK;

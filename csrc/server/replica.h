@@ -44,11 +44,14 @@ bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed);
 /* Whether a client may send this request to a segment with two copies. */
 bool replica_allows(const struct smb_frame *frame);
 
+bool replica_is_primary(const struct replica *replica);
+
 /* Before a change at the primary: what is to be forwarded, to *forward; NULL if there is no
- * backup. SMB_BUSY: too much is in flight, or a copy is just begun: defer it. SMB_STALE_EPOCH: no
+ * backup. `words`, NULL for none, are SMB_APPLY_BYTES of the frame's body, before the payload.
+ * SMB_BUSY: too much is in flight, or a copy is just begun: defer it. SMB_STALE_EPOCH: no
  * longer the primary. After SMB_OK there has to be a replica_done. */
-int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *payload,
-                    struct forward **forward);
+int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *words,
+                    const uint8_t *payload, struct forward **forward);
 /* It was made, or will not be; `forward`, where it was not enqueued. Sends what can be sent. */
 void replica_done(struct replica *replica, struct forward *forward);
 /* Under the chunk's lock, once the change and its record are made, and before readers without the

@@ -62,11 +62,6 @@ static inline bool is_paired(const struct replica *replica)
     return atomic_load_explicit(&replica->paired, memory_order_acquire);
 }
 
-static inline bool is_primary(const struct replica *replica)
-{
-    return atomic_load_explicit(&replica->role, memory_order_acquire) == SMB_REPLICA_PRIMARY;
-}
-
 /* With the lock: the next in order. */
 void replica_append(struct replica *replica, struct forward *forward);
 /* Fills the header in; the body is whoever made it's. */

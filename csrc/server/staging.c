@@ -24,14 +24,16 @@ int staging_make(struct connection *connection, uint32_t bytes)
     return status;
 }
 
-uint32_t staging_token_bytes(const struct smb_frame *frame)
+uint32_t staging_prefix_bytes(const struct smb_frame *frame)
 {
-    return frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0;
+    return (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0U) +
+           (smb_frame_brings(frame) ? SMB_APPLY_BYTES : 0U);
 }
 
-bool staging_is_from_segments(int opcode)
+bool staging_is_from_segments(const struct smb_frame *frame)
 {
-    return opcode == SMB_ACCUMULATE_FROM || opcode == SMB_APPLY;
+    return frame->opcode == SMB_ACCUMULATE_FROM ||
+           (frame->opcode == SMB_APPLY && !smb_frame_brings(frame));
 }
 
 bool staging_is_needed(const struct smb_frame *frame)
@@ -41,20 +43,22 @@ bool staging_is_needed(const struct smb_frame *frame)
 
 uint32_t staging_bytes(const struct smb_frame *frame)
 {
-    uint32_t body = smb_frame_body(frame);
-    return staging_is_from_segments(frame->opcode) && frame->length > body ? frame->length : body;
+    uint32_t body = smb_frame_brings(frame) ? frame->length : smb_frame_body(frame);
+    return staging_is_from_segments(frame) && frame->length > body ? frame->length : body;
 }
 
 int staging_take_record(struct connection *connection, const uint8_t *record)
 {
     const struct smb_frame *frame = &connection->request.frame;
     const uint8_t *small = record + SMB_RECORD_SMALL_AT;
-    bool carries = frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE;
-    uint32_t token = staging_token_bytes(frame), body = smb_frame_body(frame);
+    bool carries = frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE ||
+                   smb_frame_brings(frame);
+    uint32_t prefix = staging_prefix_bytes(frame);
+    uint32_t body = frame->payload - smb_frame_checksum_bytes(frame) - prefix;
     connection->named = slots_at(connection->slots, smb_load64(record + SMB_RECORD_ENDS_AT));
     if ((carries || frame->opcode == SMB_READ) && !connection->named)
         return SMB_PROTOCOL;
-    if (!carries && token + body > SMB_RECORD_SMALL_BYTES)
+    if (!carries && prefix + body > SMB_RECORD_SMALL_BYTES)
         return SMB_PROTOCOL; /* a copy's parts do not come this way */
     bool in_place = carries && smb_frame_wire(frame) != SMB_WIRE_SPARSE;
     if (!in_place && staging_is_needed(frame)) {
@@ -67,9 +71,9 @@ int staging_take_record(struct connection *connection, const uint8_t *record)
     else if (carries)
         memcpy(connection->staging, connection->named->payload, body);
     else if (body > 0)
-        memcpy(connection->staging, small + token, body);
-    if (token > 0)
-        memcpy(connection->staging - token, small, token);
+        memcpy(connection->staging, small + prefix, body);
+    if (prefix > 0)
+        memcpy(connection->staging - prefix, small, prefix);
     return SMB_OK;
 }
 

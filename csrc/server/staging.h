@@ -8,10 +8,10 @@
 /* Gives the connection a journal slot with room for so many bytes. Payloads are received there, and
  * changes are made from there. */
 int staging_make(struct connection *connection, uint32_t bytes);
-/* Of a frame that is fenced: they lie before the payload. */
-uint32_t staging_token_bytes(const struct smb_frame *frame);
-/* Its operand is another segment: ACCUMULATE_FROM, APPLY. */
-bool staging_is_from_segments(int opcode);
+/* Of the payload, what lies before the rest in memory: a token; words that elements follow. */
+uint32_t staging_prefix_bytes(const struct smb_frame *frame);
+/* Its operand is another segment: ACCUMULATE_FROM, APPLY that does not bring it. */
+bool staging_is_from_segments(const struct smb_frame *frame);
 /* Every change is made from the journal slot, also one without a payload. */
 bool staging_is_needed(const struct smb_frame *frame);
 /* A change from another segment has that segment's bytes there, after its payload. */

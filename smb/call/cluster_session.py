@@ -156,6 +156,10 @@ class ClusterSession:
             return self._link_to_copies(place, deadline, waits=True)[0]
         return choose_waits(self._transports, place, deadline)
 
+    def server_of(self, place: SegmentPlace) -> str:
+        """Return the server that a segment's calls go to."""
+        return self._links.server_of(place)
+
     def turns_of(self, buffer_id: int, itemsize: int) -> Turns:
         """Return the order of the async calls on a buffer: one for all objects of it."""
         with self._lock:

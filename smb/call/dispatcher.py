@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
+
+import numpy as np
 
 from smb import engine
 from smb.buffer_info import BufferInfo
 from smb.call.arguments import Arguments
-from smb.call.outcomes import Failed, error_of, outcome_of
+from smb.call.outcomes import Failed, error_of, outcome_of, ranges_of
 from smb.call.session import Fence, Session
 from smb.call.sync_requests import LOST, Home
-from smb.engine import BufferHandle, EngineError, Opcode, Outcome, Place, Request, Status, Window, take_interrupt
+from smb.engine import (
+    NOWHERE,
+    BufferHandle,
+    EngineError,
+    Link,
+    Opcode,
+    Outcome,
+    PartState,
+    Place,
+    Request,
+    Status,
+    Window,
+    take_interrupt,
+)
 from smb.errors import (
     APPLIED,
     NOT_APPLIED,
@@ -37,6 +53,7 @@ from smb.transport.choose import describe
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
 _REFUSED_WAIT_MS = 1000  # for the answers to the other parts of a call of which one was refused
+_BROUGHT_BYTES = 32 << 20  # of a source that lies on other servers, held at a time
 
 _log = logging.getLogger("smb")
 
@@ -56,6 +73,7 @@ class Dispatcher:
         self._lock = threading.Lock()  # while paths are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
+        self._gated_links: tuple[Link, ...] = ()  # of its segments
         self._homes: tuple[Home, ...] = ()
         self._ask_first = False  # the coordinator, before paths are looked for again: a server may have moved
 
@@ -72,9 +90,11 @@ class Dispatcher:
         others: tuple[Dispatcher, ...] = (),
         started: float | None = None,
         ended: Outcome | None = None,
+        deadline: Deadline | None = None,
     ) -> int:
         """Do one call on the engine, or go on with one that has `ended`. Broken connections are its links' to
-        mend (transport/reconnect.py). Returns the engine's number, unsigned."""
+        mend (transport/reconnect.py). `deadline`: of a call that this one is a part of. Returns the engine's number,
+        unsigned."""
         opcode = request.opcode
         handle = self._handle
         touched = False  # by an attempt before this one
@@ -92,7 +112,7 @@ class Dispatcher:
             if request.nbytes == 0:  # nothing to ask of anybody
                 self.session.check_open()
                 return 0
-            deadline = Deadline(self.session.timeout, started)
+            deadline = deadline or Deadline(self.session.timeout, started)
             if (
                 ended is None
                 and self.one_copy
@@ -105,6 +125,8 @@ class Dispatcher:
                 if ended is None:
                     self.session.check_open()
                     handle, theirs = self._handles(request, others, deadline)
+                    if others and request.source == NOWHERE and self._lies_apart(others[0]):
+                        return self._bring(request, others, [self._elements(request)], fence, deadline)
                     done = handle.transfer(request, deadline.left_ms(), theirs)
                     self._raise_interrupt(request, done, touched=touched)
                     if isinstance(done, int):
@@ -118,6 +140,9 @@ class Dispatcher:
                     for other in others:
                         other._forget(other._handle)
                         other._refresh(deadline)
+                if others and self._was_apart(ended.status, others):
+                    left = self._left_of(request, ended, deadline)
+                    return self._bring(request, others, left, fence, deadline)
                 if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
                     opened_again = True
                     touched |= opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
@@ -192,9 +217,106 @@ class Dispatcher:
         self, request: Request, others: tuple[Dispatcher, ...], deadline: Deadline
     ) -> tuple[BufferHandle, list[BufferHandle]]:
         """Return the handles of this buffer and of the others: through the servers where the request takes that."""
-        if request.token or request.opcode is Opcode.APPLY:
-            return self._gated(deadline), [other._gated(deadline) for other in others]
+        moves = others and any(each.info.replicas > 1 for each in (self, *others))
+        if request.token or request.opcode is Opcode.APPLY or moves:
+            handles = self._gated(deadline), [other._gated(deadline) for other in others]
+            if moves:
+                self._show(others, deadline)
+            return handles
         return self.ensure(deadline), [other.ensure(deadline) for other in others]
+
+    def _show(self, others: tuple[Dispatcher, ...], deadline: Deadline) -> None:
+        """Show the tokens of the others' segments on this buffer's links: segments with two copies have links of their
+        own. A server that does not take one denies the call.
+        """
+        tokens = self.session.coordinator.tokens
+        for index, link in enumerate(self._gated_links):
+            for other in others:
+                with contextlib.suppress(EngineError):
+                    tokens.show(link, other.info.layout.segments[index].id, deadline.left_ms())
+
+    def _lies_apart(self, source: Dispatcher) -> bool:
+        """Whether a source lies on other servers than this buffer, as far as is known here."""
+        if self.info.replicas == source.info.replicas == 1:
+            return False
+        here, there = self.info.layout.segments, source.info.layout.segments
+        server_of = self.session.server_of
+        return any(server_of(a) != server_of(b) for a, b in zip(here, there, strict=True))
+
+    def _was_apart(self, status: Status, others: tuple[Dispatcher, ...]) -> bool:
+        """Whether a call failed as a server did not have the others, or not to read: they have just moved."""
+        moves = any(each.info.replicas > 1 for each in (self, *others))
+        return status is Status.APART or (moves and status in (Status.NOT_FOUND, Status.DENIED))
+
+    def _left_of(self, request: Request, ended: Outcome, deadline: Deadline) -> list[range]:
+        """Return what a call that failed did not apply. Raises its error where that is not known."""
+        unknown = ended.unknown
+        try:
+            parts = self.session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
+        except EngineError as error:
+            raise self._error(request, ended) from error
+        if not parts or any(state is PartState.UNKNOWN for _, _, state in parts):
+            raise self._error(request, ended)
+        missing = [(at, nbytes) for at, nbytes, state in parts if state is PartState.NOT_APPLIED]
+        return ranges_of(missing, self.arguments.itemsize)
+
+    def _bring(
+        self,
+        request: Request,
+        others: tuple[Dispatcher, ...],
+        parts: list[range],
+        fence: Fence | None,
+        deadline: Deadline,
+    ) -> int:
+        """Do what is left of a call, `parts`, whose source does not lie on this buffer's servers: read it, and send it
+        along. Each chunk's is read at one instant and used at a later one, as servers do it. The rest of the call was
+        applied.
+        """
+        source, itemsize = others[0], self.arguments.itemsize
+        chunk = self.info.layout.chunk_bytes
+        most = max(1, _BROUGHT_BYTES // chunk) * chunk // itemsize
+        left = [piece for part in parts for piece in _cut(part, most)]
+        touched = sum(map(len, left)) < len(self._elements(request))
+        while left:
+            piece = left[0]
+            begun = False
+            try:
+                values = np.empty(len(piece), self.info.dtype)
+                offset, nbytes = piece.start * itemsize, len(piece) * itemsize
+                memory = engine.memory_of(values.view(np.uint8))
+                source.call(Request(Opcode.READ, offset, nbytes, sink=memory), deadline=deadline)
+                begun = True
+                change = request._replace(offset=offset, nbytes=nbytes, source=memory, token=0)
+                if request.opcode is Opcode.ACCUMULATE_FROM:
+                    change = change._replace(opcode=Opcode.ACCUMULATE)
+                self.call(change, fence=fence, others=others[1:], deadline=deadline)
+            except BaseException as error:
+                self._account_for(error, request, left, touched, begun)
+                raise
+            touched = True
+            del left[0]
+        return 0
+
+    def _account_for(
+        self, error: BaseException, request: Request, left: list[range], touched: bool, begun: bool
+    ) -> None:
+        """Say of a call that failed at left[0] what it means for all of it. `touched`: some of it was applied before;
+        `begun`: it was the change of left[0] that failed, and not the reading for it.
+        """
+        failed: Any = error
+        found: CallOutcome = getattr(error, "outcome", UNKNOWN) if begun else NOT_APPLIED
+        account = getattr(error, "_account", None)
+        unknown = account.unknown if begun and account is not None else None
+        if found == UNKNOWN and unknown is None:
+            missing = []  # it can't be known
+        else:
+            missing = left if found == NOT_APPLIED and unknown is None else left[1:]
+        failed._account = Failed(self, self._elements(request), unknown, missing=tuple(missing))
+        alone = not touched and len(left) == 1
+        failed.outcome = found if alone or (found == NOT_APPLIED and not touched) else UNKNOWN
+        if isinstance(error, Error):
+            rest = "" if failed.outcome == found else "; of the whole call buffer.settle(error) tells"
+            error.args = (f"{self._asked(request)}, whose source lies on other servers and is brought: {error}{rest}",)
 
     def _asked(self, request: Request) -> str:
         return self.arguments.asked(request.opcode.name.lower())
@@ -237,7 +359,7 @@ class Dispatcher:
             if handle is not None and handle in (self._handle, self._gated_handle):
                 self.place.disarm()
                 self._handle = self._gated_handle = None
-                self._homes = ()
+                self._homes = self._gated_links = ()
                 self._ask_first = True
 
     def _gated(self, deadline: Deadline) -> BufferHandle:
@@ -305,9 +427,10 @@ class Dispatcher:
     def _attach_gated(self, deadline: Deadline) -> BufferHandle:
         """Find a path through its server to every segment."""
         handle = self._new_handle()
-        for index, place in enumerate(self.info.layout.segments):
-            link = self.session.reach_gated(place, deadline)
+        links = [self.session.reach_gated(place, deadline) for place in self.info.layout.segments]
+        for index, (place, link) in enumerate(zip(self.info.layout.segments, links, strict=True)):
             handle.set_link(index, place.id, place.epoch or self.info.layout.epoch, link)
+        self._gated_links = tuple(links)
         return handle
 
     def _new_handle(self) -> BufferHandle:
@@ -424,6 +547,15 @@ def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int,
     dispatcher = calls()
     assert dispatcher is not None
     return signed(dispatcher.call(request, started=started, ended=ended))
+
+
+def _cut(part: range, most: int) -> Iterator[range]:
+    """Yield the part in pieces that end at multiples of `most` elements: at ends of chunks, which stay whole."""
+    start = part.start
+    while start < part.stop:
+        stop = min(part.stop, (start // most + 1) * most)
+        yield range(start, stop)
+        start = stop
 
 
 def _all_alive(paths: tuple[SegmentPath, ...]) -> bool:

@@ -44,6 +44,7 @@ class Failed:
     calls: object  # the dispatcher that made it
     elements: range  # all of the call
     unknown: UnknownParts | None = None
+    missing: tuple[range, ...] = ()  # beside `unknown`: not applied, nor ever will be
     sending: TakenOut | None = None  # what it took out of a residual; put back once
     settled: bool = False
 
@@ -112,6 +113,10 @@ def error_of(
     if outcome.status is Status.DENIED:
         why = "it may only read it" if reader else "its right has expired and the coordinator gave no newer one"
         return PermissionDeniedError(f"{asked}: {where} does not let this session do it: {why}; {applied}")
+    if outcome.status is Status.APART:
+        return UnavailableError(f"{asked}: its source lies on other servers than {where}; {applied}")
+    if outcome.status is Status.VERSION and opcode is Opcode.APPLY:
+        return TransportError(f"{asked}: {where} is of a release that takes no gradient from a client; {applied}")
     if outcome.status is Status.VERSION:
         return TransportError(
             f"{asked}: {where} is of a release that does not know this wire; run newer memory servers, or pass "

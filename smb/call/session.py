@@ -37,6 +37,9 @@ class Session(Protocol):
     def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return the link for what waits at a segment's server."""
 
+    def server_of(self, place: SegmentPlace) -> str:
+        """Return the server that a segment's calls go to."""
+
     def turns_of(self, buffer_id: int, itemsize: int) -> Turns:
         """Return the order of the async calls on a buffer."""
 

@@ -134,9 +134,10 @@ def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placemen
     return placement
 
 
-def place_backups(pool: Pool, placement: Placement) -> tuple[str, ...]:
+def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = None) -> tuple[str, ...]:
     """Return the server of each share's second copy: another one, on another host if one there has room. Among those it
-    is the server with least of this buffer, then the one with most free bytes.
+    is the server with least of this buffer, then the one with most free bytes. Placed like another buffer, it is the
+    one that has that buffer's copy, where there is room: so the two lie together after a server is lost, too.
 
     Raises UnavailableError if there is one server alone, OutOfMemoryError if there is no room.
     """
@@ -149,12 +150,15 @@ def place_backups(pool: Pool, placement: Placement) -> tuple[str, ...]:
     for share in placement.shares:
         free[share.server] -= share.file_bytes
     backups = []
-    for share in placement.shares:
+    beside = [segment.backup for segment in like.segments] if like is not None else [""] * len(placement.shares)
+    for share, wanted in zip(placement.shares, beside, strict=True):
         host = pool.hosts.get(share.server)
         others = [name for name in free if pool.may_copy(share.server, name) and free[name] >= share.file_bytes]
         if not others:
             raise _no_room(pool, 2 * sum(share.file_bytes for share in placement.shares), " in two copies")
-        chosen = min(others, key=lambda name: (pool.hosts.get(name) == host, given[name], -free[name], name))
+        chosen = wanted
+        if wanted not in others:
+            chosen = min(others, key=lambda name: (pool.hosts.get(name) == host, given[name], -free[name], name))
         free[chosen] -= share.file_bytes
         given[chosen] += share.file_bytes
         backups.append(chosen)

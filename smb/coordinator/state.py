@@ -471,7 +471,8 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in event.avoid}
         pool = replace(pool, free_bytes=free)
         placement = _placement(state, creation, pool)
-        backups = place_backups(pool, placement) if creation.replicas > 1 else ()
+        beside = state.buffers[creation.like] if creation.like else None
+        backups = place_backups(pool, placement, beside) if creation.replicas > 1 else ()
     except Error as error:
         raise type(error)(f"{creation.asked}: {error}") from None
     record = _pending(creation, placement, backups, event.new_id, now)

@@ -68,13 +68,13 @@ class BufferHandle:
         check(lib.smb_buffer_set_local(self.pointer, index, segment.pointer))
 
     def transfer(self, request: Request, timeout_ms: int, others: Sequence[BufferHandle] = ()) -> Outcome | int:
-        """Do one call, with other buffers as its source or state. Blocks up to timeout_ms.
+        """Do one call, with other buffers as its source, if it has no other one, and state. Blocks up to timeout_ms.
 
         Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
         """
         outcome = ffi.new("struct smb_outcome *")
         opcode, offset, nbytes, source, sink, op, scale, argument, expected, wire, token, indices, hyper = request
-        if not (wire or token or others):  # without a struct, which takes as long to fill as a small call
+        if not (wire or token or others or hyper):  # without a struct, which takes as long to fill as a small call
             status = lib.smb_call(
                 self.pointer, opcode, offset, nbytes, source, sink, op, scale, argument, expected, timeout_ms, outcome
             )
@@ -88,10 +88,11 @@ class BufferHandle:
         raw.timeout_ms = timeout_ms
         if indices is not None:
             raw.indices, raw.count = ffi.cast("int64_t *", memory_of(indices)), indices.size
-        if others:
-            raw.other = others[0].pointer
-            for index, state in enumerate(others[1:]):
-                raw.states[index] = state.pointer
+        states = others
+        if others and source == ffi.NULL:
+            raw.other, states = others[0].pointer, others[1:]
+        for index, state in enumerate(states):
+            raw.states[index] = state.pointer
         for name, value in (hyper or {}).items():
             setattr(raw.hyper, name, value)
         return 0 if lib.smb_transfer(self.pointer, raw, outcome) == 0 else outcome_of(outcome)

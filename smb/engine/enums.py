@@ -33,6 +33,7 @@ class Status(IntEnum):
     BROKEN = lib.SMB_BROKEN
     EVICTED = lib.SMB_EVICTED
     SESSION_ENDED = lib.SMB_SESSION_ENDED
+    APART = lib.SMB_APART
     DISCONNECTED = lib.SMB_DISCONNECTED
     LINK_LOST = lib.SMB_LINK_LOST
     PROTOCOL = lib.SMB_PROTOCOL
@@ -165,6 +166,7 @@ _WORDS = {
     Status.UNTRUSTED: "the peer there could not prove that it is that server",
     Status.NAMESPACE: "this process is in another PID namespace than the server, where its locks do not hold",
     Status.SESSION_ENDED: "this client's session has ended there",
+    Status.APART: "the source lies on another server",
 }
 
 DENIED = {  # why a token was not taken, for authorize

@@ -2,7 +2,7 @@
 
 A snapshot is taken from what does not change: a published version that is pinned, or a copy that the servers make
 among themselves (no bytes travel) and that is deleted at the end. If they can't make one, the snapshot reads the buffer
-itself, and begins anew after an interruption: no room, a drained server, two copies, a reader's certificate. Beside
+itself, and begins anew after an interruption: no room, a drained server, a reader's certificate. Beside
 FILE lies FILE.crc32c: the CRC-32C of each block, from which an interrupted snapshot goes on and by which restore checks
 what it reads. A restore that is under way has its own (checksums.py).
 """
@@ -43,8 +43,7 @@ from smb.files.names import Form
 from smb.files.temporary_names import create, private_name
 
 _PIN_S = 30.0
-# The servers can't copy a buffer. They can't combine buffers of two copies; another server may have room; readers make
-# no buffers.
+# The servers can't copy a buffer. Another server may have room; readers make no buffers.
 _NO_COPY = (InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError)
 
 _log = logging.getLogger("smb")

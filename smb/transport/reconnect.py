@@ -185,6 +185,11 @@ class Links:
         self.tokens.show(link, place.id, deadline.left_ms())
         return link, bool(entry.unix_path())
 
+    def server_of(self, place: SegmentPlace) -> str:
+        """Return the server of a segment: of one that has two copies, where its link found the primary last."""
+        entry = self._copies.get((place.id, False))
+        return place.server if entry is None else entry.place.server
+
     def _forget_copies(self) -> None:
         """Those that nobody uses any more. With the lock."""
         gone = [key for key, each in self._copies.items() if each.link is not None and each.link() is None]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import smb
+from smb.call import dispatcher
+from smb.call.cluster_session import ClusterSession
+from smb.engine import Opcode, Request
 from smb.tools.cli.main import app
 from tests.support import second_copy
 from tests.support.daemons import tidy, wait_for
@@ -104,19 +109,157 @@ def test_locks_of_two_copies(cluster: smb.LocalCluster, client: smb.Client, way:
     assert (buffer.read() == 2).all()
 
 
+# ---- changes whose operands lie in other buffers
+
+SIZE = 50_003
+PLACES = {"beside": ["server-0", "server-1"], "apart": ["server-1", "server-0"]}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "told by servers"])
+@pytest.mark.parametrize(("way", "checksum"), [("auto", False), ("tcp", False), ("tcp", True)])
+def test_operands_of_other_buffers(
+    cluster: smb.LocalCluster,
+    client: smb.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    checksum: bool,
+    known: bool,
+) -> None:
+    """accumulate_from and steps of random ranges, from sources beside and apart, of one copy and of two:
+    every element is what numpy says, and the copies are equal at rest. `known`: where the source lies.
+    """
+    if not known:  # as where one of them has just moved
+        monkeypatch.setattr(ClusterSession, "server_of", lambda *_: "")
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for name, servers in PLACES.items():
+        for replicas in (1, 2):
+            made = client.create(f"{name}{replicas}", SIZE, servers=servers, stripe="64KiB", replicas=replicas)
+            arrays[made.name] = rng.normal(size=SIZE).astype(np.float32)
+            made.write(arrays[made.name])
+    with smb.connect(cluster.address, transport=way, checksum=checksum) as other:
+        buffers = {name: other.open(name) for name in arrays}
+        for _ in range(40):
+            name, source = (str(each) for each in rng.choice(list(arrays), 2, replace=False))
+            if (name, source) in (("beside1", "apart1"), ("apart1", "beside1")):
+                continue  # one copy each: these are not brought
+            first, last = sorted(int(at) for at in rng.integers(0, SIZE + 1, 2))
+            a, b, span = arrays[name], arrays[source], slice(first, last)
+            scale = float(np.float32(rng.normal()))
+            how = str(rng.choice(["sum", "elastic", "min", "sgd", "step"]))
+            given = {"offset": first, "count": last - first}
+            if how in ("sgd", "step") and name.endswith("2"):
+                if how == "sgd":
+                    buffers[name].apply("sgd", buffers[source], lr=scale, weight_decay=0.5, **given)
+                    a[span] -= np.float32(scale) * (b[span] + np.float32(0.5) * a[span])
+                else:
+                    buffers[name].apply("elastic", buffers[source], alpha=scale, **given)
+                    a[span] += np.float32(scale) * (b[span] - a[span])
+            elif how in ("sum", "elastic", "min"):
+                buffers[name].accumulate_from(buffers[source], op=how, scale=scale, **given)
+                s = np.float32(scale)
+                a[span] = {
+                    "sum": lambda a, b, s: a + s * b,
+                    "elastic": lambda a, b, s: a + s * (b - a),
+                    "min": lambda a, b, s: np.minimum(a, s * b),
+                }[how](a[span], b[span], s)
+        for name, buffer in buffers.items():
+            np.testing.assert_array_equal(buffer.read(), arrays[name], err_msg=name)
+    copied = [client.open(name).layout.segments for name in arrays if name.endswith("2")]
+    assert second_copy.check_copies(client, cluster.memory_directory) == sum(map(len, copied))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_operands_under_a_lock(client: smb.Client, place: str) -> None:
+    """Under the buffer's lock they are combined, wherever the source lies; under one that was lost nothing is."""
+    buffer = client.create("w", SIZE, servers=PLACES["beside"], replicas=2)
+    source = client.create("g", SIZE, servers=PLACES[place], replicas=2)
+    source.fill(2)
+    with buffer.lock() as lock:
+        buffer.accumulate_from(source, fence=lock)
+        buffer.apply("sgd", source, lr=-1, fence=lock)
+    former = buffer.lock(ttl=0.05).acquire()
+    client._session.renewals.remove(former)
+    with buffer.lock(timeout=20):
+        for call in (
+            lambda: buffer.accumulate_from(source, fence=former),
+            lambda: buffer.apply("sgd", source, lr=-1, fence=former),
+        ):
+            with pytest.raises(smb.LockLostError):
+                call()
+    assert (buffer.read() == 4).all()
+
+
+def test_a_source_that_is_gone_is_named(client: smb.Client) -> None:
+    """It was deleted: nothing changes, and the next one is taken."""
+    buffer, source = (client.create(name, SIZE, replicas=2) for name in ("w", "g"))
+    source.fill(1)
+    buffer.accumulate_from(source)
+    client.delete("g")
+    for call in (lambda: buffer.accumulate_from(source), lambda: buffer.apply("sgd", source, lr=-1)):
+        with pytest.raises(smb.NotFoundError, match="buffer 'g' was deleted") as caught:
+            call()
+        assert caught.value.outcome == "not applied"
+        assert buffer.settle(caught.value) == [range(SIZE)]
+    assert (buffer.read() == 1).all()
+    source = client.create("g", SIZE, replicas=2)
+    source.fill(1)
+    buffer.apply("sgd", source, lr=-1)
+    assert (buffer.read() == 2).all()
+
+
+@pytest.mark.parametrize("failing", ["the reading", "the change"])
+def test_what_became_of_a_change_whose_source_is_brought(
+    client: smb.Client, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """It is brought in parts, and the third one fails: settle names what was not applied, and that once more is all."""
+    buffer = client.create("w", SIZE, servers=PLACES["beside"], stripe="16KiB", replicas=2)
+    source = client.create("g", SIZE, servers=PLACES["apart"], stripe="16KiB", replicas=2)
+    source.fill(1)
+    monkeypatch.setattr(dispatcher, "_BROUGHT_BYTES", buffer.layout.chunk_bytes)
+    fails = (source if failing == "the reading" else buffer)._dispatcher
+    whole, calls = type(fails).call, 0
+
+    def call(self: dispatcher.Dispatcher, request: Request, **given: Any) -> int:
+        nonlocal calls
+        calls += self is fails and request.opcode in (Opcode.READ, Opcode.ACCUMULATE)
+        if calls == 3:
+            calls += 1
+            raise smb.UnavailableError("the network is down")
+        return whole(self, request, **given)
+
+    monkeypatch.setattr(type(fails), "call", call)
+    with pytest.raises(smb.UnavailableError, match=r"^accumulate_from of buffer 'w', .* the network is down") as caught:
+        buffer.accumulate_from(source)
+    assert caught.value.outcome == "unknown"
+    missing = buffer.settle(caught.value)
+    done = 2 * buffer.layout.chunk_bytes // 4
+    assert missing == [range(done, SIZE)]
+    assert buffer.read()[:done].all()
+    assert not buffer.read()[done:].any()
+    for part in missing:
+        buffer.accumulate_from(source, offset=part.start, count=len(part))
+    assert (buffer.read() == 1).all()
+
+
 def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalCluster, client: smb.Client) -> None:
     """Nothing is accepted and ignored."""
     buffer = client.create("w", 1000, replicas=2)
     like = client.create("v", 1000, like=buffer)
     assert (buffer.info.replicas, like.info.replicas) == (2, 1)
-    for call in (
-        lambda: buffer.view(),
-        lambda: buffer.accumulate_from(like),
-        lambda: like.accumulate_from(buffer),
-        lambda: buffer.apply("sgd", like, lr=0.1),
+    state = client.create("m", like=buffer, replicas=2)
+    for call, told in (
+        (lambda: buffer.view(), "has no view; use read"),
+        (lambda: buffer.apply("momentum", like, state, lr=0.1, mu=0.9), "'momentum' changes its state with it"),
+        (lambda: like.apply("sgd", buffer, lr=0.1), "has two copies .* and the weights have one"),
+        (lambda: buffer.accumulate_from(client.create("n", 1000, stripe="4KiB")), "make it with like='w'"),
+        (lambda: buffer.apply("sgd", buffer, lr=0.1), "must be different buffers"),
     ):
-        with pytest.raises(smb.InvalidArgumentError, match="has two copies"):
+        with pytest.raises(smb.InvalidArgumentError, match=told):
             call()
+    buffer.apply("sgd", state, lr=0.1)  # beside them, one that can be
     with smb.connect(cluster.address, transport="shm") as other, pytest.raises(smb.TransportError, match="two copies"):
         other.open("w").read()
     with pytest.raises(smb.AlreadyExistsError, match="replicas 2, not 1"):

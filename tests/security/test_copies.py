@@ -19,6 +19,7 @@ import pytest
 import smb
 from memserver.engine import Engine, SegmentForm
 from memserver.replication import BACKUP, PRIMARY
+from smb.call.dispatcher import Dispatcher
 from smb.engine import Tls
 from smb.security.credentials import load_directory, server_name
 from tests.security.test_tokens import GENERATION, KEY, NOW_MS, Token
@@ -286,6 +287,7 @@ def test_clients_go_on_with_new_tokens(certificates: Path, way: str, monkeypatch
         tidy(cluster, 60.0) as ours,
     ):
         buffer = ours.create("w", 300_000, "int64", stripe="64KiB", replicas=2)
+        ours.create("source", like=buffer, replicas=2).fill(10)
         who = {"transport": way, "timeout": 60.0}
         with (
             smb.connect(cluster.address, credentials=certificates / "client", **who) as writer,  # type: ignore[arg-type]
@@ -297,17 +299,26 @@ def test_clients_go_on_with_new_tokens(certificates: Path, way: str, monkeypatch
             assert (seen.read() == 1).all()
             with pytest.raises(smb.PermissionDeniedError):
                 seen.write(ones)
+            # Its servers combine the two: its token for the source is shown where the buffer is.
+            with monkeypatch.context() as patched:
+                patched.setattr(Dispatcher, "_bring", None)
+                theirs.accumulate_from(writer.open("source"))
+            with pytest.raises(smb.PermissionDeniedError):
+                seen.accumulate_from(reader.open("source"))
+            assert (seen.read() == 11).all()
             victim = next(each for each in cluster.servers if each.name == buffer.layout.segments[0].server)
             victim.kill()
             second_copy.lose(cluster.memory_directory, victim.name)
             theirs.accumulate(ones)
-            assert (seen.read() == 2).all()
+            theirs.accumulate_from(writer.open("source"))
+            assert (seen.read() == 22).all()
             with pytest.raises(smb.PermissionDeniedError):
                 seen.accumulate(ones)
             wait_for(lambda: second_copy.are_whole(ours), "two copies of each segment", 60.0)
             theirs.accumulate(ones)
-            assert (seen.read() == 3).all()
-        assert second_copy.check_copies(ours, cluster.memory_directory) == len(buffer.layout.segments)
+            theirs.accumulate_from(writer.open("source"))
+            assert (seen.read() == 33).all()
+        assert second_copy.check_copies(ours, cluster.memory_directory) == 2 * len(buffer.layout.segments)
 
 
 def test_a_server_without_tls_is_no_place_for_copies(certificates: Path) -> None:

@@ -18,7 +18,9 @@ CLIENTS_MAX = 8  # elements of "board", each written by one client alone
 PUBLISHED = 6_000  # elements of "news", all of one number in each version
 TURNS = 1_200  # of "turns", changed under its lock alone: its first element counts, the others repeat it
 LEASE_S = 20.0  # longer than a fail-over takes: nobody's turn ends before its time
-SEGMENTS = 3 + 1 + 1 + 3 + 3  # of all, with three servers
+STEPPED = 5_000  # of "into", which gets "source" added, and "weights" with "ones", on another server, as the gradient
+SEGMENTS = 3 + 1 + 1 + 3 + 3 + 2 * 3 + 2 * 1  # of all, with three servers
+BUFFERS = ("sum", "counter", "board", "news", "turns", "into", "source", "weights", "ones")
 CALL_S = 60.0
 
 
@@ -29,11 +31,16 @@ def make(client: smb.Client) -> None:
     client.create("board", CLIENTS_MAX, "int64", replicas=2)
     client.create("news", PUBLISHED, "int64", stripe="16KiB", replicas=2, versions=2)
     client.create("turns", TURNS, "int64", stripe="4KiB", replicas=2)
+    into = client.create("into", STEPPED, "int64", stripe="8KiB", replicas=2)
+    client.create("source", like=into, replicas=2).write(pattern(0, STEPPED, "int64"))
+    weights = client.create("weights", STEPPED, stripe="64KiB", replicas=2)
+    elsewhere = next(each.name for each in client.servers() if each.name != weights.layout.segments[0].server)
+    client.create("ones", STEPPED, stripe="64KiB", servers=[elsewhere], replicas=2).fill(1)
 
 
 def drop(client: smb.Client) -> None:
     """Delete them."""
-    for name in ("sum", "counter", "board", "news", "turns"):
+    for name in BUFFERS:
         client.delete(name)
 
 
@@ -44,6 +51,7 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
         with smb.connect(address, transport=way, timeout=CALL_S) as client:
             total, counter, board = client.open("sum"), client.open("counter"), client.open("board")
             news, turns = client.open("news"), client.open("turns")
+            into, source, weights, ones = (client.open(name) for name in ("into", "source", "weights", "ones"))
             delta, seen, version, token = pattern(0, COUNT, "int64"), board.read(), 0, 0
             while not stop.exists():
                 total.accumulate(delta)
@@ -53,6 +61,8 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
                 while (found := counter.compare_swap(1, value, value + 1)) != value:
                     value = found
                 done += 1
+                into.accumulate_from(source)
+                weights.apply("sgd", ones, lr=-1)
                 board.write([done], number)
                 now = board.read()
                 assert now[number] == done, f"wrote {done}, read {now[number]}"
@@ -96,6 +106,9 @@ def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
         f"{rounds} additions, and elements from {(found / pattern(0, COUNT, 'int64')).min()} to "
         f"{(found / pattern(0, COUNT, 'int64')).max()}"
     )
+    into, weights = client.open("into").read(), client.open("weights").read()
+    assert (into == rounds * pattern(0, STEPPED, "int64")).all(), f"{into} after {rounds} rounds"
+    assert (weights == rounds).all(), f"{np.unique(weights)} after {rounds} rounds"
     counter = client.open("counter").read()
     assert counter.tolist() == [rounds, rounds], f"{counter} after {rounds} rounds"
     turns = client.open("turns").read()

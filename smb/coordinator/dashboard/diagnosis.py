@@ -25,7 +25,7 @@ NAMES_MAX = 4
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 _ORDER = (CRITICAL, WARNING, NOTE)
 # Errors that clients meet in the course of things: a wait for the next round that ends is a "timeout".
-USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended", "lock_lost"})
+USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended", "lock_lost", "apart"})
 _STRANGE = {
     "protocol": ("sent what is no frame", "Something else than a client of ours connects to its port: see who does."),
     "version": ("spoke another version of the protocol", "Install the same version of smb on clients and servers."),

@@ -303,9 +303,9 @@ static void answers_to_one_place(void)
     }
 }
 
-/* A server whose HELLO tells of no features gets no int4: it would close the connection. What it
- * knows it gets. */
-static void no_feature_no_int4(void)
+/* A server whose HELLO tells of no features gets no int4, and no gradient: it would close the
+ * connection. What it knows it gets. */
+static void no_feature_no_use_of_it(void)
 {
     struct answering self = in_order(UINT32_MAX);
     self.wire = SMB_WIRE_BFLOAT16;
@@ -327,6 +327,15 @@ static void no_feature_no_int4(void)
         CHECK(!outcome.sent);
     }
     struct smb_outcome outcome;
+    struct smb_request step = {.opcode = SMB_APPLY,
+                               .op = SMB_RULE_ELASTIC,
+                               .bytes = BYTES,
+                               .source = elements,
+                               .hyper = {.alpha = 0.5},
+                               .timeout_ms = RIG_TIMEOUT_MS};
+    smb_transfer(reached.buffer, &step, &outcome);
+    CHECK_EQ(outcome.status, SMB_VERSION);
+    CHECK(!outcome.sent);
     struct smb_request known = {.opcode = SMB_READ,
                                 .bytes = BYTES,
                                 .sink = elements,
@@ -342,7 +351,7 @@ int main(void)
 {
     static const struct test tests[] = {
         TEST(answers_in_order),     TEST(answers_in_any_order), TEST(refusals_among_them),
-        TEST(answers_that_are_cut), TEST(answers_to_one_place), TEST(no_feature_no_int4),
+        TEST(answers_that_are_cut), TEST(answers_to_one_place), TEST(no_feature_no_use_of_it),
     };
     return RUN_TESTS(tests);
 }

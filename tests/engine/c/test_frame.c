@@ -164,7 +164,8 @@ static void check_promises(const struct smb_frame *frame)
         CHECK(smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument)));
     if (frame->opcode == SMB_APPLY) {
         CHECK(frame->dtype == SMB_FLOAT32 && smb_rule_states(frame->op) >= 0);
-        CHECK_EQ(smb_frame_body(frame), SMB_APPLY_BYTES);
+        CHECK_EQ(smb_frame_body(frame),
+                 SMB_APPLY_BYTES + (smb_frame_brings(frame) ? frame->length : 0));
     }
     if (frame->opcode == SMB_WRITE || frame->opcode == SMB_ACCUMULATE)
         CHECK_EQ(payload, elements + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0));
@@ -293,8 +294,18 @@ static void each_rule(void)
         frame = request(SMB_APPLY), frame.dtype = (uint8_t)dtype,
         expect(frame, dtype == SMB_FLOAT32 ? SMB_OK : SMB_PROTOCOL);
     frame = request(SMB_APPLY), frame.payload -= 8, expect(frame, SMB_PROTOCOL);
+    frame.length = 16;
     frame.payload += 16, expect(frame, SMB_PROTOCOL); /* as long as with a token */
     frame.flags = SMB_FLAG_FENCED, expect(frame, SMB_OK);
+    frame.payload += 16, expect(frame, SMB_OK); /* with the gradient */
+    CHECK(smb_frame_brings(&frame));
+    frame.flags = SMB_FLAG_FENCED | SMB_FLAG_CHECKSUM, expect(frame, SMB_PROTOCOL);
+    frame.payload += SMB_CHECKSUM_BYTES, expect(frame, SMB_OK);
+    frame.payload += 4, expect(frame, SMB_PROTOCOL);
+    frame.flags = 0, frame.payload = SMB_APPLY_BYTES + 16, expect(frame, SMB_OK);
+    frame.length = 12, expect(frame, SMB_PROTOCOL);
+    frame = request(SMB_APPLY), frame.flags = SMB_FLAG_FENCED, frame.payload += SMB_TOKEN_BYTES;
+    CHECK(!smb_frame_brings(&frame));
     frame.flags |= SMB_FLAG_FETCH, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_APPLY), frame.sequence = 0, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_APPLY), frame.length = 0, expect(frame, SMB_PROTOCOL);
@@ -396,7 +407,7 @@ static void names(void)
     int named = 0;
     for (int status = -1; status <= SMB_STATUS_COUNT; status++)
         named += smb_status_name(status) != NULL;
-    CHECK_EQ(named, 22);
+    CHECK_EQ(named, 23);
     CHECK(smb_status_name(SMB_SYSTEM) != NULL && smb_status_name(-1) == NULL &&
           smb_version() != NULL);
 }

@@ -15,6 +15,7 @@
 
 enum {
     ID = 77,
+    BESIDE = 78,
     CHUNK = 4096,
     CHUNKS = 5,
     ELEMENTS = CHUNKS * CHUNK / 8,
@@ -78,9 +79,17 @@ struct user {
     struct smb_buffer *buffer;
 };
 
-static struct user use(struct pair *pair, uint64_t session)
+static struct smb_buffer *buffer_over(const struct user *user, uint64_t id)
 {
     static const struct smb_layout layout = {ELEMENTS * 8, CHUNKS * CHUNK, CHUNK, 1};
+    struct smb_buffer *buffer;
+    CHECK_EQ(smb_buffer_create(user->client, &layout, SMB_INT64, &buffer), SMB_OK);
+    CHECK_EQ(smb_buffer_set_link(buffer, 0, id, 1, user->link), SMB_OK);
+    return buffer;
+}
+
+static struct user use_of(struct pair *pair, uint64_t session, uint64_t id)
+{
     struct user user;
     uint64_t instance;
     CHECK_EQ(smb_client_create(session, &user.client), SMB_OK);
@@ -89,9 +98,13 @@ static struct user use(struct pair *pair, uint64_t session)
                                     &instance),
              SMB_OK);
     smb_link_set_epoch(user.link, 1);
-    CHECK_EQ(smb_buffer_create(user.client, &layout, SMB_INT64, &user.buffer), SMB_OK);
-    CHECK_EQ(smb_buffer_set_link(user.buffer, 0, ID, 1, user.link), SMB_OK);
+    user.buffer = buffer_over(&user, id);
     return user;
+}
+
+static struct user use(struct pair *pair, uint64_t session)
+{
+    return use_of(pair, session, ID);
 }
 
 static void leave(struct user *user)
@@ -195,6 +208,13 @@ static void forward_changes(bool inside_tls)
     stop(&pair);
 }
 
+static uint64_t deferred(struct pair *pair, int server)
+{
+    struct smb_server_counters counters;
+    smb_server_counters(pair->servers[server], &counters);
+    return counters.deferred_now;
+}
+
 /* Several clients' changes reach the backup, once and in order, over connections that are replaced
  * all the while. */
 static void changes_are_forwarded(void)
@@ -261,12 +281,32 @@ static void raw_send(struct raw *raw, struct smb_frame frame)
         CHECK_EQ(write(raw->fd, zeros, frame.payload), frame.payload);
 }
 
+/* The lane's next request, with words for its payload. */
+static void raw_send_words(struct raw *raw, struct smb_frame frame, uint64_t a, uint64_t b)
+{
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_SYNC_BYTES] = {0};
+    frame.session = raw->session;
+    frame.lane = SMB_LANE_OF_SEGMENTS + 1;
+    frame.sequence = ++raw->sequence;
+    smb_frame_encode(&frame, bytes);
+    smb_store64(bytes + SMB_FRAME_BYTES, a);
+    smb_store64(bytes + SMB_FRAME_BYTES + 8, b);
+    CHECK_EQ(write(raw->fd, bytes, SMB_FRAME_BYTES + frame.payload),
+             SMB_FRAME_BYTES + frame.payload);
+}
+
 static struct raw raw_begin(struct pair *pair, int server, uint64_t session)
 {
     struct raw raw = {.fd = raw_connect(pair->ports[server]), .session = session};
     raw_send(&raw, (struct smb_frame){.opcode = SMB_HELLO});
     CHECK_EQ(raw_receive(&raw).status, SMB_OK);
     return raw;
+}
+
+static bool heard(const struct raw *raw)
+{
+    uint8_t byte;
+    return recv(raw->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 1;
 }
 
 /* Clients that follow the segment, as Python's would: where it is, in which epoch. */
@@ -531,6 +571,129 @@ static void nothing_is_told_before_the_backup_has_it(void)
     stop(&pair);
 }
 
+/* Another segment of the primary's server, with one copy. */
+static void make_beside(struct pair *pair)
+{
+    CHECK_EQ(smb_server_create_segment(pair->servers[0], scratch_path("beside"), BESIDE, 1,
+                                       SMB_INT64, ELEMENTS * 8, CHUNK),
+             SMB_OK);
+}
+
+static struct smb_request addition_from(struct smb_buffer *source)
+{
+    return (struct smb_request){.opcode = SMB_ACCUMULATE_FROM,
+                                .bytes = ELEMENTS * 8,
+                                .other = source,
+                                .op = SMB_SUM,
+                                .scale = 2.0,
+                                .timeout_ms = RIG_TIMEOUT_MS};
+}
+
+/* The same of one chunk, by hand. */
+static void raw_add_from(struct raw *raw, uint64_t target, uint64_t source, uint64_t offset)
+{
+    struct smb_frame frame = {.opcode = SMB_ACCUMULATE_FROM,
+                              .dtype = SMB_INT64,
+                              .op = SMB_SUM,
+                              .epoch = 1,
+                              .segment = target,
+                              .offset = offset,
+                              .length = CHUNK,
+                              .payload = SMB_FROM_BYTES,
+                              .argument = smb_bits_of(2.0)};
+    raw_send_words(raw, frame, source, offset);
+}
+
+/* The backup gets the source's bytes with the change: it has no such segment, and the source
+ * changes before what is kept for the backup gets there. Sent again, each counts once. */
+static void operands_are_forwarded(void)
+{
+    struct pair pair;
+    start(&pair);
+    make_beside(&pair);
+    struct user user = use(&pair, 9), source = use_of(&pair, 10, BESIDE);
+    struct smb_buffer *beside = buffer_over(&user, BESIDE);
+    struct raw raw = raw_begin(&pair, 0, 20);
+    must(source.buffer, addition(ones()));
+    for (uint64_t chunk = 0; chunk < CHUNKS; chunk++)
+        raw_add_from(&raw, ID, BESIDE, chunk * CHUNK);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == CHUNKS);
+    must(source.buffer, addition(ones()));
+    CHECK(!heard(&raw));
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+        CHECK_EQ(raw_receive(&raw).status, SMB_OK);
+    for (int i = 0; i < 10; i++) {
+        must(user.buffer, addition_from(beside));
+        CHECK_EQ(feed(&pair, 1), SMB_OK);
+    }
+    static int64_t back[ELEMENTS];
+    must(user.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof back, .sink = back});
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(back[i], 2 + 10 * 4);
+    CHECK(copies_are_equal(&pair));
+    smb_buffer_destroy(beside);
+    close(raw.fd);
+    leave(&user);
+    leave(&source);
+    stop(&pair);
+}
+
+/* What the backup does not have goes into no other segment either, as a fail-over would leave it
+ * there. The bytes that were read are used once the backup has them. A source that is not here, or not the primary, is said to be apart: the link stays. */
+static void a_source_is_told_as_a_read_is(void)
+{
+    struct pair pair;
+    start(&pair);
+    make_beside(&pair);
+    struct user user = use(&pair, 9), other = use_of(&pair, 10, BESIDE);
+    struct smb_buffer *copies = buffer_over(&other, ID), *gone = buffer_over(&user, BESIDE + 1);
+    struct raw writer = raw_begin(&pair, 0, 20), adder = raw_begin(&pair, 0, 21);
+    struct smb_frame fill = {.opcode = SMB_FILL,
+                             .dtype = SMB_INT64,
+                             .epoch = 1,
+                             .segment = ID,
+                             .sequence = 1,
+                             .length = CHUNK,
+                             .argument = 5};
+    raw_send(&writer, fill);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 1);
+    raw_add_from(&adder, BESIDE, ID, 0);
+    WAIT_UNTIL(deferred(&pair, 0) == 1);
+    int64_t back = -1;
+    struct smb_request read = {.opcode = SMB_READ, .bytes = 8, .sink = &back};
+    must(other.buffer, read);
+    CHECK_EQ(back, 0);
+    /* later bytes, of a source that is changed all the time, might never be confirmed */
+    fill.sequence = 2;
+    fill.argument = 7;
+    raw_send(&writer, fill);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 2);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    CHECK_EQ(raw_receive(&adder).status, SMB_OK);
+    must(other.buffer, read);
+    CHECK_EQ(back, 10);
+    must(user.buffer, addition_from(user.buffer)); /* a segment is its own source, too */
+    must(user.buffer, read);
+    CHECK_EQ(back, 21);
+    CHECK(copies_are_equal(&pair));
+
+    CHECK_EQ(reach_try(user.buffer, addition_from(gone)), SMB_APART);
+    must(user.buffer, read);
+    set_role(&pair, 0, 2, SMB_REPLICA_BACKUP, true);
+    CHECK_EQ(reach_try(other.buffer, addition_from(copies)), SMB_APART);
+    must(other.buffer, read);
+    CHECK_EQ(back, 10);
+    smb_buffer_destroy(copies);
+    smb_buffer_destroy(gone);
+    close(writer.fd);
+    close(adder.fd);
+    leave(&user);
+    leave(&other);
+    stop(&pair);
+}
+
 /* Alone by the coordinator's word, the primary answers what waited. */
 static void a_primary_goes_on_alone(void)
 {
@@ -633,7 +796,7 @@ static void a_primary_that_yields(void)
     stop(&pair);
 }
 
-/* A segment of two copies is not mapped, locked or stepped, and its file says what it is. */
+/* A segment of two copies is not mapped, and its file says what it is. */
 static void what_is_refused(void)
 {
     struct pair pair;
@@ -664,13 +827,6 @@ static void raw_write(struct raw *raw, uint64_t offset)
                                      .offset = offset,
                                      .length = CHUNK,
                                      .payload = CHUNK});
-}
-
-static uint64_t deferred(struct pair *pair, int server)
-{
-    struct smb_server_counters counters;
-    smb_server_counters(pair->servers[server], &counters);
-    return counters.deferred_now;
 }
 
 /* While the backup cannot be reached no more than so much is kept for it, refusals too. Each
@@ -713,25 +869,12 @@ static void refusals_have_a_bound(void)
 static void raw_ask(struct raw *raw, uint32_t epoch, int opcode, uint64_t argument, uint64_t a,
                     uint64_t b)
 {
-    uint8_t bytes[SMB_FRAME_BYTES + SMB_SYNC_BYTES] = {0};
     struct smb_frame frame = {.opcode = (uint8_t)opcode,
-                              .session = raw->session,
-                              .lane = SMB_LANE_OF_SEGMENTS + 1,
-                              .sequence = ++raw->sequence,
                               .segment = ID,
                               .epoch = epoch,
                               .payload = SMB_SYNC_BYTES,
                               .argument = argument};
-    smb_frame_encode(&frame, bytes);
-    smb_store64(bytes + SMB_FRAME_BYTES, a);
-    smb_store64(bytes + SMB_FRAME_BYTES + 8, b);
-    CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
-}
-
-static bool heard(const struct raw *raw)
-{
-    uint8_t byte;
-    return recv(raw->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 1;
+    raw_send_words(raw, frame, a, b);
 }
 
 /* Nobody hears of a lock or version before the backup has it. The backup goes on from there: the
@@ -810,13 +953,21 @@ static void locks_and_versions(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(changes_are_forwarded),    TEST(changes_are_forwarded_inside_tls),
-        TEST(a_busy_chunk_can_be_read), TEST(nothing_is_told_before_the_backup_has_it),
-        TEST(a_primary_goes_on_alone),  TEST(the_backup_takes_over),
-        TEST(reads_without_a_lease),    TEST(a_primary_that_yields),
-        TEST(what_is_refused),          TEST(refusals_have_a_bound),
-        TEST(locks_and_versions),       TEST(a_copy_is_made_under_load),
+        TEST(changes_are_forwarded),
+        TEST(changes_are_forwarded_inside_tls),
+        TEST(a_busy_chunk_can_be_read),
+        TEST(nothing_is_told_before_the_backup_has_it),
+        TEST(a_primary_goes_on_alone),
+        TEST(the_backup_takes_over),
+        TEST(reads_without_a_lease),
+        TEST(a_primary_that_yields),
+        TEST(what_is_refused),
+        TEST(refusals_have_a_bound),
+        TEST(locks_and_versions),
+        TEST(a_copy_is_made_under_load),
         TEST(a_copy_has_the_records),
+        TEST(operands_are_forwarded),
+        TEST(a_source_is_told_as_a_read_is),
     };
     return RUN_TESTS(tests);
 }

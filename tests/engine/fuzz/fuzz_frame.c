@@ -54,7 +54,7 @@ static struct smb_frame nearly(struct input *input)
     if (frame.opcode == SMB_FETCH_ADD || frame.opcode == SMB_COMPARE_SWAP)
         frame.length = 8;
     frame.offset = what >> 6 == 3 ? UINT64_MAX - 7 - take(input, 1) * 8 : 64;
-    frame.payload = steps && how & 64                           ? 96
+    frame.payload = steps && how & 64                           ? 96 + (how & 32 ? frame.length : 0)
                     : frame.opcode == SMB_AUTHORIZE && how & 64 ? 48
                     : how & 128                                 ? frame.length
                                                                 : payloads[how / 32 % 5];
@@ -111,7 +111,7 @@ static void check_request(const struct smb_frame *frame)
     MUST(frame->status == 0 && frame->payload >= payload_of(frame));
     uint32_t more = frame->payload - payload_of(frame); /* entries, after the first */
     MUST(sparse ? more % (4 + element) == 0 && more / (4 + element) < frame->length / element
-                : more == 0);
+                : more == 0 || (frame->opcode == SMB_APPLY && more == frame->length));
     MUST(sparse ? frame->opcode == SMB_ACCUMULATE
                 : !(frame->flags >> 4 & 7) || frame->dtype == SMB_FLOAT32);
     MUST(!(frame->flags & SMB_FLAG_FENCED) || changes);

@@ -356,6 +356,8 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
             frame.flags &= (uint16_t)~SMB_FLAG_FETCH;
     }
     frame.payload = payload_of(&frame);
+    if (frame.opcode == SMB_APPLY && where & 2048)
+        frame.payload += frame.length; /* it brings its gradient */
     return frame;
 }
 
@@ -438,6 +440,8 @@ static void fit_step(struct input *input, const struct smb_frame *frame, uint8_t
         smb_store64(words + 8 * (how % SMB_APPLY_SEGMENTS), STEPS - 1 + how / 3 % 5);
     if (how >= 240)
         smb_store64(words + 8 * (how % SMB_APPLY_SEGMENTS), how % 2 ? FLOATS : WITNESS);
+    if (smb_frame_brings(frame))
+        smb_store64(words, 0);
     smb_store_hyper(words + 8 * SMB_APPLY_SEGMENTS, &hyper);
 }
 
@@ -463,7 +467,7 @@ static void fill_payload(struct input *input, const struct peer *peer,
              at += entry, next += 1 + (uint32_t)fitting % 2)
             memcpy(payload + at, &next, sizeof next);
     }
-    if (fitting && frame->opcode == SMB_APPLY && smb_frame_body(frame) == SMB_APPLY_BYTES)
+    if (fitting && frame->opcode == SMB_APPLY && smb_frame_body(frame) >= SMB_APPLY_BYTES)
         fit_step(input, frame, payload);
     if (fitting && frame->opcode == SMB_AUTHORIZE && smb_frame_body(frame) == SMB_AUTHORIZE_BYTES)
         store_token(peer, frame->segment, (uint32_t)fitting, payload);

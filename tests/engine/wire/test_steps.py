@@ -45,8 +45,15 @@ def get(client: RawClient, segment: int) -> float:
     return float(values[0])
 
 
-def test_every_rule(server: EngineServer) -> None:
-    """Each rule by its number, with numbers that float32 has exactly."""
+def brought(rule: int, *state: int, value: float, named: int = 0, **numbers: float) -> tuple[Frame, bytes]:
+    """As step, with a gradient of that value behind the words; `named`: and a segment's id."""
+    frame, words = step(rule, named, *state, **numbers)
+    return frame, words + np.full(NBYTES // 4, value, "<f4").tobytes()
+
+
+@pytest.mark.parametrize("brings", [False, True], ids=["a segment's", "brought"])
+def test_every_rule(server: EngineServer, brings: bool) -> None:
+    """Each rule by its number, with numbers that float32 has exactly; the gradient is a segment's, or the client's."""
     expected = {
         Rule.SGD: (6.0, 4.0, 9.0),
         Rule.MOMENTUM: (5.0, 6.0, 9.0),  # m = 2 + 4
@@ -60,13 +67,31 @@ def test_every_rule(server: EngineServer) -> None:
         for rule, (b, m, v) in expected.items():
             for segment, value in ((FLOATS, 8.0), (GRADIENT, 4.0), (FIRST, 4.0), (SECOND, 9.0)):
                 put(client, segment, value)
-            reply, data = client.ask(*step(rule, GRADIENT, *(FIRST, SECOND)[: states[rule]]))
+            state = (FIRST, SECOND)[: states[rule]]
+            reply, data = client.ask(*(brought(rule, *state, value=4.0) if brings else step(rule, GRADIENT, *state)))
             assert (reply.status, reply.length, data) == (Status.OK, 0, b"")
             assert get(client, FLOATS) == pytest.approx(b, rel=1e-6), rule.name
             if states[rule]:
                 assert get(client, FIRST) == m
             assert get(client, SECOND) == v
             assert get(client, GRADIENT) == 4.0
+
+
+def test_a_gradient_that_is_brought_counts_once(server: EngineServer) -> None:
+    """Under a fence, and repeated."""
+    frame, payload = brought(Rule.MOMENTUM, FIRST, value=2.0, mu=1.0, lr=-1.0)
+    fenced = replace(frame, flags=Flag.FENCED)
+    with server.hello() as client:
+        put(client, FLOATS, 0.0)
+        put(client, FIRST, 0.0)
+        fence = Frame(Opcode.FENCE, segment=FLOATS, epoch=EPOCH)
+        assert client.ask(fence, struct.pack("<4Q", 100, 0, 0, 0))[0].status == Status.OK
+        for token, status in ((98, Status.LOCK_LOST), (100, Status.OK), (100, Status.OK)):
+            assert client.ask(fenced, struct.pack("<Q", token) + payload)[0].status == status
+        client.sequence -= 1
+        repeated = replace(fenced, flags=Flag.FENCED | Flag.RETRY)
+        assert client.ask(repeated, struct.pack("<Q", 100) + payload)[0].status == Status.OK
+        assert (get(client, FIRST), get(client, FLOATS)) == (4.0, 6.0)
 
 
 INVALID = Status.INVALID
@@ -87,6 +112,9 @@ REFUSED = {
     "one state twice": (step(Rule.ADAM, GRADIENT, FIRST, FIRST), INVALID),
     "integers as the gradient": (step(Rule.SGD, SCRATCH), INVALID),
     "integers as the state": (step(Rule.MOMENTUM, GRADIENT, SCRATCH), INVALID),
+    "a gradient that is brought and named": (brought(Rule.SGD, value=1.0, named=GRADIENT), INVALID),
+    "a gradient that is brought, and no state": (brought(Rule.MOMENTUM, value=1.0), INVALID),
+    "a gradient that is brought, and no number": (brought(Rule.SGD, value=1.0, lr=float("nan")), INVALID),
     "no number": (step(Rule.SGD, GRADIENT, lr=float("nan")), INVALID),
     "an infinite scale": (step(Rule.SGD, GRADIENT, scale=float("inf")), INVALID),
     "too large for float32": (step(Rule.ELASTIC, GRADIENT, alpha=1e39), INVALID),

@@ -263,6 +263,19 @@ def test_no_other_round_of_that_length_loads_the_busiest_server_less(weights: li
         assert all((turns[i] + 1) / weight >= highest * (1 - 1e-9) for i, weight in enumerate(weights) if i != busiest)
 
 
+def test_second_copies_lie_like_those_of_the_other() -> None:
+    """Beside the copies of the buffer that it is like, though others have more room; without room there, elsewhere."""
+    segments = (
+        SegmentRecord(1, "a", 64 * KIB, 72 * KIB, "c", 1),
+        SegmentRecord(2, "b", 64 * KIB, 72 * KIB, "d", 1),
+        SegmentRecord(3, "a", 64 * KIB, 72 * KIB, "", 2),  # one copy for now
+    )
+    like = BufferRecord("w", 7, (49152,), "float32", 192 * KIB, 1, 64 * KIB, 64 * KIB, segments, 0.0, True, replicas=2)
+    for room, expected in ((MIB, ("c", "d", "e")), (64 * KIB, ("c", "e", "b"))):
+        pool = Pool({"a": MIB, "b": MIB, "c": MIB, "d": room, "e": GIB})
+        assert place_backups(pool, place_like(pool, like), like) == expected
+
+
 def test_both_servers_of_a_pair_take_data_alike() -> None:
     """A copy goes to no server that takes data without TLS, where the other one takes it inside; and the other way
     round. Where there is no such server there is no place.
