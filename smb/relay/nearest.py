@@ -78,6 +78,10 @@ class Nearest:
         self._mirror: Buffer | None = None
         self._looked = 0.0
 
+    def beside(self, other: Buffer) -> Nearest:
+        """Return the same reader's choice of another buffer."""
+        return Nearest(self._client, other, self._near)
+
     def buffer(self) -> Buffer:
         """Return what to read from now."""
         if time.monotonic() - self._looked > _LOOK_S or not self._looked:
