@@ -54,6 +54,7 @@ class Relays:
                 "source": task.source,
                 "parents": [[p.end, p.name] for p in task.parents],
                 "ring": task.ring,
+                "id": task.id,
             }
             for task in tasks
         ]

@@ -20,11 +20,12 @@ _REPORT_S = 0.5
 def main(coordinator: str, server: str) -> None:
     """Fill what the standard input says, until it ends."""
     relays: dict[str, MirrorRelay | RingRelay] = {}
+    ids: dict[str, int] = {}  # of the mirrors that they fill
     with connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
         threading.Thread(target=_report, args=(relays,), daemon=True).start()
         for line in sys.stdin:
             tasks = {task["name"]: task for task in json.loads(line)}
-            for name in relays.keys() - tasks.keys():
+            for name in [each for each in relays if each not in tasks or tasks[each]["id"] != ids[each]]:
                 relays.pop(name).stop()
             rings: dict[str, RingRelay] = {}  # by the name of what describes generations
             for name, task in tasks.items():
@@ -33,7 +34,7 @@ def main(coordinator: str, server: str) -> None:
                     relays[name] = ring
                     rings[task["source"].removesuffix(DELTAS) + GENERATIONS] = ring
             for name, task in tasks.items():
-                beside = rings.get(task["source"])
+                ids[name], beside = task["id"], rings.get(task["source"])
                 relay = relays.get(name) or MirrorRelay(client, server, name, task["source"], beside)
                 if isinstance(relay, MirrorRelay):
                     relay.ring = beside

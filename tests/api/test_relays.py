@@ -122,6 +122,16 @@ def holds(mirror: smb.Buffer, number: int) -> bool:
     return True
 
 
+def test_a_mirror_stopped_and_made_again_at_once_is_filled(client: smb.Client) -> None:
+    """The relay has another mirror to fill under the same name, and nothing is published meanwhile."""
+    published(client)
+    client.relay(SOURCE, ["server-1"])
+    has(client, "server-1", 1)
+    client.stop_relays(SOURCE)
+    client.relay(SOURCE, ["server-1"])
+    has(client, "server-1", 1)
+
+
 def test_what_can_have_no_mirror_is_told_and_nothing_is_left(client: smb.Client) -> None:
     client.create("plain", 8, "uint8")
     with pytest.raises(smb.InvalidArgumentError, match="not published"):
