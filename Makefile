@@ -1,7 +1,7 @@
 # make demo   trains a real network through the box, on this machine, from nothing
 # make test   everything that must hold; what CI runs
 # make verbs  the RDMA transport on real or soft devices, in a virtual machine where there are none
-# make fault  kills, cuts and slow clients for long; make soak, make fuzz, make model, make sanitized: likewise (tests/README.md)
+# make fault  kills, cuts and slow clients for long; make long, make soak, make fuzz, make model, make sanitized: likewise (tests/README.md)
 # make nightly HOURS=8   all of these, each in a clean clone, and a table of what held
 PYTHON ?= python3
 VENV := .venv
@@ -36,7 +36,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -116,6 +116,10 @@ verbs: $(VENV)/test-installed
 # The fault tests with large numbers: hours on a small machine. One of them: make fault TESTS=tests/fault/test_random_kills.py
 fault: $(VENV)/test-installed
 	SMB_LONG=1 $(BIN)/pytest -s $(or $(TESTS),tests/fault tests/engine/model)
+
+# The other tests with large numbers, and those that `make test` leaves out. One of them: make long TESTS=tests/train/test_demo.py
+long:
+	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$(addprefix tests/,unit api train files ops security regressions))"
 
 model: $(VENV)/test-installed spin
 	$(BIN)/python tests/engine/model/run_models.py

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
+from numpy.typing import NDArray
 
 import smb
 
@@ -28,7 +29,7 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _burst(later: Callable[..., Future[None]], array: np.ndarray, parts: int) -> None:
+def _burst(later: Callable[..., Future[None]], array: NDArray[np.float32], parts: int) -> None:
     for future in [later(array, part * array.size) for part in range(parts)]:
         future.result()
 

@@ -67,7 +67,7 @@ class Collector:
             yield family_now
 
         generations = gauge("smb_client_generation_count")
-        for labels, generation in session.generations().items():
+        for labels, generation in session.published.generations().items():
             generations.add_metric([self._name, *labels], generation)
         yield generations
 

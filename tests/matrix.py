@@ -43,6 +43,8 @@ SAME_EVERYWHERE = (
     "perf/test_digits.py",
     "perf/test_peers.py",
 )
+# In C alone, and long: --short leaves it to the Python in use.
+IN_C = ("engine/test_kernels.py",)
 COMPUTING = ("tests/unit/engine", "tests/unit/call/test_optimizer_rules.py", TESTS[-1])
 WORKERS = str(min(8, len(os.sched_getaffinity(0))))
 ASK = """
@@ -207,7 +209,7 @@ def try_python(python: Python, options: argparse.Namespace) -> Row:
             lax = [] if options.torch else [f"--{flag}" for flag in LAX_WITHOUT_TORCH]
             trial.call("types", [tool, "-m", "mypy", *lax], 600)
             trial.row.results["types"] = "passed"
-        left_out = [f"tests/unit/{file}" for file in SAME_EVERYWHERE]
+        left_out = [f"tests/unit/{file}" for file in (*SAME_EVERYWHERE, *(IN_C if options.short else ()))]
         left_out += [] if options.torch else needs_torch(tree)
         for place in TESTS:
             trial.test(place, *(f"--ignore={path}" for path in left_out))

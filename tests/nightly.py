@@ -52,13 +52,14 @@ FORMS = (
     Form("latest", "test LATEST=1", 75, 30),
     Form("matrix", "matrix", 45, 20),
     Form("sanitized", "sanitized", 75, 30),
-    Form("c-test", "c-test", 15, 5),
+    Form("c-test", "c-test SMB_LONG=1", 15, 5),
     Form("aarch64", "c-test ARCH=aarch64 VM=1", 30, 10),
     Form(
         "fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s}", 30, 5
     ),  # each of the four targets; the last fifth is for the compiler
     Form("model", "model", 20, 8),
     Form("fault", "fault", 120, 60),
+    Form("long", "long", 60, 30),
     Form("etcd", "etcd ROUNDS=60", 45, 25),
     Form("soak", "soak MINUTES={half_min}", 40, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 20, 10),

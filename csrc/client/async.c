@@ -10,100 +10,6 @@
 #include "client/unknown.h"
 #include "memory/change.h"
 
-/* ---- the order of the calls ------------------------------------------------------------------ */
-
-static bool overlap(uint64_t offset, uint64_t bytes, const struct smb_operation *other)
-{
-    return offset < other->request.offset + other->request.bytes &&
-           other->request.offset < offset + bytes;
-}
-
-static bool conflict(const struct smb_operation *a, const struct smb_operation *b)
-{
-    return a->key == b->key && (a->changes || b->changes) &&
-           overlap(a->request.offset, a->request.bytes, b);
-}
-
-static bool goes_first(const struct smb_operation *a, const struct smb_operation *b)
-{
-    return a->urgency != b->urgency ? a->urgency > b->urgency : a->number < b->number;
-}
-
-static void heap_put(struct smb_window *window, size_t at, struct smb_operation *operation)
-{
-    window->heap[at] = operation;
-    operation->heap_index = at;
-}
-
-/* The operation at `at` went up or down in urgency, or is another one. */
-static void heap_mend(struct smb_window *window, size_t at)
-{
-    struct smb_operation *operation = window->heap[at];
-    for (; at > 0 && goes_first(operation, window->heap[(at - 1) / 2]); at = (at - 1) / 2)
-        heap_put(window, at, window->heap[(at - 1) / 2]);
-    for (;;) {
-        size_t child = 2 * at + 1;
-        if (child + 1 < window->heap_count &&
-            goes_first(window->heap[child + 1], window->heap[child]))
-            child++;
-        if (child >= window->heap_count || !goes_first(window->heap[child], operation))
-            break;
-        heap_put(window, at, window->heap[child]);
-        at = child;
-    }
-    heap_put(window, at, operation);
-}
-
-/* There is room: smb_async_submit has made it. */
-static void heap_add(struct smb_operation *operation)
-{
-    struct smb_window *window = operation->window;
-    SMB_ASSERT(!operation->in_heap && window->heap_count < window->heap_room);
-    operation->in_heap = true;
-    heap_put(window, window->heap_count++, operation);
-    heap_mend(window, operation->heap_index);
-}
-
-static void heap_remove(struct smb_operation *operation)
-{
-    struct smb_window *window = operation->window;
-    SMB_ASSERT(operation->in_heap);
-    size_t at = operation->heap_index;
-    operation->in_heap = false;
-    window->heap_count--;
-    if (at == window->heap_count)
-        return;
-    heap_put(window, at, window->heap[window->heap_count]);
-    heap_mend(window, at);
-}
-
-static void raise_one(struct smb_operation *operation, int64_t urgency)
-{
-    operation->urgency = urgency;
-    if (operation->in_heap)
-        heap_mend(operation->window, operation->heap_index);
-}
-
-/* Those that `later` waits for, and those that they wait for, are at least as urgent as it is. The
- * list is walked once, backward: what a raised one waits for is before it. */
-static void raise_earlier(struct smb_operation *later, struct smb_operation *from)
-{
-    struct smb_operation *raised = later;
-    later->next_raised = NULL;
-    for (struct smb_operation *operation = from; operation; operation = operation->earlier) {
-        if (operation->urgency >= later->urgency)
-            continue;
-        const struct smb_operation *other = raised;
-        while (other && !conflict(operation, other))
-            other = other->next_raised;
-        if (!other)
-            continue;
-        raise_one(operation, later->urgency);
-        operation->next_raised = raised;
-        raised = operation;
-    }
-}
-
 static void tell(struct smb_async *async, struct smb_operation *operation, int what)
 {
     operation->state = OPERATION_ENDED;
@@ -114,22 +20,9 @@ static void tell(struct smb_async *async, struct smb_operation *operation, int w
     async->told_count++;
 }
 
-/* Out of the order: those that waited for it alone may begin. */
 static void leave_order(struct smb_async *async, struct smb_operation *operation)
 {
-    size_t list = operation->key % ORDERS;
-    for (struct smb_operation *later = operation->later; later; later = later->later)
-        if (conflict(operation, later) && --later->waits_for == 0 &&
-            later->state == OPERATION_WAITS)
-            heap_add(later);
-    if (operation->earlier)
-        operation->earlier->later = operation->later;
-    else
-        async->first[list] = operation->later;
-    if (operation->later)
-        operation->later->earlier = operation->earlier;
-    else
-        async->last[list] = operation->earlier;
+    order_leave(&async->order, operation);
     if (async->waiting > 0)
         pthread_cond_broadcast(&async->ended);
 }
@@ -145,30 +38,9 @@ static void wake_thread(struct smb_async *async)
 
 /* ---- windows --------------------------------------------------------------------------------- */
 
-static uint64_t slice_bytes(const struct smb_operation *operation)
-{
-    if (operation->window->counts_calls)
-        return 1;
-    if (!operation->buffer)
-        return operation->request.bytes;
-    uint64_t chunk = operation->buffer->layout.chunk_bytes;
-    uint64_t most = operation->window->credit / SLICES_PER_CREDIT;
-    uint64_t begin = operation->request.offset + operation->sliced_bytes;
-    uint64_t end = begin + (most > chunk ? most : chunk);
-    uint64_t left = operation->request.bytes - operation->sliced_bytes;
-    end -= end % chunk;
-    return end - begin < left ? end - begin : left;
-}
-
-static bool has_room(const struct smb_window *window, const struct smb_operation *operation)
-{
-    return window->in_flight == 0 ||
-           (!window->empties && window->in_flight + slice_bytes(operation) <= window->credit);
-}
-
 static bool may_begin(const struct smb_async *async, const struct smb_operation *operation)
 {
-    return has_room(operation->window, operation) &&
+    return window_has_room(operation->window, operation) &&
            !(operation->buffer &&
              ((operation->local && async->here) || async->flying_count >= SLICES_MAX));
 }
@@ -177,36 +49,11 @@ static struct smb_operation *most_urgent(const struct smb_async *async)
 {
     struct smb_operation *found = NULL;
     for (const struct smb_window *window = async->windows; window; window = window->next) {
-        struct smb_operation *head = window->heap_count > 0 ? window->heap[0] : NULL;
-        if (head && may_begin(async, head) && (!found || goes_first(head, found)))
+        struct smb_operation *head = window->heap.count > 0 ? window->heap.operations[0] : NULL;
+        if (head && may_begin(async, head) && (!found || order_goes_first(head, found)))
             found = head;
     }
     return found;
-}
-
-static void measure(struct smb_window *window, const struct slice *slice, uint64_t now_ns)
-{
-    if (!window->measured || slice->transfer.call.stream_count == 0 || slice->transfer.call.failed)
-        return;
-    uint64_t took_ns = now_ns > slice->begun_ns ? now_ns - slice->begun_ns : 1;
-    double rate = (double)(window->delivered_bytes - slice->delivered_bytes) / (double)took_ns;
-    if (window->delay_ns == 0 || took_ns < window->delay_ns)
-        window->delay_ns = took_ns;
-    if (rate > window->rate)
-        window->rate = rate;
-    double most = window->rate > window->rate_before ? window->rate : window->rate_before;
-    double credit = 2 * most * (double)window->delay_ns;
-    window->credit = credit < CREDIT_LEAST  ? (uint64_t)CREDIT_LEAST
-                     : credit > CREDIT_MOST ? (uint64_t)CREDIT_MOST
-                                            : (uint64_t)credit;
-    window->empties |= now_ns - window->measured_since_ns > MEASURED_NS;
-    if (!window->empties || window->in_flight > 0)
-        return;
-    window->empties = false;
-    window->measured_since_ns = now_ns;
-    window->delay_ns = 0;
-    window->rate_before = window->rate;
-    window->rate = 0;
 }
 
 static struct smb_async *async_retain(struct smb_async *async)
@@ -263,13 +110,13 @@ void smb_window_destroy(struct smb_window *window)
     if (async->pid != getpid())
         return; /* a child of fork: a thread that is not there may hold the mutex */
     pthread_mutex_lock(&async->mutex);
-    SMB_ASSERT(window->heap_count == 0 && window->in_flight == 0);
+    SMB_ASSERT(window->heap.count == 0 && window->in_flight == 0);
     struct smb_window **at = &async->windows;
     while (*at != window)
         at = &(*at)->next;
     *at = window->next;
     pthread_mutex_unlock(&async->mutex);
-    free(window->heap);
+    free(window->heap.operations);
     free(window);
     async_release(async);
 }
@@ -320,7 +167,8 @@ static void end_slice(struct smb_async *async, struct slice *slice, uint64_t now
     operation->slices--;
     window->in_flight -= slice->request.bytes;
     window->delivered_bytes += slice->request.bytes;
-    measure(window, slice, now_ns);
+    if (slice->transfer.call.stream_count > 0 && !slice->transfer.call.failed)
+        window_measure(window, slice->begun_ns, slice->delivered_bytes, now_ns);
     if (operation->failed && operation->in_heap)
         heap_remove(operation);
     if (operation->slices == 0 && !operation->in_heap)
@@ -384,7 +232,7 @@ static void begin_slice(struct smb_async *async, struct smb_operation *operation
         slice->delivered_bytes = window->delivered_bytes;
         slice->request = operation->request;
         slice->request.offset += within;
-        slice->request.bytes = slice_bytes(operation);
+        slice->request.bytes = window_slice_bytes(operation);
         if (slice->request.source)
             slice->request.source = (const uint8_t *)slice->request.source + within;
         if (slice->request.sink)
@@ -433,7 +281,7 @@ static void begin_what_may(struct smb_async *async)
             continue;
         }
         heap_remove(operation);
-        operation->window->in_flight += slice_bytes(operation);
+        operation->window->in_flight += window_slice_bytes(operation);
         tell(async, operation, SMB_TOLD_BEGIN);
     }
 }
@@ -460,7 +308,7 @@ static void finish_here(struct smb_async *async)
 static bool some_begun(const struct smb_async *async)
 {
     for (const struct smb_window *window = async->windows; window; window = window->next)
-        if (window->heap_count > 0)
+        if (window->heap.count > 0)
             return true;
     return false;
 }
@@ -550,44 +398,12 @@ int smb_async_create(struct smb_client *client, struct smb_async **async)
     return SMB_OK;
 }
 
-static bool make_room(struct smb_window *window, size_t operations)
-{
-    if (operations <= window->heap_room)
-        return true;
-    size_t room = window->heap_room ? 2 * window->heap_room : 64;
-    struct smb_operation **heap = realloc(window->heap, room * sizeof(struct smb_operation *));
-    if (!heap)
-        return false;
-    window->heap = heap;
-    window->heap_room = room;
-    return true;
-}
-
 static bool touches_mapped(const struct smb_buffer *buffer)
 {
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++)
         if (buffer->places[i].segment)
             return true;
     return false;
-}
-
-/* With the mutex: at the end of its order's list. */
-static void enter_order(struct smb_async *async, struct smb_operation *operation)
-{
-    size_t list = operation->key % ORDERS;
-    struct smb_operation *last = async->last[list];
-    operation->number = ++async->operations;
-    for (struct smb_operation *earlier = last; earlier; earlier = earlier->earlier)
-        operation->waits_for += conflict(earlier, operation);
-    if (operation->waits_for > 0)
-        raise_earlier(operation, last);
-    operation->earlier = last;
-    if (last)
-        last->later = operation;
-    else
-        async->first[list] = operation;
-    async->last[list] = operation;
-    operation->window->operations++;
 }
 
 static int submit(struct smb_async *async, struct smb_operation *operation)
@@ -597,15 +413,14 @@ static int submit(struct smb_async *async, struct smb_operation *operation)
     int status = async->stopped ? SMB_DISCONNECTED : SMB_OK;
     if (status == SMB_OK && window->operations >= OPERATIONS_MAX)
         status = SMB_BUSY;
-    if (status == SMB_OK && !make_room(window, window->operations + 1))
+    if (status == SMB_OK && !heap_make_room(&window->heap, window->operations + 1))
         status = SMB_OUT_OF_MEMORY;
     if (status == SMB_OK && !async->has_thread)
         status = start_thread(async);
     if (status == SMB_OK) {
-        enter_order(async, operation);
-        if (operation->waits_for == 0)
-            heap_add(operation);
-        if (operation->in_heap && has_room(window, operation))
+        order_enter(&async->order, operation);
+        window->operations++;
+        if (operation->in_heap && window_has_room(window, operation))
             wake_thread(async);
     }
     pthread_mutex_unlock(&async->mutex);
@@ -637,6 +452,7 @@ int smb_async_submit(struct smb_async *async, struct smb_window *window, struct 
     if (!made)
         return SMB_OUT_OF_MEMORY;
     made->window = window;
+    made->heap = &window->heap;
     made->buffer = buffer;
     made->request = request;
     made->tag = tag;
@@ -659,15 +475,10 @@ static void forget(struct smb_operation *operation)
 
 int smb_async_cancel(struct smb_async *async, uint64_t tag)
 {
-    struct smb_operation *found = NULL;
     if (async->pid != getpid())
         return 0; /* its parent's, and begun there */
     pthread_mutex_lock(&async->mutex);
-    for (int list = 0; list < ORDERS && !found; list++) {
-        found = async->first[list];
-        while (found && (found->tag != tag || found->state != OPERATION_WAITS))
-            found = found->later;
-    }
+    struct smb_operation *found = order_find_waiting(&async->order, tag);
     if (found) {
         if (found->in_heap)
             heap_remove(found);
@@ -684,7 +495,7 @@ void smb_async_end(struct smb_async *async, struct smb_operation *operation)
     pthread_mutex_lock(&async->mutex);
     SMB_ASSERT(operation->state == OPERATION_ENDED && operation->what != SMB_TOLD_DONE);
     if (operation->what == SMB_TOLD_BEGIN)
-        operation->window->in_flight -= slice_bytes(operation);
+        operation->window->in_flight -= window_slice_bytes(operation);
     leave_order(async, operation);
     forget(operation);
     wake_thread(async);
@@ -744,24 +555,16 @@ int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint6
                                   .key = key,
                                   .changes = changes,
                                   .urgency = 0}; /* as what is asked for without a priority */
-    size_t list = key % ORDERS;
     uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     pthread_mutex_lock(&async->mutex);
     if (*last == 0) {
-        *last = async->operations;
-        raise_earlier(&asked, async->last[list]);
+        *last = async->order.count;
+        order_raise(&async->order, &asked);
     }
     bool waits = true, in_time = true;
     async->waiting++;
-    while (in_time) {
-        const struct smb_operation *earlier = async->first[list];
-        while (earlier && earlier->number <= *last && !conflict(earlier, &asked))
-            earlier = earlier->later;
-        waits = earlier && earlier->number <= *last;
-        if (!waits)
-            break;
+    while (in_time && (waits = order_blocks(&async->order, &asked, *last)))
         in_time = wait_until(&async->ended, &async->mutex, until_ns);
-    }
     async->waiting--;
     pthread_mutex_unlock(&async->mutex);
     return waits ? SMB_TIMEOUT : SMB_OK;
@@ -772,7 +575,7 @@ void smb_async_stop(struct smb_async *async)
     pthread_mutex_lock(&async->mutex);
     async->stopped = true;
     for (int list = 0; list < ORDERS; list++) {
-        for (struct smb_operation *operation = async->first[list], *later; operation;
+        for (struct smb_operation *operation = async->order.first[list], *later; operation;
              operation = later) {
             later = operation->later;
             if (operation->state != OPERATION_WAITS)

@@ -10,11 +10,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
 
 from smb.buffer_info import BufferInfo
 from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
+from smb.call.published_states import PublishedStates
 from smb.call.sync_requests import SESSION_ENDED
 from smb.engine import AsyncOperations, EngineClient, EngineError, Link, Switch
 from smb.errors import (
@@ -42,18 +42,6 @@ _CLOSE_S = 1.0
 _LOCATE_S = 1.0
 
 _log = logging.getLogger("smb")
-
-
-class PublishedState(Protocol):
-    """A Publisher or Follower."""
-
-    ROLE: ClassVar[str]
-    buffer: Any
-    """What it is of: `name`."""
-
-    @property
-    def last(self) -> int:
-        """The generation that it published, or read, last; 0 before the first. No call."""
 
 
 class ClusterSession:
@@ -104,7 +92,7 @@ class ClusterSession:
         self.renewals = Renewals()
         self.session_ended = False
         self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # of trainings, for people
-        self._published: list[weakref.ref[PublishedState]] = []
+        self.published = PublishedStates()
         self._stop = threading.Event()
         self._renewal = threading.Thread(
             target=_renew,
@@ -183,20 +171,6 @@ class ClusterSession:
     def why_untrusted(self, server: str) -> str:
         """See Links."""
         return self._links.why_untrusted(server)
-
-    def count_generations_of(self, state: PublishedState) -> None:
-        """Have the metrics tell of it while it is there."""
-        with self._lock:
-            self._published = [each for each in self._published if each() is not None] + [weakref.ref(state)]
-
-    def generations(self) -> dict[tuple[str, str], int]:
-        """Return the generation by state and role. Of several readers of a state: the one that is furthest behind."""
-        found: dict[tuple[str, str], int] = {}
-        for each in self._published:
-            if (state := each()) is not None:
-                key = state.buffer.name, state.ROLE
-                found[key] = min(state.last, found.get(key, state.last))
-        return found
 
     @property
     def closed(self) -> bool:
@@ -296,7 +270,8 @@ def _renew(
 ) -> None:
     """Renew the session until it is closed or forgotten. A coordinator that is away disturbs nothing else.
 
-    A client in a training renews it more often: each renewal tells the coordinator how far the training is.
+    A client in a training, or with a published state, renews it more often: each renewal tells the coordinator how
+    far it is.
     """
     renewed_at = looked_at = time.monotonic()
     while True:
@@ -310,13 +285,13 @@ def _renew(
             coordinator.close()
             return
         coordinator.tokens.renew()
-        reports = _told(ours.reports)
+        reports, states = _told(ours.reports), ours.published.reports(_REPORTS_MAX)
         del ours
-        if time.monotonic() < renewed_at + (min(_REPORT_S, every_s) if reports else every_s):
+        if time.monotonic() < renewed_at + (min(_REPORT_S, every_s) if reports or states else every_s):
             continue
         renewed_at = time.monotonic()
         try:
-            lease = coordinator.renew_session(session_id, client_name, every_s, list(reports.values()))
+            lease = coordinator.renew_session(session_id, client_name, every_s, list(reports.values()), states)
             ours = session()
             for key, report in reports.items():
                 if report.left and ours is not None:

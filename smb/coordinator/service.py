@@ -192,6 +192,9 @@ class CoordinatorService(CoordinatorServicer):
         await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
         failpoint("coordinator.session.renewed")
         self._record_reports(request)
+        shown = request.states if caller().role is not Role.SERVER else ()
+        states = [report for report in shown if caller().may_see(report.name)]
+        self._watch.states.record_reports(request.session_id, states, self._commit_log.now())
         return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:

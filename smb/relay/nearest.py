@@ -82,6 +82,12 @@ class Nearest:
         """Return the same reader's choice of another buffer."""
         return Nearest(self._client, other, self._near)
 
+    @property
+    def mirror_name(self) -> str:
+        """The mirror that was chosen last; "" if that was the source itself. For any thread."""
+        mirror = self._mirror
+        return mirror.name if mirror is not None else ""
+
     def buffer(self) -> Buffer:
         """Return what to read from now."""
         if time.monotonic() - self._looked > _LOOK_S or not self._looked:

@@ -138,14 +138,23 @@ class Coordinator:
         return reply.session_id, reply.lease_ms / 1000, reply.shared
 
     def renew_session(
-        self, session_id: int, client_name: str, timeout: float, reports: Sequence[pb.TrainingReport] = ()
+        self,
+        session_id: int,
+        client_name: str,
+        timeout: float,
+        reports: Sequence[pb.TrainingReport] = (),
+        states: Sequence[pb.StateReport] = (),
     ) -> float:
         """Return the lease in seconds; from here on a certificate that was replaced is used. Raises SessionEndedError
         if there is nothing left to renew.
         """
         self._peers.take_new_certificate()
         request = pb.RenewSessionRequest(
-            session_id=session_id, client_name=client_name, session_secret=self._session_secret, trainings=reports
+            session_id=session_id,
+            client_name=client_name,
+            session_secret=self._session_secret,
+            trainings=reports,
+            states=states,
         )
         reply: pb.RenewSessionReply = self._call("RenewSession", request, timeout)
         return reply.lease_ms / 1000

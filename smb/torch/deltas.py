@@ -242,6 +242,7 @@ class DeltaReader:
         self._client = client
         self._ring = Ring(client, anchors, deltas, timeout=timeout)
         self._anchors = nearest
+        self._anchors_name = anchors.name
         self._heads = nearest.beside(self._ring.heads)
         self._near: _NearRing | None = None
         self._state = state
@@ -254,6 +255,12 @@ class DeltaReader:
     def latest(self) -> int:
         """The one published last."""
         return self._ring.heads.version
+
+    @property
+    def mirror_name(self) -> str:
+        """The state's mirror on the server from which generations come now; "" if from the source. For any thread."""
+        name = self._heads.mirror_name
+        return self._anchors_name + name.removeprefix(self._ring.heads.name) if name else ""
 
     def wait(self, generation: int, timeout: float | None) -> int:
         """As Buffer.wait: until the nearest mirror has it, too."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from smb.call.published_states import PUBLISHER, READER
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX
 from smb.published import ABOUT
@@ -109,7 +110,7 @@ class Publisher:
     InvalidArgumentError if it was made with other deltas, ties or names.
     """
 
-    ROLE: ClassVar[str] = "publisher"
+    ROLE: ClassVar[str] = PUBLISHER
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class Publisher:
                     client.delete(each, missing_ok=True)
             raise
         self._last = self._writer.generation
-        client._session.count_generations_of(self)
+        client._session.published.add(self)
 
     @property
     def generation(self) -> int:
@@ -199,6 +200,11 @@ class Publisher:
     def last(self) -> int:
         """The one that this Publisher published last, or found; 0 before the first. No call."""
         return self._last
+
+    @property
+    def source(self) -> str:
+        """No mirror: a Publisher writes the state's own buffer."""
+        return ""
 
     @property
     def sent_bytes(self) -> int:
@@ -291,7 +297,7 @@ class Follower:
     read last, 0 before the first.
     """
 
-    ROLE: ClassVar[str] = "reader"
+    ROLE: ClassVar[str] = READER
 
     def __init__(
         self,
@@ -329,12 +335,17 @@ class Follower:
         else:
             self._memory = StateBytes(buffer)
         self._pinned = 0
-        client._session.count_generations_of(self)
+        client._session.published.add(self)
 
     @property
     def last(self) -> int:
         """The generation that was read or pinned last; 0 before the first."""
         return max(self.generation, self._pinned)
+
+    @property
+    def source(self) -> str:
+        """The mirror from which generations come now; "" if they come from the state's own buffer. No call."""
+        return self._nearest.mirror_name if self._reader is None else self._reader.mirror_name
 
     def _pieces(self, asked: str, placements: Placements) -> dict[str, Piece]:
         """Return which part of each stored tensor is read. Raises InvalidArgumentError."""

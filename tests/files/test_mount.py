@@ -389,7 +389,7 @@ def test_what_another_client_has_just_deleted_is_made_anew(files: Path, client: 
     for turn in range(5):
         (files / "w").write_bytes(b"%d" % turn)
         client.delete("w")
-    assert not (files / "w").exists()
+    wait_for(lambda: not (files / "w").exists(), "end of what the kernel remembers")
     (files / "w").write_bytes(b"again")
     client.delete("w")
     with pytest.raises(FileNotFoundError):

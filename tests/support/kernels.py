@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ every_isa = pytest.mark.parametrize("isa", range(len(ISAS)), ids=ISAS)
 # The same examples in every run: a failure elsewhere is a failure here. The blob repeats one of another profile.
 deterministic = settings(
     derandomize=True,
-    max_examples=60,
+    max_examples=60 if os.environ.get("SMB_LONG") else 20,
     deadline=None,
     print_blob=True,
     database=None,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from smb.tools.demo.fleet import Fleet, Worker
 from smb.tools.demo.recipes import RECIPES
 from smb.tools.demo.run import DemoView
 
+USUAL = ("bsp", "r2sp", "easgd", "diloco")  # each over one of the transports; the others have tests without a demo, too
+AT_NIGHT = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="the demo by another scheme; SMB_LONG=1 runs it")
+
 
 @pytest.fixture(autouse=True)
 def _threads() -> object:
@@ -27,7 +31,10 @@ def _threads() -> object:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("number", "scheme"), list(enumerate(RECIPES)))
+@pytest.mark.parametrize(
+    ("number", "scheme"),
+    [pytest.param(number, scheme, marks=[] if scheme in USUAL else AT_NIGHT) for number, scheme in enumerate(RECIPES)],
+)
 def test_short_form_learns(number: int, scheme: str) -> None:
     """By every scheme, processes that share a striped buffer learn to 0.90 in seconds although one is killed and one
     comes late; schemes take turns with the transports."""

@@ -148,6 +148,7 @@ LEFT_OUT = {
     "train/test_shared_model.py": _TRAINING,
     "train/test_shard_publishing.py": _TRAINING,
     "train/test_status.py": _TRAINING,
+    "train/test_states_on_the_page.py": _TRAINING,
     "train/test_streaming.py": _TRAINING,
     "train/test_torch_devices.py": _TRAINING,
     "train/test_vllm.py": "no engine of vLLM knows a transport",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from smb.coordinator.commit_log import Committed
+from smb.coordinator.dashboard.states import PublishedStates, StateSeen
 from smb.coordinator.dashboard.trainings import Trainings, WorkerSeen
 from smb.coordinator.events import (
     BufferDeleted,
@@ -199,6 +200,7 @@ class Seen:
     state_free_bytes: int | None = None  # of the store's disk, where that is known
     workers: Mapping[str, Sequence[WorkerSeen]] = field(default_factory=dict)  # by training
     furthest: Mapping[str, int] = field(default_factory=dict)  # the last known round, by training
+    states: Mapping[str, Sequence[StateSeen]] = field(default_factory=dict)  # who publishes or reads, by state
 
 
 class Watch:
@@ -219,6 +221,7 @@ class Watch:
         self._events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS_MAX)
         self._failed: deque[tuple[float, str]] = deque(maxlen=FAILED_MAX)
         self.trainings = Trainings()
+        self.states = PublishedStates()
         # The store's own report: why it can't be written, and the room of its disk.
         self.look_at_store: Callable[[], tuple[str, int | None]] = lambda: ("", None)
 
@@ -252,9 +255,11 @@ class Watch:
                 case SessionClosed(session_id):
                     self._sessions.pop(session_id, None)
                     self.trainings.ended([session_id])
+                    self.states.ended([session_id])
                 case Ticked() if before.client_names is not committed.state.client_names:
                     over = before.client_names.keys() - committed.state.client_names.keys()
                     self.trainings.ended(over)
+                    self.states.ended(over)
                     for session_id in over:
                         self._sessions.pop(session_id, None)
                         self._lost_clients.append((now.wall, before.client_names[session_id]))
@@ -297,6 +302,7 @@ class Watch:
                 state_free_bytes=state_free_bytes,
                 workers=self.trainings.workers(),
                 furthest=self.trainings.furthest(),
+                states=self.states.by_name(),
             )
 
     def history_of(self, server: str, now: Instant) -> History:

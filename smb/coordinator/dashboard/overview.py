@@ -20,12 +20,14 @@ from typing import Any
 
 from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, owners_of, problems
 from smb.coordinator.dashboard.history import Amounts, Busy, History, Seen, ServerWatch, Watch
+from smb.coordinator.dashboard.states import StateSeen
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
 from smb.coordinator.state import State
 from smb.errors import NotFoundError
+from smb.published import ABOUT
 from smb.rpc import control_pb2 as pb
 from smb.rpc import metadata
 
@@ -35,6 +37,8 @@ CLIENTS_MAX = 500
 WAITS_MAX = 200
 TRAININGS_MAX = 200
 WORKERS_MAX = 64  # of one training
+STATES_MAX = 200
+READERS_MAX = 64  # of one published state
 TENSORS_MAX = 1000  # of one buffer
 TRAINING = "smb.train"  # the key of its settings in the metadata of a training's weights (smb/train/group.py)
 TENSORS = "smb.tensors"  # the key of named tensors (smb/tensors.py)
@@ -65,6 +69,12 @@ class View:
         """The weights of each training, by its name."""
         listed = (record for record in self.state.listed() if record.metadata)
         return {record.name: record for record in listed if _settings(record.id, record.metadata)}
+
+    @cached_property
+    def states(self) -> dict[str, BufferRecord]:
+        """The published states, by name, without their mirrors."""
+        listed = (record for record in self.state.listed() if record.metadata and record.versions > 1)
+        return {record.name: record for record in listed if not record.mirror_of and _is_published(record.metadata)}
 
     @cached_property
     def busy(self) -> dict[int, Busy]:
@@ -113,6 +123,7 @@ def overview(view: View, address: str) -> Json:
     waits = _waits(view)
     shown_buffers = _shown(view, buffers)
     clients = _clients(view, waits)
+    states = _first_states(view)
     return {
         "form": FORM,
         "now": view.now.wall,
@@ -122,6 +133,7 @@ def overview(view: View, address: str) -> Json:
         "servers": servers,
         "buffers": [_buffer(view, record) for record in shown_buffers],
         "trainings": [_training(view, record) for record in _first_trainings(view)],
+        "states": [_state(view, record) for record in states],
         "clients": clients[:CLIENTS_MAX],
         "waits": waits[:WAITS_MAX],
         "events": [_event(*event) for event in reversed(view.seen.events)],
@@ -129,6 +141,7 @@ def overview(view: View, address: str) -> Json:
         "left_out": {
             "buffers": len(buffers) - len(shown_buffers),
             "trainings": max(0, len(view.trainings) - TRAININGS_MAX),
+            "states": len(view.states) - len(states),
             "clients": max(0, len(clients) - CLIENTS_MAX),
             "waits": max(0, len(waits) - WAITS_MAX) + _waits_left_out(view),
         },
@@ -190,6 +203,7 @@ def buffer_detail(view: View, name: str) -> Json:
         "epoch": record.epoch,
         "segment_list": segments,
         **_tensors(record),
+        **_who(view, record),
         "waits": [wait for wait in _waits(view) if wait["kind"] == "buffer" and wait["name"] == name],
     }
 
@@ -424,6 +438,77 @@ def _worker(view: View, seen: WorkerSeen) -> Json:
         "guard": report.guard,
         "silent_s": round(max(0.0, view.now.monotonic - seen.at), 1),
     }
+
+
+@lru_cache(maxsize=4096)
+def _is_published(packed: bytes) -> bool:
+    """Whether metadata is that of a published state (smb/torch/publish.py)."""
+    text = metadata.unpack(packed)
+    return f'"{ABOUT}"' in text and isinstance(json.loads(text).get(ABOUT), dict)
+
+
+def _first_states(view: View) -> list[BufferRecord]:
+    """Return the published states by name; of too many those that somebody publishes or reads first."""
+    records = sorted(view.states.values(), key=lambda record: record.name)
+    if len(records) > STATES_MAX:
+        records = sorted(records, key=lambda record: record.name not in view.seen.states)[:STATES_MAX]
+    return records
+
+
+def _state(view: View, record: BufferRecord) -> Json:
+    publishers, readers = _publishers_and_readers(view, record.name)
+    generation = _generation(publishers, readers)
+    last = max(publishers, key=lambda seen: seen.report.generation, default=None)
+    behind = [generation - seen.report.generation for seen in readers]
+    return {
+        "name": record.name,
+        "state": _health(view, record),
+        "generation": generation,
+        "publishers": len(publishers),
+        "publisher": _client_of(view, last) if last else "",
+        "readers": len(readers),
+        "behind": max(behind, default=None),
+        "size": record.nbytes,
+        "created": record.created_at,
+    }
+
+
+def _who(view: View, record: BufferRecord) -> Json:
+    """Return who publishes and who reads a state, those that are furthest behind first."""
+    publishers, readers = _publishers_and_readers(view, record.name)
+    generation = _generation(publishers, readers)
+    readers = sorted(readers, key=lambda seen: (seen.report.generation, _client_of(view, seen)))
+    return {
+        "generation": generation,
+        "publishers": [_member(view, seen, generation) for seen in publishers[:READERS_MAX]],
+        "readers": [_member(view, seen, generation) for seen in readers[:READERS_MAX]],
+        "readers_left_out": max(0, len(readers) - READERS_MAX),
+    }
+
+
+def _publishers_and_readers(view: View, name: str) -> tuple[list[StateSeen], list[StateSeen]]:
+    seen = view.seen.states.get(name, ())
+    return [each for each in seen if each.report.publishes], [each for each in seen if not each.report.publishes]
+
+
+def _generation(publishers: Sequence[StateSeen], readers: Sequence[StateSeen]) -> int:
+    """Return the latest that was told; 0: none."""
+    return max((seen.report.generation for seen in (*publishers, *readers)), default=0)
+
+
+def _member(view: View, seen: StateSeen, generation: int) -> Json:
+    return {
+        "key": _key(view, seen.session_id),
+        "client": _client_of(view, seen),
+        "generation": seen.report.generation,
+        "behind": generation - seen.report.generation,
+        "from": seen.report.source,
+        "silent_s": round(max(0.0, view.now.monotonic - seen.at), 1),
+    }
+
+
+def _client_of(view: View, seen: StateSeen) -> str:
+    return view.state.client_names.get(seen.session_id, "unknown")
 
 
 def _tensors(record: BufferRecord) -> Json:

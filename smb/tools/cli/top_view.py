@@ -30,7 +30,8 @@ _STATES = {"left": "stopped", "gone": "gone", "lost": "memory lost"}
 def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: int = 0) -> list[RenderableType]:
     """Return what to print, no higher than `height` lines of `width` (0: as it gets). `lost`: why it is not new.
 
-    The busiest rows come first. A training's own buffers and locks are left out: they are its.
+    The busiest rows come first. A training's own buffers and locks are left out: they are its. Published states are
+    shown if there are any.
     """
     problems = shown["problems"][: _PROBLEMS_MAX if height else None]
     parts: list[RenderableType] = [_head(shown, width), *_throughput(shown, encoding)]
@@ -38,8 +39,8 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
         parts.append(_whole(f"The coordinator is lost, this is from before: {lost}", "bold red"))
     parts += [_problem(problem) for problem in problems] or [_line(_fine(shown), "green")]
     sections = [
-        ("trainings", _trainings), ("servers", _servers), ("buffers", _buffers), ("clients", _clients),
-        ("waits", _waits),
+        ("trainings", _trainings), ("states", _states), ("servers", _servers), ("buffers", _buffers),
+        ("clients", _clients), ("waits", _waits),
     ]  # fmt: skip
     own = [buffer for buffer in shown["buffers"] if not buffer["training"]]
     folded = {
@@ -48,11 +49,14 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
     }
     by_activity = {
         "trainings": sorted(shown["trainings"], key=lambda row: (-row["workers"], -(row["samples_per_s"] or 0))),
+        "states": sorted(shown.get("states", ()), key=lambda row: (-row["readers"], row["name"])),
         "servers": sorted(shown["servers"], key=lambda row: -(row["rates"] or {"operations": 0})["operations"]),
         "buffers": sorted(own, key=lambda row: -row["rates"]["bytes"]),
         "clients": sorted(shown["clients"], key=lambda row: (-row["rates"]["bytes"], -row["holds"])),
         "waits": [wait for wait in shown["waits"] if not wait.get("training")],
     }
+    if not by_activity["states"]:
+        sections = [section for section in sections if section[0] != "states"]
     lists = [by_activity[name] for name, _ in sections]
     lines = sum(_lines(part, width) for part in parts)
     room = height - lines - 2 * len(sections) - 2 if height else sum(map(len, lists))
@@ -178,6 +182,24 @@ def _trainings(rows: Sequence[Json], _shown: Json) -> _Rows:
             str(row["refused"]) if working else "-",
             format_bytes(row["size"]),
             style=None if ok else "red",
+        )
+    return made
+
+
+def _states(rows: Sequence[Json], _shown: Json) -> _Rows:
+    numbers = ("GENERATION", "READERS", "BEHIND", "SIZE")
+    made = _Rows("PUBLISHED STATE", "STATE", "PUBLISHER", *numbers, right=numbers, spare=("SIZE", "PUBLISHER", "STATE"))
+    for row in rows:
+        more = f" + {row['publishers'] - 1}" if row["publishers"] > 1 else ""
+        made.add_row(
+            row["name"],
+            {"ok": "ok", "gone": "server gone"}.get(row["state"], "memory lost"),
+            printable(row["publisher"]) + more if row["publishers"] else "nobody publishes",
+            f"{row['generation']:,}" if row["generation"] else "-",
+            str(row["readers"]),
+            "-" if row["behind"] is None else f"{row['behind']:,}",
+            format_bytes(row["size"]),
+            style=None if row["state"] == "ok" else "red",
         )
     return made
 

@@ -65,8 +65,8 @@ int scratch_files(void)
     return each_scratch_file(NULL);
 }
 
-/* TEST_SECONDS_MAX ends what hangs; 500 kills under thread checks take 20 s alone, over 60 s beside
- * other work. Times SMB_TEST_SLOWNESS where a machine is emulated. SMB_TEST_HANGING: names of tests
+/* TEST_SECONDS_MAX ends what hangs; 500 kills under thread checks (SMB_LONG=1) take 20 s alone, over
+ * 60 s beside other work. Times SMB_TEST_SLOWNESS where a machine is emulated. SMB_TEST_HANGING: names of tests
  * that are known to hang. */
 static unsigned seconds_max(const char *name)
 {
@@ -75,6 +75,16 @@ static unsigned seconds_max(const char *name)
     if (hanging && strstr(hanging, name))
         return HANGING_SECONDS_MAX;
     return TEST_SECONDS_MAX * (unsigned)(times > 1 ? times : 1);
+}
+
+int check_thinned(void)
+{
+#if defined(__SANITIZE_THREAD__)
+    const char *whole = getenv("SMB_LONG");
+    return whole && *whole ? 1 : 4;
+#else
+    return 1;
+#endif
 }
 
 static bool passes(const struct test *test)

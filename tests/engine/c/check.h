@@ -52,4 +52,8 @@ const char *scratch_path(const char *name);
 /* How many files lie there. */
 int scratch_files(void);
 
+/* One of so many steps of a long test is done: 1, and 4 under thread checks, which make each step
+ * 10 to 30 times as long. SMB_LONG=1: 1 there, too. */
+int check_thinned(void);
+
 #endif

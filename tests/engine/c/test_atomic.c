@@ -13,7 +13,12 @@
 
 /* ---- exact sums ------------------------------------------------------------------------------ */
 
-enum { ELEMENTS = 20001, THREADS = 8, PROCESSES = 4, ROUNDS = 60, RANGE_MAX = 6000 };
+enum { ELEMENTS = 20001, THREADS = 8, PROCESSES = 4, RANGE_MAX = 6000 };
+
+static int rounds(void)
+{
+    return 60 / check_thinned();
+}
 
 static int64_t delta(uint64_t index)
 {
@@ -61,7 +66,7 @@ static void *add_ranges(void *argument)
     int ways = worker->number < THREADS ? WAYS : BY_REFERENCE;
     reach_make(&reach, worker->rig, (enum way)(worker->number % ways),
                (uint64_t)worker->number + 1);
-    for (int round = 0; round < ROUNDS; round++) {
+    for (int round = 0; round < rounds(); round++) {
         struct range range = range_of(worker->number, round);
         must(reach.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE,
                                                 .op = SMB_SUM,
@@ -92,7 +97,7 @@ static void check_sums(struct rig *rig)
 {
     int64_t *expected = calloc(ELEMENTS, sizeof *expected);
     for (int worker = 0; worker < THREADS + PROCESSES; worker++) {
-        for (int round = 0; round < ROUNDS; round++) {
+        for (int round = 0; round < rounds(); round++) {
             struct range range = range_of(worker, round);
             for (uint64_t i = range.offset; i < range.offset + range.count; i++)
                 expected[i] += delta(i);
@@ -299,14 +304,14 @@ static void no_read_is_torn(uint32_t bytes, int reads_local, int reads_remote)
  * none is of two changes. */
 static void reads_are_never_torn(void)
 {
-    no_read_is_torn(16384, 45000, 6000);
+    no_read_is_torn(16384, 45000 / check_thinned(), 6000 / check_thinned());
 }
 
 /* The same with the largest usual chunk, which is sent straight from the segment and received
  * straight into it. */
 static void large_reads_are_never_torn(void)
 {
-    no_read_is_torn(262144, 2000, 1000);
+    no_read_is_torn(262144, 2000 / check_thinned(), 1000 / check_thinned());
 }
 
 /* ---- death inside a change ------------------------------------------------------------------- */

@@ -75,7 +75,7 @@ static void operations(void)
     };
     static const double scales[] = {1, 3, 0.5, -2, -0.3};
     static _Alignas(8) uint8_t target[BYTES], source[BYTES];
-    for (int isa = 0; isa < smb_isa_count(); isa++) {
+    for (int isa = 0; isa < smb_isa_count(); isa += check_thinned()) {
         CHECK_EQ(smb_isa_select(isa), SMB_OK);
         for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
             struct random random = random_make(20261123);
@@ -116,7 +116,7 @@ static void encodings(void)
     static uint32_t from[WIRE_COUNT + 1];
     static float sum[WIRE_COUNT];
     static _Alignas(8) uint8_t sent[4 * WIRE_COUNT];
-    for (int isa = 0; isa < smb_isa_count(); isa++) {
+    for (int isa = 0; isa < smb_isa_count(); isa += check_thinned()) {
         CHECK_EQ(smb_isa_select(isa), SMB_OK);
         for (size_t w = 0; w < sizeof wires / sizeof *wires; w++) {
             struct random random = random_make(20261124);
@@ -172,7 +172,7 @@ static void steps(void)
                                            .step = 1,
                                            .alpha = 0.3};
     static float b[STEP_COUNT], g[STEP_COUNT], m[STEP_COUNT], v[STEP_COUNT];
-    for (int isa = 0; isa < smb_isa_count(); isa++) {
+    for (int isa = 0; isa < smb_isa_count(); isa += check_thinned()) {
         CHECK_EQ(smb_isa_select(isa), SMB_OK);
         for (size_t r = 0; r < sizeof rules / sizeof *rules; r++) {
             struct random random = random_make(20261125);
@@ -194,7 +194,7 @@ static void checksums(void)
     static uint8_t data[4096];
     struct random random = random_make(20261126);
     fill_with(&random, data, sizeof data);
-    for (int isa = 0; isa < smb_isa_count(); isa++) {
+    for (int isa = 0; isa < smb_isa_count(); isa += check_thinned()) {
         CHECK_EQ(smb_isa_select(isa), SMB_OK);
         CHECK_EQ(smb_crc32c(0, "123456789", 9), 0xE3069283);
         uint32_t crc = 0;

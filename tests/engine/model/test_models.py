@@ -1,4 +1,4 @@
-"""The Spin models in their quick bounds: clean, and every planted fault found. `make model` runs the full ones."""
+"""The Spin models in their quick bounds: clean, and the planted faults found. `make model` runs the full ones."""
 
 from __future__ import annotations
 

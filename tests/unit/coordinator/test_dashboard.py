@@ -19,6 +19,7 @@ from smb.coordinator.dashboard.overview import (
     server_detail,
     training_detail,
 )
+from smb.coordinator.dashboard.states import REPORTS_MAX
 from smb.coordinator.events import (
     BackupsLost,
     BufferDeleted,
@@ -338,6 +339,42 @@ def test_locks_of_a_training_are_its(scene: Scene) -> None:
     assert [(wait["name"], wait["training"]) for wait in shown] == [("w", None), ("run/turn", "run"), ("run", "run")]
     past = scene.watch.trainings.rounds("run", scene.now)
     assert [wait["name"] for wait in training_detail(scene.view(), "run", past)["waits"]] == ["run/turn", "run"]
+
+
+def test_who_publishes_a_state_and_how_far_its_readers_are(scene: Scene) -> None:
+    """As clients told last: the latest generation, the reader that is furthest behind and its mirror, until sessions
+    end. A state that nobody told of is shown, and a buffer or a mirror is none.
+    """
+    about: dict[str, object] = {"smb.publish": {"deltas": 0}}
+    for name in ("policy", "quiet"):
+        scene.create(name, about=about, versions=2)
+    scene.create("w", versions=2)
+    for session_id, client in ((7, "trainer"), (8, "near"), (9, "far")):
+        scene.do(SessionRenewed(session_id, client))
+    reports = {
+        7: pb.StateReport(name="policy", publishes=True, generation=12),
+        8: pb.StateReport(name="policy", generation=11, source="policy.mirror.b"),
+        9: pb.StateReport(name="policy", generation=4),
+    }
+    for session_id, report in reports.items():
+        scene.watch.states.record_reports(session_id, [report], scene.now)
+    policy, quiet = overview(scene.view(), "")["states"]
+    told = {key: policy[key] for key in ("name", "generation", "publishers", "publisher", "readers", "behind")}
+    assert list(told.values()) == ["policy", 12, 1, "trainer", 2, 8]
+    assert (quiet["generation"], quiet["publishers"], quiet["readers"], quiet["behind"]) == (0, 0, 0, None)
+    detail = buffer_detail(scene.view(), "policy")
+    assert [(each["client"], each["behind"], each["from"]) for each in detail["readers"]] == [
+        ("far", 8, ""),
+        ("near", 1, "policy.mirror.b"),
+    ]
+    assert [each["client"] for each in detail["publishers"]] == ["trainer"]
+    scene.do(SessionClosed(9))
+    scene.watch.states.record_reports(7, [], scene.now)
+    (policy, _) = overview(scene.view(), "")["states"]
+    assert (policy["publishers"], policy["readers"], policy["generation"], policy["behind"]) == (0, 1, 11, 0)
+    many = [pb.StateReport(name=f"s{number}") for number in range(REPORTS_MAX + 1)]
+    scene.watch.states.record_reports(7, many, scene.now)
+    assert len(scene.watch.states.by_name()) == REPORTS_MAX + 1  # and the other session's
 
 
 def test_a_buffer_that_lost_copies_is_a_problem(scene: Scene) -> None:

@@ -138,3 +138,18 @@ def test_the_busiest_come_first_and_sentences_are_whole() -> None:
     assert "WORKERS" in narrow  # what matters less is left out, before anything is cut
     assert "STALENESS" not in narrow
     assert "STALENESS" in text_of(render(many, "utf-8"), width=120)
+
+
+def test_published_states_say_who_publishes_and_how_far_readers_are() -> None:
+    """A row for each state; without any there is no such list, also of a coordinator that tells of none."""
+    common = {"state": "ok", "size": 1 << 20, "created": 0.0}
+    states = [
+        {"name": "quiet", "generation": 0, "publishers": 0, "publisher": "", "readers": 0, "behind": None, **common},
+        {"name": "policy", "generation": 1200, "publishers": 2, "publisher": "a", "readers": 3, "behind": 8, **common},
+    ]
+    said = text_of(render(shown(states=states), "utf-8"))
+    rows = [line.split() for line in said.splitlines() if "policy" in line or "quiet" in line]
+    assert rows[0] == ["policy", "ok", "a", "+", "1", "1,200", "3", "8", "1", "MiB"]
+    assert rows[1] == ["quiet", "ok", "nobody", "publishes", "-", "0", "-", "1", "MiB"]
+    assert "PUBLISHED" not in text_of(render(shown(states=[]), "utf-8"))
+    assert "PUBLISHED" not in text_of(render(shown(), "utf-8"))

@@ -36,6 +36,21 @@ const trainings = new Table($("trainings"), {
   ],
 });
 
+const states = new Table($("states"), {
+  label: "published states",
+  key: (row) => row.name,
+  filter: true,
+  columns: [
+    { head: "State", sort: (s) => s.name, said: (s) => s.name, cell: (s) => detail.opener("buffer", s.name) },
+    { head: "Memory", sort: (s) => s.state, said: (s) => s.state, cell: (s) => badge(s.state === "gone" ? "away" : s.state) },
+    { head: "Published by", half: true, sort: (s) => s.publisher, cell: (s) => (s.publishers ? s.publisher + (s.publishers > 1 ? ` + ${s.publishers - 1}` : "") : "nobody") },
+    { head: "Generation", number: true, sort: (s) => s.generation, cell: (s) => (s.generation ? f.whole(s.generation) : "–") },
+    { head: "Readers", number: true, sort: (s) => s.readers, cell: (s) => f.count(s.readers) },
+    { head: "Furthest behind", number: true, sort: (s) => number(s.behind), cell: (s) => (s.behind === null ? "–" : f.whole(s.behind)) },
+    { head: "Size", number: true, sort: (s) => s.size, cell: (s) => f.bytes(s.size) },
+  ],
+});
+
 const servers = new Table($("servers"), {
   label: "memory servers",
   key: (row) => row.name,
@@ -147,12 +162,15 @@ function show() {
   servers.update(state.servers, { empty: noServers(address), leftOut: 0 });
   const own = state.buffers.filter((buffer) => !buffer.training); // a training's, and its locks, are in its dialog
   trainings.update(state.trainings, { empty: noTrainings(address), leftOut: state.left_out.trainings });
+  for (const part of [$("states"), $("to-states")]) part.hidden = !state.states.length;
+  states.update(state.states, { empty: noStates, leftOut: state.left_out.states });
   buffers.update(own, { empty: own.length < state.buffers.length ? folded : noBuffers(address), leftOut: state.left_out.buffers });
   clients.update(state.clients, { empty: noClients(address), leftOut: state.left_out.clients });
   const ownWaits = state.waits.filter((wait) => !wait.training);
   waits.update(ownWaits, { empty: ownWaits.length < state.waits.length ? folded : noWaits, leftOut: state.left_out.waits });
   text($("n-servers"), state.totals.alive === state.totals.servers ? `${state.totals.servers}` : `${state.totals.alive}/${state.totals.servers}`);
   text($("n-trainings"), String(state.trainings.length + state.left_out.trainings));
+  text($("n-states"), String(state.states.length + state.left_out.states));
   text($("n-buffers"), counted(own.length + state.left_out.buffers, state.buffers.length - own.length));
   text($("n-events"), String(state.events.length));
   text($("n-clients"), String(state.totals.clients));
@@ -266,6 +284,8 @@ const noTrainings = (address) => ({
   said: address,
   make: () => [el("p", {}, "No training. In a PyTorch script, after the optimizer was made:"), command(`import smb.torch\nshared = smb.torch.join(model, optimizer, "my-model", scheme="diloco", every=50, coordinator="${address}")`)],
 });
+
+const noStates = { said: 0, make: () => [el("p", {}, "No published state.")] };
 
 const folded = { said: 1, make: () => [el("p", {}, "None but those of trainings: click on one above.")] };
 

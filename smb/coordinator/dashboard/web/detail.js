@@ -134,10 +134,18 @@ function buffer(found) {
     el("p", { class: "quiet" }, `${f.plural(stripes, "stripe")} of ${f.bytes(found.stripe)}, in turn on ${f.plural(found.segment_list.length, "segment")} of ${f.plural(servers.length, "server")}.${stripes > shown ? ` The first ${shown}:` : ""}`),
     map,
     ...table("", ["Server", "Holds", "Share", "State"], parts),
+    ...readers(found),
     ...mirrors(found),
     ...waits(found.waits),
     ...table("Tensors in it", ["Name", "Shape", "Type"], found.tensors.map((t) => [t.name, f.shape(t.shape), t.dtype]), found.tensors_left_out),
   );
+}
+
+// Of a published state: who publishes it, and how far each reader is.
+function readers(found) {
+  const row = (role) => (m) => [m.client, role, m.generation ? f.whole(m.generation) : "–", m.behind ? f.whole(m.behind) : "–", m.from, `${f.duration(m.silent_s)} ago`];
+  const rows = [...found.publishers.map(row("publishes")), ...found.readers.map(row("reads"))];
+  return table("Who publishes and reads", ["Client", "Does", "Generation", "Behind", "From the mirror", "Heard"], rows, found.readers_left_out);
 }
 
 // Who feeds whom: each mirror, what it has, and what came to it from where.

@@ -1,0 +1,51 @@
+/* window.h: how many bytes of async operations are in flight at once.
+ *
+ * A request is cut into slices at the borders of chunks, each a quarter of the window's credit at
+ * most. So an urgent operation waits for what is in flight, and not for the rest of a large one. A
+ * window in which nothing is in flight takes any slice.
+ *
+ * Credit that nobody chose is about twice the bandwidth, the highest measured, times the delay, the
+ * lowest measured, of slices over links. Every MEASURED_NS the window runs empty once, so that the
+ * delay is that of the path and not of what waits in front of it.
+ *
+ * Everything here is guarded by the mutex of the client's struct smb_async.
+ */
+#ifndef SMB_WINDOW_H
+#define SMB_WINDOW_H
+
+#include "client/order.h"
+
+enum { SLICES_PER_CREDIT = 4 }; /* so that the path stays full while one is answered */
+
+/* Of a window whose credit is measured. */
+enum {
+    CREDIT_FIRST = 4 << 20, /* until something was measured */
+    CREDIT_LEAST = 1 << 20, /* four chunks: less would leave a processor idle between them */
+    /* 2.5 Gb/s over 100 ms, twice; and of the caller's memory what is held */
+    CREDIT_MOST = 64 << 20,
+};
+static const uint64_t MEASURED_NS = 10000000000;
+
+struct smb_window {
+    struct smb_async *async;
+    struct smb_window *next; /* of all */
+    bool counts_calls;       /* credit and in_flight are operations */
+    bool measured;           /* credit is */
+    bool empties;            /* nothing begins until nothing is in flight */
+    uint64_t credit, in_flight;
+    uint64_t operations; /* known to their submitter */
+    struct heap heap;
+    uint64_t delivered_bytes, measured_since_ns;
+    uint64_t delay_ns;        /* the lowest since then, 0: none yet */
+    double rate, rate_before; /* bytes a ns: the highest since then, and in the time before */
+};
+
+/* Of the operation's next slice; 1 where calls are counted. */
+uint64_t window_slice_bytes(const struct smb_operation *operation);
+bool window_has_room(const struct smb_window *window, const struct smb_operation *operation);
+
+/* A slice over links was delivered: begun when the window had delivered `delivered_bytes`. */
+void window_measure(struct smb_window *window, uint64_t begun_ns, uint64_t delivered_bytes,
+                    uint64_t now_ns);
+
+#endif

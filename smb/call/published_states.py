@@ -1,0 +1,61 @@
+"""The published states that a client publishes or reads: for its metrics, and for the coordinator's page."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, ClassVar, Protocol
+
+from smb.rpc import control_pb2 as pb
+
+PUBLISHER, READER = "publisher", "reader"
+
+
+class PublishedState(Protocol):
+    """A Publisher or Follower."""
+
+    ROLE: ClassVar[str]
+    """PUBLISHER or READER."""
+    buffer: Any
+    """What it is of: `name`."""
+
+    @property
+    def last(self) -> int:
+        """The generation that it published, or read, last; 0 before the first. No call."""
+
+    @property
+    def source(self) -> str:
+        """The mirror from which it reads; "" if it reads the state's own buffer, or publishes. No call."""
+
+
+class PublishedStates:
+    """Those of one client that are there: a state is forgotten with its Publisher or Follower."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._states: list[weakref.ref[PublishedState]] = []
+
+    def add(self, state: PublishedState) -> None:
+        """Tell of it while it is there."""
+        with self._lock:
+            self._states = [each for each in self._states if each() is not None] + [weakref.ref(state)]
+
+    def generations(self) -> dict[tuple[str, str], int]:
+        """Return the generation by state and role. Of several readers of a state: the one that is furthest behind."""
+        return {key: state.last for key, state in self._furthest_behind().items()}
+
+    def reports(self, most: int) -> list[pb.StateReport]:
+        """Return what is said of states to the coordinator, of at most so many."""
+        return [
+            pb.StateReport(name=name, publishes=role == PUBLISHER, generation=state.last, source=state.source)
+            for (name, role), state in list(self._furthest_behind().items())[:most]
+        ]
+
+    def _furthest_behind(self) -> dict[tuple[str, str], PublishedState]:
+        found: dict[tuple[str, str], PublishedState] = {}
+        for each in self._states:
+            if (state := each()) is not None:
+                key = state.buffer.name, state.ROLE
+                if key not in found or state.last < found[key].last:
+                    found[key] = state
+        return found
