@@ -122,6 +122,7 @@ def test_deltas_and_whole_states_come_from_the_nearest(
         assert number == 1 or early.received_bytes < publisher.buffer.nbytes // 10
         assert read_from <= near(*BESIDE)
         assert number == 1 or near(".deltas") <= read_from
+    assert early.source == f"{NAME}.mirror.{NEAR}"
     read_from.clear()
     late = follow()
     assert check(late) == 7
