@@ -49,7 +49,13 @@ class Relays:
     def take(self, tasks: Iterable[pb.MirrorTask]) -> None:
         """Fill these, and no others. Does not wait."""
         told = [
-            {"name": task.name, "source": task.source, "parents": [[p.end, p.name] for p in task.parents]}
+            {
+                "name": task.name,
+                "source": task.source,
+                "parents": [[p.end, p.name] for p in task.parents],
+                "ring": task.ring,
+                "id": task.id,
+            }
             for task in tasks
         ]
         with self._lock:

@@ -186,9 +186,9 @@ class Cluster:
         """Return the end of a daemon's log."""
         return (self._directory / f"{host}.log").read_text()[-2000:]
 
-    def beside(self, host: str, *command: str) -> subprocess.Popen[str]:
+    def beside(self, host: str, *command: str, module: str = "perf.relays") -> subprocess.Popen[str]:
         """Start a part of this program on a host, with its memory server's files."""
-        line = [*PYTHON, "perf.relays", *command]
+        line = [*PYTHON, module, *command]
         if host in self.servers:
             line = ["nsenter", f"--mount=/proc/{self.servers[host].pid}/ns/mnt", "--wd=.", *line]
         return self.lab.popen(host, line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -205,7 +205,8 @@ class Cluster:
         return list(json.loads(self.lab.run("ctl", line, capture_output=True, text=True).stdout))
 
 
-def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
+def line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return the next line of JSON that it printed."""
     assert process.stdout is not None
     return dict(json.loads(process.stdout.readline()))
 
@@ -215,7 +216,7 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
     one_copy_s = (mbytes << 23) / (0.956 * case.trainer * parse_rate(rate))
     with Cluster(case, rate, mbytes) as cluster:
         trainer = cluster.beside("trainer", "train", cluster.address, str(mbytes), str(int(case.relays)))
-        _line(trainer)
+        line(trainer)
         processes = []
         for i in range(len(case.uploads)):
             left = case.readers
@@ -224,7 +225,7 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
                 processes.append((cluster.beside(f"h{i}", "read", cluster.address, str(part), ""), part))
                 left -= part
         for process, _ in processes:
-            _line(process)
+            line(process)
         deadline = time.monotonic() + READY_S
         while case.relays and sum(m["alive"] for m in cluster.mirrors()) < len(case.uploads):
             if time.monotonic() > deadline:
@@ -235,14 +236,14 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
             assert trainer.stdin is not None
             trainer.stdin.write("\n")
             trainer.stdin.flush()
-            sent = _line(trainer)
+            sent = line(trainer)
             if case.kill and number > 1:
                 time.sleep(0.4 * one_copy_s)
                 cluster.kill_relay(f"h{number % len(case.uploads)}")
             last, sources = 0.0, set()
             for process, part in processes:
                 for _ in range(part):
-                    told = _line(process)
+                    told = line(process)
                     assert (told["generation"], told["sum"]) == (number, sent["sum"]), (told, sent)
                     last = max(last, told["at"])
                     sources.add(told["from"])

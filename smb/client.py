@@ -341,9 +341,10 @@ class Client:
 
         Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
         readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
-        one already keep it. Of what is published with deltas= whole states are mirrored; deltas come from the buffers
-        themselves. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or more),
-        and OutOfMemoryError where a server has no room: then none was added.
+        one already keep it. Of what is published with deltas= the deltas and their description are mirrored, too, which
+        takes one and a half times a state more; not where a part of them itself lies. Raises NotFoundError,
+        InvalidArgumentError where the buffer is not published (versions=2 or more), and OutOfMemoryError where a server
+        has no room: then none was added.
         """
         source = self.open(name)
         with contextlib.suppress(NotFoundError, PermissionDeniedError):
@@ -351,7 +352,6 @@ class Client:
                 raise InvalidArgumentError(
                     f"relay of {name!r}: it belongs to the published state {state!r}; mirror that"
                 )
-        has = {mirror.server for mirror in source.info.mirrors}
         if to == "auto":
             parts = {place.server for place in source.layout.segments}
             open_to = [server.name for server in self.servers() if server.alive and not server.draining]
@@ -360,12 +360,11 @@ class Client:
             servers = builtins.list(_server_names(name, to))
         made: builtins.list[str] = []
         try:
-            for server in dict.fromkeys(servers):
-                if server not in has:
-                    mirror = f"{name}{MIRROR}{server}"
-                    request = pb.CreateBufferRequest(name=mirror, mirror_of=name, server_names=[server])
-                    self._coordinator.create_buffer(request, self.timeout)
-                    made.append(mirror)
+            self._add_mirrors(source, servers, made)
+            others = self._beside(source)  # after the state: what is left of one that failed is found by it
+            apart = {place.server for other in others for place in other.layout.segments}
+            for other in others:
+                self._add_mirrors(other, [server for server in servers if server not in apart], made)
         except BaseException:
             for mirror in made:
                 with contextlib.suppress(Error):  # the first error says more
@@ -373,14 +372,33 @@ class Client:
             raise
         return sorted(mirror.server for mirror in self.open(name).info.mirrors)
 
+    def _beside(self, state: Buffer) -> builtins.list[Buffer]:
+        """Return what lies beside a state with deltas, the ring first; nothing where a part of that is gone."""
+        try:
+            return [self.open(name) for name in beside(state)]
+        except NotFoundError:
+            return []
+
+    def _add_mirrors(self, source: Buffer, servers: Iterable[str], made: builtins.list[str]) -> None:
+        has = {mirror.server for mirror in source.info.mirrors}
+        for server in dict.fromkeys(servers):
+            if server not in has:
+                mirror = f"{source.name}{MIRROR}{server}"
+                request = pb.CreateBufferRequest(name=mirror, mirror_of=source.name, server_names=[server])
+                self._coordinator.create_buffer(request, self.timeout)
+                made.append(mirror)
+
     def stop_relays(self, name: str, to: Iterable[str] | None = None) -> builtins.list[str]:
         """Delete a buffer's mirrors on these servers, or all; return the servers. Readers go to what is left."""
-        mirrors = {mirror.server: mirror.name for mirror in self.open(name).info.mirrors}
+        source = self.open(name)
+        mirrors = {mirror.server: mirror.name for mirror in source.info.mirrors}
         servers = sorted(mirrors) if to is None else builtins.list(_server_names(name, to))
         for server in servers:
             if server not in mirrors:
                 raise NotFoundError(f"stop relays of {name!r}: it has no mirror on {server!r}")
         for server in servers:
+            for other in reversed(beside(source)):  # the state's last
+                self.delete(f"{other}{MIRROR}{server}", missing_ok=True)
             self.delete(mirrors[server], missing_ok=True)
         return servers
 

@@ -34,7 +34,7 @@ def has_deltas(buffer: Described) -> bool:
 
 
 def beside(buffer: Described) -> tuple[str, ...]:
-    """Return the names of the buffers that a state takes beside its own."""
+    """Return the names of the buffers that a state takes beside its own: the ring, and what describes generations."""
     return (f"{buffer.name}{DELTAS}", f"{buffer.name}{GENERATIONS}") if has_deltas(buffer) else ()
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -53,13 +53,18 @@ class Publication:
         return self._token, self._version, self.copy, self._ttl_ms / 1000
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Renew it while the block runs, from another thread. If it is lost, writes and the commit are refused."""
+    def kept(self, is_late: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Renew it while the block runs, from another thread; until `is_late`, then it is given up. If it is lost,
+        writes and the commit are refused.
+        """
         over = threading.Event()
 
         def keep() -> None:
             while not over.wait(self._ttl_ms / 3000):
                 try:
+                    if is_late is not None and is_late():
+                        self.give_up()
+                        return
                     self.renew()
                 except LockLostError:
                     return

@@ -7,6 +7,7 @@ memory twice. An event that is refused raises one of smb.errors and changes noth
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,9 @@ from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRec
 from smb.coordinator.replicas import Copy, begin_copy, come_back, copies_on, end_copies, fail_over, lose_backups
 from smb.coordinator.validate import Creation, check_address, check_name, check_server_name, check_wire, check_zone
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.published import ABOUT, DELTAS
 from smb.rpc.coordinator_client import SessionEndedError
+from smb.rpc.metadata import unpack
 from smb.security.roles import namespace_of
 
 SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
@@ -140,7 +143,7 @@ class State:
 
     def mirrors(self, record: BufferRecord) -> list[BufferRecord]:
         """Return the mirrors of a published buffer, those that are ready, by name."""
-        if record.versions < 2 or record.mirror_of:
+        if record.mirror_of or (record.versions < 2 and not record.name.endswith(DELTAS)):
             return []
         found = [each for each in self.buffers.values() if each.mirror_of == record.id and each.ready]
         return sorted(found, key=lambda each: each.name)
@@ -705,7 +708,7 @@ def _mirroring(state: State, creation: Creation) -> Creation:
         )
     if source.mirror_of:
         raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')
-    if source.versions < 2:
+    if source.versions < 2 and not _is_ring(state, source):
         raise InvalidArgumentError(
             f'{creation.asked}: "{source.name}" is not published: it has one copy; only what was created with '
             f"versions=2 or more, as a Publisher does, can have mirrors"
@@ -720,6 +723,15 @@ def _mirroring(state: State, creation: Creation) -> Creation:
         metadata=source.metadata,
         wire=source.wire,
     )
+
+
+def _is_ring(state: State, record: BufferRecord) -> bool:
+    """Whether it has the deltas of a published state: its mirrors are filled generation by generation."""
+    of = state.find(Kind.BUFFER, record.name.removesuffix(DELTAS)) if record.name.endswith(DELTAS) else None
+    if of is None or of.versions < 2 or of.mirror_of:
+        return False
+    about = json.loads(unpack(of.metadata) or "{}").get(ABOUT)
+    return isinstance(about, dict) and bool(about.get("deltas"))
 
 
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:

@@ -9,7 +9,9 @@ import threading
 from typing import Any
 
 from smb.client import connect
+from smb.published import DELTAS, GENERATIONS
 from smb.relay.mirror import MirrorRelay
+from smb.relay.ring import RingRelay
 
 _CALL_S = 20.0  # of one piece over a slow link
 _REPORT_S = 0.5
@@ -17,22 +19,31 @@ _REPORT_S = 0.5
 
 def main(coordinator: str, server: str) -> None:
     """Fill what the standard input says, until it ends."""
-    relays: dict[str, MirrorRelay] = {}
+    relays: dict[str, MirrorRelay | RingRelay] = {}
+    ids: dict[str, int] = {}  # of the mirrors that they fill
     with connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
         threading.Thread(target=_report, args=(relays,), daemon=True).start()
         for line in sys.stdin:
             tasks = {task["name"]: task for task in json.loads(line)}
-            for name in relays.keys() - tasks.keys():
+            for name in [each for each in relays if each not in tasks or tasks[each]["id"] != ids[each]]:
                 relays.pop(name).stop()
+            rings: dict[str, RingRelay] = {}  # by the name of what describes generations
             for name, task in tasks.items():
-                relay = relays.get(name)
-                if relay is None:
-                    relay = relays[name] = MirrorRelay(client, server, name, task["source"])
-                relay.parents = [(end, parent) for end, parent in task["parents"]]
+                ring = relays.get(name) or (RingRelay(client, server, name, task["source"]) if task["ring"] else None)
+                if isinstance(ring, RingRelay):
+                    relays[name] = ring
+                    rings[task["source"].removesuffix(DELTAS) + GENERATIONS] = ring
+            for name, task in tasks.items():
+                ids[name], beside = task["id"], rings.get(task["source"])
+                relay = relays.get(name) or MirrorRelay(client, server, name, task["source"], beside)
+                if isinstance(relay, MirrorRelay):
+                    relay.ring = beside
+                relay.plan([(end, parent) for end, parent in task["parents"]])
+                relays[name] = relay
         os._exit(0)  # its threads may be in the middle of calls; the session ends with its lease, the turn with its ttl
 
 
-def _report(relays: dict[str, MirrorRelay]) -> None:
+def _report(relays: dict[str, MirrorRelay | RingRelay]) -> None:
     wait = threading.Event()
     while True:
         wait.wait(_REPORT_S)

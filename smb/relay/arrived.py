@@ -7,6 +7,10 @@ and a bit for each piece. Its own version is counted up with each change, which 
 - a bit is set after its piece was written.
 
 A reader that sees the bit of a piece, reads the piece and finds version and copy unchanged has read that version.
+
+A mirror of a ring of deltas has such words, too (smb/relay/ring.py). Their version is the generation whose delta
+arrives or has arrived. In place of the copy stands the oldest generation whose delta is still there. It is raised
+before the first byte of an older one is overwritten.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from smb.errors import NotFoundError
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -33,12 +39,18 @@ class Pieces:
 
     nbytes: int
     piece_bytes: int
+    start: int = 0  # first byte in the buffer
+    first: int = 0  # which piece the first one stands for in `place`: so that a row of small ones has many parents
 
     @staticmethod
     def of(buffer: Buffer) -> Pieces:
         """Return the cut of a buffer, or of its mirrors."""
-        chunk = buffer.layout.chunk_bytes
-        return Pieces(buffer.nbytes, max(1, -(-buffer.nbytes // PIECES_MAX // chunk)) * chunk)
+        return Pieces(buffer.nbytes, Pieces.cut(buffer.nbytes, buffer.layout.chunk_bytes))
+
+    @staticmethod
+    def cut(nbytes: int, chunk_bytes: int) -> int:
+        """Return the bytes of a piece."""
+        return max(1, -(-nbytes // PIECES_MAX // chunk_bytes)) * chunk_bytes
 
     @property
     def count(self) -> int:
@@ -46,13 +58,13 @@ class Pieces:
         return -(-self.nbytes // self.piece_bytes)
 
     def range(self, piece: int) -> tuple[int, int]:
-        """Return (first byte, bytes)."""
+        """Return (first byte in the buffer, bytes)."""
         start = piece * self.piece_bytes
-        return start, min(self.piece_bytes, self.nbytes - start)
+        return self.start + start, min(self.piece_bytes, self.nbytes - start)
 
     def place(self, piece: int) -> float:
         """Return where in [0, 1) a piece is: evenly, and neighbours far from each other."""
-        return (piece * _GOLDEN) % 1.0
+        return ((self.first + piece) * _GOLDEN) % 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,11 @@ class Arrived:
     version: int
     copy: int
     bits: int
+
+    @property
+    def oldest(self) -> int:
+        """Of a ring: the oldest generation whose delta is there."""
+        return self.copy
 
     @staticmethod
     def of(words: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Arrived:
@@ -88,9 +105,16 @@ def bits_of(pieces: Iterable[int]) -> int:
     return bits
 
 
-def make(client: Client, mirror: str, server: str) -> Buffer:
-    """Return the words' buffer of a mirror, made where it is not there."""
-    return client.create(mirror + SUFFIX, WORDS, "int64", servers=[server], exist_ok=True)
+def open_mirror(client: Client, mirror: str, server: str) -> tuple[Buffer, Buffer]:
+    """Open a mirror and the words beside it, which are made where they are not there. Raises NotFoundError, and leaves
+    none, if the mirror is gone."""
+    client.open(mirror)
+    words = client.create(mirror + SUFFIX, WORDS, "int64", servers=[server], exist_ok=True)
+    try:
+        return client.open(mirror), words
+    except NotFoundError:  # deleted at this moment, and its words were not there to be deleted with it
+        client.delete(words.name, missing_ok=True)
+        raise
 
 
 def look(words: Buffer) -> Arrived:

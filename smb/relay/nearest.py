@@ -78,6 +78,10 @@ class Nearest:
         self._mirror: Buffer | None = None
         self._looked = 0.0
 
+    def beside(self, other: Buffer) -> Nearest:
+        """Return the same reader's choice of another buffer."""
+        return Nearest(self._client, other, self._near)
+
     @property
     def mirror_name(self) -> str:
         """The mirror that was chosen last; "" if that was the source itself. For any thread."""

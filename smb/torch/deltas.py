@@ -18,14 +18,18 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, memory_of, state_sum
+from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
-from smb.published import DELTAS, GENERATIONS
+from smb.published import DELTAS, GENERATIONS, MIRROR
+from smb.relay import arrived
+from smb.relay.generations import ENTRY_WORDS, HEAD_WORDS, Entry, Head
 from smb.torch.state_bytes import StateBytes
 
 if TYPE_CHECKING:
@@ -37,65 +41,13 @@ if TYPE_CHECKING:
 
 DELTAS_MAX = 1024
 _log = logging.getLogger("smb")
-_FORMAT = 1
 _SLACK = 3  # of the largest delta's size: two that are written ahead, and what the end of the ring leaves empty
 _DELTA_SHARE = 12  # of the ring that one delta may take: what is larger is published whole
 _RING_MIN = 1 << 16
 _SLICE = 1 << 20  # elements that one thread compares at a time
 _HEAD_VERSIONS = 4
-_HEAD_WORDS = 8
 _TRIES = 100  # of a reader against publications
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One delta: of which generation, where in the ring (counted on without end), bytes."""
-
-    generation: int
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The description of a generation."""
-
-    generation: int = 0
-    total: int = 0  # the sum of its state
-    anchor: int = 0  # version of the anchors' buffer
-    anchor_generation: int = 0
-    anchor_total: int = 0
-    end: int = 0  # of the last delta in the ring
-    entries: tuple[_Entry, ...] = ()
-
-    def to_words(self, size: int) -> np.ndarray[Any, Any]:
-        words = np.zeros(size, np.int64)
-        unsigned = words.view(np.uint64)
-        words[0], words[1], words[6], words[7] = _FORMAT, self.generation, self.end, len(self.entries)
-        words[3], words[4] = self.anchor, self.anchor_generation
-        unsigned[2], unsigned[5] = self.total, self.anchor_total
-        for index, entry in enumerate(self.entries):
-            at = _HEAD_WORDS + 3 * index
-            words[at : at + 3] = entry.generation, entry.start, entry.nbytes
-        return words
-
-    @classmethod
-    def of(cls, asked: str, words: np.ndarray[Any, Any]) -> _Head:
-        unsigned = words.view(np.uint64)
-        count = int(words[7])
-        if words[0] != _FORMAT or not 0 <= count <= (len(words) - _HEAD_WORDS) // 3:
-            raise Error(f"{asked}: what describes its generations makes no sense; it was not written by a Publisher")
-        found = (map(int, words[_HEAD_WORDS + 3 * i :][:3]) for i in range(count))
-        return cls(
-            int(words[1]), int(unsigned[2]), int(words[3]), int(words[4]), int(unsigned[5]), int(words[6]),
-            tuple(_Entry(*entry) for entry in found),
-        )  # fmt: skip
-
-    def since(self, generation: int) -> tuple[_Entry, ...] | None:
-        """The deltas from a generation to this one; None if some are not there any more."""
-        chain = tuple(entry for entry in self.entries if entry.generation > generation)
-        whole = [entry.generation for entry in chain] == list(range(generation + 1, self.generation + 1))
-        return chain if whole else None
+_TRIES_NEAR = 3  # the same at a mirror, before it takes another
 
 
 def create(client: Client, made: list[str], name: str, *form: Any, **options: Any) -> Buffer:
@@ -134,7 +86,7 @@ class Ring:
     ) -> None:
         """`made`: they are made where they are not there, and named in it; else they are opened."""
         self.anchors = anchors
-        words = _HEAD_WORDS + 3 * 2 * deltas
+        words = HEAD_WORDS + ENTRY_WORDS * 2 * deltas
         head, ring = anchors.name + GENERATIONS, anchors.name + DELTAS
         if made is not None:
             size = max(_RING_MIN, anchors.nbytes * 3 // 2)
@@ -146,20 +98,6 @@ class Ring:
             raise InvalidArgumentError(f"{head!r} and {ring!r} are not what a Publisher with deltas={deltas} makes")
         self.size = self.bytes.size
         self.delta_max = self.size // _DELTA_SHARE
-
-    def head(self, asked: str, wanted: int | None = None) -> _Head:
-        """The latest, or the one that is wanted; generation 0 before the first. Raises NotFoundError if that is not
-        there."""
-        words = np.empty(self.heads.size, np.int64)
-        version = self.heads._versions.read(0, self.heads.size, memory_of(words), 0, wanted)
-        if version == 0:
-            return _Head()
-        head = _Head.of(asked, words)
-        if any(entry.start < 0 or not 0 <= entry.nbytes <= self.size for entry in head.entries):
-            raise Error(f"{asked}: what describes generation {version} names bytes that its deltas can't have")
-        if head.generation != version:
-            raise Error(f"{asked}: what describes generation {version} is of {head.generation}")
-        return head
 
 
 class DeltaWriter:
@@ -177,7 +115,7 @@ class DeltaWriter:
         self._ring = Ring(client, anchors, deltas, made=made, placement=placement)
         self._state = state
         self._deltas = deltas
-        self._head: _Head | None = None  # of what `state` was published as; None: publish it whole
+        self._head: Head | None = None  # of what `state` was published as; None: publish it whole
         self._delta: bytes | None = None
         self._total = 0
         self.sent_bytes = 0
@@ -227,19 +165,19 @@ class DeltaWriter:
             made = self._with_delta(head, delta)
             if made is not None:
                 return self._finish(asked, made, timeout)
-        latest = self._ring.head(asked)
+        latest = Head.read(asked, self._ring.heads, self._ring.size)
         total = state_sum(self._state.bytes)
         version = self._publish_anchor(timeout)
         generation = latest.generation + 1
-        return self._finish(asked, _Head(generation, total, version, generation, total, latest.end), timeout)
+        return self._finish(asked, Head(generation, total, version, generation, total, latest.end), timeout)
 
-    def _with_delta(self, head: _Head, delta: bytes) -> _Head | None:
+    def _with_delta(self, head: Head, delta: bytes) -> Head | None:
         """Write the delta; None if readers could not come from the anchor to it."""
         ring, start = self._ring, head.end
         if start % ring.size + len(delta) > ring.size:
             start += ring.size - start % ring.size
         end = start + len(delta)
-        entries = (*head.entries, _Entry(head.generation + 1, start, len(delta)))[-2 * self._deltas :]
+        entries = (*head.entries, Entry(head.generation + 1, start, len(delta)))[-2 * self._deltas :]
         oldest = end + _SLACK * ring.delta_max - ring.size
         entries = tuple(entry for entry in entries if entry.start >= oldest)
         made = replace(head, generation=head.generation + 1, total=self._total, end=end, entries=entries)
@@ -250,7 +188,7 @@ class DeltaWriter:
             self.sent_bytes += len(delta)
         return made
 
-    def _finish(self, asked: str, made: _Head, timeout: float) -> int:
+    def _finish(self, asked: str, made: Head, timeout: float) -> int:
         published = self._ring.heads.publish(made.to_words(self._ring.heads.size), timeout=timeout)
         self.sent_bytes += self._ring.heads.nbytes
         if published != made.generation:
@@ -268,7 +206,7 @@ class DeltaWriter:
         self._head = made
         return made.generation
 
-    def _is_far(self, made: _Head) -> bool:
+    def _is_far(self, made: Head) -> bool:
         """Whether the deltas since the anchor have half of the room that there is for them."""
         room = self._ring.size - _SLACK * self._ring.delta_max
         return sum(e.nbytes for e in made.entries if e.generation > made.anchor_generation) > room // 2
@@ -278,18 +216,38 @@ class DeltaWriter:
         return self._ring.anchors.publish(self._state.elements, timeout=timeout)
 
 
+class _NearRing:
+    """A mirror of the ring, and what has arrived there."""
+
+    def __init__(self, client: Client, ring: str, heads: Buffer) -> None:
+        """`heads`: the mirror beside it. Raises NotFoundError if there is no such ring."""
+        (place,) = heads.layout.segments
+        self.heads = heads
+        self.bytes = client.open(f"{ring}{MIRROR}{place.server}")
+        self._words = client.open(self.bytes.name + arrived.SUFFIX)
+
+    def entries(self, wanted: list[Entry], source: Buffer) -> list[Entry]:
+        """Return which of these are there now. `source`: of what it is a mirror."""
+        has = arrived.look(self._words) if wanted else None
+        return [entry for entry in wanted if has is not None and entry.is_in(source, has)]
+
+
 class DeltaReader:
     """A follower's side: brings a state from the generation that it is to the latest. One thread at a time."""
 
     def __init__(
         self, client: Client, anchors: Buffer, nearest: Nearest, state: StateBytes, deltas: int, timeout: float
     ) -> None:
-        """Anchors are read from the nearest of the buffer and its mirrors; heads and deltas, which are small, from
-        where they are written."""
+        """`nearest`: of the anchors and their mirrors. Deltas and heads are read from the nearest, too."""
+        self._client = client
         self._ring = Ring(client, anchors, deltas, timeout=timeout)
-        self._nearest = nearest
+        self._anchors = nearest
+        self._anchors_name = anchors.name
+        self._heads = nearest.beside(self._ring.heads)
+        self._near: _NearRing | None = None
         self._state = state
         self.generation = 0  # that `state` is
+        self._returned = 0  # by the last read: mirrors that have not come so far are not read
         self._total = 0
         self.received_bytes = 0
 
@@ -298,20 +256,33 @@ class DeltaReader:
         """The one published last."""
         return self._ring.heads.version
 
+    @property
+    def mirror_name(self) -> str:
+        """The state's mirror on the server from which generations come now; "" if from the source. For any thread."""
+        name = self._heads.mirror_name
+        return self._anchors_name + name.removeprefix(self._ring.heads.name) if name else ""
+
     def wait(self, generation: int, timeout: float | None) -> int:
-        """As Buffer.wait."""
-        return self._ring.heads.wait(generation, timeout=timeout)
+        """As Buffer.wait: until the nearest mirror has it, too."""
+        return self._heads.wait(generation, timeout)
 
     def read(self, asked: str, wanted: int | None = None) -> int:
-        """Make the state the latest generation, or the one that is wanted, and return that; 0 before the first. Raises
-        UnavailableError if publications overtake every attempt, NotFoundError if the one that is wanted is not there.
+        """Make the state the latest generation of the nearest, or the one that is wanted, and return that; 0 before the
+        first. Raises UnavailableError if publications overtake every attempt, NotFoundError if the one that is wanted
+        is not there.
         """
         self.received_bytes = 0
-        for _ in range(_TRIES):
-            head = self._ring.head(asked, wanted)
+        self._returned = self._heads.read(partial(self._read_from, asked), self._returned, wanted)
+        return self._returned
+
+    def _read_from(self, asked: str, heads: Buffer, wanted: int | None) -> int:
+        """As read, from what describes generations or a mirror of it."""
+        mirrored = heads is not self._ring.heads
+        for _ in range(_TRIES_NEAR if mirrored else _TRIES):
+            head = Head.read(asked, heads, self._ring.size, wanted)
             if head.generation == 0 or head.generation == self.generation:
                 return head.generation
-            if wanted is not None and self._ring.heads.version >= wanted + 2:
+            if wanted is not None and not mirrored and heads.version >= wanted + 2:
                 raise NotFoundError(f"{asked}: generation {wanted} is over: with deltas= the last two can be read")
             chain = head.since(self.generation) if self.generation else None
             if chain is None or sum(entry.nbytes for entry in chain) >= self._state.nbytes:
@@ -319,14 +290,22 @@ class DeltaReader:
                 chain = head.since(head.anchor_generation)
                 if chain is None or not self._read_anchor(head):
                     continue
-            if self._apply(head, chain):
+            if self._apply(head, chain, self._ring_near(heads) if mirrored else None):
                 return self.generation
-        raise UnavailableError(f"{asked}: {_TRIES} times a publication overtook it, or what was read was not what was "
+        raise UnavailableError(f"{asked}: again and again a publication overtook it, or what was read was not what was "
                                f"published; the state is as it was, or empty: read again")  # fmt: skip
 
-    def _read_anchor(self, head: _Head) -> bool:
+    def _ring_near(self, heads: Buffer) -> _NearRing | None:
+        """Return the ring beside a mirror; None if it has none, or that is being made."""
+        if self._near is None or self._near.heads is not heads:
+            self._near = None
+            with suppress(NotFoundError):
+                self._near = _NearRing(self._client, self._ring.bytes.name, heads)
+        return self._near
+
+    def _read_anchor(self, head: Head) -> bool:
         try:
-            self._nearest.read(self._state.read, 0, head.anchor)
+            self._anchors.read(self._state.read, 0, head.anchor)
         except NotFoundError:  # overwritten: a later head names another
             return False
         self.received_bytes += self._state.nbytes
@@ -336,16 +315,10 @@ class DeltaReader:
         self.generation = head.anchor_generation
         return True
 
-    def _apply(self, head: _Head, chain: tuple[_Entry, ...]) -> bool:
+    def _apply(self, head: Head, chain: tuple[Entry, ...], near: _NearRing | None) -> bool:
         """Bring the state to the head's generation. False: it is none, or as it was."""
-        deltas: list[np.ndarray[Any, Any]] = []
-        for entry in chain:
-            delta = np.empty(entry.nbytes, np.uint8)
-            if entry.nbytes:
-                self._ring.bytes.read(entry.start % self._ring.size, entry.nbytes, out=delta)
-            self.received_bytes += entry.nbytes
-            deltas.append(delta)
-        if self._ring.heads.version >= head.generation + 2:
+        deltas = self._read_deltas(head, chain, near)
+        if deltas is None:
             return False  # they may be overwritten; the state is as it was
         self.generation = 0  # until all is applied and the sum is right
         total: int | None = self._total
@@ -356,3 +329,28 @@ class DeltaReader:
             return False
         self.generation, self._total = head.generation, total
         return True
+
+    def _read_deltas(
+        self, head: Head, chain: tuple[Entry, ...], near: _NearRing | None
+    ) -> list[np.ndarray[Any, Any]] | None:
+        """Read them from the mirror near here, and from the source what is not there; None if some may be overwritten
+        there, too."""
+        deltas = {entry: np.empty(entry.nbytes, np.uint8) for entry in chain}
+        missing = [entry for entry in chain if entry.nbytes]
+        if near is not None and missing:
+            try:
+                there = near.entries(missing, self._ring.bytes)
+                self._read_entries(near.bytes, there, deltas)
+                there = near.entries(there, self._ring.bytes)  # those that still are were so all the time
+                missing = [entry for entry in missing if entry not in there]
+            except NotFoundError:  # stopped, and perhaps made anew
+                self._near = None
+        self._read_entries(self._ring.bytes, missing, deltas)
+        if missing and self._ring.heads.version >= head.generation + 2:
+            return None
+        return list(deltas.values())
+
+    def _read_entries(self, ring: Buffer, entries: list[Entry], deltas: dict[Entry, np.ndarray[Any, Any]]) -> None:
+        for entry in entries:
+            ring.read(entry.start % self._ring.size, entry.nbytes, out=deltas[entry])
+            self.received_bytes += entry.nbytes

@@ -102,7 +102,7 @@ class Publisher:
     missing never appears.
 
     `relays` has the state mirrored on memory servers near its readers: their names, or "auto" for all that are there
-    now (Client.relay). With deltas= whole states come from there, and deltas from the buffers themselves.
+    now (Client.relay). With deltas= so are deltas.
 
     `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
     Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every
@@ -345,7 +345,7 @@ class Follower:
     @property
     def source(self) -> str:
         """The mirror from which generations come now; "" if they come from the state's own buffer. No call."""
-        return self._nearest.mirror_name
+        return self._nearest.mirror_name if self._reader is None else self._reader.mirror_name
 
     def _pieces(self, asked: str, placements: Placements) -> dict[str, Piece]:
         """Return which part of each stored tensor is read. Raises InvalidArgumentError."""

@@ -3,12 +3,16 @@
 The speaker has the publisher's turn, and tells the others its fencing token. It commits once every rank has said that
 all of its shards are written. So a generation of which a part is missing is never committed: if a rank dies, nobody
 hears of its shards; if the speaker dies, its turn ends by itself, and what the others still write is refused as soon as
-the next publisher has begun.
+the next publisher has begun. A rank that is stopped holds its mesh, as in any collective, but no other trainer: the
+speaker gives up its turn when another rank takes much longer than it did itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,7 +36,11 @@ if TYPE_CHECKING:
 # A commit: its generation, or its failure.
 _Said: TypeAlias = "tuple[int, tuple[type[Error], str, CallOutcome] | None]"
 
+_log = logging.getLogger("smb")
 _TURN_S = 10.0  # how long the next publisher waits after the speaker was killed; it is renewed
+# How long other ranks may write after the speaker has written: so many times as long as it took, and so much more.
+_LATE_TIMES = 10.0
+_LATE_S = 60.0
 # Of a rank whose shards lie in many places: calls under way at once, and calls that one thread makes in a row.
 _WRITES = 4
 _IN_A_ROW = 16
@@ -117,17 +125,19 @@ class ShardWriter:
         except BaseException as error:
             ranks.agree(error)
             raise
-        with begun.kept():
+        late = _Late(asked)
+        with begun.kept(late):
             try:
                 ranks.agree(None)
                 ranks.tell(begun.turn)
-                with ranks.agreed():
+                with ranks.agreed(), late.writing():
                     self._write(begun)
             except BaseException as error:
                 begun.give_up()
                 if isinstance(error, UnavailableError):
                     raise UnavailableError(f"{asked}: nothing was published: {error}", outcome=NOT_APPLIED) from error
                 raise
+            late.over()
             said: _Said
             try:
                 said = begun.commit(), None
@@ -166,6 +176,36 @@ class ShardWriter:
         with ThreadPoolExecutor(min(_WRITES, len(starts)), "smb-shards") as threads:
             for _ in threads.map(write, starts):  # the first failure cancels what has not begun
                 pass
+
+
+class _Late:
+    """Whether a rank has been writing for so long that others shall not wait for it. Called from another thread."""
+
+    def __init__(self, asked: str) -> None:
+        self._asked = asked
+        self._ends = time.monotonic() + _LATE_S  # for all to hear of the turn
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """This rank writes its shards inside."""
+        began, self._ends = time.monotonic(), float("inf")
+        yield
+        now = time.monotonic()
+        self._ends = now + _LATE_TIMES * (now - began) + _LATE_S
+
+    def over(self) -> None:
+        """So have all."""
+        self._ends = float("inf")
+
+    def __call__(self) -> bool:
+        if time.monotonic() < self._ends:
+            return False
+        _log.warning(
+            "%s: a rank of the mesh has not written its shards long after this one: this turn is given up, and what "
+            "it was to publish will be refused",
+            self._asked,
+        )
+        return True
 
 
 def check_same(asked: str, ranks: Ranks, forms: Mapping[str, Any]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import smb
 from smb.relay.arrived import PIECES_MAX, Arrived, Pieces, bits_of
-from tests.support.daemons import DEADLINE_S, wait_for
+from tests.support.daemons import DEADLINE_S, relay_of, wait_for
 
 BYTES = 3 << 20
 SOURCE = "policy"
@@ -48,13 +47,6 @@ def has(client: smb.Client, server: str, version: int) -> smb.Buffer:
     assert mirror.wait(version, timeout=DEADLINE_S) == version
     np.testing.assert_array_equal(mirror.read(version=version), generation(version))
     return mirror
-
-
-def relay_of(server: smb.cluster.Daemon) -> int:
-    """The process that fills the mirrors of a memory server."""
-    children = Path(f"/proc/{server.pid}/task").glob("*/children")
-    (pid,) = [pid for each in children for pid in each.read_text().split()]
-    return int(pid)
 
 
 def fed_by(client: smb.Client) -> dict[str, set[str]]:
@@ -128,6 +120,16 @@ def holds(mirror: smb.Buffer, number: int) -> bool:
     except smb.NotFoundError:
         return False
     return True
+
+
+def test_a_mirror_stopped_and_made_again_at_once_is_filled(client: smb.Client) -> None:
+    """The relay has another mirror to fill under the same name, and nothing is published meanwhile."""
+    published(client)
+    client.relay(SOURCE, ["server-1"])
+    has(client, "server-1", 1)
+    client.stop_relays(SOURCE)
+    client.relay(SOURCE, ["server-1"])
+    has(client, "server-1", 1)
 
 
 def test_what_can_have_no_mirror_is_told_and_nothing_is_left(client: smb.Client) -> None:

@@ -35,6 +35,13 @@ def wait_for(condition: Callable[[], Value], what: str, deadline_s: float = DEAD
     return value
 
 
+def relay_of(server: smb.cluster.Daemon) -> int:
+    """The process that fills the mirrors of a memory server."""
+    children = Path(f"/proc/{server.pid}/task").glob("*/children")
+    (pid,) = [pid for each in children for pid in each.read_text().split()]
+    return int(pid)
+
+
 @contextmanager
 def tidy(cluster: smb.LocalCluster, timeout: float) -> Iterator[smb.Client]:
     """A client, at whose end the cluster has no buffer."""

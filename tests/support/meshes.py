@@ -132,6 +132,22 @@ class Rank:
 
         setattr(Publication, step.removesuffix(" some"), some if step.endswith(" some") else die)
 
+    def stop_at_write(self, rank: int, late_s: float) -> None:
+        """Have a rank stop itself (SIGSTOP) before the first write of its next publication; others wait for so long."""
+        from smb.call.versions import Publication
+        from smb.torch import shard_writer
+
+        shard_writer._LATE_S = late_s
+        if rank == self._rank:
+            write = Publication.write
+
+            def stop(*arguments: Any) -> None:
+                Publication.write = write  # type: ignore[method-assign]
+                os.kill(os.getpid(), signal.SIGSTOP)
+                write(*arguments)
+
+            Publication.write = stop  # type: ignore[method-assign]
+
     def follow(self, name: str, kind: str, generation: int) -> tuple[int, int, dict[str, Any], list[int]]:
         """Follow a state with this rank's own shards, and load it; return the generation, bytes that came, what there
         is now, and how many elements of each tensor this rank has."""

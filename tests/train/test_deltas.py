@@ -80,8 +80,9 @@ def test_ls_counts_what_lies_beside_a_state(connect: Connect, capsys: pytest.Cap
     """
     client = connect()
     smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"], relays=["server-1"]).publish()
-    made = "w.mirror.server-1.arrived"
-    wait_for(lambda: made in {info.name for info in client.list()}, "the relay's words")
+    mirrors = [f"w{end}.mirror.server-1" for end in (".deltas", ".generations", "")]
+    words = {f"{mirror}.arrived" for mirror in mirrors}
+    wait_for(lambda: words <= {info.name for info in client.list()}, "the relays' words")
     for name in ("v", "v.deltas", "v.generations", "u.mirror.server-1", "u.deltas"):
         client.create(name, 4)
 
@@ -90,18 +91,18 @@ def test_ls_counts_what_lies_beside_a_state(connect: Connect, capsys: pytest.Cap
 
     plain = ["u.deltas", "u.mirror.server-1", "v", "v.deltas", "v.generations"]
     assert shown() == [*plain, "w", "and"]
-    assert "and 4 buffers of published states" in run_smb(capsys, client, "ls")[1]
-    beside = ["w.deltas", "w.generations", "w.mirror.server-1", made]
+    assert "and 8 buffers of published states" in run_smb(capsys, client, "ls")[1]
+    beside = sorted(["w.deltas", "w.generations", *mirrors, *words])
     assert shown("--all") == [*plain, "w", *beside]
     listed = json.loads(run_smb(capsys, client, "ls", "--json")[1])
     assert [each["name"] for each in listed] == [*plain, "w", *beside]
     client.delete("w")
-    assert shown() == [*plain, "w.deltas", "w.generations"]
+    assert shown() == [*plain, "w.deltas", "w.generations", "and"]
 
 
 def test_what_lies_beside_a_state_has_no_mirrors(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mirror of a state's generations or deltas serves nobody: it is refused, and names the state. A buffer that only
-    has such a name can have mirrors.
+    """A state's generations or deltas are mirrored with it: alone it is refused, and names the state. A buffer that
+    only has such a name can have mirrors.
     """
     client = connect()
     smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"]).publish()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 import smb
 import smb.torch
-from smb.call.versions import Versions
 from smb.relay import nearest as module
 from tests.support.daemons import DEADLINE_S, wait_for
-from tests.support.transports import FAR
 
 ELEMENTS = 400_000
 
@@ -79,56 +76,6 @@ def test_a_dead_mirrors_readers_go_to_the_source_and_come_back(
         publisher.publish(state(7))
         assert follower.wait(timeout=DEADLINE_S) == 7
         check(follower, 7)
-
-
-def test_whole_states_of_deltas_come_from_the_nearest(
-    cluster: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With deltas= a late reader takes the whole state from a mirror and deltas from the source, to the bit; a reader
-    that goes on takes deltas; where the mirror's server dies whole states come from the source again."""
-    read_from: list[str] = []
-    read_ranges = Versions.read_ranges
-
-    def recorded(versions: Versions, ranges: Any, *arguments: Any) -> int:
-        read_from.append(versions._calls.info.name)
-        return read_ranges(versions, ranges, *arguments)
-
-    monkeypatch.setattr(Versions, "read_ranges", recorded)
-    monkeypatch.setattr(module, "near_servers", lambda *_: (frozenset({"server-1"}), frozenset()))
-    mirror = "steps.mirror.server-1"
-    states = [state(0)]
-    for number in range(1, 12):
-        states.append({name: tensor.clone() for name, tensor in states[-1].items()})
-        states[-1]["w"][number * 1000 : number * 1000 + 500] += 1
-        states[-1]["n"][0] = number
-    with smb.connect(cluster.address) as trainer, smb.connect(cluster.address, timeout=2, transport=FAR) as reader:
-        publisher = smb.torch.Publisher(
-            trainer, "steps", states[0], deltas=4, relays=["server-1"], versions=3, servers=["server-0"]
-        )
-        early = smb.torch.follow(reader, "steps", timeout=DEADLINE_S)
-        for number in range(1, 8):
-            assert publisher.publish(states[number]) == number
-            found = early.state_dict()
-            assert early.generation == number
-            assert all(found[name].equal(tensor) for name, tensor in states[number].items())
-            assert number == 1 or early.received_bytes < publisher.buffer.nbytes // 10
-        read_from.clear()
-        late = smb.torch.follow(reader, "steps")
-        found = late.state_dict()
-        assert late.generation == 7
-        assert all(found[name].equal(tensor) for name, tensor in states[7].items())
-        assert mirror in read_from
-        assert "steps" not in read_from
-        cluster.servers[1].kill()
-        read_from.clear()
-        after = smb.torch.follow(reader, "steps")
-        publisher.publish(states[8])
-        for follower in (after, early, late):
-            found = follower.state_dict()
-            assert follower.generation == 8
-            assert all(found[name].equal(tensor) for name, tensor in states[8].items())
-        assert "steps" in read_from
-        cluster.servers[1].start()
 
 
 def test_a_publisher_without_a_server_for_its_relay_leaves_nothing(cluster: smb.LocalCluster) -> None:

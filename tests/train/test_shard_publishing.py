@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 import smb
 import smb.torch
 from tests.conftest import Connect
+from tests.support.daemons import wait_for
 from tests.support.meshes import Mesh, local_step, network, published
 from tests.support.transports import FAR
 
@@ -205,6 +208,35 @@ def test_what_one_rank_is_refused_all_are(mesh: Mesh, connect: Connect) -> None:
     assert "rank 2 of the mesh" in said[0]
     assert [generation for generation, _, _ in mesh.ask("publish", 3)] == [1] * 4
     assert equal(smb.torch.follow(connect(), "w").state_dict(), 3)
+
+
+def test_a_rank_that_is_stopped(context: Any, cluster: smb.LocalCluster, connect: Connect, tmp_path: Path) -> None:
+    """Another trainer publishes meanwhile. Let go, all ranks are told that nothing was published, and publish again."""
+    client = connect()
+    trainer = Mesh(context, cluster.address, tmp_path)
+    try:
+        assert trainer.ask("publisher", "w", "columns") == [0] * 2
+        trainer.ask("publish", 1)
+        trainer.ask("stop_at_write", 1, 0.5)
+        trainer.tell("publish", 7)
+        stopped = trainer.processes[1].pid
+        wait_for(lambda: state_of_process(stopped) == "T", "a stopped rank", 60.0)
+        # The turn is given up: this waits for it, and has the next number.
+        assert smb.torch.publish(client, "w", published(3)) == 2
+        os.kill(stopped, signal.SIGCONT)
+        for rank in range(2):
+            assert "LockLostError" in trainer.heard(rank)
+        follower = smb.torch.follow(client, "w")
+        assert equal(follower.state_dict(), 3)
+        assert [generation for generation, _, _ in trainer.ask("publish", 5)] == [3] * 2
+        assert equal(follower.state_dict(), 5)
+    finally:
+        trainer.end()
+
+
+def state_of_process(pid: int) -> str:
+    """The kernel's letter for it: "T" of one that is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize(

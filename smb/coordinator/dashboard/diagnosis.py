@@ -12,6 +12,7 @@ from smb.coordinator.events import Instant
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.state import ARRIVED, State
 from smb.coordinator.wanted_copies import without_room
+from smb.published import state_of
 
 LATE_S = 3.5  # a server renews every 2 s: one renewal was lost
 NEARLY_FULL, FULL = 0.9, 0.98  # of a server's capacity
@@ -268,8 +269,8 @@ def _buffers_on(state: State, servers: set[str]) -> dict[str, _Held]:
 
 
 def _held(state: State, found: dict[str, list[BufferRecord]]) -> dict[str, _Held]:
-    """Return that with mirrors told apart, which go with what lies beside them. Sorted."""
-    sources = {each.id: each.name for each in state.buffers.values() if each.versions > 1} if found else {}
+    """Return that with mirrors told apart, which go with what lies beside them, and told by their states. Sorted."""
+    sources = {each.id: each.name for each in state.buffers.values()} if found else {}
     held = {server: _Held() for server in sorted(found)}
     for server, records in found.items():
         for record in sorted(records, key=lambda each: each.title):
@@ -278,6 +279,8 @@ def _held(state: State, found: dict[str, list[BufferRecord]]) -> dict[str, _Held
                 held[server].mirrored.append(sources[record.mirror_of])
             elif beside is None or beside is record or not beside.mirror_of:
                 held[server].titles.append(record.title)
+        names = held[server].mirrored
+        names[:] = [name for name in names if state_of(name) not in names]
     return held
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +15,7 @@ from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
-    from smb import Buffer, Client
+    from smb import Buffer, Client, ServerInfo
 
 
 def relay(
@@ -29,12 +31,11 @@ def relay(
     """Mirror a published buffer on memory servers near its readers.
 
     Each byte crosses a link once; readers that follow it take what is nearest. Without options it lists the mirrors.
-    How far each is behind is counted from what is published now; it is unknown while the source can't be reached.
+    How far each is behind is counted from what is published now; it is unknown while the source can't be reached. Of a
+    state published with deltas= whole states and deltas are mirrored.
 
     Example: smb relay policy --to rack-7 --to rack-8
     """
-    from smb.tools.cli.describe import version_of
-
     if auto and (to or stop):
         raise InvalidArgumentError("smb relay: --auto goes with neither --to nor --stop")
     with connect(coordinator) as client:
@@ -45,11 +46,11 @@ def relay(
             if not made:
                 raise UnavailableError(f"relay of {name!r}: no mirror was made: {_why_none(client, name)}")
         buffer = client.open(name)
-        published = version_of(buffer, client.servers()) if buffer.info.mirrors else None
+        shown = mirrored(client, buffer, client.servers())
     if as_json:
-        print_json(mirrors_json(buffer, published))
+        print_json(mirrors_json(shown))
     else:
-        show_mirrors(buffer, published)
+        show_mirrors(name, shown)
 
 
 def _why_none(client: Client, name: str) -> str:
@@ -63,9 +64,43 @@ def _why_none(client: Client, name: str) -> str:
     return f"no memory server is free for one: {told}. Start another, or publish on fewer (servers=)"
 
 
-def mirrors_json(buffer: Buffer, published: int | None) -> list[dict[str, Any]]:
-    """Return its mirrors for --json, with the version published last, None if nobody knows."""
-    return [
+@dataclass(frozen=True)
+class Mirrored:
+    """A published buffer with its mirrors, `published` last (None if nobody knows), and `feeds` of each, by server."""
+
+    buffer: Buffer
+    published: int | None
+    feeds: Mapping[str, Mapping[str, float]]
+
+
+def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> tuple[Mirrored, ...]:
+    """Return a published buffer, and of a state with deltas what describes generations, fed as its deltas are."""
+    from smb.errors import NotFoundError
+    from smb.published import beside
+    from smb.tools.cli.describe import version_of
+
+    def feeds_of(fed: Buffer) -> dict[str, Mapping[str, float]]:
+        return {mirror.server: mirror.feeds for mirror in fed.info.mirrors}
+
+    if not buffer.info.mirrors:
+        return ()
+    found = [Mirrored(buffer, version_of(buffer, servers), feeds_of(buffer))]
+    try:
+        others = [client.open(name) for name in beside(buffer)]
+    except NotFoundError:  # a part of it is gone
+        return tuple(found)
+    if others:
+        ring, heads = others
+        found.append(Mirrored(heads, version_of(heads, servers), feeds_of(ring)))
+    return tuple(found)
+
+
+def mirrors_json(all_mirrored: Sequence[Mirrored]) -> list[dict[str, Any]]:
+    """Return its mirrors for --json; of a state with deltas each with its generation, and who feeds it with deltas."""
+    if not all_mirrored:
+        return []
+    states, *deltas = all_mirrored
+    found: list[dict[str, Any]] = [
         {
             "name": mirror.name,
             "server": mirror.server,
@@ -73,33 +108,57 @@ def mirrors_json(buffer: Buffer, published: int | None) -> list[dict[str, Any]]:
             "alive": mirror.alive,
             "version": mirror.version,
             "arrived_bytes": mirror.arrived_bytes,
-            "published": published,
+            "published": states.published,
             "feeds": dict(mirror.feeds),
         }
-        for mirror in buffer.info.mirrors
+        for mirror in states.buffer.info.mirrors
     ]
+    for each in deltas:
+        there = {mirror.server: mirror.version for mirror in each.buffer.info.mirrors}
+        for mirror in found:
+            mirror["generation"] = there.get(mirror["server"])
+            mirror["delta_feeds"] = dict(each.feeds.get(mirror["server"], {}))
+    return found
 
 
-def show_mirrors(buffer: Buffer, published: int | None) -> None:
-    """Print its mirrors, who feeds whom how fast, and how far each is behind the version published last."""
+def show_mirrors(name: str, all_mirrored: Sequence[Mirrored]) -> None:
+    """Print its mirrors, who feeds whom how fast, and how far each is behind what was published last."""
+    if not all_mirrored:
+        console().print(f"{name} has no mirrors")
+        return
+    states, *deltas = all_mirrored
+    _show(states, "MIRROR ON", "VERSION")
+    for each in deltas:
+        if each.buffer.info.mirrors:
+            console().print()
+            _show(each, "DELTAS ON", "GENERATION")
+
+
+def _show(shown: Mirrored, title: str, number: str) -> None:
     from smb.config.parse import format_bytes
 
-    if not buffer.info.mirrors:
-        console().print(f"{buffer.name} has no mirrors")
-        return
-    short = {mirror.name: mirror.server for mirror in buffer.info.mirrors} | {buffer.name: "the source"}
-    rows = table("MIRROR ON", "ZONE", "STATE", "VERSION", "ARRIVING", "FED BY", right=("VERSION", "ARRIVING"))
+    buffer, feeds_of = shown.buffer, shown.feeds
+    servers = [mirror.server for mirror in buffer.info.mirrors]
+    rows = table(title, "ZONE", "STATE", number, "ARRIVING", "FED BY", right=(number, "ARRIVING"))
     for mirror in buffer.info.mirrors:
-        behind = None if published is None else published - mirror.version
+        behind = None if shown.published is None else shown.published - mirror.version
         lag = ", lag unknown" if behind is None else f", {behind} behind" if behind > 0 else ""
-        feeds = sorted(mirror.feeds.items(), key=lambda feed: -feed[1])
+        feeds = sorted(feeds_of.get(mirror.server, {}).items(), key=lambda feed: -feed[1])
         rows.add_row(
             mirror.server,
             mirror.zone or "-",
             "alive" if mirror.alive else "gone",
             (str(mirror.version) if mirror.version else "none yet") + lag,
             f"{100 * mirror.arrived_bytes // max(1, buffer.nbytes)} %" if mirror.arrived_bytes else "-",
-            ", ".join(f"{short.get(name, name)} {format_bytes(int(rate))}/s" for name, rate in feeds) or "-",
+            ", ".join(f"{_short(name, servers)} {format_bytes(int(rate))}/s" for name, rate in feeds) or "-",
             style=None if mirror.alive else "red",
         )
     console().print(rows)
+
+
+def _short(name: str, servers: Sequence[str]) -> str:
+    """Return whose mirror it is; "the source" of what is none."""
+    from smb.published import MIRROR
+
+    server = name.partition(MIRROR)[2]
+    return server if server in servers else "the source"

@@ -10,7 +10,7 @@ import typer
 from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, print_json, table
-from smb.tools.cli.relay import mirrors_json, show_mirrors
+from smb.tools.cli.relay import mirrored, mirrors_json, show_mirrors
 from smb.tools.cli.train import show_workers
 
 if TYPE_CHECKING:
@@ -45,21 +45,22 @@ def stat(
         servers = client.servers()
         version = version_of(buffer, servers)
         generation = _generation(client, buffer, servers) if has_deltas(buffer) else None
+        mirrors = mirrored(client, buffer, servers)
         is_training, training = _training(client, buffer, version is not None)
     if as_json:
         described = {**buffer_json(buffer), "versions": buffer.versions, "version": version}
         if has_deltas(buffer):
             described["generation"] = generation
-        if buffer.info.mirrors:
-            described["mirrors"] = mirrors_json(buffer, version)
+        if mirrors:
+            described["mirrors"] = mirrors_json(mirrors)
         if is_training:
             described["training"] = dataclasses.asdict(training) if training is not None else None
         print_json({**described, "metadata": buffer.metadata})
         return
     _show(buffer, servers, _published(buffer, version, generation))
-    if buffer.info.mirrors:
+    if mirrors:
         console().print()
-        show_mirrors(buffer, version)
+        show_mirrors(name, mirrors)
     if training is not None:
         _show_training(training)
     elif is_training:

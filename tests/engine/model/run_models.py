@@ -61,6 +61,33 @@ MODELS = (
     ),
     Model("lock", ("CLIENTS=2", "TURNS=2"), ("CLIENTS=2", "TURNS=3", "LAPSES=2", "CRASHES=2"), ()),  # who comes again
     Model("barrier", ("CRASHES=1",), ("CRASHES=3",), ("SEATS_FORGOTTEN", "LEAVES_EARLY", "NOT_BROKEN")),
+    Model(
+        "mirror",
+        ("VERSIONS=3", "COPIES=2"),
+        ("VERSIONS=4",),
+        ("SOURCE_NOT_LOOKED_AT", "PIN_IGNORED", "READER_LOOKS_ONCE", "COMMITTED_EARLY"),
+    ),
+    Model(
+        "mirror",
+        ("FORWARD", "VERSIONS=3"),
+        ("FORWARD", "VERSIONS=4", "CRASHES=2"),
+        ("WORDS_LATE", "NOT_LOOKED_AT", "BIT_EARLY"),
+    ),
+    Model(
+        "ring",
+        ("LAST=6",),
+        ("LAST=7", "CRASHES=2"),
+        (
+            "OLD_RULE",
+            "OLDEST_LATE",
+            "HALF_TAKEN_FOR_WHOLE",
+            "LITTLE_SLACK",
+            "OLDEST_STAYS",
+            "SOURCE_NOT_LOOKED_AT",
+            "COMMITTED_EARLY",
+        ),
+    ),
+    Model("ring", ("FORWARD", "LAST=5", "DEATHS=0"), ("FORWARD", "LAST=6"), ("NOT_LOOKED_AT",)),
 )
 
 
@@ -111,7 +138,7 @@ def main() -> int:
     quick = parser.parse_args().quick
     bad = 0
     print(
-        f"{'model':13} {'planted':18} {'result':10} {'states':>10} {'depth':>6} {'seconds':>8}  claim that is violated"
+        f"{'model':13} {'planted':20} {'result':10} {'states':>10} {'depth':>6} {'seconds':>8}  claim that is violated"
     )
     for model in MODELS:
         for fault in (None, *model.faults[: _QUICK_FAULTS if quick else None]):
@@ -122,7 +149,7 @@ def main() -> int:
             result = ("found" if fault else "clean") if good else ("NOT FOUND" if fault else "NOT CLEAN")
             bad += not good
             numbers = f"{found.states:>10} {found.depth:>6} {found.seconds:>8.2f}"
-            print(f"{model.name:13} {fault or '-':18} {result:10} {numbers}  {found.violated}", flush=True)
+            print(f"{model.name:13} {fault or '-':20} {result:10} {numbers}  {found.violated}", flush=True)
     print("all models clean, all planted faults found" if not bad else f"{bad} of them are not as they should be")
     return 1 if bad else 0
 

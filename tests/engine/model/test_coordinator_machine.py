@@ -254,6 +254,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if record is None or record.id != record_id:
             return  # it was taken back by a restart, and its maker died with the process before
         assert not record.ready
+        if well and record.mirror_of and self.state.source(record) is None:
+            assert self.do(BufferMade(key)) == (), "a mirror of what was deleted meanwhile"
+            well = False
         self.do(BufferMade(key) if well else BufferFailed(key))
         assert (key in self.state.buffers) == well
         if well and record.kind is not Kind.BUFFER:

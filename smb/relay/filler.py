@@ -1,0 +1,255 @@
+"""Fills what a relay has begun: a version, or a delta, piece by piece from wherever the plan says.
+
+Threads: two for each parent move pieces; one says what has arrived; the relay's own waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from smb.engine import memory_of
+from smb.errors import (
+    Error,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+)
+from smb.relay import arrived
+from smb.relay.arrived import Arrived
+from smb.relay.fill import Fill
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+    from smb.call.versions import Publication
+    from smb.client import Client
+
+TURN_S = 3.0  # of a publisher's turn: how long the next relay waits after a kill
+AGAIN_S = 0.5
+_LOOK_S = 1.0  # how long one wait takes, so that a stop is noticed
+_RENEW_S = 1.0
+_THREADS = 2  # for each parent: while one looks whether what came is what it was, the other reads
+
+_log = logging.getLogger("smb")
+
+
+class Whereabouts(Protocol):
+    """Where something lies in a parent."""
+
+    def copy_of(self, has: Arrived) -> int:
+        """Return the copy in which a mirror has what arrives there."""
+
+    def find(self, buffer: Buffer, version: int, has: Arrived | None) -> int:
+        """Return the copy in which all of a version lies, -1 if it is not there. `has`: of a mirror; None of the
+        source."""
+
+
+class Filler:
+    """Fills one mirror, one thing at a time. Its `stop` ends what is under way."""
+
+    def __init__(self, client: Client, name: str, source: str, where: Whereabouts) -> None:
+        self.name = name
+        self.source = source
+        self.where = where
+        self.parents: Sequence[tuple[float, str]] = ((1.0, source),)
+        self.stopping = threading.Event()
+        self.changed = threading.Condition()  # of `fill`
+        self.fill: Fill | None = None
+        self.publication: Publication | None = None
+        self._client = client
+        self._feeders: dict[str, list[_Feeder]] = {}
+        self._rates: dict[str, float] = {}
+
+    def stop(self) -> None:
+        """Begin nothing else, and leave what is under way."""
+        self.stopping.set()
+        with self.changed:
+            self.changed.notify_all()
+
+    def forget(self) -> None:
+        """Open everything anew the next time: what is open may be gone."""
+        for feeder in (each for feeders in self._feeders.values() for each in feeders):
+            feeder.stopping.set()
+        self._feeders = {}
+
+    def rates(self) -> dict[str, float]:
+        """Return in bytes per second what came from each parent while it came."""
+        return dict(self._rates)
+
+    def arrived_bytes(self) -> int:
+        """Return how much there is of what is under way."""
+        fill = self.fill
+        return min(fill.bits.bit_count() * fill.pieces.piece_bytes, fill.pieces.nbytes) if fill is not None else 0
+
+    def bring(
+        self, fill: Fill, publication: Publication, words: Buffer, copy: int, renew: Callable[[], None] | None = None
+    ) -> bool:
+        """Write all of it under a publisher's turn; return whether it is there: not if it was stopped. `copy` is that
+        word of what has arrived. `renew` is called now and then. Raises what went wrong.
+        """
+        # Before the first byte: from here on nobody takes what is overwritten for what it was.
+        words.publish(Arrived(fill.version, copy, 0).to_words(), ttl=TURN_S)
+        teller = threading.Thread(target=self._tell, args=(fill, words, copy), daemon=True)
+        teller.start()
+        try:
+            self._begin(fill, publication)
+            self._await(fill, renew)
+        finally:
+            with self.changed:
+                self.fill = None
+            fill.end()
+            teller.join()  # its last words must not come after those of the next
+        if fill.failure is not None:
+            raise fill.failure
+        if fill.done:
+            self._measure(fill)
+        return fill.done
+
+    def _begin(self, fill: Fill, publication: Publication) -> None:
+        for parent in {self.source, *fill.parents} if fill.active else ():
+            if parent not in self._feeders:
+                self._feeders[parent] = [_Feeder(self._client, self, parent) for _ in range(_THREADS)]
+        with self.changed:
+            self.fill, self.publication = fill, publication
+            self.changed.notify_all()
+
+    def _await(self, fill: Fill, renew: Callable[[], None] | None) -> None:
+        """Return when it is done, failed, or to be stopped."""
+        renewed = time.monotonic()
+        while fill.active and not self.stopping.is_set():
+            with fill.changed:
+                if fill.active:
+                    fill.changed.wait(AGAIN_S)
+            now = time.monotonic()
+            if renew is not None and now - renewed > _RENEW_S:
+                renewed = now
+                renew()
+
+    def _tell(self, fill: Fill, words: Buffer, copy: int) -> None:
+        """Say what has arrived, until all has."""
+        told = 0
+        while True:
+            with fill.changed:
+                while fill.bits == told and fill.active:
+                    fill.changed.wait(AGAIN_S)
+                bits, active = fill.bits, fill.active
+            if bits != told:
+                try:
+                    words.publish(Arrived(fill.version, copy, bits).to_words(), ttl=TURN_S)
+                except Error as error:
+                    fill.fail(error)
+                told = bits
+            if not active and fill.bits == told:
+                return
+
+    def _measure(self, fill: Fill) -> None:
+        for parent, rate in fill.rates().items():
+            self._rates[parent] = (self._rates.get(parent, rate) + rate) / 2
+        self._rates = {parent: self._rates[parent] for parent in fill.rates()}  # of others nothing is known now
+
+
+class _Feeder:
+    """Moves pieces from one parent, a buffer or another mirror of it, in a thread of its own."""
+
+    def __init__(self, client: Client, filler: Filler, parent: str) -> None:
+        self._client = client
+        self._filler = filler
+        self._parent = parent
+        self._buffer: Buffer | None = None
+        self._words: Buffer | None = None
+        self._memory: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+        self.stopping = threading.Event()
+        threading.Thread(target=self._run, name=f"feed-{parent}", daemon=True).start()
+
+    def _run(self) -> None:
+        filler = self._filler
+        while not (filler.stopping.is_set() or self.stopping.is_set()):
+            with filler.changed:
+                fill, publication = filler.fill, filler.publication
+                if fill is None or publication is None or not fill.wants(self._parent):
+                    filler.changed.wait(_LOOK_S)
+                    continue
+            try:
+                if self._buffer is None:
+                    self._buffer = self._client.open(self._parent)
+                if self._parent == filler.source:
+                    self._from_source(self._buffer, fill, publication)
+                else:
+                    self._from_mirror(self._buffer, fill, publication)
+            except Error as error:
+                _log.info("mirror %s: nothing from %s for now: %s", filler.name, self._parent, error)
+                self._buffer = self._words = None
+                fill.broke(self._parent)
+                filler.stopping.wait(AGAIN_S)
+
+    def _from_source(self, buffer: Buffer, fill: Fill, publication: Publication) -> None:
+        where = self._filler.where
+        copy = where.find(buffer, fill.version, None)
+        while fill.wants(self._parent):
+            pieces = fill.take(self._parent, lambda _: True, fill.at_once)
+            if not pieces:
+                with fill.changed:
+                    fill.changed.wait(AGAIN_S)
+                continue
+            if copy >= 0:
+                self._read(buffer, copy, fill, pieces)
+            if copy < 0 or where.find(buffer, fill.version, None) != copy:
+                fill.fail(NotFoundError(f"version {fill.version} of {buffer.name!r} was overwritten on its way"))
+                return
+            self._put(fill, publication, pieces)
+
+    def _from_mirror(self, buffer: Buffer, fill: Fill, publication: Publication) -> None:
+        if self._words is None:
+            self._words = self._client.open(self._parent + arrived.SUFFIX)
+        where = self._filler.where
+        seen = self._words.version
+        has = arrived.look(self._words)
+        while fill.wants(self._parent):
+            copy = where.copy_of(has)
+            pieces = fill.take(self._parent, has.has, fill.at_once) if has.version == fill.version else []
+            if not pieces and has.version > fill.version:  # it has gone on, and may still have this one
+                copy = where.find(buffer, fill.version, has)
+                if copy >= 0:
+                    pieces = fill.take(self._parent, lambda _: True, fill.at_once)
+            if not pieces:
+                try:
+                    seen = self._words.wait(seen + 1, timeout=AGAIN_S)
+                except TimeoutError:
+                    continue
+                has = arrived.look(self._words)
+                continue
+            self._read(buffer, copy, fill, pieces)
+            now = arrived.look(self._words)
+            same = (now.version, where.copy_of(now)) == (fill.version, copy)
+            if same or where.find(buffer, fill.version, now) == copy:
+                self._put(fill, publication, pieces)
+            else:
+                fill.give_back(pieces)
+            has = now
+
+    def _read(self, buffer: Buffer, copy: int, fill: Fill, pieces: Sequence[int]) -> None:
+        """Read them into our memory, one behind the other."""
+        size = fill.pieces.piece_bytes
+        if self._memory.nbytes < size * len(pieces):
+            self._memory = np.empty(size * fill.at_once, np.uint8)
+        itemsize = buffer.dtype.itemsize
+        with fill.reading(self._parent):
+            for place, piece in enumerate(pieces):
+                start, nbytes = fill.pieces.range(piece)
+                there = memory_of(self._memory[place * size :])
+                buffer._versions.read_from(copy, start // itemsize, nbytes // itemsize, there)
+
+    def _put(self, fill: Fill, publication: Publication, pieces: Sequence[int]) -> None:
+        for place, piece in enumerate(pieces):
+            start, nbytes = fill.pieces.range(piece)
+            there = memory_of(self._memory[place * fill.pieces.piece_bytes :])
+            try:
+                fill.put(piece, self._parent, partial(publication.write, start, nbytes, there))
+            except Error as error:  # of our own mirror, not of the parent
+                fill.fail(error)
+                return
