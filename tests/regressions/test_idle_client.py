@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from smb.call import cluster_session
+from smb.call.published_states import PublishedStates
 from smb.rpc import control_pb2 as pb
 
 LEASE_S = 30.0
@@ -47,6 +48,7 @@ class Coordinator:
 class Session:
     def __init__(self, *reports: Any) -> None:
         self.reports = dict(enumerate(reports))
+        self.published = PublishedStates()
 
 
 @pytest.mark.parametrize(("reports", "every_s"), [((), 10.0), ((pb.TrainingReport,), 2.0)], ids=["idle", "trains"])
