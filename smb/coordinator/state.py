@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -730,7 +731,13 @@ def _is_ring(state: State, record: BufferRecord) -> bool:
     of = state.find(Kind.BUFFER, record.name.removesuffix(DELTAS)) if record.name.endswith(DELTAS) else None
     if of is None or of.versions < 2 or of.mirror_of:
         return False
-    about = json.loads(unpack(of.metadata) or "{}").get(ABOUT)
+    return _has_deltas(of.metadata)
+
+
+@lru_cache(maxsize=64)
+def _has_deltas(packed: bytes) -> bool:
+    """Whether metadata is that of a state published with deltas. It may be megabytes, and the event loop asks."""
+    about = json.loads(unpack(packed) or "{}").get(ABOUT)
     return isinstance(about, dict) and bool(about.get("deltas"))
 
 

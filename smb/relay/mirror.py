@@ -82,8 +82,9 @@ class MirrorRelay:
         """Return how much there is of the version that is under way. With a ring's deltas its share of all bytes, in
         bytes of it."""
         ring = self.ring
-        if ring is not None and ring.wanted_bytes:
-            return int(self._mirror.nbytes * ring.arrived_bytes() / ring.wanted_bytes)
+        wanted_bytes = ring.wanted_bytes if ring is not None else 0  # the relay's thread sets it to 0
+        if ring is not None and wanted_bytes:
+            return int(self._mirror.nbytes * min(1.0, ring.arrived_bytes() / wanted_bytes))
         return self._filler.arrived_bytes()
 
     def _run(self) -> None:

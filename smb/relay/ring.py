@@ -67,7 +67,10 @@ class RingRelay:
             self._heads, self._head = heads, Head.of(f"mirror {self.name!r}", words, generation, source.size)
             missing, oldest = missing_of(self._head, source, arrived.look(beside))
             self._came_bytes, self.wanted_bytes = 0, sum(entry.nbytes for entry in missing)
-            return not missing or self._take(missing, oldest)
+            done = not missing or self._take(missing, oldest)
+            if done:
+                self.version = generation
+            return done
         except BaseException:
             self._open = None
             self._filler.forget()
@@ -100,9 +103,10 @@ class RingRelay:
         if has is not None:
             return 0 if has.oldest <= version < has.version else -1
         assert self._heads is not None
-        if self._heads.version >= self._head.generation + 2:  # what our head named may be gone, the latest one knows
-            self._head = Head.read(f"mirror {self.name!r}", self._heads, buffer.size)
-        return 0 if any(entry.generation == version for entry in self._head.entries) else -1
+        head = self._head
+        if self._heads.version >= head.generation + 2:  # what our head named may be gone, the latest one knows
+            head = self._head = Head.read(f"mirror {self.name!r}", self._heads, buffer.size)
+        return 0 if any(entry.generation == version for entry in head.entries) else -1  # others may set an older one
 
 
 def missing_of(head: Head, ring: Buffer, has: Arrived) -> tuple[tuple[Entry, ...], int]:

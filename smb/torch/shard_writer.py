@@ -189,9 +189,11 @@ class _Late:
     def writing(self) -> Iterator[None]:
         """This rank writes its shards inside."""
         began, self._ends = time.monotonic(), float("inf")
-        yield
-        now = time.monotonic()
-        self._ends = now + _LATE_TIMES * (now - began) + _LATE_S
+        try:
+            yield
+        finally:  # also after a failure, which the other ranks have to hear of
+            now = time.monotonic()
+            self._ends = now + _LATE_TIMES * (now - began) + _LATE_S
 
     def over(self) -> None:
         """So have all."""

@@ -162,15 +162,16 @@ function show() {
   servers.update(state.servers, { empty: noServers(address), leftOut: 0 });
   const own = state.buffers.filter((buffer) => !buffer.training); // a training's, and its locks, are in its dialog
   trainings.update(state.trainings, { empty: noTrainings(address), leftOut: state.left_out.trainings });
-  for (const part of [$("states"), $("to-states")]) part.hidden = !state.states.length;
-  states.update(state.states, { empty: noStates, leftOut: state.left_out.states });
+  const published = state.states ?? []; // an older coordinator tells of none
+  for (const part of [$("states"), $("to-states")]) part.hidden = !published.length;
+  states.update(published, { empty: noStates, leftOut: state.left_out.states ?? 0 });
   buffers.update(own, { empty: own.length < state.buffers.length ? folded : noBuffers(address), leftOut: state.left_out.buffers });
   clients.update(state.clients, { empty: noClients(address), leftOut: state.left_out.clients });
   const ownWaits = state.waits.filter((wait) => !wait.training);
   waits.update(ownWaits, { empty: ownWaits.length < state.waits.length ? folded : noWaits, leftOut: state.left_out.waits });
   text($("n-servers"), state.totals.alive === state.totals.servers ? `${state.totals.servers}` : `${state.totals.alive}/${state.totals.servers}`);
   text($("n-trainings"), String(state.trainings.length + state.left_out.trainings));
-  text($("n-states"), String(state.states.length + state.left_out.states));
+  text($("n-states"), String(published.length + (state.left_out.states ?? 0)));
   text($("n-buffers"), counted(own.length + state.left_out.buffers, state.buffers.length - own.length));
   text($("n-events"), String(state.events.length));
   text($("n-clients"), String(state.totals.clients));

@@ -144,7 +144,7 @@ function buffer(found) {
 // Of a published state: who publishes it, and how far each reader is.
 function readers(found) {
   const row = (role) => (m) => [m.client, role, m.generation ? f.whole(m.generation) : "–", m.behind ? f.whole(m.behind) : "–", m.from, `${f.duration(m.silent_s)} ago`];
-  const rows = [...found.publishers.map(row("publishes")), ...found.readers.map(row("reads"))];
+  const rows = [...(found.publishers ?? []).map(row("publishes")), ...(found.readers ?? []).map(row("reads"))];
   return table("Who publishes and reads", ["Client", "Does", "Generation", "Behind", "From the mirror", "Heard"], rows, found.readers_left_out);
 }
 
