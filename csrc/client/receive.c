@@ -31,8 +31,11 @@ static int state_after(int status)
 static void take_failure(struct smb_link *link, struct inflight *inflight, int status)
 {
     struct stream *stream = inflight->stream;
-    /* A change that is known to be applied stays applied, even if its answer is lost. */
-    int state = inflight->fate == SMB_OUTCOME_APPLIED ? SMB_OUTCOME_APPLIED : state_after(status);
+    /* A change that is known to be applied stays applied, even if its answer is lost. A repetition
+     * without a right to it is refused before anybody looks at what became of the first request. */
+    bool stays = inflight->fate == SMB_OUTCOME_APPLIED ||
+                 (inflight->fate == SMB_OUTCOME_UNKNOWN && status == SMB_DENIED);
+    int state = stays ? inflight->fate : state_after(status);
     inflight_resolve(inflight, state);
     if (stream) {
         if (smb_opcode_changes(inflight->opcode))

@@ -341,7 +341,7 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
         return SMB_APART;
     if (served->replica && server->guarded &&
         !replica_serves(served->replica, grants_find(request->grants, id)->epoch, false))
-        return SMB_DENIED; /* as is_of_epoch */
+        return SMB_APART; /* its reader learns the epoch where it asks the source itself */
     if (!served->replica || !request->gathered) {
         struct smb_change read = {
             .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};

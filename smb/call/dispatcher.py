@@ -313,7 +313,8 @@ class Dispatcher:
             missing = left if found == NOT_APPLIED and unknown is None else left[1:]
         failed._account = Failed(self, self._elements(request), unknown, missing=tuple(missing))
         alone = not touched and len(left) == 1
-        failed.outcome = found if alone or (found == NOT_APPLIED and not touched) else UNKNOWN
+        whole = found == APPLIED and len(left) == 1  # the last piece, and those before it
+        failed.outcome = found if alone or whole or (found == NOT_APPLIED and not touched) else UNKNOWN
         if isinstance(error, Error):
             rest = "" if failed.outcome == found else "; of the whole call buffer.settle(error) tells"
             error.args = (f"{self._asked(request)}, whose source lies on other servers and is brought: {error}{rest}",)

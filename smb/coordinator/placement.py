@@ -157,7 +157,8 @@ def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = 
         if not others:
             raise _no_room(pool, 2 * sum(share.file_bytes for share in placement.shares), " in two copies")
         chosen = wanted
-        if wanted not in others:
+        elsewhere = any(pool.hosts.get(name) != host for name in others)
+        if wanted not in others or (elsewhere and pool.hosts.get(wanted) == host):
             chosen = min(others, key=lambda name: (pool.hosts.get(name) == host, given[name], -free[name], name))
         free[chosen] -= share.file_bytes
         given[chosen] += share.file_bytes

@@ -274,6 +274,11 @@ def test_second_copies_lie_like_those_of_the_other() -> None:
     for room, expected in ((MIB, ("c", "d", "e")), (64 * KIB, ("c", "e", "b"))):
         pool = Pool({"a": MIB, "b": MIB, "c": MIB, "d": room, "e": GIB})
         assert place_backups(pool, place_like(pool, like), like) == expected
+    one_host = {"a": "h", "b": "i", "c": "h", "d": "h", "e": "j"}  # a's copy lay on its own host: now there is another
+    pool = Pool(dict.fromkeys("abcde", MIB), hosts=one_host)
+    assert place_backups(pool, place_like(pool, like), like) == ("e", "d", "b")
+    pool = Pool(dict.fromkeys("abcde", MIB), hosts=dict.fromkeys("abcde", "h"))
+    assert place_backups(pool, place_like(pool, like), like)[:2] == ("c", "d")
 
 
 def test_both_servers_of_a_pair_take_data_alike() -> None:
