@@ -69,7 +69,9 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
                 before = group.table.get(0, t.ROUND)
                 if not before & groups.BUILT:
                     _write(group, before >> t.ROUND_SHIFT, part)
-                    if group.table.get(0, t.ROUND) >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT:
+                    after = group.table.get(0, t.ROUND)
+                    # BUILT: the weights are being replaced, of the round that is still open.
+                    if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & groups.BUILT:
                         part.replace(target)
                         _sync(target.parent)
                         return before >> t.ROUND_SHIFT
