@@ -312,9 +312,9 @@ class Dispatcher:
         else:
             missing = left if found == NOT_APPLIED and unknown is None else left[1:]
         failed._account = Failed(self, self._elements(request), unknown, missing=tuple(missing))
-        alone = not touched and len(left) == 1
-        whole = found == APPLIED and len(left) == 1  # the last piece, and those before it
-        failed.outcome = found if alone or whole or (found == NOT_APPLIED and not touched) else UNKNOWN
+        # The outcome of one piece is that of the call if all other pieces had the same, or there are no others.
+        same = (not touched and (len(left) == 1 or found == NOT_APPLIED)) or (found == APPLIED and len(left) == 1)
+        failed.outcome = found if same else UNKNOWN
         if isinstance(error, Error):
             rest = "" if failed.outcome == found else "; of the whole call buffer.settle(error) tells"
             error.args = (f"{self._asked(request)}, whose source lies on other servers and is brought: {error}{rest}",)

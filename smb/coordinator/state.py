@@ -731,14 +731,17 @@ def _is_ring(state: State, record: BufferRecord) -> bool:
     of = state.find(Kind.BUFFER, record.name.removesuffix(DELTAS)) if record.name.endswith(DELTAS) else None
     if of is None or of.versions < 2 or of.mirror_of:
         return False
-    return _has_deltas(of.metadata)
+    return bool((published_as(of.metadata) or {}).get("deltas"))
 
 
-@lru_cache(maxsize=64)
-def _has_deltas(packed: bytes) -> bool:
-    """Whether metadata is that of a state published with deltas. It may be megabytes, and the event loop asks."""
-    about = json.loads(unpack(packed) or "{}").get(ABOUT)
-    return isinstance(about, dict) and bool(about.get("deltas"))
+@lru_cache(maxsize=4096)
+def published_as(packed: bytes) -> dict[str, object] | None:
+    """Return how a state is published (smb/torch/publish.py), from its metadata; None if it is no published state. The
+    event loop asks, and metadata may be megabytes: each is parsed once.
+    """
+    text = unpack(packed)
+    about = json.loads(text).get(ABOUT) if f'"{ABOUT}"' in text else None
+    return about if isinstance(about, dict) else None
 
 
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:

@@ -25,9 +25,8 @@ from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
-from smb.coordinator.state import State
+from smb.coordinator.state import State, published_as
 from smb.errors import NotFoundError
-from smb.published import ABOUT
 from smb.rpc import control_pb2 as pb
 from smb.rpc import metadata
 
@@ -74,7 +73,11 @@ class View:
     def states(self) -> dict[str, BufferRecord]:
         """The published states, by name, without their mirrors."""
         listed = (record for record in self.state.listed() if record.metadata and record.versions > 1)
-        return {record.name: record for record in listed if not record.mirror_of and _is_published(record.metadata)}
+        return {
+            record.name: record
+            for record in listed
+            if not record.mirror_of and published_as(record.metadata) is not None
+        }
 
     @cached_property
     def busy(self) -> dict[int, Busy]:
@@ -438,13 +441,6 @@ def _worker(view: View, seen: WorkerSeen) -> Json:
         "guard": report.guard,
         "silent_s": round(max(0.0, view.now.monotonic - seen.at), 1),
     }
-
-
-@lru_cache(maxsize=4096)
-def _is_published(packed: bytes) -> bool:
-    """Whether metadata is that of a published state (smb/torch/publish.py)."""
-    text = metadata.unpack(packed)
-    return f'"{ABOUT}"' in text and isinstance(json.loads(text).get(ABOUT), dict)
 
 
 def _first_states(view: View) -> list[BufferRecord]:
