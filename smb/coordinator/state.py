@@ -734,7 +734,7 @@ def _is_ring(state: State, record: BufferRecord) -> bool:
     return bool((published_as(of.metadata) or {}).get("deltas"))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)  # its keys are metadata, at most 1 MiB each
 def published_as(packed: bytes) -> dict[str, object] | None:
     """Return how a state is published (smb/torch/publish.py), from its metadata; None if it is no published state. The
     event loop asks, and metadata may be megabytes: each is parsed once.
