@@ -408,6 +408,7 @@ class MeshShared(Shared):
             if self._ranks.speaks:
                 for samples in samples_left:  # all but the last one are only counted
                     self.worker.step(samples)
+                self._unmixed = True
                 self._mix_after_exchange()
 
     def __repr__(self) -> str:

@@ -14,8 +14,8 @@ How each kind of tensor is shared:
 - Frozen parameters: each process brings its own. A joiner is refused if its frozen values differ from those of the
   group's maker: a digest of a few of them is compared.
 - Floating-point buffers, batch normalisation's running statistics above all: each process keeps and uses its own while
-  it trains, as they describe the batches that it sees. After each exchange it mixes them into NAME/state, with weight
-  1/members: `state += (own - state) / members`, at the servers, in the background. state_dict() and close() give that
+  it trains, as they describe the batches that it sees. After each exchange, and at the end of `batches`, it mixes
+  them into NAME/state, with weight 1/members: `state += (own - state) / members`, at the servers, in the background. state_dict() and close() give that
   average; a late joiner starts from it.
 - Integer and float64 buffers (num_batches_tracked): local.
 
@@ -170,6 +170,7 @@ class Shared:
         self._trained.verify = self._check
         self._statistics = Statistics(parts.statistics)
         self._mixing: Future[Any] | None = None
+        self._unmixed = False  # whether there was a step since the statistics were mixed last
         self._open = False
         self._client = client
         self._units: smb.train.WorkUnits | None = None  # of batches()
@@ -325,7 +326,7 @@ class Shared:
     def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
         assert units is not None
         with self.worker.there():
-            return units.take()
+            return units.take(self._mix_rest)
 
     def wait(self) -> None:
         """Wait until the parameters are what the last exchange made of them: for who looks at them between two steps.
@@ -387,8 +388,7 @@ class Shared:
             if self._overlap is not None:
                 self._overlap.finish()
             self.worker.finish()
-            self._mix_after_exchange()
-            self._settle_mixing()
+            self._mix_rest()
             if load:
                 self._check.model()
                 self.worker.close(load=True)
@@ -439,11 +439,23 @@ class Shared:
             return
         else:
             self._overlap.stepped()
+        self._unmixed = True
         self._mix_after_exchange()
 
     def _mix_after_exchange(self) -> None:
         if self._state is not None and self.worker.contributions != self._contributions:
             self._mix(self._state)
+
+    def _mix_rest(self) -> None:
+        """Mix what is of steps since the last time, and wait for it: at the end of the batches, and of taking part.
+
+        Not by the count of contributions: what becomes of the last one may be known later, by when others have loaded
+        the average.
+        """
+        self._settle_mixing()
+        if self._state is not None and self._unmixed:
+            self._mix(self._state)
+            self._settle_mixing()
 
     def _collect_statistics(self) -> None:
         self._statistics.collect()
@@ -453,7 +465,7 @@ class Shared:
         if self._mixing is not None and not self._mixing.done():
             return
         self._settle_mixing()
-        self._contributions = self.worker.contributions
+        self._contributions, self._unmixed = self.worker.contributions, False
         self._collect_statistics()
         own = self._statistics.values
         if not np.isfinite(own).all():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -115,16 +115,19 @@ class WorkUnits:
         while (unit := self.take()) is not None:
             yield unit
 
-    def take(self) -> Unit | None:
+    def take(self, at_end: Callable[[], object] | None = None) -> Unit | None:
         """Return the next unit; the one before is done. None when all is done: for others' last ones it waits.
 
-        After the last ones `worker` contributes what it has not sent, before they are seen to be done. So a process
-        that sees that all is done sees a model with all of it in.
+        After the last ones `worker` contributes what it has not sent, and `at_end` is called, before they are seen to
+        be done. So a process that sees that all is done sees a model with all of it in.
         """
         if self._member is not None:
             self._ticket = self._ticket or self._draw()
-            if self._ticket[0] >= self._end and self._worker is not None:
-                self._worker.contribute_rest()
+            if self._ticket[0] >= self._end:
+                if self._worker is not None:
+                    self._worker.contribute_rest()
+                if at_end is not None:
+                    at_end()
         self._finish()
         member = self._here()
         while True:

@@ -123,6 +123,7 @@ LEFT_OUT = {
     "regressions/test_saved_while_a_round_closes.py": _TRAINING,
     "regressions/test_slow_connect.py": _ELSEWHERE,
     "regressions/test_slow_reader.py": "shapes a link of its own",
+    "regressions/test_statistics_of_the_last_batches.py": _TRAINING,
     "regressions/test_stopped_coordinator_cancels.py": _ELSEWHERE,
     "regressions/test_taken_port.py": _ELSEWHERE,
     "regressions/test_training.py": _TRAINING,
