@@ -14,9 +14,9 @@ How each kind of tensor is shared:
 - Frozen parameters: each process brings its own. A joiner is refused if its frozen values differ from those of the
   group's maker: a digest of a few of them is compared.
 - Floating-point buffers, batch normalisation's running statistics above all: each process keeps and uses its own while
-  it trains, as they describe the batches that it sees. After each exchange, and at the end of `batches`, it mixes
-  them into NAME/state, with weight 1/members: `state += (own - state) / members`, at the servers, in the background. state_dict() and close() give that
-  average; a late joiner starts from it.
+  it trains, as they describe the batches that it sees. After each exchange, and at the end of `batches`, it mixes them
+  into NAME/state, with weight 1/members: `state += (own - state) / members`, at the servers, in the background.
+  state_dict() and close() give that average; a late joiner starts from it.
 - Integer and float64 buffers (num_batches_tracked): local.
 
 Every tensor of the two buffers can be opened by its name: client.open("run").tensor("layer3.weight").
