@@ -8,13 +8,14 @@ import sys
 import threading
 from typing import Any
 
-from smb.client import connect
+from smb.client import Client, connect
 from smb.published import DELTAS, GENERATIONS
 from smb.relay.mirror import MirrorRelay
 from smb.relay.ring import RingRelay
 
 _CALL_S = 20.0  # of one piece over a slow link
 _REPORT_S = 0.5
+_SESSION_ENDED = 3  # exit status
 
 
 def main(coordinator: str, server: str) -> None:
@@ -22,7 +23,7 @@ def main(coordinator: str, server: str) -> None:
     relays: dict[str, MirrorRelay | RingRelay] = {}
     ids: dict[str, int] = {}  # of the mirrors that they fill
     with connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
-        threading.Thread(target=_report, args=(relays,), daemon=True).start()
+        threading.Thread(target=_report, args=(client, relays), daemon=True).start()
         for line in sys.stdin:
             tasks = {task["name"]: task for task in json.loads(line)}
             for name in [each for each in relays if each not in tasks or tasks[each]["id"] != ids[each]]:
@@ -43,10 +44,12 @@ def main(coordinator: str, server: str) -> None:
         os._exit(0)  # its threads may be in the middle of calls; the session ends with its lease, the turn with its ttl
 
 
-def _report(relays: dict[str, MirrorRelay | RingRelay]) -> None:
+def _report(client: Client, relays: dict[str, MirrorRelay | RingRelay]) -> None:
     wait = threading.Event()
     while True:
         wait.wait(_REPORT_S)
+        if client._session.session_ended:  # we were stopped for longer than its lease: the next process gets another
+            os._exit(_SESSION_ENDED)
         told: list[dict[str, Any]] = [
             {
                 "name": relay.name,

@@ -148,9 +148,10 @@ class Filler:
                 return
 
     def _measure(self, fill: Fill) -> None:
-        for parent, rate in fill.rates().items():
-            self._rates[parent] = (self._rates.get(parent, rate) + rate) / 2
-        self._rates = {parent: self._rates[parent] for parent in fill.rates()}  # of others nothing is known now
+        rates = fill.rates()
+        if rates:  # of nothing, as a delta without changes, nothing is known anew
+            # Of parents that gave nothing now nothing is known any more.
+            self._rates = {parent: (self._rates.get(parent, rate) + rate) / 2 for parent, rate in rates.items()}
 
 
 class _Feeder:

@@ -126,6 +126,9 @@ class Publisher:
         mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(name, str) or not isinstance(state, (torch.nn.Module, Mapping)):
+            given = f"{type(name).__name__} and {type(state).__name__}"
+            raise InvalidArgumentError(f"Publisher(client, name, state): a name and a model or state_dict, not {given}")
         asked = f"publish {name!r}"
         self._ranks = ranks = ranks_of(asked, state, mesh)
         self._source = state

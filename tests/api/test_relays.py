@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import smb
 from smb.relay.arrived import PIECES_MAX, Arrived, Pieces, bits_of
-from tests.support.daemons import DEADLINE_S, relay_of, wait_for
+from tests.support.daemons import DEADLINE_S, relay_of, running_daemons, wait_for
 
 BYTES = 3 << 20
 SOURCE = "policy"
@@ -130,6 +131,24 @@ def test_a_mirror_stopped_and_made_again_at_once_is_filled(client: smb.Client) -
     client.stop_relays(SOURCE)
     client.relay(SOURCE, ["server-1"])
     has(client, "server-1", 1)
+
+
+def test_a_relay_whose_session_ended_is_replaced(tmp_path: Path) -> None:
+    """It was stopped for longer than its session's lease: it could fill nothing any more, and counted as alive."""
+    with running_daemons(tmp_path) as daemons:
+        coordinator = daemons.coordinator("127.0.0.1:0", None, "--session-lease", "3")
+        servers = [daemons.memory_server(coordinator.address, f"server-{number}") for number in range(2)]
+        assert all(server.address for server in servers)  # they serve
+        with smb.connect(coordinator.address, timeout=DEADLINE_S) as client:
+            source = published(client)
+            client.relay(SOURCE, ["server-1"])
+            has(client, "server-1", 1)
+            pid = relay_of(servers[1])
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda: coordinator.metric("smb_coordinator_ended_sessions") == 1, "end of the relay's session")
+            os.kill(pid, signal.SIGCONT)
+            has(client, "server-1", source.publish(generation(2)))
+            assert relay_of(servers[1]) != pid
 
 
 def test_what_can_have_no_mirror_is_told_and_nothing_is_left(client: smb.Client) -> None:

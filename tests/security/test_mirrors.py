@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import smb
+import smb.torch
 from smb.relay.arrived import SUFFIX, WORDS
 from tests.support.daemons import DEADLINE_S, wait_for
 from tests.support.transports import FAR
@@ -110,6 +112,29 @@ def test_who_may_not_read_the_source_gets_nothing(source: smb.Buffer, connect_as
         everybody.rename(MIRROR, "other/taken")
     create_mirror(team, "team/second", SOURCE, "server-2")
     assert team.open("team/second").wait(1, timeout=DEADLINE_S) == 1
+
+
+def test_deltas_by_way_of_mirrors(connect_as: Any) -> None:
+    """A state with deltas=, its description and its deltas are mirrored with its namespace's rights; a reader of it
+    follows to the bit, and another memory server opens none of it."""
+    trainer, reader = connect_as("of-team", timeout=DEADLINE_S), connect_as("reader-of-team", transport=FAR)
+    rogue = connect_as("server-2", timeout=20.0)
+    bits = torch.arange(100_000, dtype=torch.int32)
+    publisher = smb.torch.Publisher(
+        trainer, "team/steps", {"w": bits}, deltas=4, versions=3, relays=["server-1"], servers=["server-0"]
+    )
+    follower = smb.torch.follow(reader, "team/steps", near="server-1", timeout=DEADLINE_S)
+    for number in range(1, 7):
+        bits[number * 1000 : number * 1100] += number
+        assert publisher.publish() == number
+        for end in (".deltas", ".generations"):
+            reader.open(f"team/steps{end}.mirror.server-1")
+        assert reader.open("team/steps.generations.mirror.server-1").wait(number, timeout=DEADLINE_S) == number
+        assert torch.equal(follower.state_dict()["w"], bits)
+        assert follower.generation == number
+    for name in ("team/steps", "team/steps.deltas", "team/steps.deltas.mirror.server-1"):
+        with pytest.raises(smb.PermissionDeniedError, match=r"server-2.*opens its own mirrors"):
+            rogue.open(name)
 
 
 def create_mirror(client: smb.Client, name: str, of: str, server: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from smb.relay import fill as module
 from smb.relay.arrived import Pieces
 from smb.relay.fill import Fill
+from smb.relay.filler import Filler
 
 PIECES = Pieces(100 * 10 - 3, 10)
 HALVES = ((0.5, "peer"), (1.0, "source"))
@@ -82,3 +87,18 @@ def test_nothing_is_written_after_the_end() -> None:
     fill.end()
     assert not fill.put(piece, "source", lambda: pytest.fail("it has ended"))
     assert fill.take("source", lambda _: True) == []
+
+
+def test_rates_outlast_a_delta_without_changes() -> None:
+    """Nothing came, so nothing is known anew; of a parent that gave nothing of what came nothing is known any more."""
+    client: Any = None
+    where: Any = None
+    filler = Filler(client, "mirror", "source", where)
+    for measured, told in (
+        ({"source": 4.0, "b": 1.0}, {"source": 4.0, "b": 1.0}),
+        ({}, {"source": 4.0, "b": 1.0}),
+        ({"source": 2.0}, {"source": 3.0}),
+    ):
+        fill: Any = SimpleNamespace(rates=functools.partial(dict, measured))
+        filler._measure(fill)
+        assert filler.rates() == told
