@@ -62,7 +62,7 @@ pytest: $(VENV)/test-installed
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
-C_FILES := $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] perf/*.[ch])
+C_FILES := $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] tests/support/*.c perf/*.[ch])
 # Text for people, and Python. Decisions and the record of bugs keep the words of their day (pyproject.toml).
 PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed

@@ -1,5 +1,5 @@
-"""The coordinator that leads, and etcd's own leader, are killed, stopped and cut off, while clients create, delete,
-rename and add.
+"""The coordinator that leads, and etcd's own leader, are killed, stopped and cut off, and wall clocks jump, while
+clients create, delete, rename and add.
 
 Afterwards: what clients were answered about names is a history that one coordinator can have; every addition counted;
 the data path saw no error; and a create begun at the fault was answered within the lease and a little more.
@@ -24,6 +24,7 @@ import pytest
 
 import smb
 from tests.fault.long import LIMIT_S, LONG, seed, times
+from tests.support.clocks import Clock
 from tests.support.daemons import running_daemons, stop, wait_for
 from tests.support.etcd import LEASE_S, Coordinators, EtcdCluster, Gate, Member, needs_etcd, running_etcd
 from tests.support.name_history import EXISTS, MISSING, NEVER, OK, UNKNOWN, Call, find_order, now
@@ -37,6 +38,7 @@ SLACK_S = 2.0 if LONG else 8.0  # a short run is one of many on a busy machine
 ELECTION_S = 4.0  # etcd's own takes 1 to 3 s
 NAMES = ("a", "b", "c")  # before "sum"
 TIMEOUT_S = 60.0
+JUMP_S = 3 * 86_400  # of a wall clock
 PAUSE_S = 0.05  # between a thread's calls: a history of thousands is not searched
 
 
@@ -146,7 +148,12 @@ class Rig:
         for gate in (gate for gates in self.gates for gate in gates):
             self._left.callback(gate.close)
         states = [f"etcd://{','.join(gate.address for gate in gates)}/rounds" for gates in self.gates]
-        self.coordinators = Coordinators(self._daemons, states, len(states), "--leader-lease", str(LEASE))
+        self.clocks = [Clock(directory, str(index)) for index in range(len(states))]
+        for clock in self.clocks:
+            self._left.callback(clock.close)
+        self.coordinators = Coordinators(
+            self._daemons, states, len(states), "--leader-lease", str(LEASE), clocks=self.clocks
+        )
         self._left.callback(self.coordinators.close)
         self.servers = [self._daemons.memory_server(self.coordinators.address, name) for name in "ab"]
         assert all(server.address for server in self.servers)
@@ -184,6 +191,9 @@ class Rig:
                         assert member is not None
                         member.pause()
                         mended.callback(member.resume)
+                    case "ahead" | "behind":
+                        self.clocks[leader].set(JUMP_S if what == "ahead" else -JUMP_S)
+                        mended.callback(self.clocks[leader].set, 0)
                     case "term":
                         daemon.stop()
                         mended.callback(self.coordinators.start, leader)
@@ -225,6 +235,9 @@ LONG_KINDS = (
     "stop+etcd-stop",
     "kill+etcd-stop",
     "term",
+    "ahead",
+    "behind+etcd-kill",
+    "ahead+kill",
 )
 
 

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import smb
+from tests.support.clocks import Clock
 from tests.support.daemons import Daemon, Daemons, running_daemons, stop, wait_for
 from tests.support.etcd import Coordinators, EtcdCluster, Gate, needs_etcd, running_etcd
 from tests.support.transports import SLOWNESS
@@ -26,6 +27,8 @@ pytestmark = needs_etcd
 
 LEASE_S = 3  # one member has no elections that a lease must outlast
 TIMEOUT_S = 60.0 * SLOWNESS
+DAY_S = 86_400
+RENEWALS = ("RenewServer", "RenewSession")
 LEASE = ("--leader-lease", str(LEASE_S))
 
 
@@ -44,10 +47,10 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
 
 @contextlib.contextmanager
 def coordinators(
-    daemons: Daemons, etcd: EtcdCluster | str, prefix: str, count: int = 2, *options: str
+    daemons: Daemons, etcd: EtcdCluster | str, prefix: str, count: int = 2, *options: str, clocks: Sequence[Clock] = ()
 ) -> Iterator[Coordinators]:
     addresses = etcd if isinstance(etcd, str) else etcd.addresses
-    running = Coordinators(daemons, f"etcd://{addresses}/{prefix}", count, *LEASE, *options)
+    running = Coordinators(daemons, f"etcd://{addresses}/{prefix}", count, *LEASE, *options, clocks=clocks)
     try:
         yield running
     finally:
@@ -124,6 +127,53 @@ def test_a_killed_leader_is_followed(etcd: EtcdCluster, daemons: Daemons) -> Non
             assert two.running[1 - leader].stop() == 0
             client.delete("later")
             assert time.monotonic() - begun < LEASE_S
+
+
+def test_wall_clocks_that_jump(etcd: EtcdCluster, daemons: Daemons, tmp_path: Path) -> None:
+    """The leader's is set three days ahead, then behind, and it leads on; then one that is ahead takes the lead. No
+    session, lock, memory server or buffer ends."""
+    clocks = [Clock(tmp_path, str(index)) for index in range(2)]
+    with coordinators(daemons, etcd, "clocks", 2, "--session-lease", "6", clocks=clocks) as two:
+        ready(daemons, two.address, "a")
+        leader = two.leader()
+
+        def renewed() -> list[str]:
+            """Return the samples that count how often the leader renewed a memory server's lease and a session's."""
+            lines = two.running[leader].page("/metrics").splitlines()
+            heads = [f'smb_coordinator_rpcs_total{{code="OK",method="{each}"}}' for each in RENEWALS]
+            return [next((line for line in lines if line.startswith(head)), "") for head in heads]
+
+        def is_renewed() -> None:
+            before = renewed()
+            wait_for(lambda: all(now != then for now, then in zip(renewed(), before, strict=True)), "renewals", 60)
+
+        with smb.connect(two.address, timeout=TIMEOUT_S) as client:
+            lock = client.lock("held", ttl=600.0)
+            lock.acquire()
+            buffer = client.create("kept", 10)
+            number = 0
+
+            def goes_on() -> None:
+                nonlocal number
+                is_renewed()
+                number += 1
+                client.create(f"b{number}", 10)
+                buffer.accumulate(np.ones(10, "f4"))
+                assert two.leader() == leader
+                assert two.running[leader].metric("smb_coordinator_servers_alive") == 1
+
+            for ahead_s in (3 * DAY_S, -3 * DAY_S):
+                clocks[leader].set(ahead_s)
+                goes_on()
+            clocks[1 - leader].set(3 * DAY_S)
+            two.running[leader].kill()
+            leader = two.leader(but=leader)
+            goes_on()
+            lock.release()
+            assert {info.name for info in client.list()} == {"kept", *(f"b{each + 1}" for each in range(number))}
+            assert buffer.read().tolist() == [number] * 10
+    for clock in clocks:
+        clock.close()
 
 
 def test_a_stopped_leader_answers_nobody_afterwards(etcd: EtcdCluster, daemons: Daemons) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.clocks import Clock
 from tests.support.daemons import Daemon, Daemons, keep_port, stop, wait_for
 from tests.support.transports import SLOWNESS
 
@@ -137,9 +138,12 @@ def running_etcd(members: int = 1, options: Sequence[str] = ()) -> Iterator[Etcd
 class Coordinators:
     """Coordinators on one prefix, each at a port of its own that it has again after a kill."""
 
-    def __init__(self, daemons: Daemons, state: str | Sequence[str], count: int, *options: str) -> None:
-        """`state` is one for all, or each one's."""
+    def __init__(
+        self, daemons: Daemons, state: str | Sequence[str], count: int, *options: str, clocks: Sequence[Clock] = ()
+    ) -> None:
+        """`state` is one for all, or each one's. `clocks`: each one's wall clock, if that is not the machine's."""
         self._daemons = daemons
+        self._clocks = clocks
         self._states = [state] * count if isinstance(state, str) else list(state)
         self._options = options
         self._kept = [keep_port() for _ in range(count)]
@@ -192,9 +196,15 @@ class Coordinators:
             kept.close()
 
     def _begun(self, index: int) -> Daemon:
-        return self._daemons.coordinator(
-            self.addresses[index], self._states[index], *self._options, name=f"coordinator-{index}"
-        )
+        before = self._daemons.variables
+        if self._clocks:
+            self._daemons.variables = self._clocks[index].variables(before)
+        try:
+            return self._daemons.coordinator(
+                self.addresses[index], self._states[index], *self._options, name=f"coordinator-{index}"
+            )
+        finally:
+            self._daemons.variables = before
 
 
 class Gate:
