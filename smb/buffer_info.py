@@ -112,4 +112,5 @@ def _place(buffer: pb.Buffer, segment: pb.Segment) -> SegmentPlace:
         segment.copied,
         segment.copy_left_s,
         segment.lost,
+        buffer.kind,
     )

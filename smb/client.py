@@ -425,14 +425,17 @@ class Client:
 
     # ---- locks and barriers
 
-    def lock(self, name: str, *, ttl: float = 10.0, timeout: float | None = None) -> Lock:
+    def lock(self, name: str, *, ttl: float = 10.0, timeout: float | None = None, replicas: int = 1) -> Lock:
         """Return the lock of that name, not taken yet: `with client.lock("x") as lock:` takes it and gives it back.
 
         The same name is the same lock for every client of the cluster; it is made at its first use. `ttl` in seconds is
         how long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds
-        the waiting (None: none); TimeoutError then. The lock goes to the waiter that came first.
+        the waiting (None: none); TimeoutError then. The lock goes to the waiter that came first. replicas=2 at the
+        first use keeps it on two servers, of which either may vanish; its holder holds it on.
         """
-        return Lock((self._home(pb.LOCK, name),), self._session.renewals, ttl, timeout)
+        if replicas not in (1, 2):
+            raise InvalidArgumentError(f"lock {name!r}: replicas={replicas!r}; there are 1 and 2")
+        return Lock((self._home(pb.LOCK, name, replicas),), self._session.renewals, ttl, timeout)
 
     def barrier(self, name: str, parties: int, *, timeout: float | None = None) -> int:
         """Wait until `parties` calls have arrived at the barrier of that name; return this one's arrival index, 0 for
@@ -453,7 +456,7 @@ class Client:
         home.ask(asked, AskOpcode.AWAIT_BARRIER, 0, (seat.a, wait_ms(timeout)), wait=timeout)
         return seat.b
 
-    def _home(self, kind: pb.Kind, name: str) -> Home:
+    def _home(self, kind: pb.Kind, name: str, replicas: int = 1) -> Home:
         word = pb.Kind.Name(kind).lower()
         _check_name(word, name)
         self._session.check_open()
@@ -462,9 +465,9 @@ class Client:
         if home is None:
 
             def locate() -> SegmentPlace:
-                return BufferInfo.of(self._coordinator.place(kind, name, self.timeout)).layout.segments[0]
+                return BufferInfo.of(self._coordinator.place(kind, name, self.timeout, replicas)).layout.segments[0]
 
-            place = self._coordinator.place(kind, name, self.timeout)
+            place = self._coordinator.place(kind, name, self.timeout, replicas)
             info = BufferInfo.of(place)
             home = Home(
                 self._session,

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from smb.buffer_info import BufferInfo
 from smb.call.async_order import AsyncCalls, Turns
@@ -239,21 +240,21 @@ def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | 
 
 def _locate_copies(session: weakref.ref[ClusterSession], place: SegmentPlace) -> SegmentPlace | None:
     """Ask the coordinator which server has the primary of a segment now, and where. Raises NotFoundError if the
-    buffer is gone.
+    buffer, or the lock, is gone.
     """
     ours = session()
     name, buffer_id = place.buffer
     if ours is None:
         return None
     try:
-        info = BufferInfo.of(ours.coordinator.open_buffer(name, 0.0, _LOCATE_S, buffer_id))
+        info = BufferInfo.of(ours.coordinator.open_buffer(name, 0.0, _LOCATE_S, buffer_id, cast("pb.Kind", place.kind)))
     except (UnavailableError, TimeoutError) as error:
         _log.debug("the coordinator does not say where buffer %s is: %s", name, error)
         return None
     for segment in info.layout.segments:
         if segment.id == place.id:
             return segment
-    raise NotFoundError(f"buffer {name!r} was deleted")
+    raise NotFoundError(f"{pb.Kind.Name(cast('pb.Kind', place.kind)).lower()} {name!r} was deleted")
 
 
 def _after_fork() -> None:

@@ -196,8 +196,11 @@ class BufferRenamed:
 
 @dataclass(frozen=True, slots=True)
 class NamesFreed:
-    """Segments of locks and barriers that were idle, and answer no request now: by id, their locks' last tokens."""
+    """Segments of locks and barriers that were idle, and answer no request now: by id, their locks' last tokens. If
+    `server` has another's primary no more, somebody may have used the name there.
+    """
 
+    server: str
     tokens: Mapping[int, int]
 
 

@@ -69,7 +69,7 @@ class IdleNames:
                 some = segment_ids[begin : begin + most]
                 tokens = await self._servers.retire(server, some, self._idle_s)
                 if tokens:
-                    await self._drop(await self._commit_log.commit(NamesFreed(tokens)))
+                    await self._drop(await self._commit_log.commit(NamesFreed(name, tokens)))
             self._told.pop(name, None)
         except Error as error:
             if self._told.get(name) != str(error):

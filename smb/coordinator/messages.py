@@ -31,7 +31,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
     kind = kind_of(request.kind)
     if kind is not Kind.BUFFER:
         _check_bare(request, kind)
-        return first_use(kind, request.name)
+        return first_use(kind, request.name, request.replicas)
     creation = Creation(
         name=request.name,
         shape=tuple(request.shape),
@@ -163,10 +163,12 @@ def ended_message(ended: EndedSessions, seen: pb.SessionsSeen) -> pb.EndedSessio
 
 
 def _check_bare(request: pb.CreateBufferRequest, kind: Kind) -> None:
-    bare = pb.CreateBufferRequest(name=request.name, kind=request.kind, exist_ok=request.exist_ok)
+    bare = pb.CreateBufferRequest(
+        name=request.name, kind=request.kind, exist_ok=request.exist_ok, replicas=request.replicas
+    )
     if request != bare:
         raise InvalidArgumentError(
-            f'{kind.value} "{request.name}": the coordinator decides its form and place; give its name alone'
+            f'{kind.value} "{request.name}": the coordinator decides its form and place; give its name and copies alone'
         )
 
 

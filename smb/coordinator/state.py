@@ -592,15 +592,17 @@ def _names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
     freed = [
         record
         for record in state.buffers.values()
-        if record.kind is not Kind.BUFFER and record.ready and record.segments[0].id in event.tokens
+        if record.kind is not Kind.BUFFER
+        and record.ready
+        and record.segments[0].id in event.tokens
+        and record.segments[0].server == event.server
     ]
     if not freed:
         return state, ()
-    segments = tuple(segment for record in freed for segment in record.segments)
     allocated = state.allocated
     for record in freed:
         allocated = _allocate(allocated, record, -1)
-    floor = max(state.token_floor, *(event.tokens[segment.id] for segment in segments))
+    floor = max(state.token_floor, *(event.tokens[record.segments[0].id] for record in freed))
     state = replace(
         state,
         buffers=_without(state.buffers, *(record.key for record in freed)),
@@ -609,7 +611,8 @@ def _names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
     )
     report = Report(logging.INFO, f"freed {len(freed)} locks and barriers that nobody used any more")
     erased = (EraseBuffer(record.key) for record in freed)
-    return state, (*erased, SaveTokenFloor(floor), DropSegments(segments), report)
+    copies = tuple(copy for record in freed for copy in record.copies)
+    return state, (*erased, SaveTokenFloor(floor), DropSegments(copies), report)
 
 
 def _session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:

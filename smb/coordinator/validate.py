@@ -60,10 +60,14 @@ class Creation:
         return max(math.prod(self.shape), 1) * DTYPES[self.dtype].itemsize if self.dtype else 0
 
 
-def first_use(kind: Kind, name: str) -> Creation:
-    """Return what makes a lock or barrier, on one server, or finds it. Raises InvalidArgumentError."""
+def first_use(kind: Kind, name: str, replicas: int = 1) -> Creation:
+    """Return what makes a lock or barrier, with that many copies (0: one), or finds it. Raises InvalidArgumentError."""
     check_name(kind, name)
-    return Creation(name, SHAPES[kind], "int64", server_count=1, exist_ok=True, kind=kind)
+    if replicas > (2 if kind is Kind.LOCK else 1):
+        raise InvalidArgumentError(
+            f"{kind.value} {name!r} with replicas={replicas}: a lock has 1 copy, or 2; a barrier 1"
+        )
+    return Creation(name, SHAPES[kind], "int64", server_count=1, exist_ok=True, kind=kind, replicas=replicas or 1)
 
 
 def check_creation(creation: Creation, *, replicas: int) -> Creation:

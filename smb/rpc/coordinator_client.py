@@ -170,14 +170,19 @@ class Coordinator:
             request.attempt_id = secrets.randbits(64) or 1
         return self._opened("CreateBuffer", request, timeout)
 
-    def open_buffer(self, name: str, wait: float, timeout: float, known_id: int = 0) -> pb.Buffer:
+    def open_buffer(
+        self, name: str, wait: float, timeout: float, known_id: int = 0, kind: pb.Kind = pb.BUFFER
+    ) -> pb.Buffer:
         """Wait up to `wait` seconds for the name to appear. With `known_id` the buffer of that id, renamed or not."""
-        request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000), id=known_id)
+        request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000), id=known_id, kind=kind)
         return self._opened("OpenBuffer", request, wait + timeout)
 
-    def place(self, kind: pb.Kind, name: str, timeout: float) -> pb.Buffer:
-        """Return where the lock or barrier of that name lies; the first request gives it its place."""
-        return self.create_buffer(pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True), timeout)
+    def place(self, kind: pb.Kind, name: str, timeout: float, replicas: int = 1) -> pb.Buffer:
+        """Return where the lock or barrier of that name lies; the first request gives it its place, and its copies."""
+        request = pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True)
+        if replicas > 1:  # an older coordinator refuses a word too many
+            request.replicas = replicas
+        return self.create_buffer(request, timeout)
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:
         """Return all of them, by name."""

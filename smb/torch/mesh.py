@@ -27,7 +27,7 @@ from smb.train.exchange.background_send import Deltas
 from smb.train.exchange.elastic_force import Difference
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.guards import Norm
-from smb.train.members import rank_lock
+from smb.train.members import member_name, rank_lock
 from smb.train.parameters import Together, Values
 from smb.train.progress import Progress, progress_of
 
@@ -148,13 +148,13 @@ class MeshParameters(Together):
     def _do_keep_exact(self) -> None:
         self._own.keep_exact()
 
-    def _do_seat(self, group: str, slot: int, incarnation: int, lease: float) -> None:
+    def _do_seat(self, member: str, lease: float, replicas: int) -> None:
         if self._ranks.speaks:
             return
         self.release()
         # A rank that was killed may hold it for a lease, where a group of this name was deleted and is made again.
         rank = self._ranks.rank
-        self._lock = rank_lock(self._client, group, slot, incarnation, rank, lease, 3 * lease).acquire()
+        self._lock = rank_lock(self._client, member, rank, lease, replicas, 3 * lease).acquire()
 
     def _do_make(self, kind: str, argument: Any) -> None:
         """Make this rank's part."""
@@ -215,7 +215,8 @@ class MeshParameters(Together):
     def seated(self, group: Group) -> None:
         """Each other rank takes its lock; from then on the member is gone when one of them is."""
         member = group.member
-        self.all("seat", group.name, member.slot, member.incarnation, group.lease)
+        name = member_name(group.name, member.slot, member.incarnation)
+        self.all("seat", name, group.lease, group.weights.info.replicas)
         group.table.write(member.row, t.RANKS, np.array([self._ranks.count]))
 
     def keep_exact(self) -> None:

@@ -71,6 +71,7 @@ def join(
     servers: Any = None,
     stripe: Any = None,
     wire: str | None = None,
+    replicas: int | None = None,
     mesh: Any = None,
     overlap: str = "none",
     **settings: Any,
@@ -85,9 +86,9 @@ def join(
     `samples` is how many samples a step trains (None: nobody says, and none are counted). Statistics count samples, and
     with token_weights=True they are the weight of a contribution. Shared.batches() keeps it right; set `samples` of the
     result where you make batches yourself. fresh=True begins anew: it deletes a training of this name in which nobody
-    is alive. guards, lease, servers, stripe and wire are smb.train.join's. Of several optimizers, pass the one that
-    steps last, with all parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is found by its
-    `.optimizer`.
+    is alive. guards, lease, servers, stripe, wire and replicas are smb.train.join's. Of several optimizers, pass the
+    one that steps last, with all parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is
+    found by its `.optimizer`.
 
     With mesh=, a torch.distributed DeviceMesh, its ranks are one member. Each rank calls this with a client of its own.
     Each moves its own shards: DTensors of fully_shard or parallelize_module, and tensors that ranks have alike, as with
@@ -122,7 +123,7 @@ def join(
             f"{type(optimizer).__name__}"
         )
     check_overlap(overlap, mesh=mesh is not None)
-    placement = {"servers": servers, "stripe": stripe, "wire": wire}
+    placement = {"servers": servers, "stripe": stripe, "wire": wire, "replicas": replicas}
     options: dict[str, Any] = {key: value for key, value in placement.items() if value is not None}
     with contextlib.ExitStack() as on_failure:
         if client is None:
@@ -203,7 +204,7 @@ class Shared:
     ) -> None:
         """Become a member. Nothing of the model is changed before all that can fail is done."""
         # Kept from before joining until the state is there, so that both buffers are of one maker.
-        with self._client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S):
+        with self._client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S, replicas=options.get("replicas", 1)):
             self._join_locked(name, scheme, settings, parts, options)
         self._contributions = self.worker.contributions
 
@@ -220,7 +221,7 @@ class Shared:
         if fresh:
             chosen = _scheme(scheme, settings, None)
             check_overlap(self._asked_overlap, chosen)  # before anything is deleted
-            clear(client, name, self._trained, chosen, options["lease"])
+            clear(client, name, self._trained, chosen, options["lease"], options.get("replicas"))
         try:
             group = view(client, name)
         except NotFoundError:
@@ -490,7 +491,13 @@ class Shared:
             return None
         self._collect_statistics()
         metadata = _metadata(statistics)
-        state = client.create(f"{name}/{STATE}", statistics.values.size, metadata=metadata, exist_ok=True)
+        state = client.create(
+            f"{name}/{STATE}",
+            statistics.values.size,
+            metadata=metadata,
+            replicas=self.worker.weights.info.replicas,
+            exist_ok=True,
+        )
         _compare(state, statistics.table)
         if state.version:
             state.read(out=statistics.values)

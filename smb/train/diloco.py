@@ -7,7 +7,8 @@ Rule (Douillard et al., DiLoCo: Distributed low-communication training of langua
     W -= lr (g + mu v)
 
 with lr = outer_lr and mu = outer_momentum, w_i = 1, or the worker's samples with token_weights. The inner optimizer,
-AdamW there, keeps its state and never sends it. v lives on the servers, in two copies that take turns (rounds.py).
+AdamW there, keeps its state and never sends it. v lives on the servers, in two copies that take turns, and the step is
+made of sums: W += lr mu v_before - lr (1 + mu) v (rounds.py).
 
 Taxonomy: data parallel; central; synchronous, H steps apart; one write and one read of the model per worker and round:
 1/H of the bytes of BSP.
@@ -67,7 +68,7 @@ class NesterovRounds(RoundScheme):
 
     def outer(self) -> Outer:
         """Return Nesterov's rule."""
-        return Outer("nesterov", 1, (("lr", self.outer_lr), ("mu", self.outer_momentum)))
+        return Outer(self.outer_lr, self.outer_momentum)
 
 
 @dataclass(frozen=True, kw_only=True)

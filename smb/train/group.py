@@ -138,7 +138,7 @@ class Group:
             with contextlib.suppress(InvalidArgumentError):  # left already
                 self.leave()
             if self.made:
-                with self.client.lock(f"{self.name}/setup", timeout=_SETUP_S):
+                with self.client.lock(f"{self.name}/setup", timeout=_SETUP_S, replicas=self.weights.info.replicas):
                     if self.table.get(0, t.INCARNATIONS) == 1:
                         _delete(self.client, self.name, sorted(self._names))
                         return True
@@ -280,12 +280,11 @@ class Group:
                 lock.release()
             self.wake()
 
-    def buffer(self, suffix: str, **options: Any) -> Buffer:
-        """Open the group's buffer NAME/suffix, or make it: like the weights, or with `options` of Client.create."""
-        if not options:
-            options = {"like": self.weights}
+    def buffer(self, suffix: str) -> Buffer:
+        """Open the group's buffer NAME/suffix, or make it like the weights."""
         self._names.add(f"{self.name}/{suffix}")
-        return self.client.create(f"{self.name}/{suffix}", exist_ok=True, **options)
+        name, replicas = f"{self.name}/{suffix}", self.weights.info.replicas
+        return self.client.create(name, like=self.weights, replicas=replicas, exist_ok=True)
 
     # ---- contributions
 
@@ -344,7 +343,8 @@ def enter(
     None adopts what the group has. The values stay as they are. Raises InvalidArgumentError, NotFoundError,
     OutOfMemoryError.
     """
-    with client.lock(f"{name}/setup", timeout=_SETUP_S) as setup:
+    replicas: int | None = placement.get("replicas")
+    with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=replicas or 1) as setup:
         group = _opened(client, name)
         if group is None:
             if scheme is None:
@@ -354,7 +354,7 @@ def enter(
             settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
             group = _made(client, name, parameters, settings, placement, setup)
         else:
-            _compare(group, scheme, guards, lease)
+            _compare(group, scheme, guards, lease, replicas)
         if group.weights.size != parameters.size:
             raise InvalidArgumentError(
                 f"join of group {name!r}: {parameters.size} values, and the shared model has {group.weights.size}"
@@ -411,7 +411,14 @@ def delete(client: Client, name: str) -> None:
         client.delete(each, missing_ok=True)
 
 
-def clear(client: Client, name: str, parameters: Parameters, scheme: Scheme | None, lease: float | None) -> None:
+def clear(
+    client: Client,
+    name: str,
+    parameters: Parameters,
+    scheme: Scheme | None,
+    lease: float | None,
+    replicas: int | None = None,
+) -> None:
     """Delete a group in which nobody is alive any more, if there is one; the rest is what it is to be begun anew with.
 
     Raises AlreadyExistsError if somebody is alive, or died so recently that nobody can tell, and InvalidArgumentError
@@ -421,7 +428,7 @@ def clear(client: Client, name: str, parameters: Parameters, scheme: Scheme | No
         raise InvalidArgumentError(f"join of training {name!r} with fresh=True: say which scheme; nothing was deleted")
     scheme.check(name, parameters)
     _check_lease(name, lease)
-    with client.lock(f"{name}/setup", timeout=_SETUP_S):
+    with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=replicas or 1):
         group = _opened(client, name)
         if group is None:
             return
@@ -476,8 +483,10 @@ def _made(
     with room(name, scheme, 4 * parameters.size), contextlib.ExitStack() as on_failure:
         on_failure.callback(_delete, client, name)
         weights = client.create(name, parameters.size, "float32", metadata=metadata, **placement)
-        client.create(f"{name}/tick", 1, "int64", servers=1)
-        table = t.Table(client.create(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
+        copies = weights.info.replicas
+        client.create(f"{name}/tick", 1, "int64", servers=1, replicas=copies)
+        shape = (1 + t.SLOTS, t.FIELDS)
+        table = t.Table(client.create(f"{name}/members", shape, "int64", servers=1, replicas=copies))
         parameters.store(weights)
         table.add(0, t.READY, 1)
         group = Group(client, name, weights, settings)
@@ -494,7 +503,9 @@ def _delete(client: Client, name: str, others: Iterable[str] = ()) -> None:
             client.delete(each, missing_ok=True)
 
 
-def _compare(group: Group, scheme: Scheme | None, guards: Guards | None, lease: float | None) -> None:
+def _compare(
+    group: Group, scheme: Scheme | None, guards: Guards | None, lease: float | None, replicas: int | None
+) -> None:
     """Raise InvalidArgumentError if a joiner wants other settings than the group has."""
     wanted: dict[str, Json] = {}
     if scheme is not None:
@@ -503,7 +514,10 @@ def _compare(group: Group, scheme: Scheme | None, guards: Guards | None, lease: 
         wanted |= {f"guards.{key}": value for key, value in guards.settings().items()}
     if lease is not None:
         wanted["lease"] = float(lease)
+    if replicas is not None:
+        wanted["replicas"] = replicas
     has: dict[str, Json] = {"scheme": group.scheme.NAME, "lease": group.lease}
+    has["replicas"] = group.weights.info.replicas
     has |= {f"{group.scheme.NAME}.{key}": value for key, value in group.scheme.settings().items()}
     has |= {f"guards.{key}": value for key, value in group.guards.settings().items()}
     if wanted.get("scheme", has["scheme"]) != has["scheme"]:
@@ -512,5 +526,5 @@ def _compare(group: Group, scheme: Scheme | None, guards: Guards | None, lease: 
     if differing:
         raise InvalidArgumentError(
             f"join of group {group.name!r}: it runs with other settings: {'; '.join(differing)}; "
-            f"leave scheme=, guards= or lease= out to adopt the group's"
+            f"leave scheme=, guards=, lease= or replicas= out to adopt the group's"
         )

@@ -149,9 +149,9 @@ class Member:
             _log.debug("the lock of member %d was lost before it left", self.slot)
 
 
-def lock_of(client: Client, group: str, slot: int, lease: float) -> Lock:
-    """Return the lock that the holder of a slot holds, for one try."""
-    return client.lock(f"{group}/member/{slot}", ttl=lease, timeout=0.0)
+def lock_of(client: Client, group: str, slot: int, lease: float, replicas: int) -> Lock:
+    """Return the lock that the holder of a slot holds, for one try. It has as many copies as the group's buffers."""
+    return client.lock(f"{group}/member/{slot}", ttl=lease, timeout=0.0, replicas=replicas)
 
 
 def live(rows: t.Rows) -> Iterator[int]:
@@ -174,7 +174,7 @@ def admit(
     # Last, one whose former holder's contribution to the open round may still count.
     free.sort(key=lambda slot: (_may_count(seen[1 + slot], now), slot != own, slot))
     for slot in free + taken:
-        lock = lock_of(client, group, slot, lease)
+        lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
         try:
             lock.acquire()
         except TimeoutError:
@@ -202,7 +202,7 @@ def reap(
     for slot in slots:
         row = 1 + slot
         incarnation = table.get(row, t.INCARNATION)
-        lock = lock_of(client, group, slot, lease)
+        lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
         try:
             lock.acquire()
         except TimeoutError:  # alive, or another asks at this moment; but it is dead as one of its ranks is
@@ -225,7 +225,7 @@ def reap(
     return dead
 
 
-def lapsed(client: Client, group: str, lease: float, slots: Iterable[int]) -> set[int]:
+def lapsed(client: Client, group: str, lease: float, slots: Iterable[int], replicas: int) -> set[int]:
     """Return the slots whose holders are dead. Frees none: for those who look on, who may be readers alone.
 
     None is dead whose lock can't be asked for.
@@ -233,7 +233,7 @@ def lapsed(client: Client, group: str, lease: float, slots: Iterable[int]) -> se
     dead = set()
     for slot in slots:
         try:
-            lock = lock_of(client, group, slot, lease)
+            lock = lock_of(client, group, slot, lease, replicas)
             lock.acquire()
         except TimeoutError:
             continue
@@ -246,16 +246,19 @@ def lapsed(client: Client, group: str, lease: float, slots: Iterable[int]) -> se
     return dead
 
 
-def rank_lock(
-    client: Client, group: str, slot: int, incarnation: int, rank: int, lease: float, patience: float = 0.0
-) -> Lock:
-    """Return the lock that a rank of a member holds, other than the one that speaks, for one try."""
-    return client.lock(f"{group}/member/{slot}/{incarnation}/{rank}", ttl=lease, timeout=patience)
+def rank_lock(client: Client, member: str, rank: int, lease: float, replicas: int, patience: float = 0.0) -> Lock:
+    """Return the lock that a rank of a member (`member_name`) holds, other than the one that speaks, for one try."""
+    return client.lock(f"{member}/{rank}", ttl=lease, timeout=patience, replicas=replicas)
+
+
+def member_name(group: str, slot: int, incarnation: int) -> str:
+    """Return the name below which the locks of a member's ranks are."""
+    return f"{group}/member/{slot}/{incarnation}"
 
 
 def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarnation: int, lease: float) -> bool:
     for rank in range(1, table.get(1 + slot, t.RANKS)):
-        lock = rank_lock(client, group, slot, incarnation, rank, lease)
+        lock = rank_lock(client, member_name(group, slot, incarnation), rank, lease, table.buffer.info.replicas)
         try:
             lock.acquire()
         except TimeoutError:

@@ -1,7 +1,7 @@
 """A training in a file: weights, outer state, round, settings and metadata, exact; made while it goes on.
 
 The file is a .safetensors whatever its name is. Its tensors are the group's, by their names (a group of smb.train.join
-has one, "values"), running statistics too; those of the outer optimizer, if there is one, are "smb.outer.0" and so on.
+has one, "values"), running statistics too; the outer optimizer's momentum, if there is one, is "smb.outer.0".
 The rest of the group stands in its __metadata__, with a SHA-256 of all that follows the header. A file that is torn, or
 was changed, is not loaded.
 """
@@ -26,7 +26,7 @@ from smb.files.formats import HEADER_BYTES_MAX, parse_safetensors, safetensors_h
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.rounds import RoundScheme, state_copy
+from smb.train.exchange.rounds import RoundScheme, momentum_name, state_copy
 from smb.train.fragments import Span
 from smb.train.guards import Guards
 from smb.train.parameters import PIECE_ELEMENTS
@@ -35,7 +35,7 @@ from smb.train.scheme import scheme_of
 
 STATISTICS = "state"  # of smb.torch.join: NAME/state
 _KEY = "smb.train"
-_OUTER = "smb.outer."
+_OUTER = "smb.outer.0"
 _WHOLE = "values"
 _VERSION = 1
 _TRIES = 3  # without keeping rounds from being closed
@@ -84,8 +84,8 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
 def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
     """Make a training of a file, in any cluster, under any name; return its round. Workers that join go on from there.
 
-    `placement` is servers=, stripe= and wire= of Client.create. Raises AlreadyExistsError if there is a training of
-    that name (smb.train.delete), InvalidArgumentError for a file that is not whole or no training, OSError.
+    `placement` is servers=, stripe=, wire= and replicas= of Client.create. Raises AlreadyExistsError if there is a
+    training of that name (smb.train.delete), InvalidArgumentError for a file that is not whole or no training, OSError.
     """
     with Path(path).open("rb") as file:
         head_fields, table, ranges, start = _head(file, str(path))
@@ -96,7 +96,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 f"load of {path}: its bytes are not those that were saved: it is torn, or changed"
             )
         metadata = {**head_fields["metadata"], groups.METADATA: groups.settings_of(scheme, guards, lease)}
-        with client.lock(f"{name}/setup", timeout=_LOCK_S):
+        with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement.get("replicas", 1)):
             with contextlib.suppress(NotFoundError):
                 groups.view(client, name)
                 raise AlreadyExistsError(
@@ -138,12 +138,11 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         statistics = group.client.open(f"{group.name}/{STATISTICS}")
         sources.append(_Source(_all(statistics), statistics.table, {each: each for each in statistics.table}))
         head_fields["statistics"] = {"size": statistics.size, "metadata": statistics.metadata}
-    outer = group.scheme.outer() if isinstance(group.scheme, RoundScheme) else None
-    for index in range(outer.states if outer else 0):
+    if isinstance(group.scheme, RoundScheme) and group.scheme.outer():
         with contextlib.suppress(NotFoundError):  # nobody has trained yet
-            copies = [group.client.open(f"{group.name}/outer/{copy}/{index}") for copy in (0, 1)]
+            copies = [group.client.open(f"{group.name}/{momentum_name(copy)}") for copy in (0, 1)]
             ranges = tuple((copies[copy], span) for copy, span in _good_states(group.spans, number))
-            sources.append(_Source(ranges, _whole(weights.size), {_WHOLE: f"{_OUTER}{index}"}))
+            sources.append(_Source(ranges, _whole(weights.size), {_WHOLE: _OUTER}))
     forms: dict[str, tuple[tuple[int, ...], str]] = {}
     for source in sources:
         for each, stored in source.names.items():
@@ -255,8 +254,10 @@ def _make(
     for left in (f"{name}/tick", f"{name}/members", name):
         client.delete(left, missing_ok=True)
 
+    replicas = placement.get("replicas", 1)
+
     def new(buffer_name: str, *args: Any, **options: Any) -> Buffer:
-        buffer = client.create(buffer_name, *args, **options)
+        buffer = client.create(buffer_name, *args, **{"replicas": replicas, **options})
         made.append(buffer_name)
         return buffer
 
@@ -264,10 +265,10 @@ def _make(
     for each, place in (weights.table or _whole(weights.size)).items():
         _fill(weights, place.offset // 4, file, *where[each])
     spans = scheme_of(head_fields["scheme"], head_fields["settings"]).spans(weights)
-    for index in range(len([each for each in where if each.startswith(_OUTER)])):
-        copies = [new(f"{name}/outer/{copy}/{index}", like=weights) for copy in (0, 1)]
+    if _OUTER in where:
+        copies = [new(f"{name}/{momentum_name(copy)}", like=weights) for copy in (0, 1)]
         for copy, (offset, count) in _good_states(spans, head_fields["round"]):
-            _fill(copies[copy], offset, file, where[f"{_OUTER}{index}"][0] + 4 * offset, count)
+            _fill(copies[copy], offset, file, where[_OUTER][0] + 4 * offset, count)
     if (kept := head_fields.get("statistics")) is not None:
         client.delete(f"{name}/{STATISTICS}", missing_ok=True)
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])

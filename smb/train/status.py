@@ -95,7 +95,8 @@ def status(client: Client, name: str) -> GroupStatus:
     """Return what is known of a training. Changes nothing. Raises NotFoundError, InvalidArgumentError (no group)."""
     group = groups.view(client, name)
     before = group.table.read()[:, t.INCARNATION].copy()
-    lapsed = members.lapsed(client, name, group.lease, (int(slot) for slot in np.flatnonzero(before[1:])))
+    slots = (int(slot) for slot in np.flatnonzero(before[1:]))
+    lapsed = members.lapsed(client, name, group.lease, slots, group.weights.info.replicas)
     rows = group.table.read()
     epochs, done = epochs_of(client, f"{name}/units")
     dead = {slot for slot in lapsed if rows[1 + slot, t.INCARNATION] == before[1 + slot]}  # the others have left

@@ -84,12 +84,19 @@ class WorkUnits:
         if self._units > _UNITS_MAX:
             raise InvalidArgumentError(f"{asked}: {self._units} units; at most {_UNITS_MAX}: make them larger")
         settings = {"total": total, "unit": unit, "seed": seed, "lease": lease}
+        replicas = worker.weights.info.replicas if worker is not None else 1
         self._client, self._name = client, name
         self._total, self._unit, self._seed, self._lease = total, unit, seed, lease
         self._end = _LOW if epochs is None else epochs
         try:
             self._words = client.create(
-                name, 1 + self._units, "int64", servers=1, exist_ok=True, metadata={_METADATA: settings}
+                name,
+                1 + self._units,
+                "int64",
+                servers=1,
+                replicas=replicas,
+                exist_ok=True,
+                metadata={_METADATA: settings},
             )
         except AlreadyExistsError as error:
             raise InvalidArgumentError(f"{asked}: {error}: another number of units, or something else") from error
@@ -98,10 +105,11 @@ class WorkUnits:
             found = {key: value for key, value in found.items() if key != "epochs"}  # which version 0.1 stored
         if found != settings:
             raise InvalidArgumentError(f"{asked}: it is there with {found}, not {settings}")
+        shape = (1 + t.SLOTS, t.FIELDS)
         self._table = t.Table(
-            client.create(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1, exist_ok=True)
+            client.create(f"{name}/members", shape, "int64", servers=1, replicas=replicas, exist_ok=True)
         )
-        self._tick = client.create(f"{name}/tick", 1, "int64", servers=1, exist_ok=True)
+        self._tick = client.create(f"{name}/tick", 1, "int64", servers=1, replicas=replicas, exist_ok=True)
         self._seen = self._tick.version
         self._member: Member | None = self._admit()
         self._held: tuple[int, int] | None = None  # unit, word

@@ -53,11 +53,11 @@ def join(
 
     `values`, a float32 numpy array (n,), contiguous, at a fixed place in memory, are this worker's parameters. The
     first to join makes the group, with its values, its scheme, guards (default: Guards()), lease (seconds, default 10:
-    how long a member that died or was stopped keeps the others waiting) and `placement`: servers=, stripe=, wire= of
-    Client.create. Later ones get the present shared model into `values`, and None adopts what the group has. Blocks for
-    a few calls; holds up no one who trains. fresh=True begins anew: a training of this name in which nobody is alive is
-    deleted first, with its model. The join is logged (smb.train, INFO), to standard error unless the program has set up
-    logging.
+    how long a member that died or was stopped keeps the others waiting) and `placement`: servers=, stripe=, wire=,
+    replicas= of Client.create. Later ones get the present shared model into `values`, and None adopts what the group
+    has. Blocks for a few calls; holds up no one who trains. fresh=True begins anew: a training of this name in which
+    nobody is alive is deleted first, with its model. The join is logged (smb.train, INFO), to standard error unless the
+    program has set up logging.
 
     Raises AlreadyExistsError with fresh=True if others are alive in it, InvalidArgumentError if the settings differ
     from the group's (it says which). Raises NotFoundError if there is no group and no scheme was given. Raises
@@ -66,7 +66,7 @@ def join(
     """
     parameters = ArrayParameters(values, f"join of group {name!r}")
     if fresh:
-        clear(client, name, parameters, scheme, lease)
+        clear(client, name, parameters, scheme, lease, placement.get("replicas"))
     worker = Worker(enter(client, name, parameters, scheme, guards, lease, **placement), parameters)
     try:
         if fresh and not worker.made:

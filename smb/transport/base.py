@@ -48,6 +48,7 @@ class SegmentPlace:
     copied: float = 0.0  # of it, 0 to 1
     copy_left_s: float = 0.0  # and how long it may still take; 0: not known
     lost: bool = False  # its server came back without its memory, as the coordinator saw it
+    kind: int = 0  # pb.Kind: of a lock by itself not BUFFER
 
 
 @dataclass(frozen=True, slots=True)

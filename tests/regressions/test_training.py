@@ -147,7 +147,7 @@ def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
 
     def is_free() -> bool:
         try:
-            members.lock_of(other, "run", 1, LEASE_S).acquire().release()
+            members.lock_of(other, "run", 1, LEASE_S, 1).acquire().release()
         except smb.TimeoutError:
             return False
         return True

@@ -60,11 +60,10 @@ def nesterov_round(
 ) -> tuple[Values, Values]:
     """(weights, momentum) after a round of DiLoCo."""
     total = sum(weight for _, weight in deltas)
-    gradient = np.float32(-deltas[0][1] / total) * deltas[0][0]
-    for delta, weight in deltas[1:]:
-        gradient += np.float32(-weight / total) * delta
-    momentum = np.float32(mu) * momentum + gradient
-    return weights - np.float32(lr) * (gradient + np.float32(mu) * momentum), momentum
+    before, momentum = momentum, np.float32(mu) * momentum
+    for delta, weight in deltas:
+        momentum += np.float32(-weight / total) * delta
+    return weights + np.float32(lr * mu) * before + np.float32(-lr * (1 + mu)) * momentum, momentum
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

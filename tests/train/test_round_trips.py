@@ -86,7 +86,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "member", "closer"), [(DiLoCo(every=1), 4, 12), (LocalSGD(every=1), 4, 12)], ids=["diloco", "localsgd"]
+    ("scheme", "member", "closer"), [(DiLoCo(every=1), 4, 13), (LocalSGD(every=1), 4, 12)], ids=["diloco", "localsgd"]
 )
 def test_round_trips(
     connect: Callable[..., smb.Client], counter: Counter, scheme: smb.train.Scheme, member: int, closer: int

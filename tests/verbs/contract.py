@@ -69,6 +69,7 @@ LEFT_OUT = {
     "fault/test_second_copy.py": _TWO_COPIES,
     "fault/test_slow_clients.py": _FRAMES,
     "fault/test_stopped_holders.py": _LONG,
+    "fault/test_train_hosts.py": _TWO_COPIES,
     "fault/test_train_kills.py": _TRAINING,
     "fault/test_untorn_reads.py": "tests/verbs/test_over_devices.py has it for one-sided reads",
     "files/test_copying.py": _ELSEWHERE,
@@ -154,6 +155,7 @@ LEFT_OUT = {
     "train/test_states_on_the_page.py": _TRAINING,
     "train/test_streaming.py": _TRAINING,
     "train/test_torch_devices.py": _TRAINING,
+    "train/test_two_copies.py": _TWO_COPIES,
     "train/test_vllm.py": "no engine of vLLM knows a transport",
     "train/test_work_units.py": _TRAINING,
 }

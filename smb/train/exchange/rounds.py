@@ -7,13 +7,13 @@ seconds have passed since. The first member to see that it is complete closes it
     claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
     decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by every closer of r
     build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
-             optimizer: sum = - the same, state of round r + 1 = state of round r, next = weights, apply the rule
+             optimizer, whose momentum is v in round r: v' = mu v - that sum, next = weights + lr mu v - lr (1 + mu) v'
     built    ROUND: -> (r, attempt + 1, built)
     copy     weights = next
     commit   ROUND: -> (r + 1, 0), and everybody is woken
 
 A scheme may cut the weights into fragments (streaming.py). Round r is then of fragment r modulo their number: of
-weights, inboxes, sums and states only that range is read and written.
+weights, inboxes and momenta only that range is read and written.
 
 No phase changes its sources. If a closer is dead, by its locks, another member repeats the phase and gets the same
 result to the bit. A closer that was only stopped, and goes on, changes nothing any more: its locks are fences of all
@@ -34,7 +34,7 @@ import struct
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -62,12 +62,12 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True)
 class Outer:
-    """The servers' step with the weighted mean of the deltas: a rule of Buffer.apply, with the negative mean as the
-    gradient. `states`: how many buffers it keeps."""
+    """The servers' step by Nesterov's rule, with the negative mean of the deltas as the gradient g: v' = mu v + g, and
+    the weights change by - lr (g + mu v') = lr mu v - lr (1 + mu) v'. So it takes sums alone, which buffers of two
+    copies do, too."""
 
-    rule: str
-    states: int
-    hyper: tuple[tuple[str, float], ...]
+    lr: float
+    mu: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +107,8 @@ class RoundScheme(Scheme):
         return None
 
     def copies(self) -> Copies:
-        """The weights and the next ones; the sum and two states of an outer optimizer; an inbox for each worker."""
-        outer = self.outer()
-        return Copies(2 + (1 + 2 * outer.states if outer else 0), 1)
+        """The weights and the next ones; an outer optimizer's momentum, twice; an inbox for each worker."""
+        return Copies(4 if self.outer() else 2, 1)
 
     def first_clock(self, rows: t.Rows) -> int:
         """Nobody waits for who joins in the middle of a round, but for who is there before anybody's first one."""
@@ -150,9 +149,7 @@ class RoundExchange(Exchange):
         if member.former:
             group.client.delete(f"{group.name}/{_inbox(member.former)}", missing_ok=True)
         self._next = group.buffer("next")
-        self._sum = group.buffer("sum") if self._outer else None
-        states = range(self._outer.states if self._outer else 0)
-        self._states = [[group.buffer(f"outer/{copy}/{state}") for state in states] for copy in (0, 1)]
+        self._momenta = [group.buffer(momentum_name(copy)) for copy in (0, 1)] if self._outer else []
         # Last: it is nobody else's, so where there is no room for a further worker nothing of it stays.
         self._inbox = group.buffer(_inbox(member.incarnation))
         self._inboxes = {member.incarnation: self._inbox}
@@ -397,7 +394,7 @@ class RoundExchange(Exchange):
         """
         group = self._group
         self._end()
-        written = [group.weights, self._next, *self._turns()[1], *([] if self._sum is None else [self._sum])]
+        written = [group.weights, self._next, *([self._turns()[1]] if self._momenta else [])]
         fences = {buffer.name: buffer.lock(ttl=group.lease, timeout=0.0) for buffer in written}
         releases = [functools.partial(_release, fence) for fence in fences.values()]
         with contextlib.ExitStack() as held:
@@ -507,42 +504,47 @@ class RoundExchange(Exchange):
         return list(zip(inboxes.values(), weights.values(), strict=True))
 
     def _build(self, chosen: list[tuple[Buffer, float]], fences: dict[str, Lock]) -> None:
-        """Make the next weights, and the next state, of sources that stay as they are."""
+        """Make the next weights, and the next momentum, of sources that stay as they are."""
         offset, count = self._group.span(self._target)
 
         def combine(buffer: Buffer, source: Buffer, op: str, scale: float = 1.0) -> None:
             fence = fences[buffer.name]
             buffer.accumulate_from(source, op=op, scale=scale, offset=offset, count=count, fence=fence)
 
+        weights, following, outer = self._group.weights, self._next, self._outer
         total = sum(weight for _, weight in chosen)
-        following = self._next
-        sums = [(inbox, weight / total) for inbox, weight in chosen]
-        begin_with = [functools.partial(combine, following, self._group.weights, "replace")]
-        if self._outer is None or self._sum is None:
-            at_once(begin_with, remote=self._group.remote)
-            for inbox, share in sums:
+        shares = [(inbox, weight / total) for inbox, weight in chosen]
+        if outer is None:
+            combine(following, weights, "replace")
+            for inbox, share in shares:
                 combine(following, inbox, "sum", share)
                 failpoint("train-added")
             return
         old, new = self._turns()
-        for source, state in zip(old, new, strict=True):
-            begin_with.append(functools.partial(combine, state, source, "replace"))
-        for inbox, share in sums[:1]:
-            begin_with.append(functools.partial(combine, self._sum, inbox, "replace", -share))
-        at_once(begin_with, remote=self._group.remote)
-        for index, (inbox, share) in enumerate(sums):
-            if index:
-                combine(self._sum, inbox, "sum", -share)
-            failpoint("train-added")
-        if chosen:
-            hyper: dict[str, Any] = dict(self._outer.hyper)
-            fence = fences[following.name]
-            following.apply(self._outer.rule, self._sum, *new, offset=offset, count=count, fence=fence, **hyper)
+        if not shares:
+            at_once(
+                [lambda: combine(new, old, "replace"), lambda: combine(following, weights, "replace")],
+                remote=self._group.remote,
+            )
+            return
 
-    def _turns(self) -> tuple[list[Buffer], list[Buffer]]:
-        """Return the outer optimizer's state as it is in the target round, and where the next one is made."""
+        def make_momentum() -> None:
+            combine(new, old, "replace", outer.mu)
+            for inbox, share in shares:
+                combine(new, inbox, "sum", -share)
+                failpoint("train-added")
+
+        def begin_weights() -> None:
+            combine(following, weights, "replace")
+            combine(following, old, "sum", outer.lr * outer.mu)
+
+        at_once([make_momentum, begin_weights], remote=self._group.remote)
+        combine(following, new, "sum", -outer.lr * (1 + outer.mu))
+
+    def _turns(self) -> tuple[Buffer, Buffer]:
+        """Return the outer optimizer's momentum as it is in the target round, and where the next one is made."""
         turn = state_copy(self._target, len(self._group.spans))
-        return self._states[turn], self._states[1 - turn]
+        return self._momenta[turn], self._momenta[1 - turn]
 
 
 def state_copy(number: int, fragments: int) -> int:
@@ -550,6 +552,11 @@ def state_copy(number: int, fragments: int) -> int:
     turns each time that the fragment is exchanged.
     """
     return number // fragments % 2
+
+
+def momentum_name(copy: int) -> str:
+    """Return how the buffer of that copy is named behind the group's name."""
+    return f"outer/{copy}/0"
 
 
 def _inbox(incarnation: int) -> str:

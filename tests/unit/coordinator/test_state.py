@@ -462,17 +462,27 @@ def test_idle_names_are_freed(cluster: Cluster) -> None:
     for name, token in (("v", 40), ("w", 8)):
         cluster.use(Kind.LOCK, name)
         segment = cluster.only(MakeSegments).record.segments[0]
-        assert cluster.do(NamesFreed({segment.id: token})) == ()
+        assert cluster.do(NamesFreed(segment.server, {segment.id: token})) == ()
         cluster.do(BufferMade(f"lock:{name}"))
-        assert cluster.do(NamesFreed({segment.id + 1000: token})) == ()
-        effects = cluster.do(NamesFreed({segment.id: token}))
+        assert cluster.do(NamesFreed(segment.server, {segment.id + 1000: token})) == ()
+        assert cluster.do(NamesFreed("elsewhere", {segment.id: token})) == ()
+        effects = cluster.do(NamesFreed(segment.server, {segment.id: token}))
         assert effects[:3] == (EraseBuffer(f"lock:{name}"), SaveTokenFloor(40), DropSegments((segment,)))
-        assert cluster.do(NamesFreed({segment.id: token})) == ()
+        assert cluster.do(NamesFreed(segment.server, {segment.id: token})) == ()
     assert cluster.state.find(Kind.LOCK, "w") is None
     assert {name: taken for name, taken in cluster.state.allocated.items() if taken.segments} == before
+    cluster.do(BufferWanted(first_use(Kind.LOCK, "two", 2), lambda: next(cluster.ids)))
+    cluster.do(BufferMade("lock:two"))
+    (segment,) = cluster.state.buffers["lock:two"].segments
+    assert {segment.server, segment.backup} == {"a", "b"}
+    assert cluster.do(NamesFreed(segment.backup, {segment.id: 41})) == ()  # it was the primary when it was asked
+    dropped = cluster.do(NamesFreed(segment.server, {segment.id: 41}))[2]
+    assert isinstance(dropped, DropSegments)
+    assert {copy.server for copy in dropped.segments} == {"a", "b"}
+    assert {name: taken for name, taken in cluster.state.allocated.items() if taken.segments} == before
     buffer = cluster.create("w")
-    assert cluster.do(NamesFreed({segment.id: 1 for segment in buffer.segments})) == ()
-    assert cluster.state.token_floor == 40
+    assert cluster.do(NamesFreed(buffer.segments[0].server, {segment.id: 1 for segment in buffer.segments})) == ()
+    assert cluster.state.token_floor == 41
 
 
 def test_a_lock_has_one_home_while_it_is_used(cluster: Cluster) -> None:

@@ -38,6 +38,10 @@ def test_locks_and_barriers_have_their_form_and_one_server() -> None:
     assert (barrier.shape, barrier.dtype, barrier.server_count) == ((8192,), "int64", 1)
     assert len({lock.key, barrier.key, replace(GOOD, name="a/b").key}) == 3
     assert check_creation(lock, replicas=1) == lock
+    assert (first_use(Kind.LOCK, "a/b", 2).replicas, first_use(Kind.LOCK, "a/b", 0).replicas) == (2, 1)
+    for kind, replicas in ((Kind.LOCK, 3), (Kind.BARRIER, 2)):
+        with pytest.raises(errors.InvalidArgumentError, match=f"{kind.value} 'a/b' with replicas={replicas}"):
+            first_use(kind, "a/b", replicas)
 
 
 @pytest.mark.parametrize(
