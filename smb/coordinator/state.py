@@ -533,6 +533,11 @@ def _buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     there = state.buffers.get(event.new_name)
     for each in (record, *([there] if there is not None else [])):
         _check_without_mirrors(state, each, asked)
+        if (published_as(each.metadata) or {}).get("deltas"):
+            raise InvalidArgumentError(
+                f'{asked}: "{each.name}" is published with deltas=, which lie beside it under its name; publish under '
+                f"another name, or rename its folder"
+            )
     if there is not None and event.displaced_name and event.replace and there.ready:
         check_name(Kind.BUFFER, event.displaced_name)
         if event.displaced_name in state.buffers:

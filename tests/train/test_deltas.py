@@ -74,6 +74,18 @@ def test_stat_tells_the_generation(connect: Connect, capsys: pytest.CaptureFixtu
     assert "generation unknown" in run_smb(capsys, client, "stat", "w")[1]
 
 
+def test_a_state_with_deltas_keeps_its_name(connect: Connect) -> None:
+    """Its deltas lie beside it under its name: alone it gets no other, and nothing takes its place; a folder does."""
+    client = connect()
+    smb.torch.Publisher(client, "run/w", state_of(0), deltas=4).publish()
+    client.create("other", 4)
+    for old, new in (("run/w", "v"), ("other", "run/w")):
+        with pytest.raises(smb.InvalidArgumentError, match=r"rename of .*: \"run/w\" is published with deltas="):
+            client.rename(old, new, replace=True)
+    client.rename_folder("run", "walk")
+    assert smb.torch.follow(client, "walk/w").state_dict().keys() == state_of(0).keys()
+
+
 def test_ls_counts_what_lies_beside_a_state(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
     """`smb ls` shows a state once; with --all also its deltas, generations and mirrors. Buffers that only have such
     names are shown.
