@@ -58,7 +58,7 @@ endif
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n : 8)))
 pytest: $(VENV)/test-installed
-	-@$(MAKE) --no-print-directory spin systemd chromium tmux prometheus etcd-server fuse3
+	-@$(MAKE) --no-print-directory spin systemd chromium tmux prometheus etcd-server fuse3 nftables
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
@@ -242,10 +242,10 @@ soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
 
-# nftables, which cuts a network in the soak. Without it, or without root, that fault is named as not done.
+# nftables, which cuts a network. Without it, or without root, that fault is named as not done.
 nftables:
 	@command -v nft >/dev/null || { apt-get update -q && apt-get install -y -q nftables; } >/dev/null 2>&1 || \
-		echo "nftables is not here and could not be installed: the soak cuts no network"
+		echo "nftables is not here and could not be installed: no network is cut"
 
 # The figures of docs/promises.md that are ratios.
 promises: $(VENV)/installed

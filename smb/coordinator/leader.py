@@ -104,7 +104,8 @@ class Leading:
         leaving.callback(commit_log.stop_waiting)
         idle_names = IdleNames(commit_log, servers, service.drop, options.idle_s)
         new_copies = NewCopies(commit_log, servers, service.tell_roles, service.drop)
-        service.on_copies, service.move = new_copies.look_now, new_copies.move
+        service.on_copies, service.on_apart = new_copies.look_now, new_copies.keep_apart
+        service.move = new_copies.move
         for beginning in (_tick(commit_log, endings, around.health), idle_names.run(), new_copies.run()):
             leaving.push_async_callback(cancel, asyncio.create_task(beginning))
         return Leading(commit_log, watch, Dashboard(overview), around)

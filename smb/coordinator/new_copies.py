@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -30,6 +30,7 @@ from smb.errors import Error, NotFoundError
 
 LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
+APART_S = 10.0  # nor is one server's copy made on another that it did not reach: users wait for each attempt
 CONFIRM_PAUSE_S = 1.0  # nor one that did not confirm its own: it may not have heard of its role yet
 
 _log = logging.getLogger("coordinator")
@@ -50,12 +51,19 @@ class NewCopies:
         self._hurry = asyncio.Event()
         self._moves: dict[int, Move] = {}  # by segment; forgotten with this run: they can be asked for again
         self._avoided_until: dict[str, float] = {}
+        self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
 
     def move(self, moves: Iterable[Move]) -> None:
         """Make these, in place of those that were asked for before."""
         self._moves = {move.segment_id: move for move in moves}
         self.look_now()
+
+    def keep_apart(self, server: str, others: Collection[str]) -> None:
+        """A server did not reach these: its copies are made elsewhere for now."""
+        now = self._commit_log.now().monotonic
+        self._apart_until = {pair: until for pair, until in self._apart_until.items() if until > now}
+        self._apart_until |= {frozenset((server, other)): now + APART_S for other in others}
 
     def look_now(self) -> None:
         """A copy has ended, or others are wanted."""
@@ -78,10 +86,11 @@ class NewCopies:
             self._without_room = frozenset()
             return
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
+        apart = frozenset(pair for pair, until in self._apart_until.items() if until > now.monotonic)
         pool = state.pool(now)
         self._moves = still_wanted(self._moves, records, pool)
         self._say_without_room(records, pool)
-        await asyncio.gather(*(self._begin(wish) for wish in wishes(records, pool, avoid, self._moves)))
+        await asyncio.gather(*(self._begin(wish) for wish in wishes(records, pool, avoid, self._moves, apart)))
 
     async def _begin(self, wish: Wish) -> None:
         epoch = wish.segment.epoch + 1

@@ -163,6 +163,7 @@ class CoordinatorService(CoordinatorServicer):
         self._parsing = asyncio.Lock()
         self._mirrors = mirrors
         self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
+        self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach these
         self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
 
     async def finish(self) -> None:
@@ -284,18 +285,32 @@ class CoordinatorService(CoordinatorServicer):
         if dead:
             most = self._commit_log.changes_max
             await self._settle(Ticked(None if most is None else most // 4))
-        lost = {
-            copy.segment_id
+        apart = {
+            copy.peer
             for copy in copies
             if copy.role is CopyRole.PRIMARY and copy.peer not in dead and for_ms[copy.segment_id] >= _BROKEN_MAX_MS
         }
-        if lost:
-            await self._settle(BackupsLost(server, frozenset(lost), self._commit_log.changes_max))
+        if apart:
+            self.on_apart(server, apart)
+        # All that the two have of each other, at once: of a segment that nobody changes now nobody would know it yet,
+        # and who changes it next would wait as long again.
+        for other in sorted(apart):
+            await self._part(server, other)
+            await self.tell_roles(await self._part(other, server), (other,))
+
+    async def _part(self, server: str, peer: str) -> frozenset[int]:
+        """Let a server go on alone with the segments whose other copies are at a peer; return these segments."""
+        copies = self._commit_log.state.copies(server)
+        ids = frozenset(copy.segment_id for copy in copies if copy.role is CopyRole.PRIMARY and copy.peer == peer)
+        await self._settle(BackupsLost(server, ids, self._commit_log.changes_max))
+        return ids
 
     async def _end_copies(self, server: str, epochs: dict[int, int], *, whole: bool) -> None:
         """Take what a primary says of copies. The same answer tells it its roles; the new backup is told at once."""
         asked = self._commit_log.state.copies(server)
         targets = {copy.segment_id: copy.peer for copy in asked if copy.copying and copy.segment_id in epochs}
+        if not whole:
+            self.on_apart(server, set(targets.values()))
         await self._settle(CopiesEnded(server, epochs, whole, self._commit_log.changes_max))
         if whole and targets:
             await self.tell_roles(tuple(targets), tuple(sorted(set(targets.values()))))

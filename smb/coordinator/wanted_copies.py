@@ -34,9 +34,11 @@ def wishes(
     pool: Pool,
     avoid: frozenset[str] = frozenset(),
     moves: Mapping[int, Move] | None = None,
+    apart: frozenset[frozenset[str]] = frozenset(),
 ) -> list[Wish]:
     """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
-    then `moves`, by segment. `avoid`: servers that are not to be asked for anything.
+    then `moves`, by segment. `avoid`: servers that are not to be asked for anything. `apart`: pairs of which
+    neither is to copy to the other.
     """
     under_way = [segment for record in records for segment in record.segments if segment.copying_to]
     sources = Counter(segment.server for segment in under_way)
@@ -57,7 +59,11 @@ def wishes(
         ):
             continue
         names = (chosen,) if chosen else tuple(free)
-        open_to = {name: free[name] for name in names if name in free and targets[name] < TO_ONE_MAX}
+        open_to = {
+            name: free[name]
+            for name in names
+            if name in free and targets[name] < TO_ONE_MAX and frozenset((source, name)) not in apart
+        }
         target = place_copy(replace(pool, free_bytes=open_to), source, segment.file_bytes)
         if not target:
             continue

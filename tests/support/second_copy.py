@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import smb
 from tests.support.checkers import check_tickets
 from tests.support.clients import pattern
+from tests.support.daemons import wait_for
 from tests.support.history import NEVER, Notes, Step, read_notes, tickets_of
 
 COUNT = 100_003  # of "sum": several chunks on each server
@@ -149,3 +152,34 @@ def _data(memory: Path, server: str, segment_id: int) -> np.ndarray[Any, Any]:
         (nbytes,), (at,) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<Q", header, 64)
         file.seek(at)
         return np.frombuffer(file.read(nbytes), np.uint8)
+
+
+class _Printed:
+    """In place of a queue, for a process by itself."""
+
+    def put(self, told: Any) -> None:
+        print(json.dumps(told), flush=True)
+
+
+def main(what: str, address: str, *arguments: str) -> None:
+    """One step of a test whose servers this process reaches, and the test does not."""
+    match what, arguments:
+        case "make", ():
+            with smb.connect(address, timeout=CALL_S) as client:
+                wait_for(lambda: sum(server.alive for server in client.servers()) == 3, "all servers")
+                make(client)
+        case "work", (way, number, path, stop):
+            work(_Printed(), address, way, int(number), Path(path), Path(stop))
+        case "whole", ():
+            with smb.connect(address, timeout=CALL_S) as client:
+                wait_for(lambda: are_whole(client), "two copies of each segment", CALL_S)
+        case "check", (memory, done, *histories):
+            with smb.connect(address, transport="tcp", timeout=CALL_S) as client:
+                check(client, json.loads(done), [Path(path) for path in histories])
+                print(check_copies(client, Path(memory)))
+        case _:
+            raise SystemExit(f"{what} of {arguments}?")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

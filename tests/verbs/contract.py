@@ -65,6 +65,7 @@ LEFT_OUT = {
     "fault/test_elastic_kills.py": _TRAINING,
     "fault/test_histories.py": _LONG,
     "fault/test_leader_changes.py": _ELSEWHERE,
+    "fault/test_partitions.py": _TWO_COPIES,
     "fault/test_random_kills.py": _LONG,
     "fault/test_second_copy.py": _TWO_COPIES,
     "fault/test_slow_clients.py": _FRAMES,

@@ -54,11 +54,16 @@ def begin(cluster: Cluster, target: str = "c", **changes: object) -> None:
 
 
 def test_a_lost_copy_is_wanted_where_there_is_room(cluster: Cluster) -> None:
-    """Not on the server that has the other one, nor on one to be avoided; on another host before others."""
+    """Not on the server that has the other one, nor on one to be avoided, or that its source does not reach; on another
+    host before others."""
     (wish,) = wanted(cluster)
     assert wish.target in ("b", "c")
     assert [wish.target for wish in wanted(cluster, avoid=frozenset(("b",)))] == ["c"]
     assert wanted(cluster, avoid=frozenset(("b", "c"))) == []
+    apart = [frozenset((wish.source, other)) for other in ("b", "c")]
+    assert [wish.target for wish in wanted(cluster, apart=frozenset(apart[:1]))] == ["c"]
+    assert wanted(cluster, apart=frozenset(apart)) == []
+    assert wanted(cluster, apart=frozenset((frozenset(("b", "c")),))) == [wish]
     far = replace(server("far", capacity_bytes=8 * MIB), data_address="10.0.0.2:1")
     cluster.do(ServerRegistered(far, frozenset()))
     assert [wish.target for wish in wanted(cluster)] == ["far"]
