@@ -152,6 +152,7 @@ class Client:
         self._coordinator = self._session.coordinator
         self._lock = threading.Lock()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
+        self._copies: dict[str, int] = {}  # of locks for which more than one was asked
         _open.add(self)
 
     @property
@@ -461,11 +462,14 @@ class Client:
         _check_name(word, name)
         self._session.check_open()
         with self._lock:
+            if replicas > 1:
+                self._copies[name] = replicas
             home = self._homes.get((kind, name))
         if home is None:
 
             def locate() -> SegmentPlace:
-                return BufferInfo.of(self._coordinator.place(kind, name, self.timeout, replicas)).layout.segments[0]
+                copies = self._copies.get(name, 1) if kind == pb.LOCK else 1
+                return BufferInfo.of(self._coordinator.place(kind, name, self.timeout, copies)).layout.segments[0]
 
             place = self._coordinator.place(kind, name, self.timeout, replicas)
             info = BufferInfo.of(place)

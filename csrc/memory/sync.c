@@ -119,7 +119,7 @@ void sync_install(struct sync *sync, const uint8_t image[SYNC_IMAGE_BYTES], uint
     pthread_rwlock_wrlock(&sync->fence);
     for (size_t at = 0; at < SYNC_IMAGE_BYTES; at += 8) {
         if (at >= offsetof(struct sync_words, round) && at < offsetof(struct sync_words, copies))
-            continue; /* a barrier's, and whether it is retired: such a segment has one copy */
+            continue; /* a barrier's, which has one copy; and the primary's own: retired */
         uint64_t word = smb_load64(image + at);
         for (int i = 0; i < SYNC_LOCKS; i++)
             if (at == sync_expiry_at(i) && word != 0)
@@ -133,7 +133,7 @@ void sync_install(struct sync *sync, const uint8_t image[SYNC_IMAGE_BYTES], uint
 void sync_take_over(struct sync *sync, uint64_t now_ns)
 {
     struct news news = sync_acquire(sync);
-    sync->now_ns = now_ns;
+    sync->asked_ns = sync->now_ns = now_ns; /* what is asked of a backup is not noted */
     mend_words(sync->words, now_ns);
     sync->grace_ns = grace_end_ns(sync->words, now_ns);
     news_due(&news, now_ns); /* a lease may be over, and nobody has looked */

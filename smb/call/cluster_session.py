@@ -137,7 +137,7 @@ class ClusterSession:
     def _link_to_copies(self, place: SegmentPlace, deadline: Deadline, *, waits: bool) -> tuple[Link, bool]:
         if self.transport not in ("auto", Tcp.name):
             raise TransportError(
-                f"buffer {place.buffer[0]!r} has two copies: it is reached over TCP, or its servers' Unix sockets, "
+                f"{place.buffer[0]!r} has two copies: it is reached over TCP, or its servers' Unix sockets, "
                 f"and not over {self.transport}; use transport='auto'"
             )
         try:

@@ -401,7 +401,10 @@ class CoordinatorService(CoordinatorServicer):
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
         plain = sorted(self._commit_log.state.pool(self._commit_log.now()).plain)
-        if request.replicas > 1 and self._tokens is not None and plain:
+        there = self._commit_log.state.find(
+            kind_of(request.kind), request.name
+        )  # a lock is found again by its creation
+        if request.replicas > 1 and self._tokens is not None and plain and there is None:
             raise InvalidArgumentError(
                 f'create of "{request.name}" with replicas={request.replicas}: with credentials servers forward '
                 f"changes to each other inside TLS alone, and without it data is served by "

@@ -476,7 +476,11 @@ def _buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         pool = replace(pool, free_bytes=free)
         placement = _placement(state, creation, pool)
         beside = state.buffers[creation.like] if creation.like else None
-        backups = place_backups(pool, placement, beside) if creation.replicas > 1 else ()
+        backups: tuple[str, ...] = ()
+        # A lock is made with one copy where there is no second server, and gets the other one later: else nobody could
+        # come back to what has two copies already.
+        if creation.replicas > 1 and (creation.kind is Kind.BUFFER or len(pool.free_bytes) > 1):
+            backups = place_backups(pool, placement, beside)
     except Error as error:
         raise type(error)(f"{creation.asked}: {error}") from None
     record = _pending(creation, placement, backups, event.new_id, now)

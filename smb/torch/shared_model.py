@@ -44,7 +44,7 @@ from smb.torch.model_parameters import Entry, ModelParameters
 from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
 from smb.torch.overlap import Overlap, check_overlap
 from smb.torch.part_parameters import PartParameters
-from smb.train.group import clear, enter, view
+from smb.train.group import clear, copies_of, enter, view
 from smb.train.overlap_plan import Plan
 
 STATE = "state"
@@ -204,7 +204,9 @@ class Shared:
     ) -> None:
         """Become a member. Nothing of the model is changed before all that can fail is done."""
         # Kept from before joining until the state is there, so that both buffers are of one maker.
-        with self._client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S, replicas=options.get("replicas", 1)):
+        with self._client.lock(
+            f"{name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies_of(self._client, name, options.get("replicas")) or 1
+        ):
             self._join_locked(name, scheme, settings, parts, options)
         self._contributions = self.worker.contributions
 

@@ -344,7 +344,10 @@ def enter(
     OutOfMemoryError.
     """
     replicas: int | None = placement.get("replicas")
-    with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=replicas or 1) as setup:
+    copies = copies_of(client, name, replicas)
+    if scheme is None and copies is None:
+        raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
+    with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies or 1) as setup:
         group = _opened(client, name)
         if group is None:
             if scheme is None:
@@ -428,7 +431,7 @@ def clear(
         raise InvalidArgumentError(f"join of training {name!r} with fresh=True: say which scheme; nothing was deleted")
     scheme.check(name, parameters)
     _check_lease(name, lease)
-    with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=replicas or 1):
+    with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies_of(client, name, replicas) or 1):
         group = _opened(client, name)
         if group is None:
             return
@@ -443,6 +446,18 @@ def clear(
                 f"train with them, or take another name"
             )
         delete(client, name)
+
+
+def copies_of(client: Client, name: str, asked: int | None) -> int | None:
+    """Return how many copies a group's buffers and locks have, or are to have; None if there is no group, and nobody
+    says. Locks that were idle are made anew, by the next one that asks: they must not have fewer then.
+    """
+    if asked is not None:
+        return asked
+    try:
+        return client.open(name).info.replicas
+    except NotFoundError:
+        return None
 
 
 def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]:

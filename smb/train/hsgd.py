@@ -108,7 +108,10 @@ class HostExchange(Exchange):
         shared = np.empty(parameters.size, np.float32)
         group.read(shared)
         start = ArrayParameters(shared, f"join of group {name!r}")
-        self._host = groups.enter(group.client, name, start, BSP(), group.guards, group.lease, **placement)
+        copies = group.weights.info.replicas
+        self._host = groups.enter(
+            group.client, name, start, BSP(), group.guards, group.lease, replicas=copies, **placement
+        )
         group.nested = self._host
         try:
             self._revive()

@@ -129,28 +129,28 @@ class WorkUnits:
         After the last ones `worker` contributes what it has not sent, and `at_end` is called, before they are seen to
         be done. So a process that sees that all is done sees a model with all of it in.
         """
-        if self._member is not None:
-            self._ticket = self._ticket or self._draw()
-            if self._ticket[0] >= self._end:
+        member = self._here()
+        # The one before stays in hand until the next one is, or the rest is contributed: else others may see that all
+        # is done while we have only drawn a ticket.
+        former = self._held
+        while True:
+            epoch, hint = self._ticket = self._ticket or self._draw()
+            if epoch >= self._end:
                 if self._worker is not None:
                     self._worker.contribute_rest()
                 if at_end is not None:
                     at_end()
-        self._finish()
-        member = self._here()
-        while True:
-            epoch, hint = self._ticket = self._ticket or self._draw()
-            if epoch > self._swept:
-                left = self._sweep(member, min(epoch, self._end))
-                if left is not None:
-                    return left
-                self._swept = min(epoch, self._end)
-            if epoch >= self._end:
+                self._finish()
                 return self._last(member)
+            if epoch > self._swept:
+                left = self._sweep(member, epoch, former)
+                if left is not None:
+                    return self._handed_out(former, left)
+                self._swept = epoch
             self._ticket = None
             found = self._claim(member, hint, epoch)
             if found is not None:
-                return found
+                return self._handed_out(former, found)
 
     def close(self) -> None:
         """Hand back what is in hand, and leave. Twice does nothing."""
@@ -184,6 +184,7 @@ class WorkUnits:
             self._member.check()
         except MembershipLostError:
             _log.warning("work units %r: the lease was lost; what was in hand may be done twice", self._name)
+            self._finish()
             self._member.leave()
             self._member = self._admit()
         return self._member
@@ -196,6 +197,13 @@ class WorkUnits:
         if self._words.compare_swap(1 + index, word, done) not in (word, done):
             _log.warning("work units %r: unit %d was handed out again before it was done", self._name, index)
         self._held = None
+
+    def _handed_out(self, former: tuple[int, int] | None, unit: Unit) -> Unit:
+        """The former one is done. If that fails, it is still in hand; the new one is then found as left behind."""
+        new, self._held = self._held, former
+        self._finish()
+        self._held = new
+        return unit
 
     def _draw(self) -> tuple[int, int]:
         """Return (epoch, unit) of the next ticket."""
@@ -219,14 +227,16 @@ class WorkUnits:
                 return None
             word = before
 
-    def _sweep(self, member: Member, epoch: int) -> Unit | None:
-        """Take a unit that was left behind in the epochs before this one."""
+    def _sweep(self, member: Member, epoch: int, held: tuple[int, int] | None = None) -> Unit | None:
+        """Take a unit that was left behind in the epochs before this one, but for the one that is `held`."""
         words = self._words.read(1)
+        if held is not None:
+            words[held[0]] = epoch << _HALF
         behind = np.flatnonzero(words >> _HALF < epoch)
         if not behind.size:
             return None
         owners = np.unique(words[behind] & _LOW)
-        # We have none in hand, so one of ours is of a claim that failed, for all we knew.
+        # We have no other in hand, so one of ours is of a claim that failed, for all we knew.
         gone = {member.incarnation} | self._gone({int(owner) for owner in owners} - {0, member.incarnation})
         for index in behind:
             word = int(words[index])

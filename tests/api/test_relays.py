@@ -145,7 +145,7 @@ def test_a_relay_whose_session_ended_is_replaced(tmp_path: Path) -> None:
             has(client, "server-1", 1)
             pid = relay_of(servers[1])
             os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda: coordinator.metric("smb_coordinator_ended_sessions") == 1, "end of the relay's session")
+            wait_for(lambda: coordinator.metric("smb_coordinator_ended_sessions") >= 1, "end of the relay's session")
             os.kill(pid, signal.SIGCONT)
             has(client, "server-1", source.publish(generation(2)))
             assert relay_of(servers[1]) != pid

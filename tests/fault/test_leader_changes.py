@@ -149,8 +149,6 @@ class Rig:
             self._left.callback(gate.close)
         states = [f"etcd://{','.join(gate.address for gate in gates)}/rounds" for gates in self.gates]
         self.clocks = [Clock(directory, str(index)) for index in range(len(states))]
-        for clock in self.clocks:
-            self._left.callback(clock.close)
         self.coordinators = Coordinators(
             self._daemons, states, len(states), "--leader-lease", str(LEASE), clocks=self.clocks
         )

@@ -12,6 +12,7 @@ import pytest
 
 import smb
 import smb.train
+from smb.rpc import control_pb2 as pb
 from smb.train import DiLoCo
 from tests.fault.long import LIMIT_S, seed, times
 from tests.support import second_copy
@@ -121,3 +122,20 @@ def test_a_lock_by_itself_outlives_its_host(tmp_path: Path) -> None:
             assert tokens == sorted(set(tokens))
             with pytest.raises(smb.InvalidArgumentError, match="replicas=3"):
                 client.lock("x/y", replicas=3)
+
+
+def test_locks_of_a_training_are_made_anew_with_two_copies(tmp_path: Path) -> None:
+    """The lock of joining is freed when it is idle. Who joins next does not say how many copies the training has."""
+    with running_daemons(tmp_path) as daemons:
+        hosts = Hosts(daemons, "--session-lease", "5", "--idle-names", "5")
+        with hosts.connect() as client, hosts.connect() as other:
+            values = [np.zeros(10, np.float32) for _ in range(2)]
+            with smb.train.join(client, "run", values[0], DiLoCo(every=EVERY), replicas=2):
+                wait_for(lambda: hosts.coordinator.metric("smb_coordinator_locks") == 1, "the worker's own lock alone")
+                smb.train.join(other, "run", values[1]).close()
+                found = client._coordinator.open_buffer("run/setup", 0.0, TIMEOUT_S, kind=pb.LOCK)
+                assert found.layout.segments[0].backup
+                with pytest.raises(smb.NotFoundError, match="there is none"):
+                    smb.train.join(other, "walk", values[1])
+                with pytest.raises(smb.NotFoundError):  # and has not made its lock
+                    client._coordinator.open_buffer("walk/setup", 0.0, TIMEOUT_S, kind=pb.LOCK)

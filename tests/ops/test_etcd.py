@@ -172,8 +172,6 @@ def test_wall_clocks_that_jump(etcd: EtcdCluster, daemons: Daemons, tmp_path: Pa
             lock.release()
             assert {info.name for info in client.list()} == {"kept", *(f"b{each + 1}" for each in range(number))}
             assert buffer.read().tolist() == [number] * 10
-    for clock in clocks:
-        clock.close()
 
 
 def test_a_stopped_leader_answers_nobody_afterwards(etcd: EtcdCluster, daemons: Daemons) -> None:

@@ -20,20 +20,16 @@ class Clock:
                 ["cc", "-std=gnu11", "-O", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", library, source],
                 check=True,
             )
-        self._file = (directory / f"{name}.clock").open("w+b", buffering=0)
-        self._file.write(bytes(8))
+        self._file = directory / f"{name}.clock"
+        self._file.write_bytes(bytes(8))
         self._library = str(library)
 
     def variables(self, others: Mapping[str, str]) -> dict[str, str]:
         """Return these variables of a process and its own."""
         libraries = " ".join(filter(None, [others.get("LD_PRELOAD"), self._library]))
-        return {**others, "LD_PRELOAD": libraries, "SMB_TEST_CLOCK": self._file.name}
+        return {**others, "LD_PRELOAD": libraries, "SMB_TEST_CLOCK": str(self._file)}
 
     def set(self, ahead_s: int) -> None:
         """Let it be so many seconds ahead of the true one, at once."""
-        self._file.seek(0)
-        self._file.write(struct.pack("=q", ahead_s))
-
-    def close(self) -> None:
-        """Nothing sets it any more."""
-        self._file.close()
+        with self._file.open("r+b") as file:  # which processes have mapped
+            file.write(struct.pack("=q", ahead_s))

@@ -392,7 +392,7 @@ def test_settings_left_out_are_the_groups(connect: Connect) -> None:
         with smb.torch.join(other, sgd(other), "run", scheme="diloco", outer_lr=0.5, client=client) as shared:
             assert shared.scheme == smb.train.DiLoCo(every=10, outer_lr=0.5)
         with pytest.raises(
-            smb.InvalidArgumentError, match=r"outer_lr is 0.5, not 0.7; leave scheme=, guards= or lease="
+            smb.InvalidArgumentError, match=r"outer_lr is 0.5, not 0.7; leave scheme=, guards=, lease= or replicas="
         ):
             smb.torch.join(other, sgd(other), "run", scheme="diloco", outer_lr=0.7, client=client)
         with pytest.raises(smb.InvalidArgumentError, match=r"scheme is 'diloco', not 'bsp'"):

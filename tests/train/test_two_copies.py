@@ -13,7 +13,10 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
+from smb.buffer_info import BufferInfo
+from smb.rpc import control_pb2 as pb
 from smb.train import ASP, BSP, EAMSGD, EASGD, HSGD, R2SP, SEASGD, SSP, AsyncDiLoCo, DiLoCo, LocalSGD
+from smb.transport.base import SegmentPlace
 from tests.support.daemons import tidy
 from tests.support.training import together
 
@@ -21,7 +24,6 @@ SCHEMES = (
     BSP(), LocalSGD(every=2), DiLoCo(every=2), DiLoCo(every=4, fragments=2, delay=1, mix=0.5), AsyncDiLoCo(every=2),
     EASGD(every=2), EAMSGD(every=2), SEASGD(), HSGD(), ASP(), SSP(), R2SP(),
 )  # fmt: skip
-HOST = "run/host/"  # HSGD's buffers of one host, whose workers are gone when it is
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,17 @@ def test_all_that_a_scheme_keeps_has_two_copies(
 
     assert max(together(lambda: work(0), lambda: work(1))) < 1.0
     for info in client.list():
-        if not info.name.startswith(HOST):
-            assert info.replicas == 2, info.name
-            assert all(place.backup for place in info.layout.segments), info.name
+        assert info.replicas == 2, info.name
+        assert all(place.backup for place in info.layout.segments), info.name
+    for table in [info.name for info in client.list() if info.name.endswith("/members")]:
+        for lock in ("setup", "member/0", "member/1"):
+            name = f"{table.removesuffix('/members')}/{lock}"
+            assert locked(client, name).backup, name
+
+
+def locked(client: smb.Client, name: str) -> SegmentPlace:
+    """Where the lock of that name lies."""
+    return BufferInfo.of(client._coordinator.open_buffer(name, 0.0, 10.0, kind=pb.LOCK)).layout.segments[0]
 
 
 def test_a_model_its_batches_and_its_file_have_two_copies(
@@ -79,3 +89,5 @@ def test_a_model_its_batches_and_its_file_have_two_copies(
     names = {info.name: info.replicas for info in client.list()}
     assert {"run", "run/state", "run/units", "run/outer/0/0", "again", "again/members", "again/state"} <= names.keys()
     assert set(names.values()) == {2}, names
+    for name in ("run/setup", "run/state", "run/member/0", "run/units/member/0", "again/setup"):
+        assert locked(client, name).backup, name

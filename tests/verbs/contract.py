@@ -103,6 +103,7 @@ LEFT_OUT = {
     "regressions/test_dead_server_over_shm.py": "is about shared memory",
     "regressions/test_deleted_memory.py": "tests/verbs/test_refusals.py has it for keys",
     "regressions/test_ended_sessions_records.py": "puts a proxy between the ends of a socket",
+    "regressions/test_end_of_work_units.py": _TRAINING,
     "regressions/test_fat_requests.py": "is about the coordinator",
     "regressions/test_full_unix_queue.py": "is about the Unix socket",
     "regressions/test_foreign_coordinator.py": _ELSEWHERE,

@@ -44,7 +44,7 @@ from smb.train.partition import FUSED, OVERLAPS, ROUNDS, Channel, pick, predict
 CALLS = {"bsp": 18, "localsgd": 18, "diloco": 23, "asyncdiloco": 25, "asp": 4, "ssp": 5, "r2sp": 12, "easgd": 6,
          "seasgd": 5}  # fmt: skip
 # Passes over a model's bytes at the servers when a round is closed, beside one for each contribution.
-_PASSES = {"bsp": 2, "localsgd": 2, "diloco": 6, "asyncdiloco": 6}
+_PASSES = {"bsp": 2, "localsgd": 2, "diloco": 5, "asyncdiloco": 5}
 COMBINE_PER_S = 2e9  # bytes of a model that one server adds in a second, measured over loopback
 _IN_ROUNDS = tuple(_PASSES)
 _FUSED = ("asp", "ssp", "r2sp")

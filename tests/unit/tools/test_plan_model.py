@@ -79,7 +79,7 @@ def test_constants_are_those_of_the_scaling_model() -> None:
         ("bsp", 1, 1, 0.2 + 1 + 1 + 3 * 100e6 / COMBINE_PER_S),
         ("bsp", 4, 2, 0.2 + 2 + 2 + 6 * 50e6 / COMBINE_PER_S),
         ("bsp", 4, 8, 0.2 + 1 + 1 + 6 * 12.5e6 / COMBINE_PER_S),
-        ("diloco", 2, 1, (10 * 0.2 + 2 + 2 + 8 * 100e6 / COMBINE_PER_S) / 10),
+        ("diloco", 2, 1, (10 * 0.2 + 2 + 2 + 7 * 100e6 / COMBINE_PER_S) / 10),
         ("r2sp", 8, 1, 8 * (1 + 262144 / 100e6)),
         ("asp", 1, 1, 0.2 + 1 + 262144 / 100e6),
         ("easgd", 1, 1, (10 * 0.2 + 1 + 1) / 10),

@@ -1,0 +1,44 @@
+"""A process saw that all units were done, while another one whose units they were had not contributed its rest yet."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from smb.train import WorkUnits
+from smb.train.members import Member
+from smb.train.work_units import Unit
+from tests.conftest import Connect
+from tests.support.daemons import DEADLINE_S, wait_for
+
+
+def test_the_rest_comes_before_the_end(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between drawing its last ticket and taking that unit a process stands still; another one does the unit, and ends.
+    It ends after the first one's rest."""
+    first, second = (WorkUnits(connect(), "units", 2, 1, epochs=1) for _ in range(2))
+    told: list[str] = []
+    claim = WorkUnits._claim
+
+    def end() -> None:
+        while second.take(lambda: told.append("rest of the second")) is not None:
+            pass
+        told.append("end of the second")
+
+    other = threading.Thread(target=end)
+
+    def claim_late(units: WorkUnits, member: Member, index: int, *rest: Any) -> Unit | None:
+        if units is first and not other.ident:
+            other.start()
+            wait_for(lambda: first._words.read(1 + index, 1)[0], "the unit in the other's hands")
+            wait_for(lambda: "rest of the second" in told, "the other's end", DEADLINE_S)
+        return claim(units, member, index, *rest)
+
+    assert first.take() is not None
+    monkeypatch.setattr(WorkUnits, "_claim", claim_late)
+    assert first.take(lambda: told.append("rest of the first")) is None
+    other.join(DEADLINE_S)
+    assert told.index("rest of the first") < told.index("end of the second")
+    for units in (first, second):
+        units.close()
