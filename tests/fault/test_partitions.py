@@ -32,7 +32,7 @@ pytestmark = [
 SERVERS = ("a", "b", "c")
 HOLD_S = times(0, 30)  # more than the lease of a memory server
 GOES_ON_S = 12.0  # 3 s, the next renewal of a lease, 2 s, and what a busy machine takes
-WORKERS = 2
+WORKERS = times(1, 2)
 CUTS = {  # from whom to whom nothing comes any more
     "two servers": (("a", "b"), ("b", "a")),
     "two servers, one way": (("a", "b"),),
