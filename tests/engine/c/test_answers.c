@@ -201,7 +201,8 @@ static void answers_in_any_order(void)
 {
     struct random random = random_make(1);
     for (int round = 0; round < ROUNDS; round++) {
-        struct answering self = in_order(1 + random_below(&random, 100000));
+        /* Pieces of a few bytes take an emulated machine longer than a call may. */
+        struct answering self = in_order(100 + random_below(&random, 100000));
         for (uint64_t swaps = 1 + random_below(&random, CHUNKS); swaps > 0; swaps--) {
             int a = (int)random_below(&random, CHUNKS), b = (int)random_below(&random, CHUNKS),
                 kept = self.order[a];
@@ -219,7 +220,7 @@ static void refusals_among_them(void)
     struct random random = random_make(2);
     for (int round = 0; round < ROUNDS; round++) {
         struct answering self = in_order(round % 2 ? UINT32_MAX
-                                                   : 1 + random_below(&random, 100000));
+                                                   : 100 + random_below(&random, 100000));
         for (uint64_t refusals = 1 + random_below(&random, 4); refusals > 0; refusals--)
             self.refused[random_below(&random, CHUNKS)] = true;
         /* to memory of the link, that goes with the refusal */
