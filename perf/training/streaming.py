@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import threadpoolctl  # type: ignore[import-untyped]
+import threadpoolctl
 
 import smb
 import smb.train
