@@ -401,9 +401,8 @@ class CoordinatorService(CoordinatorServicer):
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
         plain = sorted(self._commit_log.state.pool(self._commit_log.now()).plain)
-        there = self._commit_log.state.find(
-            kind_of(request.kind), request.name
-        )  # a lock is found again by its creation
+        # A lock is found again by its creation: what is there goes on.
+        there = self._commit_log.state.find(kind_of(request.kind), request.name)
         if request.replicas > 1 and self._tokens is not None and plain and there is None:
             raise InvalidArgumentError(
                 f'create of "{request.name}" with replicas={request.replicas}: with credentials servers forward '

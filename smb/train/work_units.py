@@ -148,6 +148,9 @@ class WorkUnits:
                     return self._handed_out(former, left)
                 self._swept = epoch
             self._ticket = None
+            if former is not None and hint == former[0]:  # the same one again: as long as that is not done, all is not
+                self._finish()
+                former = None
             found = self._claim(member, hint, epoch)
             if found is not None:
                 return self._handed_out(former, found)

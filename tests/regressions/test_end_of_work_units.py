@@ -42,3 +42,11 @@ def test_the_rest_comes_before_the_end(connect: Connect, monkeypatch: pytest.Mon
     assert told.index("rest of the first") < told.index("end of the second")
     for units in (first, second):
         units.close()
+
+
+def test_a_unit_that_comes_again_at_once(connect: Connect) -> None:
+    """One unit alone, or the last one of an epoch as the first one of the next, is handed out in each epoch in turn,
+    also where there is no last epoch."""
+    with WorkUnits(connect(), "units", 5, 5) as units:
+        found = [units.take() for _ in range(4)]
+    assert found == [Unit(epoch, 0, 5) for epoch in range(4)]
