@@ -50,13 +50,16 @@ class Copied:
 
 
 class Maker:
-    """Makes buffers of files. See the module."""
+    """Makes buffers of files. See the module. `replicas`: copies of what was not there before."""
 
-    def __init__(self, client: Client, catalogue: Catalogue, folders: set[str], modified: dict[str, int]) -> None:
+    def __init__(
+        self, client: Client, catalogue: Catalogue, folders: set[str], modified: dict[str, int], replicas: int
+    ) -> None:
         self._client = client
         self._catalogue = catalogue
         self._folders = folders
         self._modified = modified
+        self._replicas = replicas
 
     def listed(self, path: str, info: BufferInfo, buffers: Container[str], folders: Container[str]) -> str:
         """Return the one path by which a buffer is listed."""
@@ -88,10 +91,14 @@ class Maker:
         info = listing.infos.get(target)
         return info is None or self.listed(target, info, listing.infos, listing.folders | self._folders) == path
 
-    def filled(self, source: Reads, plan: Plan) -> str:
-        """Make a buffer with all of a file in it; return its private name."""
+    def filled(self, source: Reads, plan: Plan, before: BufferInfo | None = None) -> str:
+        """Make a buffer with all of a file in it; return its private name. It has as many copies as the file had
+        before, or as the one whose place it takes. A new file has at least as many as new ones get.
+        """
         name = private_name(name_of(plan.name))
-        buffer = create(self._client, name, plan)
+        replaced = self._catalogue.listing().infos.get(plan.name)
+        kept = [info.replicas for info in (before, replaced) if info is not None]
+        buffer = create(self._client, name, plan, max(self._replicas, *kept, 1))
         try:
             copy_all(source, Live(buffer, plan.view))
         except BaseException:
@@ -169,7 +176,7 @@ class Maker:
             if copied is not None:
                 self._client.delete(copied.name, missing_ok=True)
             try:
-                name = self.filled(Live(self._catalogue.open(found.shown.name), found.view), plan)
+                name = self.filled(Live(self._catalogue.open(found.shown.name), found.view), plan, found.info)
             except OutOfMemoryError as error:
                 _log.warning("%s is not made anew: %s", found.shown.path, error)
                 return None

@@ -362,11 +362,12 @@ def serve(
     allow_other: bool = False,
     umask: int = 0o022,
     staged_files: str | None = None,
+    replicas: int = 1,
 ) -> None:
     """Mount, and serve until somebody unmounts it or a signal ends this process. Blocks; calls `on_ready` once it is
     there. Raises Error if it can't be mounted.
     """
-    tree = Tree(client, staged_files)
+    tree = Tree(client, staged_files, replicas=replicas)
     tree.sweep()
 
     mounted = threading.Event()

@@ -74,10 +74,12 @@ class Tree:
     """The files of a client's cluster. Thread-safe.
 
     `staged files` is a directory of this host for files that are being made. With make_folders a new file makes the
-    directories that it is in.
+    directories that it is in. `replicas` says how many copies new files have.
     """
 
-    def __init__(self, client: Client, staged_files: str | None = None, *, make_folders: bool = False) -> None:
+    def __init__(
+        self, client: Client, staged_files: str | None = None, *, make_folders: bool = False, replicas: int = 1
+    ) -> None:
         self.client = client
         self._make_folders = make_folders
         self._staged_files = staged_files
@@ -88,7 +90,7 @@ class Tree:
         self._modified: dict[str, int] = {}
         self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, Status] = {}
-        self._maker = Maker(client, self._catalogue, self._folders, self._modified)
+        self._maker = Maker(client, self._catalogue, self._folders, self._modified, replicas)
         self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
 
@@ -434,7 +436,7 @@ class Tree:
             if plan is None:
                 return None
             source = Live(self._catalogue.open(found.shown.name), found.view)
-            return Copied(self._maker.filled(source, plan), plan, state)
+            return Copied(self._maker.filled(source, plan, found.info), plan, state)
         except (Error, OSError) as error:  # the rename meets it too, or does without
             _log.debug("%s", error)
             return None
@@ -542,7 +544,7 @@ class Tree:
                 live, target = Live(self._catalogue.open(found.shown.name), found.view), found.shown.name
             if live is None or not staged.nbytes or not live.takes(staged):
                 plan = self._maker.plan(node.path, staged)
-                name = self._maker.filled(staged, plan)
+                name = self._maker.filled(staged, plan, found.info if found is not None else None)
                 if node.removed:  # meanwhile
                     self.client.delete(name, missing_ok=True)
                     return

@@ -28,7 +28,7 @@ def private_name(name: str, rest: str = "") -> str:
     return f"{private_of(name)}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
 
 
-def create(client: Client, name: str, plan: Plan) -> Buffer:
+def create(client: Client, name: str, plan: Plan, replicas: int = 1) -> Buffer:
     """Make the buffer that a file becomes, under a name that nobody else uses. If servers are away, it waits for them
     as calls on buffers do, for the client's timeout. Raises as Client.create.
     """
@@ -38,8 +38,8 @@ def create(client: Client, name: str, plan: Plan) -> Buffer:
     while True:
         try:
             if plan.tensors is not None:
-                return client.create(name, tensors=plan.tensors, metadata=metadata, exist_ok=asked)
-            return client.create(name, plan.shape, plan.dtype, metadata=metadata, exist_ok=asked)
+                return client.create(name, tensors=plan.tensors, metadata=metadata, replicas=replicas, exist_ok=asked)
+            return client.create(name, plan.shape, plan.dtype, metadata=metadata, replicas=replicas, exist_ok=asked)
         except UnavailableError:
             if time.monotonic() > end:
                 raise

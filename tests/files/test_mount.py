@@ -61,6 +61,33 @@ def files(mounted: Path, client: smb.Client) -> Path:
     return mounted
 
 
+def test_new_files_have_as_many_copies_as_the_mount_says(
+    cluster: smb.LocalCluster, files: Path, client: smb.Client, tmp_path: Path
+) -> None:
+    """And what is written or renamed in the place of a file keeps the copies that the file had, in any mount."""
+
+    def copies() -> dict[str, int]:
+        return {info.name: info.replicas for info in client.list()}
+
+    (files / "one").write_bytes(b"1")
+    twice = tmp_path / "twice"
+    process = start_mount(cluster, twice, "--replicas", "2")
+    try:
+        np.save(twice / "w.npy", np.arange(1000))
+        (twice / "two.tmp").write_bytes(b"2")
+        (twice / "two.tmp").rename(twice / "two")
+        save_file({"a": np.ones(3)}, twice / "m.tmp")
+        (twice / "m.tmp").rename(twice / "m.safetensors")
+        assert copies() == {"one": 1, "w": 2, "two": 2, "m": 2}
+        shown(files / "two").write_bytes(b"longer")
+        np.save(files / "w.npy", np.arange(2000))
+        (files / "one").write_bytes(b"longer")
+        assert copies() == {"one": 1, "w": 2, "two": 2, "m": 2}
+    finally:
+        unmount(twice)
+        end_mount(process, twice)
+
+
 def test_buffers_are_files(files: Path, client: smb.Client) -> None:
     """What a client makes is there for ls, cat, stat, numpy and getfattr; what is written there the client reads."""
     values = np.arange(30_000, dtype=np.float32).reshape(300, 100)

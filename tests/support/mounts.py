@@ -60,12 +60,15 @@ class HasAddress(Protocol):
     def address(self) -> str: ...
 
 
-def start_mount(cluster: HasAddress, directory: Path, **variables: str) -> subprocess.Popen[bytes]:
+def start_mount(cluster: HasAddress, directory: Path, *options: str, **variables: str) -> subprocess.Popen[bytes]:
     """Mount in a foreground process, whose errors go into DIR.log."""
     directory.mkdir()
     with directory.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "smb.tools.cli.main", "mount", directory, "--foreground", "-c", cluster.address],
+            [
+                sys.executable, "-m", "smb.tools.cli.main", "mount", directory, "--foreground", "-c", cluster.address,
+                *options,
+            ],
             stdout=log, stderr=log, env=os.environ | variables,
         )  # fmt: skip
     wait_for(lambda: is_mounted(directory) or process.poll() is not None, f"mount at {directory}")

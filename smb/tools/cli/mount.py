@@ -37,6 +37,9 @@ def mount(
             "--timeout", metavar="SECONDS", min=1, help="Seconds that a call waits for a server that is away."
         ),
     ] = 120.0,
+    replicas: Annotated[
+        int, typer.Option("--replicas", metavar="N", min=1, max=2, help="Copies of new files, on different servers.")
+    ] = 1,
     staged_files: Annotated[
         Path | None, typer.Option("--drafts", metavar="DIR", help="Where new files lie until they are closed.")
     ] = None,
@@ -80,6 +83,7 @@ def mount(
             allow_other=allow_other,
             umask=rights,
             staged_files=str(staged_files) if staged_files is not None else None,
+            replicas=replicas,
         )
 
 
