@@ -73,8 +73,6 @@ class Home:
         Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
         server was not reached for the client's timeout).
         """
-        # If the barrier was freed meanwhile, its round is not known any more: a request for it gets an error.
-        again = self.named and opcode is not AskOpcode.AWAIT_BARRIER
         opened, deadline = False, Deadline(self._client.timeout)
         while True:
             try:
@@ -84,7 +82,11 @@ class Home:
                     raise
                 opened = True
             except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
-                if not again or deadline.left() <= _RETRY_S:
+                if opcode is AskOpcode.AWAIT_BARRIER:  # with who had arrived
+                    raise BrokenBarrierError(
+                        f"{asked}: {self._where()} has it no more, as its memory was lost; the next round starts clean"
+                    ) from error
+                if not self.named or deadline.left() <= _RETRY_S:
                     raise self._gone(asked, error) from error
                 self._place_again()
 

@@ -116,6 +116,8 @@ LEFT_OUT = {
     "regressions/test_killed_while_connecting.py": "is about shared memory",
     "regressions/test_killed_while_waking.py": "is about shared memory",
     "regressions/test_link_after_its_client.py": "is about links of the engine",
+    "regressions/test_lost_barrier.py": "tests/verbs covers what waits; the memory is lost in the control plane",
+    "regressions/test_many_that_wait_for_a_leader.py": "is about the coordinator",
     "regressions/test_lying_health.py": "is about the coordinator",
     "regressions/test_memory_limit.py": "is about the control plane",
     "regressions/test_outcomes.py": _ELSEWHERE,
