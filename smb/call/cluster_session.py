@@ -38,6 +38,7 @@ from smb.transport.verbs.transport import Verbs
 
 _RENEWALS_PER_LEASE = 3
 _REPORT_S = 2.0  # as often as memory servers tell theirs
+_REPORTS_PER_RENEWAL = 5  # so with the default lease; where many clients have longer ones they report less often, too
 _REPORTS_MAX = 16  # in one renewal
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
@@ -281,7 +282,8 @@ def _renew(
     renewed_at = looked_at = time.monotonic()
     while True:
         every_s = lease / _RENEWALS_PER_LEASE
-        due_s = max(0.0, min(looked_at + _REPORT_S, renewed_at + every_s) - time.monotonic())
+        report_s = max(_REPORT_S, every_s / _REPORTS_PER_RENEWAL)
+        due_s = max(0.0, min(looked_at + report_s, renewed_at + every_s) - time.monotonic())
         if stop.wait(min(due_s, coordinator.tokens.next_s())):
             return
         looked_at = time.monotonic()
@@ -292,7 +294,7 @@ def _renew(
         coordinator.tokens.renew()
         reports, states = _told(ours.reports), ours.published.reports(_REPORTS_MAX)
         del ours
-        if time.monotonic() < renewed_at + (min(_REPORT_S, every_s) if reports or states else every_s):
+        if time.monotonic() < renewed_at + (min(report_s, every_s) if reports or states else every_s):
             continue
         renewed_at = time.monotonic()
         try:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 Holder = TypeVar("Holder", bound=Hashable)
+RENEWALS_PER_LEASE = 3  # so that two of them may get lost
 
 
 @dataclass(frozen=True)
 class Leases(Generic[Holder]):
-    """Holders and the moments at which their leases run out, in seconds of one monotonic clock. Immutable."""
+    """Holders and the moments at which their leases run out, in seconds of one monotonic clock. Immutable.
+
+    A lease runs for `duration_s`. If all holders together would renew more than `most_per_s` times a second, leases are
+    longer.
+    """
 
     duration_s: float
     ends: Mapping[Holder, float] = field(default_factory=dict)
+    most_per_s: float = math.inf
+
+    @property
+    def granted_s(self) -> float:
+        """How long a lease runs that is granted now."""
+        return max(self.duration_s, RENEWALS_PER_LEASE * len(self.ends) / self.most_per_s)
 
     def grant(self, holder: Holder, now: float) -> Leases[Holder]:
-        """Start or renew: the holder's lease runs for `duration_s` from now."""
-        return replace(self, ends={**self.ends, holder: now + self.duration_s})
+        """Start or renew: the holder's lease runs from now."""
+        return replace(self, ends={**self.ends, holder: now + self.granted_s})
+
+    def grant_all(self, holders: Iterable[Holder], now: float) -> Leases[Holder]:
+        """Start or renew all of these at once."""
+        all_of_them = replace(self, ends={**self.ends, **dict.fromkeys(holders, now)})
+        return replace(self, ends={**all_of_them.ends, **dict.fromkeys(holders, now + all_of_them.granted_s)})
 
     def end(self, *holders: Holder) -> Leases[Holder]:
         """Let go of leases; one that is not held is no error."""

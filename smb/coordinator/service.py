@@ -158,7 +158,6 @@ class CoordinatorService(CoordinatorServicer):
         self._watch = watch
         self._overview = overview
         self._shared = shared or pb.SharedSettings()
-        self._session_lease_ms = int(commit_log.state.session_leases.duration_s * 1000)
         self._creations: set[asyncio.Task[BufferRecord]] = set()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._parsing = asyncio.Lock()
@@ -180,7 +179,7 @@ class CoordinatorService(CoordinatorServicer):
         name = _name_of(request.client_name)
         await self._commit_log.commit(SessionRenewed(session_id, name, caller().key))
         failpoint("coordinator.session.opened")
-        reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms, shared=self._shared)
+        reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms(), shared=self._shared)
         if self._tokens is not None:
             reply.session_secret = self._tokens.session_secret(session_id)
             reply.token_lifetime_ms = self._tokens.lifetime_ms
@@ -197,7 +196,10 @@ class CoordinatorService(CoordinatorServicer):
         shown = request.states if caller().role is not Role.SERVER else ()
         states = [report for report in shown if caller().may_see(report.name)]
         self._watch.states.record_reports(request.session_id, states, self._commit_log.now())
-        return pb.RenewSessionReply(lease_ms=self._session_lease_ms)
+        return pb.RenewSessionReply(lease_ms=self._session_lease_ms())
+
+    def _session_lease_ms(self) -> int:
+        return int(self._commit_log.state.session_leases.granted_s * 1000)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
         """See control.proto."""

@@ -73,6 +73,9 @@ from smb.security.roles import namespace_of
 
 SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
 SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up
+SESSION_RENEWALS_PER_S = (
+    300.0  # of all clients: a third of what one coordinator answers; with more than 3 000 leases grow
+)
 SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown this long
 BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
@@ -208,7 +211,7 @@ def load(
     ended = {session.id: session.ended for session in known if session.ended}
     state = State(
         servers={server.name: server for server in servers},
-        session_leases=Leases(session_lease_s),
+        session_leases=Leases(session_lease_s, most_per_s=SESSION_RENEWALS_PER_S),
         quotas=quotas or {},
         client_names={session.id: session.client_name for session in known if not session.ended},
         session_owners={session.id: session.owner for session in known if not session.ended and session.owner},
@@ -234,18 +237,12 @@ def _restarted(state: State, event: Restarted, now: Instant) -> Step:
             EraseBuffer(record.key),
             Report(logging.WARNING, f"took back {record.title}: half made at the stop"),
         ]
-    leases = state.server_leases
-    for name in state.servers:
-        leases = leases.grant(name, now.monotonic)
-    session_leases = state.session_leases
-    for session_id in state.client_names:
-        session_leases = session_leases.grant(session_id, now.monotonic)
     # Alive for one lease, so that creates go on; suspected, so that each tells again what it holds.
     state = replace(
         state,
-        server_leases=leases,
+        server_leases=state.server_leases.grant_all(state.servers, now.monotonic),
         suspected=frozenset(state.servers),
-        session_leases=session_leases,
+        session_leases=state.session_leases.grant_all(state.client_names, now.monotonic),
         ended_sessions=replace(state.ended_sessions, incarnation=event.incarnation),
     )
     return state, tuple(effects)
@@ -300,7 +297,9 @@ def _server_registered(state: State, event: ServerRegistered, now: Instant) -> S
     drops = tuple(sorted(event.segment_ids - here.keys()))
     lost = sorted({here[segment_id] for segment_id in here.keys() - event.segment_ids})
     epochs = {segment.id: segment.epoch for record in state.buffers.values() for segment in record.segments}
-    effects: list[Effect] = [SaveServer(server), AnswerDrops(drops, tuple(epochs.get(each, 0) for each in drops))]
+    effects: list[Effect] = [AnswerDrops(drops, tuple(epochs.get(each, 0) for each in drops))]
+    if known is None or server != replace(known, last_seen_at=server.last_seen_at, used_bytes=server.used_bytes):
+        effects.append(SaveServer(server))  # else all come back after a change of leader, and each would be a write
     effects.append(Report(logging.INFO, f'memory server "{server.name}" at {server.data_address} registered'))
     if drops:
         text = f'memory server "{server.name}" holds {len(drops)} segments that no buffer has; it is told to drop them'

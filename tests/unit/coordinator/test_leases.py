@@ -30,3 +30,15 @@ def test_those_that_ran_out_are_told_until_they_are_let_go_of() -> None:
     assert leases.run_out(6.0) == ("a",)
     assert leases.run_out(9.0) == ("a", "b")
     assert leases.end("a").run_out(9.0) == ("b",)
+
+
+def test_leases_grow_with_their_holders() -> None:
+    """So that all together renew no more than so many times a second; of those granted at once each has the same."""
+    leases = Leases[int](30.0, most_per_s=100.0).grant_all(range(1000), now=50.0)
+    assert leases.granted_s == 30.0
+    assert leases.grant(1000, now=50.0).granted_s == 3 * 1001 / 100
+    many = leases.grant_all(range(2000), now=60.0)
+    assert many.granted_s == 60.0
+    assert set(many.ends.values()) == {120.0}
+    assert many.end(*range(500, 2000)).granted_s == 30.0
+    assert many.end(*range(500, 2000)).runs(0, 119.0), "what was granted stays granted"
