@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -23,6 +24,7 @@ from smb.daemon.failpoint import failpoint
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.rpc.peers import PATIENCE
 from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
 
 ANSWER_S = 3.0
@@ -30,6 +32,7 @@ LEAVE_S = 1.0
 RETRY_FIRST_S = 0.1  # a restarted coordinator should see its servers at once
 RETRY_MAX_S = 1.0
 RENEWALS_PER_LEASE = 3
+PATIENCE_S = 2.0  # until one that stands by leads: the rest of a lease that was asked for then is long enough
 LEASE_USED = 0.95  # of a lease, counted from before it was asked for: clocks may differ by the rest
 
 _ELSEWHERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
@@ -162,6 +165,12 @@ class Registration:
         self._turns += 1
         return self._turns % len(self._addresses) != 0
 
+    def _patience(self) -> dict[str, Any]:
+        """Return the options of a call: once all have been asked in vain, one that stands by may keep it."""
+        if self._turns < len(self._addresses):
+            return {"timeout": ANSWER_S}
+        return {"timeout": ANSWER_S + PATIENCE_S, "metadata": ((PATIENCE, str(round(1000 * PATIENCE_S))),)}
+
     def _take_new_certificate(self) -> None:
         """Connect with what the files hold now. Calls are made by one thread, so none is under way."""
         found = self._current.now() if self._current is not None else None
@@ -211,7 +220,7 @@ class Registration:
         )
         failpoint("memserver.register.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        reply = self._stub.RegisterServer(request, timeout=ANSWER_S)
+        reply = self._stub.RegisterServer(request, **self._patience())
         failpoint("memserver.register.answered")
         self._take_keys(reply)
         epochs = [*reply.drop_epochs, *[0] * (len(reply.drop_segment_ids) - len(reply.drop_epochs))]
@@ -244,7 +253,7 @@ class Registration:
             request.mirrors.extend(self._relays.reports())
         failpoint("memserver.renew.sending")
         asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        reply = self._stub.RenewServer(request, timeout=ANSWER_S)
+        reply = self._stub.RenewServer(request, **self._patience())
         failpoint("memserver.renew.answered")
         self._take_keys(reply)
         self._missing_names.learn(reply)

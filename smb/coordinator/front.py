@@ -9,6 +9,8 @@ answer may be out of date by then.
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -21,6 +23,8 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
 ASKED_OF_ALL = "Leader"  # the call that every coordinator answers
+PATIENCE_S_MAX = 10.0
+KEPT_MAX = 16_384  # calls, until there is a leader
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -59,6 +63,8 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self.leader = ""  # the leader's; empty if nobody is known to lead
         self.term = 0  # which grows with each leader
         self._holds: Callable[[], bool] | None = None
+        self._kept = 0
+        self._moved = asyncio.Event()  # another one leads; then there is a new event
         self._nobody = _Handlers(_Nobody(self._leader)).by_method
         self._handlers = self._nobody
 
@@ -68,11 +74,30 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         leader = f"/smb.v1.Coordinator/{ASKED_OF_ALL}"
         self._handlers = {**handlers, leader: self._nobody[leader]}
         self._holds, self.leader, self.term = holds, self.address, term
+        self._tell_moved()
 
     def stand_by(self, leader: str = "", term: int = 0) -> None:
         """Answer nothing but who leads, where that is known."""
         self._handlers, self._holds = self._nobody, None
+        before = self.leader, self.term
         self.leader, self.term = leader, max(term, self.term)
+        if before != (self.leader, self.term):
+            self._tell_moved()
+
+    async def wait_to_lead(self, patience_ms: str) -> None:
+        """Wait until this coordinator leads or another leader is known, as long as the caller is patient. Very many
+        that wait for a leader would ask very often else. Returns at once if very many wait already.
+        """
+        patience_s = min(PATIENCE_S_MAX, int(patience_ms) / 1000) if re.fullmatch(r"\d{1,6}", patience_ms) else 0.0
+        if self.leads or not patience_s or self._kept >= KEPT_MAX:
+            return
+        self._kept += 1
+        try:
+            await asyncio.wait_for(self._moved.wait(), patience_s)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            self._kept -= 1
 
     @property
     def leads(self) -> bool:
@@ -106,6 +131,10 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         return grpc.unary_unary_rpc_method_handler(
             answer, request_deserializer=found.request_deserializer, response_serializer=found.response_serializer
         )
+
+    def _tell_moved(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     def _leader(self) -> pb.LeaderReply:
         return pb.LeaderReply(leads=self.leads, address=self.leader, term=self.term)

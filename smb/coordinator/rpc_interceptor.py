@@ -16,6 +16,7 @@ from smb.coordinator.front import ASKED_OF_ALL, Front
 from smb.coordinator.store import DeposedError
 from smb.rpc.bounds import check_bounds
 from smb.rpc.coordinator_client import ANSWERED, OUTCOME, STANDBY, SessionEndedError
+from smb.rpc.peers import PATIENCE
 
 _log = logging.getLogger("coordinator")
 
@@ -68,6 +69,8 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _wrap(self, method: str, call: Call) -> Call:
         async def answer(request: Any, context: Context) -> Any:
+            if not self._front.leads and method != ASKED_OF_ALL:
+                await self._front.wait_to_lead(dict(context.invocation_metadata() or ()).get(PATIENCE, ""))
             begun = time.perf_counter()
             code, text = grpc.StatusCode.OK, ""
             outcome, standby = errors.UNKNOWN, False

@@ -51,6 +51,7 @@ _CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 _COMES_BACK_S = 2.0
 _AGAIN_S = 0.05
+_PATIENCE_S = 5.0  # very many may wait for a leader: each asks so rarely, and is answered at once when there is one
 _LAST_S = 0.05  # for an attempt at the very end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
@@ -243,12 +244,15 @@ class Coordinator:
         # One that is just being started, or started again, is there soon; one of several takes as long as a lease.
         gives_up = begun + (timeout if several else min(timeout, _COMES_BACK_S))
         repeatable = several and _is_repeatable(request)
+        all_asked = False
         while True:
             peer = self._peers.now
+            left_s = max(_LAST_S, begun + timeout - time.monotonic())
             # Not grpc.channel_ready_future: the thread that watches for it may find the channel closed, and then
             # prints a traceback.
             try:
-                return self._peers.ask(peer, method, request, max(_LAST_S, begun + timeout - time.monotonic()))
+                patience_s = min(_PATIENCE_S, left_s / 2) if all_asked else 0.0
+                return self._peers.ask(peer, method, request, left_s, patience_s)
             except MovedError:
                 failure = self._lost(isinstance(request, _CHANGES))
                 may_repeat = repeatable
@@ -277,6 +281,7 @@ class Coordinator:
                 finally:
                     del failure, stood_by  # else these and this frame keep each other, and a forgotten buffer, alive
             if self._peers.go_on(peer):
+                all_asked = True
                 time.sleep(_AGAIN_S)
 
     def _lost(self, changes: bool) -> errors.UnavailableError:
