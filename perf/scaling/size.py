@@ -27,10 +27,11 @@ from perf.scaling.report import Answer, Column
 SERVERS, CLIENTS = 1000, 10_000
 QUICK_SERVERS, QUICK_CLIENTS = 20, 200
 PROCESSES = 2
-STEADY_S = 20.0  # two renewals of each client
+STEADY_S = 40.0  # longer than a client waits between two renewals
 OVER_S = 180.0  # a change of leader that takes longer has failed
 CREATE_PAUSE_S = 0.2
 LEADER_LEASE_S = 8
+LINES_SHOWN = 50  # of a coordinator's log, if the experiment failed
 
 
 def how_large(quick: bool) -> Answer:
@@ -194,7 +195,11 @@ class _Coordinators:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            for log in sorted(self._directory.glob("coordinator-*.log")):
+                worse = [line for line in log.read_text().splitlines() if " INFO " not in line]
+                print("\n".join([f"{log.name}:", *worse[-LINES_SHOWN:]]), file=sys.stderr)
         self._stack.close()
 
     def cpu_seconds(self) -> float:

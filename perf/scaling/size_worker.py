@@ -25,12 +25,14 @@ from smb.rpc.control_pb2_grpc import (
     MemoryServerServicer,
     add_MemoryServerServicer_to_server,
 )
+from smb.rpc.peers import PATIENCE
 
 ANSWER_S = 10.0
+PATIENCE_S = 2.0
 RETRY_FIRST_S, RETRY_MAX_S = 0.1, 1.0
 RENEWALS_PER_LEASE = 3
 AT_ONCE = 64  # members that begin, or open a buffer, at the same time
-ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 CAPACITY_BYTES = 1 << 40
 
@@ -73,12 +75,15 @@ class Member:
     async def ask(self, kind: str, request: Any, timeout_s: float = ANSWER_S) -> Any:
         """Return the answer, of the coordinator that leads. Raises AioRpcError where another is of no help."""
         wait_s = RETRY_FIRST_S
-        begun = time.monotonic()
+        begun, turns = time.monotonic(), 0
         while True:
+            patient = turns >= len(self._coordinators) > 1  # as clients and memory servers are
+            metadata = ((PATIENCE, str(round(1000 * PATIENCE_S))),) if patient else ()
             try:
-                reply = await getattr(self._stub, kind)(request, timeout=timeout_s)
+                reply = await getattr(self._stub, kind)(request, timeout=timeout_s, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 self._calls.failed(error)
+                turns += 1
                 if error.code() not in ELSEWHERE:
                     raise
                 if len(self._coordinators) > 1:
@@ -155,7 +160,7 @@ class Client(Member):
         while True:
             request = pb.RenewSessionRequest(session_id=self.session_id, client_name="one of many")
             try:
-                await self.ask("RenewSession", request)
+                self.every_s = (await self.ask("RenewSession", request)).lease_ms / 1000 / RENEWALS_PER_LEASE
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
                     raise
@@ -212,12 +217,14 @@ class Worker:
         return await self._begin([Client(coordinators, self._calls) for _ in range(count)])
 
     async def _begin(self, members: list[Any]) -> dict[str, Any]:
+        async def begin(member: Any) -> None:
+            await member.begin()
+            self._lives.append(asyncio.create_task(member.live()))
+
         begun = time.monotonic()
-        await _at_most(AT_ONCE, [member.begin() for member in members])
-        seconds = time.monotonic() - begun
+        await _at_most(AT_ONCE, [begin(member) for member in members])
         self._members += members
-        self._lives += [asyncio.create_task(member.live()) for member in members]
-        return {"seconds": seconds}
+        return {"seconds": time.monotonic() - begun}
 
     async def open(self, buffer: str) -> dict[str, Any]:
         """Open it by every client, as many at once as their processes would."""
