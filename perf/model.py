@@ -26,6 +26,7 @@ RECORD_BYTES, RECORDS_MIN, RECORDS_MAX = 128, 128, 1024
 SLOT_HEADER_BYTES = 8192  # of a journal slot, before the payload
 RENEWALS_PER_LEASE = 3
 SERVER_LEASE_S, SESSION_LEASE_S = 6.0, 30.0
+SESSION_RENEWALS_PER_S = 300.0
 # Of TCP over Ethernet with packets of 1500 bytes and timestamps: payload, and bytes that a shaper or a link counts.
 SEGMENT_BYTES, PACKET_BYTES = 1448, 1514
 MATHIS = math.sqrt(1.5)  # rate <= MATHIS * segment / (round trip * sqrt(loss)): Mathis et al., CCR 27(3), 1997
@@ -74,7 +75,8 @@ def records_of(segment_bytes: int) -> int:
 
 def coordinator_calls_per_s(servers: int, clients: int) -> float:
     """Renewals of leases; opens, creates and the rest come on top."""
-    return RENEWALS_PER_LEASE * (servers / SERVER_LEASE_S + clients / SESSION_LEASE_S)
+    of_clients = min(RENEWALS_PER_LEASE * clients / SESSION_LEASE_S, SESSION_RENEWALS_PER_S)
+    return RENEWALS_PER_LEASE * servers / SERVER_LEASE_S + of_clients
 
 
 def connection_bytes(connected_bytes: float) -> float:

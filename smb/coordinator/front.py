@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from smb.coordinator.store import DeposedError
 from smb.errors import UNKNOWN, CallOutcome
@@ -24,7 +25,8 @@ from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorService
 
 ASKED_OF_ALL = "Leader"  # the call that every coordinator answers
 PATIENCE_S_MAX = 10.0
-KEPT_MAX = 16_384  # calls, until there is a leader
+KEPT_MAX = 8192  # calls, until there is a leader
+KEPT_BYTES_MAX = 4096  # of a request that is kept
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -84,12 +86,14 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if before != (self.leader, self.term):
             self._tell_moved()
 
-    async def wait_to_lead(self, patience_ms: str) -> None:
+    async def wait_to_lead(self, request: Message, patience_ms: str) -> None:
         """Wait until this coordinator leads or another leader is known, as long as the caller is patient. Very many
-        that wait for a leader would ask very often else. Returns at once if very many wait already.
+        that wait for a leader would ask very often else. Returns at once if very many wait already, if the request is
+        large, and if this one does not know who led last: then it may not hear of the next one.
         """
         patience_s = min(PATIENCE_S_MAX, int(patience_ms) / 1000) if re.fullmatch(r"\d{1,6}", patience_ms) else 0.0
-        if self.leads or not patience_s or self._kept >= KEPT_MAX:
+        large = request.ByteSize() > KEPT_BYTES_MAX
+        if self.leads or not self.leader or not patience_s or large or self._kept >= KEPT_MAX:
             return
         self._kept += 1
         try:

@@ -70,7 +70,8 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _wrap(self, method: str, call: Call) -> Call:
         async def answer(request: Any, context: Context) -> Any:
             if not self._front.leads and method != ASKED_OF_ALL:
-                await self._front.wait_to_lead(dict(context.invocation_metadata() or ()).get(PATIENCE, ""))
+                patience_ms = dict(context.invocation_metadata() or ()).get(PATIENCE, "")
+                await self._front.wait_to_lead(request, patience_ms)
             begun = time.perf_counter()
             code, text = grpc.StatusCode.OK, ""
             outcome, standby = errors.UNKNOWN, False

@@ -92,19 +92,23 @@ def test_who_waits_for_a_leader_asks_rarely_and_is_answered_at_once() -> None:
 
 
 def test_what_a_standby_keeps_has_bounds() -> None:
-    """Each for its time, and until another leader is known; not more than so many; nothing for what is no number."""
+    """Each for its time, and until another leader is known; not more than so many, and small ones. Nothing for what is
+    no number, or by one that knows of no leader.
+    """
 
     async def run() -> None:
-        front = Front()
+        front, small = Front(), pb.RenewSessionRequest(session_id=1)
+        await asyncio.wait_for(front.wait_to_lead(small, "900000"), 1)
         front.stand_by("a:1", 1)
+        await asyncio.wait_for(front.wait_to_lead(pb.RenewSessionRequest(client_name="x" * 5000), "900000"), 1)
         for bad in ("", "-1", "x", "9" * 5000, "1e9"):
-            await asyncio.wait_for(front.wait_to_lead(bad), 1)
+            await asyncio.wait_for(front.wait_to_lead(small, bad), 1)
         began = time.monotonic()
-        await front.wait_to_lead("50")
+        await front.wait_to_lead(small, "50")
         assert time.monotonic() - began >= 0.05
-        kept = [asyncio.create_task(front.wait_to_lead("900000")) for _ in range(KEPT_MAX)]
+        kept = [asyncio.create_task(front.wait_to_lead(small, "900000")) for _ in range(KEPT_MAX)]
         await asyncio.sleep(0)
-        await asyncio.wait_for(front.wait_to_lead("900000"), 1)
+        await asyncio.wait_for(front.wait_to_lead(small, "900000"), 1)
         front.stand_by("a:1", 1)  # as it looks again
         assert not any(each.done() for each in kept)
         front.stand_by("b:1", 2)

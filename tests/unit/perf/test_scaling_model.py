@@ -44,6 +44,7 @@ def test_constants_are_the_sources(file: str, name: str, value: int) -> None:
 def test_leases_and_slots_are_the_sources() -> None:
     """Those of Python are compared as they are; a journal slot begins with two pages."""
     assert (model.SERVER_LEASE_S, model.SESSION_LEASE_S) == (state.SERVER_LEASE_S, state.SESSION_LEASE_S)
+    assert model.SESSION_RENEWALS_PER_S == state.SESSION_RENEWALS_PER_S
     assert placement.STRIPE_BYTES_DEFAULT == model.CHUNK_BYTES
     journal = (ROOT / "csrc/memory/journal.c").read_text()
     assert "PAYLOAD_AT = 2 * PAGE" in journal
@@ -81,8 +82,9 @@ def test_the_busiest_segment() -> None:
 
 
 def test_renewals() -> None:
-    """1 000 servers every 2 s, 10 000 clients every 10 s."""
-    assert model.coordinator_calls_per_s(1000, 10_000) == 1500
+    """1 000 servers every 2 s, 1 000 clients every 10 s, 10 000 every 33 s."""
+    assert model.coordinator_calls_per_s(1000, 1000) == 600
+    assert model.coordinator_calls_per_s(1000, 10_000) == 800
 
 
 def test_predictions_are_as_close_as_the_page_says() -> None:
