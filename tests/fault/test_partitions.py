@@ -132,7 +132,10 @@ def test_a_cut(tmp_path: Path, what: str) -> None:
             def went_on() -> bool:
                 for worker in workers:
                     assert worker.poll() is None, worker.communicate()
-                return all(count_notes(path) >= count + 4 for path, count in zip(histories, before, strict=True))
+                return all(
+                    count_notes(path) >= count + second_copy.TWO_ROUNDS
+                    for path, count in zip(histories, before, strict=True)
+                )
 
             wait_for(went_on, "work of every user", 60 * SLOWNESS)
             return time.monotonic() - began

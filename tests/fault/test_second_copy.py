@@ -22,7 +22,7 @@ from tests.support.history import count_notes
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
 NAMES = ("a", "b", "c")
-ROUNDS = times(1, 50)
+ROUNDS = times(1, 100)
 
 
 class Pool:
@@ -77,7 +77,10 @@ class Pool:
         def went_on() -> bool:
             for process, messages in self._clients:
                 assert process.exitcode is None, messages.get(timeout=5)
-            return all(count_notes(path) >= count + 4 for path, count in zip(self.histories, before, strict=True))
+            return all(
+                count_notes(path) >= count + second_copy.TWO_ROUNDS
+                for path, count in zip(self.histories, before, strict=True)
+            )
 
         wait_for(went_on, "work of every client", deadline_s)
         return time.monotonic() - began

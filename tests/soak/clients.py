@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import queue
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import smb
 import smb.train
 from smb.files.copying import snapshot
+from tests.support import second_copy
 from tests.support.checkers import check_one_version, check_untorn, delta
 from tests.support.fsx import Tester
 from tests.support.history import Notes, Step, draw_tickets, take_turns
@@ -39,8 +41,8 @@ def add(address: str, way: str, path: Path, stop: Path, lane: str) -> None:
 
 
 def draw(address: str, way: str, path: Path, stop: Path) -> None:
-    """Draw from "counter"."""
-    draw_tickets(None, address, way, path, stop, PAUSE_S)
+    """Draw from "tickets"."""
+    draw_tickets(None, address, way, path, stop, PAUSE_S, "tickets")
 
 
 def lock(address: str, way: str, path: Path, stop: Path) -> None:
@@ -76,7 +78,7 @@ def train(address: str, way: str, path: Path, stop: Path, name: str) -> None:
     rng = np.random.default_rng()
     with (
         smb.connect(address, transport=way, timeout=TIMEOUT_S) as client,
-        smb.train.join(client, name, values, scheme, lease=LEASE_S) as worker,
+        smb.train.join(client, name, values, scheme, lease=LEASE_S, replicas=2) as worker,
     ):
         while not stop.exists():
             notes.add(Step.ASKS)
@@ -84,6 +86,15 @@ def train(address: str, way: str, path: Path, stop: Path, name: str) -> None:
             worker.step()
             notes.add(Step.TOLD)
             time.sleep(PAUSE_S)
+
+
+def use_copies(address: str, way: str, path: Path, stop: Path, number: int) -> None:
+    """Do all that a client can with buffers of two copies; the count of rounds goes into a file beside the notes."""
+    told: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
+    second_copy.work(told, address, way, number, path, stop, 5 * PAUSE_S)
+    _, done, why = told.get_nowait()
+    assert not why, why
+    path.with_suffix(".done").write_text(str(done))
 
 
 def publish(address: str, way: str, path: Path, stop: Path) -> None:

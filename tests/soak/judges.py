@@ -14,6 +14,7 @@ import numpy as np
 import smb
 import smb.train
 from tests.soak.clients import goal
+from tests.support import second_copy
 from tests.support.checkers import BadHistoryError, check_between, check_locks, check_tickets
 from tests.support.history import LockHistory, Note, Step, read_notes, tickets_of
 
@@ -38,7 +39,7 @@ def judge_additions(client: smb.Client, lanes: dict[str, list[Path]]) -> str:
 def judge_tickets(client: smb.Client, paths: Sequence[Path]) -> str:
     """The tickets are those of one counter."""
     tickets = [ticket for path in paths for ticket in tickets_of(read_notes(path))]
-    check_tickets(tickets, 0, client.open("counter").fetch_add(0, 1))
+    check_tickets(tickets, 0, client.open("tickets").fetch_add(0, 1))
     return f"tickets: {len(tickets)}: linearizable"
 
 
@@ -75,6 +76,14 @@ def judge_meetings(seats: Sequence[Sequence[Path]]) -> str:
     if not passed:
         raise BadHistoryError("no barrier was passed")
     return f"barriers: {passed}: none passed early"
+
+
+def judge_copies(client: smb.Client, memory: Path, paths: Sequence[Path]) -> str:
+    """Each call on buffers with two copies counts once, and the copies are equal. `paths`: each client's notes."""
+    done = [int(path.with_suffix(".done").read_text()) for path in paths]
+    second_copy.check(client, done, list(paths))
+    compared = second_copy.check_copies(client, memory)
+    return f"two copies: {sum(done)} rounds, each call counted once; {compared} segments equal"
 
 
 def judge_training(client: smb.Client, name: str, paths: Sequence[Path]) -> str:

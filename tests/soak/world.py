@@ -12,12 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import smb
+from smb.rpc.coordinator_client import Coordinator
+from smb.security.credentials import load_directory
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
+from tests.support import second_copy
+from tests.support.clocks import Clock
 from tests.support.daemons import Daemon, Daemons, keep_port, stopped, wait_for
 from tests.support.etcd import Coordinators, EtcdCluster
 
-SERVERS = ("a", "b", "c")
+LASTING = ("a", "b", "c")  # they have the buffers with one copy
+SERVERS = (*LASTING, "d")
+STEP_S = 30  # by which a wall clock jumps, at most: tokens are good for minutes
+WHOLE_S = 60.0  # until all that had one copy has two again
 LEASE_S = 30.0  # of a client's session: its process may wait long for a processor
 FAULT_S = (0.0, 3.0)  # how long one lasts
 _TABLE = "smbsoak"
@@ -63,8 +70,16 @@ class World:
         count = 1
         if self._etcd is not None:
             state, count = f"etcd://{','.join(member.address for member in self._etcd.members)}/soak", 2
-        options = ("--credentials", str(self.credentials / "coordinator"), "--session-lease", str(LEASE_S))
-        self.coordinators = Coordinators(self._daemons, state, count, *options)
+        options = (
+            "--credentials",
+            str(self.credentials / "coordinator"),
+            "--session-lease",
+            str(LEASE_S),
+            "--idle-names",
+            str(LEASE_S),
+        )
+        self._clocks = [Clock(self._directory, f"coordinator-{index}") for index in range(count)]
+        self.coordinators = Coordinators(self._daemons, state, count, *options, clocks=self._clocks)
         left.callback(self.coordinators.close)
         kept = [left.enter_context(contextlib.closing(keep_port())) for _ in SERVERS]
         self._ports = [one.getsockname()[1] for one in kept]
@@ -98,6 +113,9 @@ class World:
             "kill-coordinator": self._kill_coordinator,
             "stop-coordinator": self._stop_coordinator,
             "cut": self._cut,
+            "lose-host": self._lose_host,
+            "drain": self._drain,
+            "set-clock": self._set_clock,
         }
         if self._etcd is None:
             found["full-disk"] = self._fill_disk
@@ -109,6 +127,45 @@ class World:
         _last(rng)
         self.servers[index] = self._server(index)
         assert self.servers[index].address
+
+    def _lose_host(self, rng: random.Random) -> None:
+        """A server and its memory; what had a copy there gets one elsewhere, or on the one that comes in its place."""
+        self.wait_until_whole()
+        self.servers[-1].kill()
+        second_copy.lose(self.memory, SERVERS[-1])
+        _last(rng)
+        self.servers[-1] = self._server(len(SERVERS) - 1)
+        assert self.servers[-1].address
+        self.wait_until_whole()
+
+    def _drain(self, rng: random.Random) -> None:
+        """All copies of buffers with two leave a server, under those who use them. Then it takes some again."""
+        name = rng.choice(SERVERS)
+        with (
+            contextlib.closing(Coordinator(self.address, load_directory(self.credentials / "operator"))) as coordinator,
+            smb.connect(self.address, timeout=WHOLE_S) as client,
+        ):
+
+            def holds() -> bool:
+                return any(
+                    name in (place.server, place.backup)
+                    for info in client.list()
+                    if info.replicas > 1
+                    for place in info.layout.segments
+                )
+
+            coordinator.drain_server(name, WHOLE_S)
+            try:
+                wait_for(lambda: not holds(), f"{name} without copies", WHOLE_S)
+            finally:
+                coordinator.drain_server(name, WHOLE_S, undo=True)
+
+    def _set_clock(self, rng: random.Random) -> None:
+        """The coordinator's wall clock is put wrong, and then right."""
+        clock = self._clocks[self._leader()]
+        clock.set(rng.randint(-STEP_S, STEP_S))
+        _last(rng)
+        clock.set(0)
 
     def _stop_server(self, rng: random.Random) -> None:
         with stopped(self.servers[rng.randrange(len(SERVERS))].pid):
@@ -155,7 +212,17 @@ class World:
             client.create("on-a-full-disk", 1000, exist_ok=True)
             client.delete("on-a-full-disk")
 
-    # ---- what it has in the end
+    # ---- what it has
+
+    @property
+    def memory(self) -> Path:
+        """The directory of all servers' segments."""
+        return self._daemons.memory
+
+    def wait_until_whole(self) -> None:
+        """All that is to have two copies has them."""
+        with smb.connect(self.address, timeout=WHOLE_S) as client:
+            wait_for(lambda: second_copy.are_whole(client), "two copies of each segment", WHOLE_S)
 
     def sessions(self) -> int:
         """How many the coordinator knows."""

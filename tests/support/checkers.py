@@ -131,6 +131,110 @@ def _check_missing(known: Sequence[Ticket], unknown: Sequence[float], first: int
         taken, low = taken + 1, value + 1
 
 
+# ---- a single element
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call on one element: its times (`ended` is infinite if its outcome is unknown), what it was given, and what
+    it was told: of "read", "add" and "swap" the value that it found. "swap" has the expected and the new value.
+    """
+
+    began: float
+    ended: float
+    kind: str
+    given: tuple[int, ...] = ()
+    found: int | None = None
+
+    def step(self, value: int) -> int | None:
+        """Return the element's next value, None if the call was told something that does not fit this one."""
+        if self.kind != "write" and self.found not in (None, value):
+            return None
+        match self.kind, self.given:
+            case "read", ():
+                return value
+            case "write", (new,):
+                return new
+            case "add", (amount,):
+                return value + amount
+            case "swap", (expected, new):
+                return new if value == expected else value
+        raise AssertionError(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Moment:
+    """A call's begin, or its end, in a list by time."""
+
+    operation: int
+    end: _Moment | None = None
+    before: _Moment | None = None
+    after: _Moment | None = None
+
+    def lift(self) -> None:
+        """Take it out of the list; it remembers where it was."""
+        assert self.before is not None
+        self.before.after = self.after
+        if self.after is not None:
+            self.after.before = self.before
+
+    def put_back(self) -> None:
+        """Undo the last lift."""
+        assert self.before is not None
+        self.before.after = self
+        if self.after is not None:
+            self.after.before = self
+
+
+def _moments(operations: Sequence[Operation]) -> _Moment:
+    """Return the head of the list of all begins, and of all ends that are known."""
+    ends = [_Moment(number) for number in range(len(operations))]
+    known = [(one.ended, 1, end) for one, end in zip(operations, ends, strict=True) if one.ended != float("inf")]
+    begins = [(one.began, 0, _Moment(number, ends[number])) for number, one in enumerate(operations)]
+    head = last = _Moment(-1)
+    for _, _, moment in sorted([*begins, *known], key=lambda each: each[:2]):
+        last.after, moment.before = moment, last
+        last = moment
+    return head
+
+
+def check_linearizable(operations: Sequence[Operation], value: int) -> None:
+    """There is one order of all calls, each between its two times, in which every call was told the truth, from that
+    first value on. Wing and Gong, JPDC 17, 1993; with Lowe's memory of what was tried, CCPE 29(4), 2017.
+    """
+    head = _moments(operations)
+    tried: set[tuple[int, int, int]] = set()  # how many calls are in order without a gap, the rest's bits, the value
+    made, gapless, bits = [], 0, 0  # made: calls in the order that is tried, with the value before each
+    moment = head.after
+    while moment is not None:
+        if moment.end is not None:
+            bit, following = 1 << (moment.operation - gapless), operations[moment.operation].step(value)
+            if following is not None:
+                some, low = bits | bit, gapless
+                while some & 1:
+                    some, low = some >> 1, low + 1
+                if (low, some, following) not in tried:
+                    tried.add((low, some, following))
+                    made.append((moment, value, gapless, bits))
+                    value, gapless, bits = following, low, some
+                    moment.lift()
+                    if operations[moment.operation].ended != float("inf"):
+                        moment.end.lift()
+                    moment = head.after
+                    continue
+            moment = moment.after
+        else:  # the end of a call that has no place yet: the last choice was wrong
+            if not made:
+                one = operations[moment.operation]
+                raise BadHistoryError(f"no order of {len(operations)} calls explains what {one} was told")
+            moment, value, gapless, bits = made.pop()
+            if operations[moment.operation].ended != float("inf"):
+                assert moment.end is not None
+                moment.end.put_back()
+            moment.put_back()
+            moment = moment.after
+
+
 # ---- locks
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import smb
-from tests.support.checkers import FencedWrite, Holding, LockEvent, Ticket
+from tests.support.checkers import FencedWrite, Holding, LockEvent, Operation, Ticket
 
 NEVER = float("inf")
 TTL_S = 1.0
@@ -39,6 +39,12 @@ class Step(IntEnum):
     RELEASES = 8
     RELEASED = 9
     LOST = 10
+    READS = 11  # an element
+    PUTS = 12  # value
+    ADDS = 13  # amount
+    EXPECTS = 14  # value; the next note is SWAPS
+    SWAPS = 15  # value
+    FOUND = 16  # value; of PUTS 0
 
 
 Note = tuple[Step, float, int]
@@ -68,11 +74,13 @@ def read_notes(path: Path) -> list[Note]:
 # ---- what runs in the clients' processes
 
 
-def draw_tickets(_messages: Any, address: str, transport: str, path: Path, stop: Path, pause_s: float = 0.0) -> None:
-    """Draw from the buffer "counter" until the file `stop` is there, with a pause after each ticket."""
+def draw_tickets(
+    _messages: Any, address: str, transport: str, path: Path, stop: Path, pause_s: float = 0.0, name: str = "counter"
+) -> None:
+    """Draw from the buffer of that name until the file `stop` is there, with a pause after each ticket."""
     notes = Notes(path)
     with smb.connect(address, transport=transport, timeout=60) as client:
-        counter = client.open("counter")
+        counter = client.open(name)
         while not stop.exists():
             notes.add(Step.ASKS)
             notes.add(Step.TOLD, counter.fetch_add(0, 1))
@@ -135,6 +143,32 @@ def tickets_of(notes: Sequence[Note]) -> Iterator[Ticket]:
             asked = None
     if asked is not None:
         yield Ticket(asked, NEVER, None)
+
+
+def operations_of(notes: Sequence[Note]) -> Iterator[Operation]:
+    """Give a client's calls on an element."""
+    asked: tuple[float, str, tuple[int, ...]] | None = None
+    expected = 0
+    for step, at, number in notes:
+        match step:
+            case Step.READS:
+                asked = at, "read", ()
+            case Step.PUTS:
+                asked = at, "write", (number,)
+            case Step.ADDS:
+                asked = at, "add", (number,)
+            case Step.EXPECTS:
+                expected = number
+            case Step.SWAPS:
+                asked = at, "swap", (expected, number)
+            case Step.FOUND:
+                assert asked is not None, "an answer without a question"
+                began, kind, given = asked
+                yield Operation(began, at, kind, given, None if kind == "write" else number)
+                asked = None
+    if asked is not None:
+        began, kind, given = asked
+        yield Operation(began, NEVER, kind, given)
 
 
 @dataclass

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import smb
-from tests.support.checkers import check_tickets
+from tests.support.checkers import Operation, check_linearizable, check_tickets
 from tests.support.clients import pattern
 from tests.support.daemons import wait_for
-from tests.support.history import NEVER, Notes, Step, read_notes, tickets_of
+from tests.support.history import NEVER, Notes, Step, operations_of, read_notes, tickets_of
 
 COUNT = 100_003  # of "sum": several chunks on each server
 CLIENTS_MAX = 8  # elements of "board", each written by one client alone
@@ -22,15 +24,17 @@ PUBLISHED = 6_000  # elements of "news", all of one number in each version
 TURNS = 1_200  # of "turns", changed under its lock alone: its first element counts, the others repeat it
 LEASE_S = 20.0  # longer than a fail-over takes: nobody's turn ends before its time
 STEPPED = 5_000  # of "into", which gets "source" added, and "weights" with "ones", on another server, as the gradient
-SEGMENTS = 3 + 1 + 1 + 3 + 3 + 2 * 3 + 2 * 1  # of all, with three servers
-BUFFERS = ("sum", "counter", "board", "news", "turns", "into", "source", "weights", "ones")
+SEGMENTS = 3 + 1 + 1 + 1 + 3 + 3 + 2 * 3 + 2 * 1  # of all, with three servers
+BUFFERS = ("sum", "counter", "element", "board", "news", "turns", "into", "source", "weights", "ones")
 CALL_S = 60.0
+TWO_ROUNDS = 14  # notes
 
 
 def make(client: smb.Client) -> None:
     """Create the buffers of one round."""
     client.create("sum", COUNT, "int64", stripe="64KiB", replicas=2)
     client.create("counter", 2, "int64", replicas=2)
+    client.create("element", 1, "int64", replicas=2)
     client.create("board", CLIENTS_MAX, "int64", replicas=2)
     client.create("news", PUBLISHED, "int64", stripe="16KiB", replicas=2, versions=2)
     client.create("turns", TURNS, "int64", stripe="4KiB", replicas=2)
@@ -47,12 +51,13 @@ def drop(client: smb.Client) -> None:
         client.delete(name)
 
 
-def work(messages: Any, address: str, way: str, number: int, path: Path, stop: Path) -> None:
+def work(messages: Any, address: str, way: str, number: int, path: Path, stop: Path, pause_s: float = 0.0) -> None:
     """Add, count, swap, write and read until the file `stop` is there; tell how many rounds, or what went wrong."""
     notes, done = Notes(path), 0
     try:
         with smb.connect(address, transport=way, timeout=CALL_S) as client:
             total, counter, board = client.open("sum"), client.open("counter"), client.open("board")
+            element, rng = client.open("element"), random.Random(number)
             news, turns = client.open("news"), client.open("turns")
             into, source, weights, ones = (client.open(name) for name in ("into", "source", "weights", "ones"))
             delta, seen, version, token = pattern(0, COUNT, "int64"), board.read(), 0, 0
@@ -64,6 +69,7 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
                 while (found := counter.compare_swap(1, value, value + 1)) != value:
                     value = found
                 done += 1
+                _use_element(element, notes, rng, number << 32 | done)
                 into.accumulate_from(source)
                 weights.apply("sgd", ones, lr=-1)
                 board.write([done], number)
@@ -73,6 +79,7 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
                 seen = now
                 version = _publish_and_read(news, version, number)
                 token = _take_a_turn(turns, token)
+                time.sleep(pause_s)
         messages.put((number, done, ""))
     except BaseException as error:  # noqa: BLE001 - told to the test
         messages.put((number, done, f"{type(error).__name__}: {error}"))
@@ -90,6 +97,28 @@ def _publish_and_read(news: smb.Buffer, before: int, number: int) -> int:
         found = pin.read()
         assert (found == found[0]).all(), f"a mix of versions: {np.unique(found)}"
         return pin.version
+
+
+def _use_element(element: smb.Buffer, notes: Notes, rng: random.Random, unique: int) -> None:
+    """Make one call on it, of which others make theirs at the same time."""
+    match rng.randrange(4):
+        case 0:
+            notes.add(Step.READS)
+            notes.add(Step.FOUND, int(element.read()[0]))
+        case 1:
+            notes.add(Step.PUTS, unique)
+            element.write([unique])
+            notes.add(Step.FOUND)
+        case 2:
+            notes.add(Step.ADDS, 1)
+            notes.add(Step.FOUND, element.fetch_add(0, 1))
+        case _:
+            notes.add(Step.READS)
+            seen = int(element.read()[0])
+            notes.add(Step.FOUND, seen)
+            notes.add(Step.EXPECTS, seen)
+            notes.add(Step.SWAPS, unique)
+            notes.add(Step.FOUND, element.compare_swap(0, seen, unique))
 
 
 def _take_a_turn(turns: smb.Buffer, before: int) -> int:
@@ -114,6 +143,9 @@ def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
     assert (weights == rounds).all(), f"{np.unique(weights)} after {rounds} rounds"
     counter = client.open("counter").read()
     assert counter.tolist() == [rounds, rounds], f"{counter} after {rounds} rounds"
+    operations = [call for path in histories for call in operations_of(read_notes(path))]
+    began, last = time.monotonic(), int(client.open("element").read()[0])
+    check_linearizable([*operations, Operation(began, time.monotonic(), "read", (), last)], 0)
     turns = client.open("turns").read()
     assert (turns == rounds).all(), f"{np.unique(turns)} after {rounds} rounds"
     assert client.open("news").version == rounds

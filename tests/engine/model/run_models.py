@@ -87,6 +87,24 @@ MODELS = (
             "COMMITTED_EARLY",
         ),
     ),
+    Model(
+        "copies",
+        ("CLIENTS=1", "DRAWS=2", "READS=0"),
+        ("DRAWS=1", "READS=0"),
+        ("ANSWER_EARLY", "RECORD_NOT_FORWARDED", "RESULT_NOT_FORWARDED", "GOES_ALONE"),
+    ),
+    Model(
+        "copies",
+        ("CLIENTS=1", "DRAWS=1", "READS=2", "CUTS=0", "SILENCES=0"),
+        ("CLIENTS=1", "DRAWS=1", "READS=2", "CUTS=0"),
+        ("DIRTY_READ",),
+    ),
+    Model(
+        "copies",
+        ("CLIENTS=1", "DRAWS=1", "READS=1", "CUTS=0", "DEATHS=0"),
+        ("CLIENTS=1", "DRAWS=1", "READS=1"),
+        ("NO_WAIT",),
+    ),
     Model("ring", ("FORWARD", "LAST=5", "DEATHS=0"), ("FORWARD", "LAST=6"), ("NOT_LOOKED_AT",)),
 )
 

@@ -14,11 +14,13 @@ from tests.support.checkers import (
     FencedWrite,
     Holding,
     LockEvent,
+    Operation,
     Run,
     Ticket,
     VoidRunError,
     check_at_rest,
     check_between,
+    check_linearizable,
     check_locks,
     check_one_version,
     check_tickets,
@@ -242,3 +244,72 @@ def test_void_runs_show_nothing() -> None:
     ):
         with pytest.raises(VoidRunError, match=told):
             bad.check(50)
+
+
+# ---- a single element
+
+
+def test_calls_that_fit_one_order_are_good() -> None:
+    """Those that overlap have any order that explains what all of them were told."""
+    check_linearizable([], 0)
+    written = Operation(0, 10, "write", (5,))
+    check_linearizable([written, Operation(1, 2, "read", (), 0), Operation(3, 4, "read", (), 5)], 0)
+    swapped = Operation(5, 6, "swap", (5, 7), 5)
+    check_linearizable([written, swapped, Operation(7, 8, "add", (1,), 7), Operation(11, 12, "read", (), 8)], 0)
+    unknown = Operation(0, float("inf"), "write", (9,))
+    check_linearizable([unknown, Operation(1, 2, "read", (), 0), Operation(3, 4, "read", (), 9)], 0)
+    check_linearizable([unknown, Operation(1, 2, "read", (), 0), Operation(3, 4, "read", (), 0)], 0)
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [Operation(0, 1, "write", (5,)), Operation(2, 3, "read", (), 0)],  # lost, or a stale read
+        [Operation(0, 1, "add", (1,), 0), Operation(0, 1, "add", (1,), 0)],  # the same ticket twice
+        [Operation(0, 9, "write", (5,)), Operation(1, 2, "read", (), 5), Operation(3, 4, "read", (), 0)],  # back
+        [Operation(0, 1, "swap", (0, 5), 0), Operation(2, 3, "swap", (0, 6), 0)],  # two swaps of one value
+        [Operation(0, 1, "swap", (3, 5), 0), Operation(2, 3, "read", (), 5)],  # one that was told it had not been made
+        [Operation(5, float("inf"), "write", (5,)), Operation(1, 2, "read", (), 5)],  # seen before it was asked for
+    ],
+)
+def test_each_planted_fault_of_an_element_is_found(operations: list[Operation]) -> None:
+    with pytest.raises(BadHistoryError, match="no order"):
+        check_linearizable(operations, 0)
+
+
+_CALLS = st.one_of(
+    st.tuples(st.just("read"), st.just(()), st.integers(0, 2)),
+    st.tuples(st.just("write"), st.tuples(st.integers(0, 2)), st.none()),
+    st.tuples(st.just("add"), st.just((1,)), st.one_of(st.none(), st.integers(0, 2))),
+    st.tuples(st.just("swap"), st.tuples(st.integers(0, 2), st.integers(0, 2)), st.integers(0, 2)),
+)
+
+
+@given(st.lists(st.tuples(_CALLS, st.integers(0, 9), st.one_of(st.integers(1, 6), st.just(float("inf")))), max_size=5))
+def test_an_element_is_judged_as_by_trying_all_orders(
+    drawn: list[tuple[tuple[str, tuple[int, ...], int | None], int, float]],
+) -> None:
+    operations = [
+        Operation(began, began + took, kind, given, found if took != float("inf") else None)
+        for (kind, given, found), began, took in drawn
+    ]
+    if _has_an_order(operations, 0):
+        check_linearizable(operations, 0)
+    else:
+        with pytest.raises(BadHistoryError):
+            check_linearizable(operations, 0)
+
+
+def _has_an_order(left: list[Operation], value: int) -> bool:
+    if all(one.ended == float("inf") for one in left):
+        return True
+    for one in left:
+        following = one.step(value)
+        others = [other for other in left if other is not one]
+        if (
+            following is not None
+            and all(one.began <= other.ended for other in others)
+            and _has_an_order(others, following)
+        ):
+            return True
+    return False
