@@ -17,6 +17,9 @@
 
 /* Within a quarter of a second. */
 enum { HANDSHAKES_TRIED = 7 };
+/* As long as a call waits, by default; and less than the minutes for which address translators
+ * remember an idle connection. */
+enum { SILENT_MS = 10000, IDLE_S = 60, PROBED_S = 15 };
 
 /* SMB_OK: the descriptor is ready for `events`. SMB_DISCONNECTED: the client was closed. */
 static int wait_ready(int fd, short events, struct until until)
@@ -147,6 +150,22 @@ int dial_exchange(const struct channel *channel, const struct smb_frame *request
     return reply->status;
 }
 
+/* A request must not wait for the next one. A connection that somebody between us and the server has
+ * forgotten is broken in SILENT_MS, not in the quarter of an hour that TCP takes: a new one is made
+ * then. Probes keep an idle one from being forgotten. Failure costs time, not correctness. */
+static void keep_connected(int fd)
+{
+    const struct {
+        int level, name, value;
+    } options[] = {
+        {IPPROTO_TCP, TCP_NODELAY, 1},          {IPPROTO_TCP, TCP_USER_TIMEOUT, SILENT_MS},
+        {SOL_SOCKET, SO_KEEPALIVE, 1},          {IPPROTO_TCP, TCP_KEEPIDLE, IDLE_S},
+        {IPPROTO_TCP, TCP_KEEPINTVL, PROBED_S},
+    };
+    for (size_t i = 0; i < sizeof options / sizeof options[0]; i++)
+        setsockopt(fd, options[i].level, options[i].name, &options[i].value, sizeof(int));
+}
+
 int dial_tcp(const char *address, uint16_t port, struct until until, int *fd)
 {
     struct address peer;
@@ -155,8 +174,7 @@ int dial_tcp(const char *address, uint16_t port, struct until until, int *fd)
     *fd = socket(peer.name.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (*fd < 0)
         return SMB_SYSTEM;
-    int on = 1;
-    setsockopt(*fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    keep_connected(*fd);
     return connect_to(*fd, &peer.name.any, peer.length, until);
 }
 

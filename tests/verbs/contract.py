@@ -63,6 +63,7 @@ LEFT_OUT = {
     "fault/test_coordinator_kills.py": _ELSEWHERE,
     "fault/test_drain.py": _TWO_COPIES,
     "fault/test_elastic_kills.py": _TRAINING,
+    "fault/test_forgotten_connections.py": "is about TCP",
     "fault/test_histories.py": _LONG,
     "fault/test_leader_changes.py": _ELSEWHERE,
     "fault/test_partitions.py": _TWO_COPIES,
