@@ -24,7 +24,8 @@ from smb.daemon.failpoint import failpoint
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
-from smb.rpc.peers import PATIENCE
+from smb.rpc.coordinator_client import STANDBY, trailers_of
+from smb.rpc.peers import patience
 from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
 
 ANSWER_S = 3.0
@@ -35,7 +36,7 @@ RENEWALS_PER_LEASE = 3
 PATIENCE_S = 2.0  # until one that stands by leads: the rest of a lease that was asked for then is long enough
 LEASE_USED = 0.95  # of a lease, counted from before it was asked for: clocks may differ by the rest
 
-_ELSEWHERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+_ELSEWHERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 _log = logging.getLogger("memserver")
 _FATAL: dict[grpc.StatusCode, type[Error]] = {
@@ -103,6 +104,7 @@ class Registration:
         self._addresses = parse_addresses(coordinator)
         self._at = 0  # which of them leads, as far as is known
         self._turns = 0  # that were taken in vain, since one answered
+        self._leaders_term = ""  # as one that stands by has named it
         self._identity = identity
         self._segments = segments
         self._load = load
@@ -165,11 +167,18 @@ class Registration:
         self._turns += 1
         return self._turns % len(self._addresses) != 0
 
+    def _note_leader(self, error: grpc.RpcError) -> None:
+        """Of one that stands by; a leader that is slow is asked again, and nobody waits for another one."""
+        trailers = trailers_of(error)
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._leaders_term = ""
+        elif STANDBY in trailers:
+            self._leaders_term = str(trailers[STANDBY])
+
     def _patience(self) -> dict[str, Any]:
         """Return the options of a call: once all have been asked in vain, one that stands by may keep it."""
-        if self._turns < len(self._addresses):
-            return {"timeout": ANSWER_S}
-        return {"timeout": ANSWER_S + PATIENCE_S, "metadata": ((PATIENCE, str(round(1000 * PATIENCE_S))),)}
+        term = self._leaders_term if self._turns >= len(self._addresses) and not self._stop.is_set() else ""
+        return {"timeout": ANSWER_S + (PATIENCE_S if term else 0.0), "metadata": patience(PATIENCE_S, term)}
 
     def _take_new_certificate(self) -> None:
         """Connect with what the files hold now. Calls are made by one thread, so none is under way."""
@@ -190,6 +199,7 @@ class Registration:
                     registered = False
                     self.leases_lost += 1
                     continue
+                self._note_leader(error)
                 if error.code() in _ELSEWHERE and self._ask_the_next():
                     continue
                 self._failed(error)
@@ -282,7 +292,7 @@ class Registration:
     def _succeeded(self) -> None:
         if self._complained:
             _log.info("the coordinator %s answers again", self._coordinator)
-        self._connected, self._complained, self._turns = True, None, 0
+        self._connected, self._complained, self._turns, self._leaders_term = True, None, 0, ""
         self._decide(None)
 
     def _failed(self, error: grpc.RpcError) -> None:

@@ -25,7 +25,8 @@ from smb.rpc.control_pb2_grpc import (
     MemoryServerServicer,
     add_MemoryServerServicer_to_server,
 )
-from smb.rpc.peers import PATIENCE
+from smb.rpc.coordinator_client import STANDBY, trailers_of
+from smb.rpc.peers import patience
 
 ANSWER_S = 10.0
 PATIENCE_S = 2.0
@@ -75,15 +76,16 @@ class Member:
     async def ask(self, kind: str, request: Any, timeout_s: float = ANSWER_S) -> Any:
         """Return the answer, of the coordinator that leads. Raises AioRpcError where another is of no help."""
         wait_s = RETRY_FIRST_S
-        begun, turns = time.monotonic(), 0
+        begun, turns, named = time.monotonic(), 0, ""
         while True:
-            patient = turns >= len(self._coordinators) > 1  # as clients and memory servers are
-            metadata = ((PATIENCE, str(round(1000 * PATIENCE_S))),) if patient else ()
+            # As clients and memory servers are.
+            metadata = patience(PATIENCE_S, named if turns >= len(self._coordinators) else "")
             try:
                 reply = await getattr(self._stub, kind)(request, timeout=timeout_s, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 self._calls.failed(error)
                 turns += 1
+                named = trailers_of(error).get(STANDBY, named)
                 if error.code() not in ELSEWHERE:
                     raise
                 if len(self._coordinators) > 1:

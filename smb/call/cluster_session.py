@@ -38,7 +38,7 @@ from smb.transport.verbs.transport import Verbs
 
 _RENEWALS_PER_LEASE = 3
 _REPORT_S = 2.0  # as often as memory servers tell theirs
-_REPORTS_PER_RENEWAL = 5  # so with the default lease; where many clients have longer ones they report less often, too
+_OFTEN_S = 10.0  # where very many clients renew more rarely, reports come with their renewals alone
 _REPORTS_MAX = 16  # in one renewal
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
@@ -282,7 +282,7 @@ def _renew(
     renewed_at = looked_at = time.monotonic()
     while True:
         every_s = lease / _RENEWALS_PER_LEASE
-        report_s = max(_REPORT_S, every_s / _REPORTS_PER_RENEWAL)
+        report_s = _REPORT_S if every_s <= _OFTEN_S else every_s
         due_s = max(0.0, min(looked_at + report_s, renewed_at + every_s) - time.monotonic())
         if stop.wait(min(due_s, coordinator.tokens.next_s())):
             return
@@ -314,3 +314,4 @@ def _renew(
             return
         except Error as error:
             _log.debug("the session was not renewed: %s", error)
+            renewed_at -= max(0.0, every_s - _OFTEN_S)  # soon again: of a long lease much may be gone

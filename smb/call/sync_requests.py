@@ -84,7 +84,8 @@ class Home:
             except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
                 if opcode is AskOpcode.AWAIT_BARRIER:  # with who had arrived
                     raise BrokenBarrierError(
-                        f"{asked}: {self._where()} has it no more, as its memory was lost; the next round starts clean"
+                        f"{asked}: {self._where()} does not have it any more: it was idle, or its memory was lost; "
+                        f"the next round starts clean"
                     ) from error
                 if not self.named or deadline.left() <= _RETRY_S:
                     raise self._gone(asked, error) from error

@@ -10,6 +10,7 @@ answer may be out of date by then.
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
@@ -27,6 +28,7 @@ ASKED_OF_ALL = "Leader"  # the call that every coordinator answers
 PATIENCE_S_MAX = 10.0
 KEPT_MAX = 8192  # calls, until there is a leader
 KEPT_BYTES_MAX = 4096  # of a request that is kept
+GO_ON_PER_S = 1000.0  # about as many calls as a coordinator answers
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -66,6 +68,7 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self.term = 0  # which grows with each leader
         self._holds: Callable[[], bool] | None = None
         self._kept = 0
+        self._stops = False
         self._moved = asyncio.Event()  # another one leads; then there is a new event
         self._nobody = _Handlers(_Nobody(self._leader)).by_method
         self._handlers = self._nobody
@@ -86,22 +89,33 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if before != (self.leader, self.term):
             self._tell_moved()
 
-    async def wait_to_lead(self, request: Message, patience_ms: str) -> None:
-        """Wait until this coordinator leads or another leader is known, as long as the caller is patient. Very many
-        that wait for a leader would ask very often else. Returns at once if very many wait already, if the request is
-        large, and if this one does not know who led last: then it may not hear of the next one.
+    async def wait_to_lead(self, request: Message, patience: str) -> None:
+        """Wait until this coordinator leads or another leader is known, as long as the caller is patient: very many
+        that wait for a leader would ask very often else. `patience`: milliseconds, and the term of the leader that the
+        caller has heard of. Returns at once if another one is known here, if very many wait already, and if the
+        request is large. So it does if this one does not know who led last, as it may not hear of the next one.
         """
-        patience_s = min(PATIENCE_S_MAX, int(patience_ms) / 1000) if re.fullmatch(r"\d{1,6}", patience_ms) else 0.0
-        large = request.ByteSize() > KEPT_BYTES_MAX
-        if self.leads or not self.leader or not patience_s or large or self._kept >= KEPT_MAX:
+        found = re.fullmatch(r"(\d{1,6}) (\d{1,20})", patience)
+        if found is None or self.leads or not self.leader or int(found[2]) != self.term:
             return
+        if self._stops or self._kept >= KEPT_MAX or request.ByteSize() > KEPT_BYTES_MAX:
+            return
+        moved = self._moved
         self._kept += 1
         try:
-            await asyncio.wait_for(self._moved.wait(), patience_s)
+            await asyncio.wait_for(moved.wait(), min(PATIENCE_S_MAX, int(found[1]) / 1000))
+            # A leader has to renew its own lease, too: they go on one after the other.
+            if not self._stops:
+                await asyncio.sleep(random.uniform(0, self._kept / GO_ON_PER_S))  # noqa: S311 - no secret
         except asyncio.TimeoutError:
             pass
         finally:
             self._kept -= 1
+
+    def stop_keeping(self) -> None:
+        """Let all go on that wait: they are refused, and have done nothing."""
+        self._stops = True
+        self._tell_moved()
 
     @property
     def leads(self) -> bool:

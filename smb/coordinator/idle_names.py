@@ -67,7 +67,9 @@ class IdleNames:
                 if server is None or not self._commit_log.state.alive(name, self._commit_log.now()):
                     return
                 some = segment_ids[begin : begin + most]
-                tokens = await self._servers.retire(server, some, self._idle_s)
+                # Not before the session of a client that is away: of very many the lease is longer.
+                idle_s = max(self._idle_s, self._commit_log.state.session_leases.granted_s)
+                tokens = await self._servers.retire(server, some, idle_s)
                 if tokens:
                     await self._drop(await self._commit_log.commit(NamesFreed(name, tokens)))
             self._told.pop(name, None)

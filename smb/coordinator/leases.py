@@ -16,17 +16,18 @@ class Leases(Generic[Holder]):
     """Holders and the moments at which their leases run out, in seconds of one monotonic clock. Immutable.
 
     A lease runs for `duration_s`. If all holders together would renew more than `most_per_s` times a second, leases are
-    longer.
+    longer, up to `longest_s`.
     """
 
     duration_s: float
     ends: Mapping[Holder, float] = field(default_factory=dict)
     most_per_s: float = math.inf
+    longest_s: float = math.inf
 
     @property
     def granted_s(self) -> float:
         """How long a lease runs that is granted now."""
-        return max(self.duration_s, RENEWALS_PER_LEASE * len(self.ends) / self.most_per_s)
+        return max(self.duration_s, min(self.longest_s, RENEWALS_PER_LEASE * len(self.ends) / self.most_per_s))
 
     def grant(self, holder: Holder, now: float) -> Leases[Holder]:
         """Start or renew: the holder's lease runs from now."""

@@ -118,7 +118,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         contending = asyncio.create_task(contender.run())
         contending.add_done_callback(_end_if_failed)
         leaving.push_async_callback(cancel, contending)
-        leaving.push_async_callback(_stop_answering, server, shown)
+        leaving.push_async_callback(_stop_answering, server, shown, front)
         await contender.settled.wait()
     leaving.push_async_callback(cancel, asyncio.create_task(_trim()))
 
@@ -141,7 +141,8 @@ def _end_if_failed(contending: asyncio.Task[None]) -> None:
         os._exit(1)
 
 
-async def _stop_answering(server: grpc.aio.Server, shown: Shown) -> None:
+async def _stop_answering(server: grpc.aio.Server, shown: Shown, front: Front) -> None:
+    front.stop_keeping()
     if shown.leading is not None:
         shown.leading.commit_log.stop_waiting()
     await server.stop(STOP_GRACE_S)

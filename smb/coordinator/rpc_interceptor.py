@@ -70,8 +70,8 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _wrap(self, method: str, call: Call) -> Call:
         async def answer(request: Any, context: Context) -> Any:
             if not self._front.leads and method != ASKED_OF_ALL:
-                patience_ms = dict(context.invocation_metadata() or ()).get(PATIENCE, "")
-                await self._front.wait_to_lead(request, patience_ms)
+                patience = dict(context.invocation_metadata() or ()).get(PATIENCE, "")
+                await self._front.wait_to_lead(request, patience)
             begun = time.perf_counter()
             code, text = grpc.StatusCode.OK, ""
             outcome, standby = errors.UNKNOWN, False
@@ -98,7 +98,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
             # cycle lives until Python looks for cycles, and must not keep a large request.
             del request
-            trailers = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, "1"),) if standby else ()))
+            trailers = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, str(self._front.term)),) if standby else ()))
             await context.abort(code, text, trailing_metadata=trailers)
             raise AssertionError("abort returns to nobody")
 

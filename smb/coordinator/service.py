@@ -405,7 +405,7 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.create.asked")
         plain = sorted(self._commit_log.state.pool(self._commit_log.now()).plain)
         # A lock is found again by its creation: what is there goes on.
-        there = await self._but_for_lost_barriers(self._commit_log.state.find(kind_of(request.kind), request.name))
+        there = self._commit_log.state.find(kind_of(request.kind), request.name)
         if request.replicas > 1 and self._tokens is not None and plain and there is None:
             raise InvalidArgumentError(
                 f'create of "{request.name}" with replicas={request.replicas}: with credentials servers forward '
@@ -414,18 +414,19 @@ class CoordinatorService(CoordinatorServicer):
                 f"replicas=1"
             )
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
-        record = await asyncio.shield(self._begun(await self._checked(request)))
+        creation = await self._checked(request)
+        if creation.kind is Kind.BARRIER:
+            await self._free_if_lost(creation.name)
+        record = await asyncio.shield(self._begun(creation))
         return self._opened(request, record)
 
-    async def _but_for_lost_barriers(self, there: BufferRecord | None) -> BufferRecord | None:
-        """Free a barrier whose memory was lost, and return None: nobody can be in it. A lock stays, as its next token
-        must be above its last one, which is lost, too.
+    async def _free_if_lost(self, name: str) -> None:
+        """Free a barrier whose memory was lost: nobody can be in it. A lock stays, as its next token must be above its
+        last one, which is lost, too.
         """
-        if there is None or there.kind is not Kind.BARRIER or there.segments[0].id not in self._watch.lost_segments():
-            return there
-        segment = there.segments[0]
-        await self.drop(await self._commit_log.commit(NamesFreed(segment.server, {segment.id: 0})))
-        return None
+        there = self._commit_log.state.find(Kind.BARRIER, name)
+        if there is not None and there.segments[0].id in self._watch.lost_segments():
+            await self._commit_log.commit(NamesFreed(there.segments[0].server, {there.segments[0].id: 0}))
 
     async def _checked(self, request: pb.CreateBufferRequest) -> Creation:
         """Return the creation. Metadata is parsed in another thread, as servers lose their leases while the loop stands

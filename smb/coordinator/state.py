@@ -73,8 +73,9 @@ from smb.security.roles import namespace_of
 
 SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
 SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up
-SESSION_RENEWALS_PER_S = (
-    300.0  # of all clients: a third of what one coordinator answers; with more than 3 000 leases grow
+SESSION_RENEWALS_PER_S = 300.0  # of all clients, a third of what one coordinator answers: else leases grow
+SESSION_LEASE_S_LONGEST = (
+    120.0  # for their number alone: so many sessions of one certificate must not keep all others' dead
 )
 SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown this long
 BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
@@ -211,7 +212,7 @@ def load(
     ended = {session.id: session.ended for session in known if session.ended}
     state = State(
         servers={server.name: server for server in servers},
-        session_leases=Leases(session_lease_s, most_per_s=SESSION_RENEWALS_PER_S),
+        session_leases=Leases(session_lease_s, most_per_s=SESSION_RENEWALS_PER_S, longest_s=SESSION_LEASE_S_LONGEST),
         quotas=quotas or {},
         client_names={session.id: session.client_name for session in known if not session.ended},
         session_owners={session.id: session.owner for session in known if not session.ended and session.owner},
@@ -298,8 +299,13 @@ def _server_registered(state: State, event: ServerRegistered, now: Instant) -> S
     lost = sorted({here[segment_id] for segment_id in here.keys() - event.segment_ids})
     epochs = {segment.id: segment.epoch for record in state.buffers.values() for segment in record.segments}
     effects: list[Effect] = [AnswerDrops(drops, tuple(epochs.get(each, 0) for each in drops))]
-    if known is None or server != replace(known, last_seen_at=server.last_seen_at, used_bytes=server.used_bytes):
-        effects.append(SaveServer(server))  # else all come back after a change of leader, and each would be a write
+    # All come back after a change of leader, and each would be a write. Whether it holds something is kept: one that
+    # does is not forgotten while it is away.
+    as_it_was = known is not None and server == replace(
+        known, last_seen_at=server.last_seen_at, used_bytes=server.used_bytes
+    )
+    if known is None or not as_it_was or bool(server.used_bytes) != bool(known.used_bytes):
+        effects.append(SaveServer(server))
     effects.append(Report(logging.INFO, f'memory server "{server.name}" at {server.data_address} registered'))
     if drops:
         text = f'memory server "{server.name}" holds {len(drops)} segments that no buffer has; it is told to drop them'

@@ -93,12 +93,12 @@ class Maker:
 
     def filled(self, source: Reads, plan: Plan, before: BufferInfo | None = None) -> str:
         """Make a buffer with all of a file in it; return its private name. It has as many copies as the file had
-        before, or as the one whose place it takes. A new file has at least as many as new ones get.
+        before, or as the one whose place it takes; a new file, as many as new ones get.
         """
         name = private_name(name_of(plan.name))
         replaced = self._catalogue.listing().infos.get(plan.name)
         kept = [info.replicas for info in (before, replaced) if info is not None]
-        buffer = create(self._client, name, plan, max(self._replicas, *kept, 1))
+        buffer = create(self._client, name, plan, max(kept, default=self._replicas))
         try:
             copy_all(source, Live(buffer, plan.view))
         except BaseException:

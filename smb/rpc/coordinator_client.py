@@ -64,7 +64,8 @@ def _was_not_sent(error: Any) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
 
 
-def _trailers(error: Any) -> dict[str, str]:
+def trailers_of(error: Any) -> dict[str, str]:
+    """Return the metadata that came with an error."""
     return dict(error.trailing_metadata() or ())
 
 
@@ -244,23 +245,23 @@ class Coordinator:
         # One that is just being started, or started again, is there soon; one of several takes as long as a lease.
         gives_up = begun + (timeout if several else min(timeout, _COMES_BACK_S))
         repeatable = several and _is_repeatable(request)
-        all_asked = False
+        term = named = ""  # of the leader that one that stands by has named: the next round of questions is patient
         while True:
             peer = self._peers.now
             left_s = max(_LAST_S, begun + timeout - time.monotonic())
             # Not grpc.channel_ready_future: the thread that watches for it may find the channel closed, and then
             # prints a traceback.
             try:
-                patience_s = min(_PATIENCE_S, left_s / 2) if all_asked else 0.0
-                return self._peers.ask(peer, method, request, left_s, patience_s)
+                return self._peers.ask(peer, method, request, left_s, min(_PATIENCE_S, left_s / 2), term)
             except MovedError:
                 failure = self._lost(isinstance(request, _CHANGES))
                 may_repeat = repeatable
             # gRPC's own tracebacks, chained, are 30 lines that say no more.
             except grpc.RpcError as error:
-                trailers = _trailers(error)
+                trailers = trailers_of(error)
                 failure = self._error(error, timeout, isinstance(request, _CHANGES))
                 if STANDBY in trailers:
+                    named = trailers[STANDBY]
                     stood_by = peer, failure
                     gives_up = begun + timeout
                     may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
@@ -281,7 +282,7 @@ class Coordinator:
                 finally:
                     del failure, stood_by  # else these and this frame keep each other, and a forgotten buffer, alive
             if self._peers.go_on(peer):
-                all_asked = True
+                term = named
                 time.sleep(_AGAIN_S)
 
     def _lost(self, changes: bool) -> errors.UnavailableError:
@@ -302,7 +303,7 @@ class Coordinator:
 
     def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:
         code, details = error.code(), error.details() or ""
-        trailers = _trailers(error)
+        trailers = trailers_of(error)
         ours = ANSWERED in trailers
         unknown = changes and (trailers.get(OUTCOME) == errors.UNKNOWN or not ours)
         failure = self._class_of(code, details, timeout, ours)

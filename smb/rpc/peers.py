@@ -17,9 +17,16 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
 
-# Metadata of a call that no coordinator answered when it was first made: milliseconds for which one that stands by may
-# keep it, in case that it leads meanwhile.
+# Metadata of a call that found no leader: for how many milliseconds one that stands by may keep it, in case that it
+# leads meanwhile, and the term of the leader that it has named.
 PATIENCE = "smb-patience"
+
+
+def patience(seconds: float, term: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata; none if no term was named."""
+    return ((PATIENCE, f"{round(1000 * seconds)} {term}"),) if term else ()
+
+
 _LOOK_S = 1.0  # a leader answers in milliseconds: who waits longer looks whether another one leads meanwhile
 _LOOK_PART = 0.1  # of the time that it has waited already: very many may wait for very long
 _PROBE_S = 1.0
@@ -93,12 +100,12 @@ class Peers:
             self._at = (self._at + 1) % len(self)
         return self._at == 0
 
-    def ask(self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float = 0.0) -> Any:
-        """Return the answer to a call, which one that stands by may keep for `patience_s`. Raises grpc.RpcError; and
-        MovedError once another one leads while it waits.
+    def ask(self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float, term: str) -> Any:
+        """Return the answer to a call. One that stands by may keep it for `patience_s`, if the leader of that `term` is
+        the last one that it knows. Raises grpc.RpcError; and MovedError once another one leads while it waits.
         """
         call: Callable[..., Any] = getattr(peer.stub, method)
-        metadata = ((PATIENCE, str(round(1000 * patience_s))),) if patience_s else ()
+        metadata = patience(patience_s, term)
         if len(self) == 1:
             return call(request, timeout=timeout, metadata=metadata)
         answer = call.future(request, timeout=timeout, metadata=metadata)  # type: ignore[attr-defined]
@@ -107,7 +114,7 @@ class Peers:
             while True:
                 waited_s = time.monotonic() - begun
                 try:
-                    return answer.result(timeout=max(_LOOK_S + patience_s, _LOOK_PART * waited_s))
+                    return answer.result(timeout=max(_LOOK_S, patience_s / 2 if term else 0.0, _LOOK_PART * waited_s))
                 except grpc.FutureCancelledError:
                     raise ValueError("the channel was closed") from None  # as a call that begins then
                 except grpc.FutureTimeoutError:

@@ -80,6 +80,7 @@ def test_new_files_have_as_many_copies_as_the_mount_says(
         (twice / "m.tmp").rename(twice / "m.safetensors")
         assert copies() == {"one": 1, "w": 2, "two": 2, "m": 2}
         shown(files / "two").write_bytes(b"longer")
+        shown(twice / "one").write_bytes(b"longest")
         np.save(files / "w.npy", np.arange(2000))
         (files / "one").write_bytes(b"longer")
         assert copies() == {"one": 1, "w": 2, "two": 2, "m": 2}

@@ -24,7 +24,7 @@ def test_a_barrier_whose_memory_was_lost_is_made_anew() -> None:
         found: list[BaseException] = []
 
         def wait() -> None:
-            with pytest.raises(smb.BrokenBarrierError, match=r"'step' of 2 parties.*its memory was lost") as caught:
+            with pytest.raises(smb.BrokenBarrierError, match=r"'step' of 2 parties.*or its memory was lost") as caught:
                 client.barrier("step", 2, timeout=60)
             found.append(caught.value)
 

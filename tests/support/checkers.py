@@ -202,6 +202,7 @@ def check_linearizable(operations: Sequence[Operation], value: int) -> None:
     """There is one order of all calls, each between its two times, in which every call was told the truth, from that
     first value on. Wing and Gong, JPDC 17, 1993; with Lowe's memory of what was tried, CCPE 29(4), 2017.
     """
+    operations = sorted(operations, key=lambda one: one.began)  # so that a few bits say which have no place yet
     head = _moments(operations)
     tried: set[tuple[int, int, int]] = set()  # how many calls are in order without a gap, the rest's bits, the value
     made, gapless, bits = [], 0, 0  # made: calls in the order that is tried, with the value before each

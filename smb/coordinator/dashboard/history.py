@@ -28,6 +28,7 @@ from smb.coordinator.events import (
     SessionRenewed,
     Ticked,
 )
+from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 
@@ -35,6 +36,7 @@ STEP_S = 2.0  # a server renews every 2 s: finer steps would show nothing more
 SPAN_S = 300.0
 LAG_S = 2.5  # some server may not have reported its last seconds yet
 RECENT_S = 60.0  # over which errors are counted
+JUST_MADE_S = 10.0  # a registration tells of what was there when it was sent: if no leader was there, seconds ago
 LOST_CLIENTS_S = 300.0
 EVENTS_MAX = 200
 LOST_CLIENTS_MAX = 1000
@@ -215,6 +217,7 @@ class Watch:
         self._all = Bins()
         self._left: dict[str, float] = {}
         self._lost: dict[str, frozenset[int]] = {}
+        self._made: dict[int, float] = {}  # segments, and when, for JUST_MADE_S
         self._sessions: dict[int, float] = {}
         self._lost_clients: deque[tuple[float, str]] = deque(maxlen=LOST_CLIENTS_MAX)
         self._held: dict[str, dict[tuple[int, str, int], float]] = {}
@@ -266,9 +269,17 @@ class Watch:
                 # Workers of a deleted training may tell of it until they have left.
                 case BufferDeleted(name) | BufferMade(name):
                     self.trainings.deleted(name)
+                    if isinstance(event, BufferMade):
+                        self._note_made(committed.state.buffers[name], now.monotonic)
                 case ServerRegistered(server, segment_ids):
                     self._left.pop(server.name, None)
-                    self._lost[server.name] = _ready_segments(before, server.name) - segment_ids
+                    lost = _ready_segments(before, server.name) - segment_ids
+                    known = before.servers.get(server.name)
+                    if (
+                        known is not None and known.instance_id == server.instance_id
+                    ):  # it goes on, and has lost nothing
+                        lost -= {each for each, at in self._made.items() if now.monotonic - at <= JUST_MADE_S}
+                    self._lost[server.name] = lost
                 case ServerLeft(name, _):
                     self._left[name] = now.wall
             for effect in committed.effects:
@@ -276,6 +287,10 @@ class Watch:
                     self._events.append((now.wall, effect.level, effect.text))
             if before.servers.keys() != committed.state.servers.keys():
                 self._forget(before.servers.keys() - committed.state.servers.keys())
+
+    def _note_made(self, record: BufferRecord, now: float) -> None:
+        self._made = {each: at for each, at in self._made.items() if now - at <= JUST_MADE_S}
+        self._made |= {segment.id: now for segment in record.copies}
 
     def lost_segments(self) -> frozenset[int]:
         """Return those whose memory a server came back without."""

@@ -557,7 +557,7 @@ def _clients(view: View, waits: list[Json]) -> list[Json]:
     for wait in waits:
         holds[wait["holder_key"]] += 1
     state, now = view.state, view.now
-    lease_s = state.session_leases.duration_s
+    lease_s = state.session_leases.granted_s
     clients = []
     for session_id, name in state.client_names.items():
         left_s = max(0.0, state.session_leases.ends.get(session_id, now.monotonic) - now.monotonic)

@@ -212,6 +212,19 @@ def test_a_dead_servers_mirrors_are_told_apart(scene: Scene) -> None:
         scene.register("b", instance_id=2, held=held)
 
 
+def test_what_was_made_while_a_server_registered_is_not_lost(scene: Scene) -> None:
+    """It goes on, and its list is of the moment before. One that was started anew has lost what it does not name."""
+    scene.create("w")
+    scene.register("a")
+    assert not scene.watch.lost_segments()
+    scene.seconds += 60
+    scene.register("a")
+    assert scene.watch.lost_segments()
+    scene.create("x")
+    scene.register("a", instance_id=2)
+    assert len(scene.watch.lost_segments()) == 2
+
+
 def test_a_server_that_lost_its_memory_is_told_until_its_buffers_are_deleted(scene: Scene) -> None:
     """It is back and alive, and yet nothing of its buffers can be used."""
     scene.create("w")

@@ -634,3 +634,21 @@ def test_everything_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             refused()
     cluster.register("a")
     cluster.do(SessionRenewed(1, "one"))
+
+
+def test_a_server_that_registers_as_it_was_is_not_stored_again(cluster: Cluster) -> None:
+    """All do after a change of leader. A change is stored, and that it holds something now: one that is away is not
+    forgotten then.
+    """
+
+    def stored(record: ServerRecord) -> list[ServerRecord]:
+        cluster.do(ServerRegistered(record, frozenset()))
+        return [effect.record for effect in cluster.effects if isinstance(effect, SaveServer)]
+
+    assert stored(server("a")) == []
+    for changed in (server("a", 2), replace(server("a", 2), data_address="10.0.0.9:1"), server("a", 2)):
+        assert [one.data_address for one in stored(changed)] == [changed.data_address]
+    full = replace(server("a", 2), used_bytes=8192)
+    assert [one.used_bytes for one in stored(full)] == [8192]
+    assert stored(replace(full, used_bytes=4096)) == []
+    assert [one.used_bytes for one in stored(server("a", 2))] == [0]
