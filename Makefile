@@ -36,7 +36,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly soak nftables matrix matrix-short c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: demo test pytest lint format-c lock nightly soak soak-short nftables matrix matrix-short c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -45,14 +45,14 @@ demo: $(VENV)/demo-installed
 ifdef LATEST
 test:
 	@rm -rf build/newest
-	@$(MAKE) --no-print-directory lint c-test fuzz-short pytest LATEST= CONSTRAINTS= VENV=build/newest
+	@$(MAKE) --no-print-directory lint c-test fuzz-short soak-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
 # Installing takes one processor, and the C tests need nothing of it: both run at once. The plain build's C tests are
 # the sanitized ones' without the checkers: `make c-test` has all three.
 test:
 	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target $(VENV)/test-installed c-test BUILDS="asan tsan"
-	@$(MAKE) --no-print-directory lint fuzz-short matrix-short pytest
+	@$(MAKE) --no-print-directory lint fuzz-short matrix-short soak-short pytest
 endif
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
@@ -241,6 +241,11 @@ MINUTES ?= 60
 soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
+
+# Its short form, a part of `make test`. By itself: its clients and daemons want the whole machine.
+soak-short: $(VENV)/test-installed
+	-@$(MAKE) --no-print-directory nftables fuse3
+	@$(call step,$(BIN)/python -m tests.soak --minutes 0.75, the soak. Again: as its first line says)
 
 # nftables, which cuts a network. Without it, or without root, that fault is named as not done.
 nftables:

@@ -20,7 +20,7 @@ from tests.support.fsx import Tester
 from tests.support.history import Notes, Step, draw_tickets, take_turns
 
 TIMEOUT_S = 60.0  # of a call: longer than any fault
-PAUSE_S = 0.01  # between calls: there are many of us, and the notes of an hour are read at the end
+PAUSE_S = 0.03  # between calls: there are many of us, and the notes of an hour are read at the end
 MEET_S = 5.0
 WEIGHTS = 20_000
 LEASE_S = 6.0  # of a training's member

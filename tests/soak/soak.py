@@ -61,6 +61,7 @@ class Soak:
         self._seats = _seats(directory)
         self._mount = directory / "mount"
         self.faults: dict[str, int] = {}
+        self._left: list[str] = []
 
     def run(self, seconds: float) -> list[str]:
         """Return the judges' lines. Raises AssertionError with what was wrong."""
@@ -138,7 +139,10 @@ class Soak:
 
     def _fault(self) -> None:
         faults = {**self._world.faults(), "kill-client": self._kill_client}
-        name = self._rng.choice(sorted(faults))
+        if not self._left:  # each kind once before any comes again: a short run has all of them
+            self._left = sorted(faults)
+            self._rng.shuffle(self._left)
+        name = self._left.pop()
         time.sleep(self._rng.uniform(*GAP_S))
         begun = time.monotonic()
         faults[name](self._rng)

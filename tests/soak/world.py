@@ -25,7 +25,7 @@ LASTING = ("a", "b", "c")  # they have the buffers with one copy
 SERVERS = (*LASTING, "d")
 STEP_S = 30  # by which a wall clock jumps, at most: tokens are good for minutes
 WHOLE_S = 60.0  # until all that had one copy has two again
-LEASE_S = 30.0  # of a client's session: its process may wait long for a processor
+LEASE_S = 15.0  # of a client's session: its process may wait long for a processor
 FAULT_S = (0.0, 3.0)  # how long one lasts
 _TABLE = "smbsoak"
 

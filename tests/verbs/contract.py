@@ -70,7 +70,6 @@ LEFT_OUT = {
     "fault/test_random_kills.py": _LONG,
     "fault/test_second_copy.py": _TWO_COPIES,
     "fault/test_slow_clients.py": _FRAMES,
-    "fault/test_soak.py": _LONG,
     "fault/test_stopped_holders.py": _LONG,
     "fault/test_train_hosts.py": _TWO_COPIES,
     "fault/test_train_kills.py": _TRAINING,
