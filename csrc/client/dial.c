@@ -150,9 +150,10 @@ int dial_exchange(const struct channel *channel, const struct smb_frame *request
     return reply->status;
 }
 
-/* A request must not wait for the next one. A connection that somebody between us and the server has
- * forgotten is broken in SILENT_MS, not in the quarter of an hour that TCP takes: a new one is made
- * then. Probes keep an idle one from being forgotten. Failure costs time, not correctness. */
+/* A request must not wait for the next one. If something between us and the server forgets the
+ * connection, it is broken in SILENT_MS, not in the quarter of an hour that TCP takes, and a new
+ * one is made. Probes keep an idle one from being forgotten. Failure costs time, not
+ * correctness. */
 static void keep_connected(int fd)
 {
     const struct {
