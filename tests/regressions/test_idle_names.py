@@ -18,6 +18,7 @@ import smb
 from smb.coordinator import process
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.idle_names import IdleNames
+from smb.coordinator.leases import Leases
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.process import Options
 from smb.rpc import control_pb2 as pb
@@ -220,7 +221,7 @@ def test_a_server_that_frees_nothing_is_told_of_once(caplog: pytest.LogCaptureFi
             raise error
         return {}
 
-    state = SimpleNamespace(servers={"a": object()}, alive=lambda *_: True)
+    state = SimpleNamespace(servers={"a": object()}, alive=lambda *_: True, session_leases=Leases[int](30.0))
     names = IdleNames(
         cast("CommitLog", SimpleNamespace(state=state, now=lambda: 0, changes_max=None)),
         cast("MemoryServers", SimpleNamespace(retire=retire)), None, 1.0,  # type: ignore[arg-type]
