@@ -173,7 +173,7 @@ class Registration:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._leaders_term = ""
         elif STANDBY in trailers:
-            self._leaders_term = str(trailers[STANDBY])
+            self._leaders_term = trailers[STANDBY]
 
     def _patience(self) -> dict[str, Any]:
         """Return the options of a call: once all have been asked in vain, one that stands by may keep it."""

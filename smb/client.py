@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_RENEWALS_PER_LEASE = 3
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
 _NAME_MAX = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -33,10 +33,10 @@ class Leases(Generic[Holder]):
         """Start or renew: the holder's lease runs from now."""
         return replace(self, ends={**self.ends, holder: now + self.granted_s})
 
-    def grant_all(self, holders: Iterable[Holder], now: float) -> Leases[Holder]:
-        """Start or renew all of these at once."""
-        all_of_them = replace(self, ends={**self.ends, **dict.fromkeys(holders, now)})
-        return replace(self, ends={**all_of_them.ends, **dict.fromkeys(holders, now + all_of_them.granted_s)})
+    def grant_all(self, holders: Collection[Holder], now: float) -> Leases[Holder]:
+        """Start or renew all of these at once, each for as long as their number asks for."""
+        counted = replace(self, ends={**self.ends, **dict.fromkeys(holders, now)})
+        return replace(self, ends={**counted.ends, **dict.fromkeys(holders, now + counted.granted_s)})
 
     def end(self, *holders: Holder) -> Leases[Holder]:
         """Let go of leases; one that is not held is no error."""

@@ -74,9 +74,7 @@ from smb.security.roles import namespace_of
 SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
 SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up
 SESSION_RENEWALS_PER_S = 300.0  # of all clients, a third of what one coordinator answers: else leases grow
-SESSION_LEASE_S_LONGEST = (
-    120.0  # for their number alone: so many sessions of one certificate must not keep all others' dead
-)
+SESSION_LEASE_S_LONGEST = 120.0  # to which they grow: one client's many sessions must not hide that others are dead
 SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown this long
 BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create

@@ -275,9 +275,8 @@ class Watch:
                     self._left.pop(server.name, None)
                     lost = _ready_segments(before, server.name) - segment_ids
                     known = before.servers.get(server.name)
-                    if (
-                        known is not None and known.instance_id == server.instance_id
-                    ):  # it goes on, and has lost nothing
+                    goes_on = known is not None and known.instance_id == server.instance_id
+                    if goes_on:  # what was made since it sent its list is there
                         lost -= {each for each, at in self._made.items() if now.monotonic - at <= JUST_MADE_S}
                     self._lost[server.name] = lost
                 case ServerLeft(name, _):
