@@ -39,8 +39,8 @@ class AlreadyExistsError(Error):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """The memory servers, or the file system that their memory is in, have too little left; the message says what is
-    free and where. A create that raises it has created nothing."""
+    """The memory servers, the file system that their memory is in, or the disk of the coordinator have too little left;
+    the message says what is free and where. A create that raises it has created nothing."""
 
 
 class PermissionDeniedError(Error):

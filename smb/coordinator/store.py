@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from smb.daemon.failpoint import failpoint
-from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
 
 FILE_NAME = "coordinator.sqlite"
 # Room of the disk that is kept for what makes room: deletions, and what must be stored so that these can be asked for.
@@ -31,6 +31,10 @@ _log = logging.getLogger("coordinator")
 
 class StoreError(Error):
     """The store is not what it should be, or cannot be written; the message names it. Nothing was changed."""
+
+
+class StoreFullError(StoreError, OutOfMemoryError):
+    """The store has no room for more. To its users that is what memory servers without room are."""
 
 
 class DeposedError(UnavailableError):
@@ -112,7 +116,7 @@ class SqliteStore:
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
         """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing."""
         if not urgent and not self._has_reserve():
-            raise StoreError(
+            raise StoreFullError(
                 f"cannot write {self._path}: its disk is full, and what is left is for deletions; nothing was changed"
             )
         try:
@@ -125,7 +129,9 @@ class SqliteStore:
                 _log.warning("%s: the disk is full; its reserve is in use now, and no buffer can be made", self._path)
                 self._write(changes)
         except (OSError, sqlite3.Error) as error:  # OSError: of the reserve
-            raise StoreError(f"cannot write {self._path}: {error}; nothing was changed") from error
+            full = isinstance(error, sqlite3.OperationalError) and "full" in str(error)
+            kind = StoreFullError if full else StoreError
+            raise kind(f"cannot write {self._path}: {error}; nothing was changed") from error
 
     def free_bytes(self) -> int | None:
         """Return how much room the disk has beside the reserve. For any thread."""

@@ -202,10 +202,9 @@ class World:
                 while True:
                     file.write(bytes(1 << 16))
             with smb.connect(self.address, timeout=10) as client:
-                try:
+                with contextlib.suppress(smb.OutOfMemoryError):
                     client.create("on-a-full-disk", 1000)
-                except smb.Error:
-                    _last(rng)
+                _last(rng)
         finally:
             filler.unlink(missing_ok=True)
         with smb.connect(self.address, timeout=30) as client:

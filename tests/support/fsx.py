@@ -38,6 +38,7 @@ class Tester:
         self.random = random.Random(seed)
         self.log: collections.deque[str] = collections.deque(maxlen=20)
         self.counts: collections.Counter[str] = collections.Counter()
+        self.doing = ""
         self.fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in (file, model)]
 
     def run(self, operations: int, without: Collection[str] = ()) -> None:
@@ -46,7 +47,7 @@ class Tester:
         with self.model.with_suffix(".turn").open("w") as turn:
             names = [name for name in names if name not in without]
             for _ in range(operations):
-                name = self.random.choice(names)
+                self.doing = name = self.random.choice(names)
                 fcntl.flock(turn, fcntl.LOCK_EX)
                 self.size = os.fstat(self.fds[1]).st_size
                 self.counts[name] += 1

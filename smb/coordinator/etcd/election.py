@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
-from smb.coordinator.store import DeposedError, StoreError
+from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 
 LEASE_S = 8  # with 3 s an election within etcd itself, of 1 to 3 s, cost the coordinator its lead
 LEASE_S_MIN, LEASE_S_MAX = 2, 600
@@ -227,8 +227,11 @@ class Lead:
             # An attempt may still arrive, and the refusal says nothing of that one: who leads next reads what is there.
             self.lose(f"it is not known what became of a change: {error}")
             raise self._deposed("unknown")
-        advice = "; compact and defragment it, then disarm its alarm" if error.full else ""
-        raise StoreError(f"cannot write: {error}{advice}; nothing was changed")
+        if error.full:
+            raise StoreFullError(
+                f"cannot write: {error}; compact and defragment it, then disarm its alarm; nothing was changed"
+            )
+        raise StoreError(f"cannot write: {error}; nothing was changed")
 
     async def _was_done(self, operations: Sequence[pb.RequestOp], head: bytes) -> bool:
         if head != self._head:

@@ -14,7 +14,7 @@ from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import CHANGES_MAX, EtcdStore, read_records
-from smb.coordinator.store import DeposedError, StoreError
+from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 from smb.errors import InvalidArgumentError, OutOfMemoryError
 
 PLACE = Place(("127.0.0.1:1",), "prefix")
@@ -187,14 +187,14 @@ def test_a_refusal_for_space_is_looked_into() -> None:
         fake.faults = [DONE_BUT_FULL]
         await store.change({"x": "1"})
         fake.faults = [FULL]
-        with pytest.raises(StoreError, match="nothing was changed"):
+        with pytest.raises(StoreFullError, match="nothing was changed"):
             await store.change({"x": "2"})
         assert lead.holds
         fake.faults = [DONE_BUT_FULL]
         await store.change({"x": None})
         await store.change({"y": "1"})
         fake.faults = [FULL]
-        with pytest.raises(StoreError, match="nothing was changed"):
+        with pytest.raises(StoreFullError, match="nothing was changed"):
             await store.change({"y": None})
         assert await store.load() == {"y": "1"}
         fake.faults = [LOST, FULL]
