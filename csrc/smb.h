@@ -513,6 +513,8 @@ enum { SMB_SERVER_NAME_BYTES = 65 /* a memory server's name, and its end */ };
 enum smb_replica_role { SMB_REPLICA_NONE = 0, SMB_REPLICA_PRIMARY = 1, SMB_REPLICA_BACKUP = 2 };
 /* Lanes from here on are of one such segment each. */
 enum { SMB_LANE_OF_SEGMENTS = 256 };
+/* These carry what lane 0 carries, over further connections to the same server. */
+enum { SMB_LANE_FURTHER = 16, SMB_LANES_FURTHER_MAX = 7 };
 struct smb_replica_status {
     uint64_t segment;
     uint32_t epoch;
@@ -666,6 +668,13 @@ int smb_client_connect_tls(struct smb_client *client, const char *address, uint1
  * unless SMB_OK. */
 int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms,
                           struct smb_link **link, uint64_t *instance);
+/* Makes another link to the same server: a lane of its own, still without a connection. It gets one
+ * as a link does whose connection broke, once a call needs one. The server must prove on it, if
+ * ever, what it proved on the first. `follows`: an earlier link of the lane was closed, of which
+ * something may still be on its way. Then calls wait until this one has a connection. */
+int smb_link_beside(struct smb_link *link, uint16_t lane, int follows, struct smb_link **beside);
+/* The shortest round trip that the kernel saw as the link got its first connection; 0: no TCP. */
+uint32_t smb_link_round_trip_us(struct smb_link *link);
 /* Asks a Unix link for a segment's descriptor and maps it. One thread at a time, and no buffer uses
  * the link for calls. SMB_UNTRUSTED as smb_buffer_set_link. */
 int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, uint32_t timeout_ms,
@@ -778,6 +787,11 @@ int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout
  * has given none (smb_link_authorize), so nothing may be sent there. */
 int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segment_id,
                         uint32_t epoch, struct smb_link *link);
+/* One more lane to the server of a segment whose first link is set. A call's chunks take the lanes
+ * that have room. While something is on its way that a caller gave up, on one of them, nothing is
+ * sent over any: that may not come later. SMB_INVALID past 1 + SMB_LANES_FURTHER_MAX; SMB_UNTRUSTED
+ * as smb_buffer_set_link. */
+int smb_buffer_add_lane(struct smb_buffer *buffer, uint32_t index, struct smb_link *link);
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);
 void smb_buffer_destroy(struct smb_buffer *buffer);
 

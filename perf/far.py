@@ -106,8 +106,9 @@ class Link:
             flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror"]
             subprocess.run(["cc", *flags, "-o", program, HERE / "delay.c"], check=True)
             names = [self.lab.namespace(host) for host in ("server", "client")]
-            between = subprocess.Popen([program, *names, *self._given], stdout=subprocess.PIPE, text=True)
-            left.callback(between.wait)
+            between = left.enter_context(
+                subprocess.Popen([program, *names, *self._given], stdout=subprocess.PIPE, text=True)
+            )
             left.callback(between.kill)
             assert between.stdout is not None
             assert between.stdout.readline() == "ready\n"

@@ -36,6 +36,20 @@ int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segm
     return SMB_OK;
 }
 
+int smb_buffer_add_lane(struct smb_buffer *buffer, uint32_t index, struct smb_link *link)
+{
+    if (index >= buffer->layout.segment_count || link->client != buffer->client ||
+        !buffer->places[index].link || buffer->places[index].further_count == SMB_LANES_FURTHER_MAX)
+        return SMB_INVALID;
+    int may = client_may_use(link);
+    if (may != SMB_OK)
+        return may;
+    struct place *place = &buffer->places[index];
+    place->further[place->further_count++] = link_retain(link);
+    buffer->further_count++;
+    return SMB_OK;
+}
+
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment)
 {
     struct smb_segment_info info;
@@ -53,10 +67,13 @@ int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_s
 void smb_buffer_destroy(struct smb_buffer *buffer)
 {
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
-        if (buffer->places[i].link)
-            link_release(buffer->places[i].link);
-        if (buffer->places[i].segment)
-            smb_segment_release(buffer->places[i].segment);
+        struct place *place = &buffer->places[i];
+        if (place->link)
+            link_release(place->link);
+        for (uint32_t lane = 0; lane < place->further_count; lane++)
+            link_release(place->further[lane]);
+        if (place->segment)
+            smb_segment_release(place->segment);
     }
     free(buffer);
 }

@@ -11,6 +11,9 @@ struct place {
     uint32_t epoch;
     struct smb_link *link; /* one of the two is set */
     struct smb_segment *segment;
+    /* beside `link`, to the same server: chunks take those that have room */
+    uint32_t further_count;
+    struct smb_link *further[SMB_LANES_FURTHER_MAX];
 };
 
 /* Complete before the first call and never changed afterwards, so that calls of many threads need
@@ -21,12 +24,19 @@ struct smb_buffer {
     int dtype;
     /* 1, 2, 4 or 8: a multiple is found without a division, which small calls feel */
     uint32_t element_bytes;
+    uint32_t further_count; /* of all places */
     struct place places[];
 };
 
 static inline bool place_is_set(const struct place *place)
 {
     return place->link || place->segment;
+}
+
+/* Of lane 0, 1 and so on to further_count. */
+static inline struct smb_link *place_link(const struct place *place, uint32_t lane)
+{
+    return lane == 0 ? place->link : place->further[lane - 1];
 }
 
 #endif

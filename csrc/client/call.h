@@ -18,6 +18,7 @@
 
 struct smb_unknown;
 struct smb_link;
+struct place;
 
 enum { LOOK_MS = 100 }; /* so often a blocking call sees whether it is wanted still: Ctrl-C */
 
@@ -49,6 +50,10 @@ struct stream {
     const struct smb_ask *ask; /* instead of a request: one frame, no range */
     struct smb_reply *reply;
     struct smb_cursor cursor;
+    /* Of several lanes to a segment, else NULL: the place, and the first stream's cursor, of which
+     * each takes its next piece once its lane has room. */
+    const struct place *place;
+    struct smb_cursor *shared;
     struct smb_piece piece; /* the next to be sent, if have_piece */
     bool have_piece;
     /* SMB_WIRE_SPARSE: of the cursor's piece, if its entries are too many for one frame */

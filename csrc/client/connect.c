@@ -1,7 +1,10 @@
 /* Links and connections: made, resumed over new ones, and a segment's descriptor over one. */
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/random.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/channel.h"
@@ -39,6 +42,42 @@ static int shake_hands(const struct channel *channel, const struct smb_client *c
     return SMB_OK;
 }
 
+/* A link of the client's, NULL: no memory. */
+static struct smb_link *make_link(struct smb_client *client, uint16_t lane)
+{
+    struct smb_link *made = calloc(1, sizeof *made);
+    if (!made)
+        return NULL;
+    made->client = client_retain(client);
+    made->id = atomic_fetch_add(&client->links_made, 1) + 1;
+    made->references = 1;
+    made->channel.fd = -1;
+    made->lane = lane;
+    made->window = WINDOW_FRAMES;
+    made->unsent_end = &made->unsent;
+    made->sent_end = &made->sent;
+    return made;
+}
+
+static void add_link(struct smb_link *made)
+{
+    struct smb_client *client = made->client;
+    pthread_mutex_lock(&client->mutex);
+    made->next_of_all = client->links;
+    client->links = made;
+    pthread_mutex_unlock(&client->mutex);
+}
+
+/* The shortest: a server that is busy answers late, and its kernel does not. */
+static uint32_t round_trip_us(int fd)
+{
+    struct tcp_info info = {0};
+    socklen_t length = sizeof info;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0)
+        return 0;
+    return info.tcpi_min_rtt;
+}
+
 /* Closes the channel unless SMB_OK. */
 static int greet(struct smb_client *client, struct channel *channel, int status, uint16_t lane,
                  struct until until, struct smb_link **link, uint64_t *instance)
@@ -50,27 +89,38 @@ static int greet(struct smb_client *client, struct channel *channel, int status,
     if (status == SMB_OK)
         status = shake_hands(channel, client, lane, until, &proof, &identity, &features);
     *instance = proof.instance;
-    if (status == SMB_OK && !(made = calloc(1, sizeof *made)))
+    if (status == SMB_OK && !(made = make_link(client, lane)))
         status = SMB_OUT_OF_MEMORY;
     if (status != SMB_OK)
         return status;
-    made->client = client_retain(client);
-    made->id = atomic_fetch_add(&client->links_made, 1) + 1;
     made->identity = identity;
+    made->round_trip_us = round_trip_us(channel->fd);
     atomic_store_explicit(&made->features, features, memory_order_relaxed);
     made->proof = proof;
-    made->references = 1;
     made->channel = *channel;
     *channel = (struct channel){.fd = -1};
-    made->lane = lane;
-    made->window = WINDOW_FRAMES;
-    made->unsent_end = &made->unsent;
-    made->sent_end = &made->sent;
-    pthread_mutex_lock(&client->mutex);
-    made->next_of_all = client->links;
-    client->links = made;
-    pthread_mutex_unlock(&client->mutex);
+    add_link(made);
     *link = made;
+    return SMB_OK;
+}
+
+int smb_link_beside(struct smb_link *link, uint16_t lane, int follows, struct smb_link **beside)
+{
+    struct smb_link *made = make_link(link->client, lane);
+    if (!made)
+        return SMB_OUT_OF_MEMORY;
+    pthread_mutex_lock(&link->client->mutex);
+    made->identity = link->identity;
+    made->trusted = link->trusted;
+    pthread_mutex_unlock(&link->client->mutex);
+    atomic_store_explicit(&made->features,
+                          atomic_load_explicit(&link->features, memory_order_relaxed),
+                          memory_order_relaxed);
+    link_enter(made, LINK_DOWN);
+    atomic_store_explicit(&made->given_up, follows != 0, memory_order_relaxed);
+    add_link(made);
+    client_want_link(made, follows != 0);
+    *beside = made;
     return SMB_OK;
 }
 
@@ -178,10 +228,12 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     pthread_mutex_lock(&link->client->mutex);
     link->proven |= proven;
     link->trusted |= proven;
-    pthread_mutex_unlock(&link->client->mutex);
     link->identity = identity;
+    pthread_mutex_unlock(&link->client->mutex);
     atomic_store_explicit(&link->features, features, memory_order_relaxed);
     atomic_store(&link->fresh_by_reference, by_reference);
+    /* Also of a link that the progress thread has nothing to do with. */
+    atomic_store_explicit(&link->given_up, false, memory_order_release);
     struct channel *older = atomic_exchange(&link->fresh, fresh);
     if (older)
         channel_close(older);

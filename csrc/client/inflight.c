@@ -138,15 +138,20 @@ static bool make_encoded(const struct stream *stream, struct inflight *inflight)
     return true;
 }
 
+static bool next_piece(struct stream *stream, struct smb_piece *piece)
+{
+    return smb_cursor_next(stream->shared ? stream->shared : &stream->cursor, piece);
+}
+
 void stream_advance(struct stream *stream)
 {
     if (stream->request->wire != SMB_WIRE_SPARSE) {
-        stream->have_piece = smb_cursor_next(&stream->cursor, &stream->piece);
+        stream->have_piece = next_piece(stream, &stream->piece);
         return;
     }
     uint32_t element = smb_dtype_bytes(stream->dtype);
     do {
-        if (stream->rest.bytes == 0 && !smb_cursor_next(&stream->cursor, &stream->rest)) {
+        if (stream->rest.bytes == 0 && !next_piece(stream, &stream->rest)) {
             stream->have_piece = false;
             return;
         }

@@ -62,6 +62,11 @@ int smb_link_connected(struct smb_link *link)
     return atomic_load(&link->state) == LINK_UP && !atomic_load(&link->closing);
 }
 
+uint32_t smb_link_round_trip_us(struct smb_link *link)
+{
+    return link->round_trip_us;
+}
+
 uint64_t smb_link_id(struct smb_link *link)
 {
     return link->id;
@@ -114,7 +119,8 @@ void smb_link_fail(struct smb_link *link, int status)
 
 bool link_busy(const struct smb_link *link)
 {
-    return link->queue_head || link->unsent || link->sent || link->watermark_count > 0;
+    return link->queue_head || link->unsent || link->sent || link->watermark_count > 0 ||
+           link_was_given_up(link);
 }
 
 bool link_sleeps_at_once(const struct smb_link *link)
@@ -200,6 +206,7 @@ static int adopt_connection(struct smb_link *link, struct channel *fresh)
     link->channel = *fresh;
     free(fresh);
     link->by_reference = atomic_load(&link->fresh_by_reference);
+    atomic_store_explicit(&link->given_up, false, memory_order_release);
     link_take_epoch(link);
     int status = link_ask_watermarks(link);
     if (status == SMB_OK && link->watermark_count == 0)
@@ -313,6 +320,7 @@ void link_shut(struct smb_link *link, int status)
         break_connection(link);
     atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
     link_enter(link, LINK_CLOSED);
+    atomic_store_explicit(&link->given_up, false, memory_order_release);
     client_want_link(link, false);
     fail_inflight(link, status);
     while (link->queue_head) {
@@ -352,7 +360,7 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         link_take_out_of_queue(link, stream);
     note_unmade(stream);
     bool half_sent = link->unsent && link->unsent->stream == stream && link->sent_bytes > 0;
-    bool deferred = false;
+    bool deferred = false, was_sent = half_sent;
     for (struct inflight *inflight = link->sent; inflight; inflight = inflight->next) {
         if (inflight->stream == stream) {
             leave(inflight);
@@ -363,6 +371,7 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         struct inflight *inflight = *at;
         if (inflight->stream == stream) {
             leave(inflight);
+            was_sent |= inflight->was_sent;
             if (!inflight->unknown && !(half_sent && at == &link->unsent)) {
                 inflight_put_back(link, inflight_take_from(at, &link->unsent_end));
                 continue;
@@ -370,6 +379,8 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         }
         at = &inflight->next;
     }
+    if (stream->shared && (was_sent || deferred)) /* other lanes wait until that has an end */
+        atomic_store_explicit(&link->given_up, true, memory_order_release);
     if (half_sent || (deferred && link_state_of(link) == LINK_UP)) {
         break_connection(link);
         /* now: the progress thread may be about to sleep, and others' calls wait here */

@@ -35,7 +35,8 @@ enum link_state { LINK_UP, LINK_RESUMING, LINK_DOWN, LINK_CLOSED };
 struct smb_link {
     struct smb_client *client;
     uint64_t id;
-    uint64_t identity; /* of the server's memory */
+    uint64_t identity; /* of the server's memory; mutex, but for who connects the link */
+    uint32_t round_trip_us;
     /* enum smb_feature, of the server of its newest connection; written by who connects */
     _Atomic uint32_t features;
     _Atomic uint32_t references;
@@ -56,6 +57,9 @@ struct smb_link {
     bool proven; /* mutex: its newest connection's server has proved that it is the one */
     /* mutex: it has something to send but no connection; somebody is making one */
     bool wanted, in_hands;
+    /* a caller left with frames on its way, and no newer connection has ended those: set by the
+     * progress thread, cleared by who connects */
+    _Atomic bool given_up;
     struct channel channel; /* its connection */
     bool by_reference;      /* records are sent over it, see frame.h */
     uint16_t lane;
@@ -115,6 +119,11 @@ static inline uint32_t link_epoch(const struct smb_link *link)
 static inline bool link_is_sent_away(const struct smb_link *link, int status)
 {
     return (status == SMB_STALE_EPOCH || status == SMB_NOT_FOUND) && link_epoch(link) != 0;
+}
+
+static inline bool link_was_given_up(const struct smb_link *link)
+{
+    return atomic_load_explicit(&link->given_up, memory_order_acquire);
 }
 
 static inline int link_state_of(const struct smb_link *link)

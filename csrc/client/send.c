@@ -4,11 +4,15 @@
 
 #include "base/assert.h"
 #include "base/channel.h"
+#include "client/buffer.h"
 
 enum {
     SEND_PARTS = 32,
     FRAME_PARTS = 4,
-    STREAM_BURST = 8 /* frames of one stream before the next stream of the link has its turn */
+    STREAM_BURST = 8, /* frames of one stream before the next stream of the link has its turn */
+    /* One of several lanes has so much on its way: 16 MiB over eight, past 1 Gb/s x 100 ms. A fast
+     * one takes more pieces then, and a slow one has little left at the end. */
+    LANE_BYTES = 2 << 20
 };
 
 void link_enqueue(struct smb_link *link, struct stream *stream)
@@ -48,12 +52,24 @@ void link_take_out_of_queue(struct smb_link *link, struct stream *stream)
     stream->queued = false;
 }
 
+/* Of several lanes: none has something on its way that its caller gave up, and that may still be
+ * carried out after what comes next over another one. */
+static bool is_clear(const struct place *place)
+{
+    for (uint32_t lane = 0; lane <= place->further_count; lane++)
+        if (link_was_given_up(place_link(place, lane)))
+            return false;
+    return true;
+}
+
 static bool may_make(const struct smb_link *link, const struct stream *stream)
 {
     /* Waits are answered when their time comes: they leave no room for each other to take. */
     return stream->ask ||
-           (link->in_flight < link->window && (!opcode_is_atomic(stream->request->opcode) ||
-                                               link->atomics_in_flight < ATOMICS_IN_FLIGHT_MAX));
+           (link->in_flight < link->window &&
+            (!stream->shared || (link->in_flight_bytes < LANE_BYTES && is_clear(stream->place))) &&
+            (!opcode_is_atomic(stream->request->opcode) ||
+             link->atomics_in_flight < ATOMICS_IN_FLIGHT_MAX));
 }
 
 void send_fill_window(struct smb_link *link)

@@ -84,16 +84,19 @@ bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request
     }
 }
 
-/* The part of the range that travels over one link; false: there is none. */
+/* The part of the range that travels over one lane; false: there is none. `shared`: of several
+ * lanes. */
 static bool make_stream(struct smb_buffer *buffer, const struct smb_request *request,
-                        struct call *call, uint32_t index, struct smb_cursor cursor,
-                        struct stream *stream)
+                        struct call *call, uint32_t index, uint32_t lane, struct smb_cursor cursor,
+                        struct smb_cursor *shared, struct stream *stream)
 {
     const struct place *place = &buffer->places[index];
     *stream = (struct stream){.call = call,
-                              .link = place->link,
+                              .link = place_link(place, lane),
                               .request = request,
                               .cursor = cursor,
+                              .place = shared ? place : NULL,
+                              .shared = shared,
                               .segment_index = index,
                               .segment_id = place->segment_id,
                               .epoch = place->epoch,
@@ -106,8 +109,8 @@ static bool make_stream(struct smb_buffer *buffer, const struct smb_request *req
     return stream->have_piece; /* or nothing of the range is there */
 }
 
-/* Writes the streams of every linked segment that has a part in the range; returns how many.
- * *local: some segment is mapped. */
+/* Writes the streams of all lanes to every linked segment that has a part in the range; returns how
+ * many. *local: some segment is mapped. */
 static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request *request,
                              struct call *call, struct stream *streams, bool *local)
 {
@@ -122,7 +125,10 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
             *local = true;
             continue;
         }
-        count += make_stream(buffer, request, call, i, cursor, &streams[count]);
+        /* the first one's, which has a piece */
+        struct smb_cursor *shared = place->further_count > 0 ? &streams[count].cursor : NULL;
+        for (uint32_t lane = 0; lane <= place->further_count; lane++)
+            count += make_stream(buffer, request, call, i, lane, cursor, shared, &streams[count]);
     }
     return count;
 }
@@ -384,8 +390,9 @@ int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
                                          .deadline_ns = transfer->call.deadline_ns};
     transfer->has_local_work = false;
     transfer->streams = transfer->at_hand;
-    if (buffer->layout.segment_count > STREAMS_AT_HAND)
-        transfer->streams = malloc(buffer->layout.segment_count * sizeof *transfer->streams);
+    uint32_t streams_max = buffer->layout.segment_count + buffer->further_count;
+    if (streams_max > STREAMS_AT_HAND)
+        transfer->streams = malloc(streams_max * sizeof *transfer->streams);
     bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
     /* A piece of entries is larger than one of elements: by 4 for each, of which the smallest has 1
      * byte. */

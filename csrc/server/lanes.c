@@ -27,10 +27,13 @@ void lanes_fence_session(struct smb_server *server, uint64_t session)
     pthread_mutex_unlock(&server->lanes_lock);
 }
 
-/* Segments with two copies have lanes of their own; they count together. */
-static bool same_kind(uint16_t lane, uint16_t other)
+/* Segments with two copies have lanes of their own; they count together. So do further lanes of
+ * data with the first. */
+static uint16_t kind_of(uint16_t lane)
 {
-    return lane == other || (lane >= SMB_LANE_OF_SEGMENTS && other >= SMB_LANE_OF_SEGMENTS);
+    return lane >= SMB_LANE_OF_SEGMENTS ? (uint16_t)SMB_LANE_OF_SEGMENTS
+           : lane >= SMB_LANE_FURTHER && lane < SMB_LANE_FURTHER + SMB_LANES_FURTHER_MAX ? 0
+                                                                                         : lane;
 }
 
 /* With the lock held: the one that has the fewest connections of its lane. Data of all sessions
@@ -41,7 +44,7 @@ static struct loop *choose_loop(const struct connection *connection)
     uint32_t counts[LOOPS_MAX] = {0};
     for (const struct connection *other = server->lanes; other; other = other->lane_next) {
         const struct loop *loop = other->destination ? other->destination : other->loop;
-        counts[loop->index] += same_kind(other->lane, connection->lane);
+        counts[loop->index] += kind_of(other->lane) == kind_of(connection->lane);
     }
     struct loop *best = connection->loop;
     for (int i = 0; i < server->loop_count; i++)

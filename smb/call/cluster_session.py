@@ -133,7 +133,7 @@ class ClusterSession:
         """Return the path to a segment of two copies: always through the server that has the primary."""
         link, local = self._link_to_copies(place, deadline, waits=False)
         name, why = ("unix", "same host, two copies") if local else (Tcp.name, f"{place.address}, two copies")
-        return SegmentPath(name, why, link=link)
+        return SegmentPath(name, why, (link,))
 
     def _link_to_copies(self, place: SegmentPlace, deadline: Deadline, *, waits: bool) -> tuple[Link, bool]:
         if self.transport not in ("auto", Tcp.name):
@@ -146,10 +146,10 @@ class ClusterSession:
         except EngineError as error:
             raise refused(place, error) from error
 
-    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
-        """Return a link on which changes of a segment go through its server."""
+    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+        """Return the links on which changes of a segment go through its server."""
         if place.epoch:
-            return self._link_to_copies(place, deadline, waits=False)[0]
+            return self._link_to_copies(place, deadline, waits=False)[:1]
         return choose_gated(self._transports, place, deadline)
 
     def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:

@@ -73,7 +73,7 @@ class Dispatcher:
         self._lock = threading.Lock()  # while paths are looked for; calls in progress keep the handle they began with
         self._handle: BufferHandle | None = None
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
-        self._gated_links: tuple[Link, ...] = ()  # of its segments
+        self._gated_links: tuple[tuple[Link, ...], ...] = ()  # of its segments
         self._homes: tuple[Home, ...] = ()
         self._ask_first = False  # the coordinator, before paths are looked for again: a server may have moved
 
@@ -230,10 +230,11 @@ class Dispatcher:
         own. A server that does not take one denies the call.
         """
         tokens = self.session.coordinator.tokens
-        for index, link in enumerate(self._gated_links):
-            for other in others:
-                with contextlib.suppress(EngineError):
-                    tokens.show(link, other.info.layout.segments[index].id, deadline.left_ms())
+        for index, links in enumerate(self._gated_links):
+            for link in links:
+                for other in others:
+                    with contextlib.suppress(EngineError):
+                        tokens.show(link, other.info.layout.segments[index].id, deadline.left_ms())
 
     def _lies_apart(self, source: Dispatcher) -> bool:
         """Whether a source lies on other servers than this buffer, as far as is known here."""
@@ -428,10 +429,10 @@ class Dispatcher:
     def _attach_gated(self, deadline: Deadline) -> BufferHandle:
         """Find a path through its server to every segment."""
         handle = self._new_handle()
-        links = [self.session.reach_gated(place, deadline) for place in self.info.layout.segments]
-        for index, (place, link) in enumerate(zip(self.info.layout.segments, links, strict=True)):
-            handle.set_link(index, place.id, place.epoch or self.info.layout.epoch, link)
-        self._gated_links = tuple(links)
+        reached = [self.session.reach_gated(place, deadline) for place in self.info.layout.segments]
+        for index, (place, links) in enumerate(zip(self.info.layout.segments, reached, strict=True)):
+            handle.set_links(index, place.id, place.epoch or self.info.layout.epoch, links)
+        self._gated_links = tuple(reached)
         return handle
 
     def _new_handle(self) -> BufferHandle:
@@ -560,7 +561,7 @@ def _cut(part: range, most: int) -> Iterator[range]:
 
 
 def _all_alive(paths: tuple[SegmentPath, ...]) -> bool:
-    return all(path.link is None or path.link.alive() for path in paths)
+    return all(link.alive() for path in paths for link in path.links)
 
 
 def signed(value: int) -> int:

@@ -31,8 +31,8 @@ class Session(Protocol):
     def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the path to each segment."""
 
-    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
-        """Return a link on which changes of a segment go through its server."""
+    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+        """Return the links on which changes of a segment go through its server."""
 
     def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """Return the link for what waits at a segment's server."""

@@ -30,6 +30,7 @@ from smb.engine.enums import (
     DEFAULT_CHUNK_BYTES,
     HELLO,
     KINDS,
+    LANES_FURTHER_MAX,
     PAGE_BYTES,
     RECORD_BYTES,
     SEGMENTS_MAX,
@@ -45,7 +46,8 @@ from smb.engine.enums import (
 from smb.engine.links import LATEST, EngineClient, Link, PendingRequest, Reply, Segment, Tls, Token
 
 __all__ = [
-    "DEFAULT_CHUNK_BYTES", "DELTA_PART_MAX", "HELLO", "KINDS", "LATEST", "NOWHERE", "PAGE_BYTES", "RECORD_BYTES",
+    "DEFAULT_CHUNK_BYTES", "DELTA_PART_MAX", "HELLO", "KINDS", "LANES_FURTHER_MAX", "LATEST", "NOWHERE",
+    "PAGE_BYTES", "RECORD_BYTES",
     "SEGMENTS_MAX", "TRANSPORTS", "AskOpcode", "AsyncOperations", "BufferHandle", "ClientCounters",
     "EngineClient", "EngineError", "Lane", "Latency", "Link", "Opcode", "Outcome", "PartState", "PendingRequest",
     "Place", "Reply", "Request", "Segment", "Status", "Switch", "Taken", "Tls", "Token", "Told", "UnknownParts",

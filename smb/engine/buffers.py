@@ -63,6 +63,12 @@ class BufferHandle:
         """Reach segment `index` over a link."""
         check(lib.smb_buffer_set_link(self.pointer, index, segment_id, epoch, link.pointer))
 
+    def set_links(self, index: int, segment_id: int, epoch: int, links: Sequence[Link]) -> None:
+        """Reach segment `index` over several links to its server: its chunks take those that have room."""
+        self.set_link(index, segment_id, epoch, links[0])
+        for link in links[1:]:
+            check(lib.smb_buffer_add_lane(self.pointer, index, link.pointer))
+
     def set_local(self, index: int, segment: Segment) -> None:
         """Reach segment `index` through its mapping."""
         check(lib.smb_buffer_set_local(self.pointer, index, segment.pointer))

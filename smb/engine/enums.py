@@ -12,6 +12,7 @@ from smb.errors import Error
 
 DEFAULT_CHUNK_BYTES: int = lib.SMB_CHUNK_BYTES_DEFAULT
 PAGE_BYTES: int = lib.SMB_CHUNK_BYTES_MIN
+LANES_FURTHER_MAX: int = lib.SMB_LANES_FURTHER_MAX
 SEGMENTS_MAX: int = lib.SMB_SEGMENTS_PER_BUFFER_MAX
 RECORD_BYTES: int = lib.SMB_RECORD_BYTES  # of a request by reference
 HELLO: int = lib.SMB_HELLO  # its opcode
@@ -123,6 +124,8 @@ class Lane(IntEnum):
     UNIX_WAITS = 3
     UNIX_ATTACH = 4
     VERBS_DATA = 6
+    # These carry what TCP_DATA carries, over further connections to a server that is far away.
+    TCP_FURTHER = lib.SMB_LANE_FURTHER
     # From here on each is of one segment that has two copies.
     OF_SEGMENTS = lib.SMB_LANE_OF_SEGMENTS
 

@@ -13,7 +13,7 @@ from smb._engine import ffi, lib
 from smb.engine.arithmetic import check_isa
 from smb.engine.calls import UnknownParts
 from smb.engine.counters import ClientCounters, counters_of
-from smb.engine.enums import DENIED, AskOpcode, EngineError, Lane, PartState, Status, check
+from smb.engine.enums import DENIED, AskOpcode, EngineError, PartState, Status, check
 from smb.errors import InvalidArgumentError
 
 LATEST = 2**64 - 1  # of Segment.find_version
@@ -109,7 +109,7 @@ class EngineClient:
         arguments = (host.encode(), port, tls.pointer, expected.encode(), lane, timeout_ms)
         return self._connect(lib.smb_client_connect_tls, *arguments, why=_room_for_why())
 
-    def connect_reference(self, fd: int, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+    def connect_reference(self, fd: int, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """As connect_tcp, on a connected stream socket, which is the engine's from here on, also if this fails;
         requests travel by reference: the owner of the other end moves the memory that they name.
         """
@@ -156,6 +156,18 @@ class Link:
         self._client = client  # the C side points to the client's
         self.pointer = ffi.gc(pointer, functools.partial(_close_link, os.getpid()))
         self.id = int(lib.smb_link_id(pointer))
+
+    def beside(self, lane: int, follows: bool) -> Link:
+        """Return another lane to the same server, without a connection until a call needs one. `follows`: an earlier
+        link of the lane was closed, and calls wait until this one has a connection.
+        """
+        made = ffi.new("struct smb_link **")
+        check(lib.smb_link_beside(self.pointer, lane, follows, made))
+        return Link(self._client, made[0])
+
+    def round_trip_s(self) -> float:
+        """The shortest that the kernel saw while its first connection was made, in seconds; 0: it is no TCP's."""
+        return int(lib.smb_link_round_trip_us(self.pointer)) / 1e6
 
     def alive(self) -> bool:
         """Whether it may be used: it was not closed. It need not have a connection now."""

@@ -103,6 +103,12 @@ class Tokens:
             proof=hmac.digest(token.secret, text, "sha256"),
         )
 
+    def shows(self, link: Link, segment_id: int) -> bool:
+        """Whether `show` has nothing to do."""
+        with self._lock:
+            token = self._tokens.get(segment_id)
+            return token is None or self._shown.get(link, {}).get(segment_id) is token
+
     def show(self, link: Link, segment_id: int, timeout_ms: int) -> None:
         """Have a link's server let us use a segment, if that takes a token that it has not seen. EngineError."""
         with self._lock:

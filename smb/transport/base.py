@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from smb.engine import BufferHandle, Link, Segment
 from smb.errors import TransportError
 
 _MS_MAX = 2**31
+_AT_ONCE_MAX = 64  # threads that wait for servers far away
+
+_Asked = TypeVar("_Asked")
+_Answer = TypeVar("_Answer")
 
 
 class Deadline:
@@ -53,19 +59,19 @@ class SegmentPlace:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPath:
-    """How one segment is reached. `why` is for the log line; one of link and segment is set."""
+    """How one segment is reached: over links, whose chunks take turns, or by a mapping. `why` is for the log line."""
 
     transport: str
     why: str
-    link: Link | None = None
+    links: tuple[Link, ...] = ()
     segment: Segment | None = None
 
     def apply(self, handle: BufferHandle, index: int, place: SegmentPlace, epoch: int) -> None:
         """Tell the engine."""
         if self.segment is not None:
             handle.set_local(index, self.segment)
-        elif self.link is not None:
-            handle.set_link(index, place.id, place.epoch or epoch, self.link)
+        elif self.links:
+            handle.set_links(index, place.id, place.epoch or epoch, self.links)
 
 
 class NoPathError(TransportError):
@@ -89,8 +95,8 @@ class Transport(Protocol):
         server answers but has no such segment.
         """
 
-    def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
-        """Return a link on which changes of the segment go through its server: for those under a lock's token.
+    def gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+        """Return the links on which changes of the segment go through its server: for those under a lock's token.
 
         Raises as reach does.
         """
@@ -100,3 +106,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close what is open."""
+
+
+def at_once(ask: Callable[[_Asked], _Answer], of: Sequence[_Asked]) -> list[_Answer]:
+    """Return what `ask` gives for each, in order, all asked at the same time: round trips do not add up.
+
+    Raises what the first one in order raises, once all have answered.
+    """
+    with ThreadPoolExecutor(min(len(of), _AT_ONCE_MAX), "smb-reach") as threads:
+        try:
+            answers = threads.map(ask, of)
+        except RuntimeError:  # no more threads: in a handler at the process's end there are none
+            answers = map(ask, of)
+        return list(answers)

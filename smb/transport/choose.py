@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from smb.engine import EngineClient, Link
 from smb.errors import TransportError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, Transport
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, Transport, at_once
 from smb.transport.reconnect import Links
 from smb.transport.shm import SharedMemory
 from smb.transport.tcp import Tcp
 from smb.transport.verbs.transport import Verbs
 
 Found = TypeVar("Found")
-
-_AT_ONCE_MAX = 64  # threads that wait for servers far away
 
 TRY_AUTO = "; transport='auto' takes what works"  # the end of an error where one transport was asked for
 
@@ -44,12 +41,7 @@ def for_each(
     rest = places[1:]
     if not rest or not far(first):
         return (first, *map(ask, rest))
-    with ThreadPoolExecutor(min(len(rest), _AT_ONCE_MAX), "smb-reach") as threads:
-        try:
-            answers = threads.map(ask, rest)
-        except RuntimeError:  # no more threads: in a handler at the process's end there are none
-            answers = map(ask, rest)
-        return (first, *answers)
+    return (first, *at_once(ask, rest))
 
 
 def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
@@ -60,12 +52,12 @@ def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, dea
     """
     path, refusals = _first(transports, place, lambda transport: transport.reach(place, epoch, deadline))
     if refusals:
-        path = SegmentPath(path.transport, f"{path.why} ({'; '.join(refusals)})", path.link, path.segment)
+        path = SegmentPath(path.transport, f"{path.why} ({'; '.join(refusals)})", path.links, path.segment)
     return path
 
 
-def choose_gated(transports: Sequence[Transport], place: SegmentPlace, deadline: Deadline) -> Link:
-    """Return a link on which changes of the segment go through its server. Raises as choose does."""
+def choose_gated(transports: Sequence[Transport], place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+    """Return the links on which changes of the segment go through its server. Raises as choose does."""
     return _first(transports, place, lambda transport: transport.gated(place, deadline))[0]
 
 

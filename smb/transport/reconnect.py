@@ -21,11 +21,11 @@ from typing import Protocol
 
 from smb.config.parse import parse_address
 from smb.daemon.metric_names import OUTAGE_EDGES
-from smb.engine import EngineClient, EngineError, Lane, Link, Status
+from smb.engine import LANES_FURTHER_MAX, EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, NotFoundError, PermissionDeniedError, TransportError, UnavailableError
 from smb.rpc.client_tokens import Tokens
 from smb.security.credentials import server_name
-from smb.transport.base import Deadline, SegmentPlace
+from smb.transport.base import Deadline, SegmentPlace, at_once
 from smb.transport.tls import ClientTls
 
 _PAUSE_FIRST_S = 0.01
@@ -35,6 +35,10 @@ _WATCH_MS = 2000  # and as often it is asked where the primaries of segments of 
 _JOIN_S = 10.0
 _LANE_MAX = 65_534  # 65 535 is the one between servers
 _SENT_AWAY_S = 0.1
+# The kernel has some 3 MB on its way over one connection at most (net.ipv4.tcp_rmem, tcp_wmem). So connections for each
+# 10 ms of round trip fill 2 Gbit/s.
+_ROUND_TRIP_EACH_S = 0.01
+_FURTHER_MAX = 8 * LANES_FURTHER_MAX  # of a client: so many servers fill its link anyway, and descriptors are few
 _UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
 
 _UNTRUSTED = "memory server %s at %s is not whom it should be, or does not take us: %s"
@@ -56,7 +60,7 @@ class Whereabouts:
 class Dialer(Protocol):
     """Makes connections of a lane that are neither TCP nor Unix."""
 
-    def dial(self, server: str, where: Whereabouts, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+    def dial(self, server: str, where: Whereabouts, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """Return a link and the server's instance. Raises EngineError, NoPathError."""
 
     def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
@@ -79,10 +83,13 @@ class Outages:
 @dataclass(slots=True)
 class _Entry:
     server: str
-    lane: Lane
+    lane: int
     where: Whereabouts
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it connects for the first time
     link: Link | None = None
+    further: int = 0  # connections for data beside this one
+    beside: Link | None = None  # the first, of one of those
+    unused: bool = False  # it has never had a connection, and nobody makes one
 
 
 @dataclass(slots=True)
@@ -102,7 +109,8 @@ class _Copies:
 
 
 class Links:
-    """All resumable links of a client: one for each server and lane, and one for each segment that has two copies."""
+    """All resumable links of a client: one for each server and lane, and one for each segment that has two copies. A
+    server that is far away has several lanes for data."""
 
     def __init__(
         self,
@@ -123,8 +131,8 @@ class Links:
         self._client = client
         self._locate = locate
         self._lock = threading.Lock()
-        self._entries: dict[tuple[str, Lane], _Entry] = {}
-        self._dialers: dict[Lane, Dialer] = {}
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._dialers: dict[int, Dialer] = {}
         self._threads: set[threading.Thread] = set()  # `smb-links`, once something is reached, and each `smb-resume`
         self._closing = threading.Event()
         self._untrusted: dict[str, str] = {}  # by server: who answered there instead, the last time
@@ -156,10 +164,48 @@ class Links:
         with entry.lock:  # one connects, the others wait for its link
             if entry.link is None or not entry.link.alive():
                 link = self._connect(entry, where, deadline)
-                entry.link, entry.where = link, where
+                with self._lock:
+                    entry.link, entry.where, entry.further = link, where, 0
+                    if lane == Lane.TCP_DATA:
+                        left = _FURTHER_MAX - sum(each.further for each in self._entries.values())
+                        entry.further = min(left, connections_for(link.round_trip_s()) - 1)
             link = entry.link
         self.tokens.show(link, place.id, deadline.left_ms())
         return link
+
+    def reach_data(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+        """Return the links for data to the segment's server: more of them the longer its round trip. All but the first
+        get a connection when a call first needs them. Raises as `reach` does.
+        """
+        first = self.reach(place, Lane.TCP_DATA, deadline)
+        further = self._beside(place, first)
+        unshown = [link for link in further if not self.tokens.shows(link, place.id)]
+        if unshown:
+            at_once(lambda link: self.tokens.show(link, place.id, deadline.left_ms()), unshown)
+        return (first, *further)
+
+    def _beside(self, place: SegmentPlace, first: Link) -> list[Link]:
+        """Return the links beside the first one to a server. Those without a connection yet will show the token of the
+        segment.
+        """
+        links: list[Link] = []
+        with self._lock:
+            begun = self._entries.get((place.server, Lane.TCP_DATA))
+            if begun is None or begun.link is not first:  # all is closed, or the first has failed: a call notices
+                return links
+            for lane in range(Lane.TCP_FURTHER, Lane.TCP_FURTHER + begun.further):
+                entry = self._entries.get((place.server, lane))
+                link = entry.link if entry is not None else None
+                if entry is None or link is None or not link.alive() or entry.beside is not first:
+                    if link is not None and link.alive():
+                        link.fail(Status.LINK_LOST)  # the first was closed, and what was under way there is given up
+                    link = first.beside(lane, follows=link is not None)
+                    entry = _Entry(place.server, lane, begun.where, link=link, beside=first, unused=True)
+                    self._entries[place.server, lane] = entry
+                if entry.unused:
+                    self.tokens.keep(link, place.id)
+                links.append(link)
+        return links
 
     def reach_copies(
         self, place: SegmentPlace, deadline: Deadline, *, may_be_local: bool, waits: bool = False
@@ -330,6 +376,9 @@ class Links:
         """Give that link a new connection; blocks until it has one, or nobody wants it any more."""
         with self._lock:
             entry = next((e for e in self._entries.values() if e.link is not None and e.link.id == link_id), None)
+            first_time = entry is not None and entry.unused
+            if entry is not None:
+                entry.unused = False
             copies = [(each, each.link()) for each in self._copies.values() if each.link is not None]
         for each, theirs in copies:
             if theirs is not None and theirs.id == link_id:
@@ -342,15 +391,18 @@ class Links:
         if entry is None or link is None:
             return  # it was closed meanwhile
         try:
-            self._resume(entry, link)
+            self._resume(entry, link, first_time)
         finally:
             link.let_go()
 
-    def _resume(self, entry: _Entry, link: Link) -> None:
-        _log.info("the connection to memory server %s broke; connecting again", entry.server)
+    def _resume(self, entry: _Entry, link: Link, first_time: bool) -> None:
+        if first_time:
+            _log.debug("one more connection to memory server %s", entry.server)
+        else:
+            _log.info("the connection to memory server %s broke; connecting again", entry.server)
+            with self._lock:
+                self._outages = replace(self._outages, begun=self._outages.begun + 1)
         begun = time.monotonic()
-        with self._lock:
-            self._outages = replace(self._outages, begun=self._outages.begun + 1)
         pause, known = _PAUSE_FIRST_S, 0
         while not self._closing.is_set() and link.alive() and link.wanted():
             try:
@@ -366,8 +418,9 @@ class Links:
                 _log.debug("memory server %s: %s", entry.server, error)
             else:
                 self._untrusted.pop(entry.server, None)
-                _log.info("connected to memory server %s again (run %016x)", entry.server, instance_id)
-                self._note_outage(time.monotonic() - begun)
+                if not first_time:
+                    _log.info("connected to memory server %s again (run %016x)", entry.server, instance_id)
+                    self._note_outage(time.monotonic() - begun)
                 return
             if self._closing.wait(pause):
                 return
@@ -405,6 +458,11 @@ class Links:
             tls, expected = self._tls.now(server), server_name(server)
             return link.resume_tls(host, port, tls, expected, accept_instance, _ATTEMPT_MS)
         return link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
+
+
+def connections_for(round_trip_s: float) -> int:
+    """Return how many connections carry the data to a server."""
+    return min(1 + int(round_trip_s / _ROUND_TRIP_EACH_S), 1 + LANES_FURTHER_MAX)
 
 
 def refused(place: SegmentPlace, error: EngineError) -> Error:

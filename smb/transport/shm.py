@@ -56,9 +56,9 @@ class SharedMemory:
                 self._mapped[place.id] = segment
         return SegmentPath(self.name, "same host", segment=segment)
 
-    def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
         """See Transport."""
-        return self._resume(place, Lane.UNIX_DATA, deadline)
+        return (self._resume(place, Lane.UNIX_DATA, deadline),)
 
     def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """See Transport."""

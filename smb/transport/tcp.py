@@ -1,4 +1,5 @@
-"""TCP: one link to each server for data, shared by all buffers and threads of the client, and one for what waits."""
+"""TCP: a link to each server for data, several where it is far away, and one for what waits. All buffers and threads of
+a client share them."""
 
 from __future__ import annotations
 
@@ -17,21 +18,23 @@ class Tcp:
 
     def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:  # noqa: ARG002 - frames carry it
         """See Transport."""
-        return SegmentPath(self.name, place.address, link=self._link(place, Lane.TCP_DATA, deadline))
+        links = self.gated(place, deadline)
+        many = f", {len(links)} connections for {1000 * links[0].round_trip_s():.0f} ms" if len(links) > 1 else ""
+        return SegmentPath(self.name, place.address + many, links)
 
-    def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
         """See Transport."""
-        return self._link(place, Lane.TCP_DATA, deadline)
+        try:
+            return self._links.reach_data(place, deadline)
+        except EngineError as error:
+            raise refused(place, error) from error
 
     def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """See Transport."""
-        return self._link(place, Lane.TCP_WAITS, deadline)
+        try:
+            return self._links.reach(place, Lane.TCP_WAITS, deadline)
+        except EngineError as error:
+            raise refused(place, error) from error
 
     def close(self) -> None:
         """See Transport."""
-
-    def _link(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
-        try:
-            return self._links.reach(place, lane, deadline)
-        except EngineError as error:
-            raise refused(place, error) from error

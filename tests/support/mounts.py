@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import os
 import shutil
@@ -77,8 +78,34 @@ def start_mount(cluster: HasAddress, directory: Path, *options: str, **variables
 
 
 def unmount(directory: Path) -> None:
-    subprocess.run(["fusermount3", "-u", "-z", directory], check=True)
+    """Once nobody has a file open there: detached earlier (-z) it would go on until then, and nobody would say why."""
+    tried: list[subprocess.CompletedProcess[str]] = []
+
+    def is_done() -> bool:
+        tried.append(run("fusermount3", "-u", directory))
+        return tried[-1].returncode == 0
+
+    try:
+        wait_for(is_done, f"end of the mount at {directory}")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {tried[-1].stderr}; open: {_open_below(directory)}") from None
+
+
+def _open_below(directory: Path) -> list[str]:
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if link.readlink().is_relative_to(directory):
+                found.append(f"{link} -> {link.readlink()}")
+    return found
 
 
 def end_mount(process: subprocess.Popen[bytes], directory: Path) -> None:
-    assert process.wait(20) == 0, directory.with_suffix(".log").read_text()
+    """Wait for the process of a mount that was unmounted. It may have to wait for a processor, and for a server."""
+    try:
+        assert process.wait(60) == 0, directory.with_suffix(".log").read_text()
+    except subprocess.TimeoutExpired as error:
+        stacks = "".join(path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/wchan"))
+        process.kill()
+        process.wait()
+        raise AssertionError(f"{error}; it waits in {stacks}; {directory.with_suffix('.log').read_text()}") from None

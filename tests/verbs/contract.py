@@ -50,6 +50,7 @@ LEFT_OUT = {
     "api/test_drain.py": _TWO_COPIES,
     "api/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
     "api/test_examples.py": _TRAINING,
+    "api/test_far_servers.py": _FRAMES,
     "api/test_fork.py": "a child of fork may not use its parent's client, over whatever",
     "api/test_futures.py": "futures over the same calls",
     "api/test_queue.py": "tests/engine/c/test_async.c has the engine's operations by reference, as over verbs",

@@ -2,7 +2,8 @@
 
 C is a step's computing, S the model's bytes, w the share of them that a contribution has on the wire. There are N
 workers and K memory servers; L and M are the rates of a worker's and a server's link, in each direction. a is one call
-of a few bytes, H the steps from one exchange to the next. A worker alone moves V = min(L, K M, K window / round trip).
+of a few bytes, H the steps from one exchange to the next. A worker alone moves V = min(L, K M, K B / round trip),
+B bytes under way to each server, over all connections to it.
 If all move at one time, each moves U = min(V, K M / N). n is the number of calls that wait for each other (counted at a
 server: tests/train/test_plan_calls.py), and N - 1 more in rounds.
 
@@ -33,11 +34,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from smb.errors import InvalidArgumentError
-from smb.tools.plan.network import CHUNK_BYTES, WINDOW_BYTES, Network
+from smb.tools.plan.network import CHUNK_BYTES, CONNECTION_BYTES, Network
 from smb.tools.plan.spec import Spec
 from smb.train import scheme_of
 from smb.train.group import WIRE_BYTES
 from smb.train.partition import FUSED, OVERLAPS, ROUNDS, Channel, pick, predict
+from smb.transport.reconnect import connections_for
 
 # Calls of one exchange with one worker, who closes its own rounds. Of a round some go at one time over a network, and
 # some in the background (tests/train/test_round_trips.py counts those that wait): all are counted here, to be safe.
@@ -54,7 +56,7 @@ _EFFICIENT = 0.95
 _SERVERS_MAX = 1024
 _ENOUGH = 1.05  # an iteration this many times as long as with any number of servers: then servers are enough
 COMPUTING, OWN_LINK, SERVERS, CALLING, COMBINING = "computing", "worker's link", "servers' links", "calls", "combining"
-WINDOW = "window of a connection"
+WINDOW = "what connections hold"
 
 
 def check_settings(servers: int | None, batch: int | None, global_batch: int | None, every: int, wire: str) -> None:
@@ -124,7 +126,7 @@ class Advice:
     diloco_every: from which `every` on DiLoCo spends 95 % of its time computing. servers_enough: by scheme, the least
     number with which an iteration is within 5 % of what any number gives (None: servers are the workers' hosts).
     connections: at the server with most of them. connections_to_fill: that one worker would need to one server to fill
-    the narrower link over this round trip; there is one today.
+    the narrower link over this round trip; it makes up to 8.
     """
 
     workers: int
@@ -160,7 +162,8 @@ def shares(question: Question, workers: int, *, fused: bool = False) -> Shares:
         # The host's link carries the worker's bytes and the server's; a push and a pull at one time meet on it.
         crossing = 1 - 1 / workers
         own = server = min(own, server) / (2 if fused else 1)
-    window = WINDOW_BYTES / network.rtt_s if network.rtt_s else math.inf
+    under_way = connections_for(network.rtt_s) * CONNECTION_BYTES
+    window = under_way / network.rtt_s if network.rtt_s else math.inf
     rates = {OWN_LINK: own, SERVERS: count * server, WINDOW: count * window}
     limit = min(rates, key=lambda name: rates[name])
     alone = rates[limit]
@@ -313,12 +316,13 @@ def advice(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES)
     if question.servers is not None:
         enough = {scheme: _servers_enough(question, scheme, workers) for scheme in schemes}
     network = question.network
-    fills = min(network.worker_per_s, network.server_per_s) * network.rtt_s / WINDOW_BYTES
+    fills = min(network.worker_per_s, network.server_per_s) * network.rtt_s / CONNECTION_BYTES
     return Advice(
         workers=workers,
         diloco_every=_efficient_every(question, workers),
         servers_enough=enough,
-        connections=2 * workers,  # at the server that keeps the group's table: a second one for calls that wait
+        # At the server that keeps the group's table: one more for calls that wait.
+        connections=(connections_for(network.rtt_s) + 1) * workers,
         connections_to_fill=max(1, math.ceil(fills)),
     )
 

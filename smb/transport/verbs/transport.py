@@ -129,15 +129,15 @@ class Verbs:
         link = self._link(place, deadline)
         if not self._over_tcp(server):
             self._open_segment(server, place, epoch, deadline)
-        return SegmentPath(self.name, f"by {device}", link=link)
+        return SegmentPath(self.name, f"by {device}", (link,))
 
-    def gated(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
         """See Transport. The same link: what is fenced passes the server's gate."""
         self._open_device()
         server = self._server(place.server)
         if server.refused_until > time.monotonic():
             raise NoPathError(server.refusal)
-        return self._link(place, deadline)
+        return (self._link(place, deadline),)
 
     def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
         """See Transport. Over TCP: a wait is no matter of speed."""
@@ -178,7 +178,7 @@ class Verbs:
 
     # ---- links.Dialer
 
-    def dial(self, server: str, where: Whereabouts, lane: Lane, timeout_ms: int) -> tuple[Link, int]:
+    def dial(self, server: str, where: Whereabouts, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """Connect for the first time."""
         return self._carry(
             self._server(server), where, timeout_ms, lambda fd, ms: self._client.connect_reference(fd, lane, ms)

@@ -43,10 +43,34 @@ static void connections_of_a_lane_are_on_different_loops(void)
     rig_stop(&rig);
 }
 
+/* So that one client that is far away has more than one loop. */
+static void further_lanes_count_with_the_first(void)
+{
+    struct rig rig;
+    struct smb_client *client;
+    struct smb_link *links[2];
+    static const uint16_t lanes[2] = {0, SMB_LANE_FURTHER};
+    uint64_t instance;
+    rig_start(&rig, LAYOUT, SMB_UINT8);
+    CHECK_EQ(smb_client_create(36, &client), SMB_OK);
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig.ports[1], lanes[i], RIG_TIMEOUT_MS,
+                                        &links[i], &instance),
+                 SMB_OK);
+        raw_connect(rig.ports[1]); /* the next one is accepted on the same loop */
+    }
+    WAIT_UNTIL(loop_of(rig.servers[1], 36, lanes[0]) + loop_of(rig.servers[1], 36, lanes[1]) == 1);
+    for (int i = 0; i < 2; i++)
+        smb_link_close(links[i]);
+    smb_client_destroy(client);
+    rig_stop(&rig);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
         TEST(connections_of_a_lane_are_on_different_loops),
+        TEST(further_lanes_count_with_the_first),
     };
     return RUN_TESTS(tests);
 }

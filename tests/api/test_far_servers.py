@@ -1,0 +1,255 @@
+"""Servers that are far away: several connections carry the data to each, and every promise holds over all of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import smb
+from perf import far as far_link
+from smb.engine import Lane
+from smb.security.lab_ca import Holder, make_set
+from smb.security.roles import Role
+from smb.transport import reconnect
+from tests.support.clients import pattern
+from tests.support.daemons import wait_for
+from tests.support.proxy import Fault, RandomPlan, behind_a_proxy
+from tests.support.raw import Frame, Opcode
+
+CONNECTIONS = 4
+CHUNK = 4096
+SIZE = 20 * CHUNK // 8  # elements of int64, in 20 chunks of each of two servers and a bit
+ROUNDS = 4
+
+
+@pytest.fixture(autouse=True)
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every server counts as far away."""
+    monkeypatch.setattr(reconnect, "connections_for", lambda _: CONNECTIONS)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[smb.LocalCluster]:
+    with smb.LocalCluster(servers=2, capacity="64MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
+    with smb.connect(cluster.address, transport="tcp", timeout=30) as made:
+        yield made
+        for info in made.list():
+            made.delete(info.name)
+
+
+def connections(client: smb.Client, server: int = 0) -> int:
+    """How many this client has to that server."""
+    port = client.servers()[server].address.rpartition(":")[2]
+    found = 0
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, _, remote, state, *_ = line.split()
+        found += state == "01" and int(remote.rpartition(":")[2], 16) == int(port)
+    return found
+
+
+def test_each_kind_of_call(client: smb.Client) -> None:
+    """Chunks go over the connections in turn, and every element gets what is its own; also under a lock's token."""
+    buffer = client.create("w", SIZE, "int64", servers=2, stripe=CHUNK)
+    expected = pattern(0, SIZE, "int64")
+    buffer.write(expected)
+    np.testing.assert_array_equal(buffer.read(), expected)
+    begin, end = CHUNK // 16, SIZE - 3  # within a chunk
+    buffer.accumulate(expected[begin:end], begin)
+    expected[begin:end] *= 2
+    np.testing.assert_array_equal(buffer.accumulate(np.ones(SIZE, np.int64), fetch=True), expected + 1)
+    expected += 1
+    for at in range(0, SIZE, CHUNK // 8):
+        assert buffer.fetch_add(at, 5) == expected[at]
+        assert buffer.compare_swap(at, int(expected[at]) + 5, at) == expected[at] + 5
+        expected[at] = at
+    other = client.create("other", like=buffer)
+    other.fill(7)
+    buffer.accumulate_from(other)
+    expected += 7
+    with buffer.lock() as lock:
+        buffer.write(expected[:2000] - 1, fence=lock)
+    expected[:2000] -= 1
+    np.testing.assert_array_equal(buffer.read(), expected)
+    np.testing.assert_array_equal(buffer.read(1, SIZE - 2), expected[1:-1])
+
+
+def test_a_step_of_an_optimizer(client: smb.Client) -> None:
+    """Weights, gradient and state are changed where they lie, chunk by chunk over the connections."""
+    weights = client.create("w", SIZE, servers=2, stripe=CHUNK)
+    gradient, momentum = (client.create(name, like=weights) for name in ("g", "m"))
+    gradient.write(pattern(0, SIZE, "float32"))
+    for _ in range(2):
+        weights.apply("momentum", gradient, momentum, lr=0.5, mu=0.5)
+    np.testing.assert_allclose(weights.read(), -1.25 * pattern(0, SIZE, "float32"))
+
+
+def test_connections_are_made_when_they_are_needed(client: smb.Client) -> None:
+    """One chunk takes one connection; a large call all of them, each once."""
+    small = client.create("small", CHUNK, "uint8", servers=["server-0"], stripe=CHUNK)
+    small.fill(1)
+    assert (small.read() == 1).all()
+    assert connections(client) == 1
+    large = client.create("large", 50 * CHUNK, "uint8", servers=["server-0"], stripe=CHUNK)
+    for _ in range(3):
+        large.fill(2)
+        assert (large.read() == 2).all()
+    assert connections(client) == CONNECTIONS
+
+
+class Holding:
+    """A plan for a proxy: once told to, it keeps the writes of one lane on their way, and new connections of it."""
+
+    def __init__(self, lane: int) -> None:
+        self._lane = lane
+        self.keeps = threading.Event()
+        self.kept: list[Frame] = []
+        self.admits, self.lets_go = threading.Event(), threading.Event()
+
+    def __call__(self, reply: bool, header: bytes) -> Fault | None:
+        frame = Frame.unpack(header)
+        if not reply and frame.lane == self._lane and self.keeps.is_set():
+            if frame.opcode == Opcode.WRITE:
+                self.kept.append(frame)
+                self.lets_go.wait(60)
+            else:
+                self.admits.wait(60)
+        return None
+
+
+def test_what_was_given_up_does_not_come_later(tmp_path: Path) -> None:
+    """A write's time is over while a part of it is on its way over one connection. A later write of the same chunk,
+    over another, waits until that part can't arrive any more.
+    """
+    plan = Holding(Lane.TCP_FURTHER + 1)
+    with (
+        behind_a_proxy(tmp_path, plan) as (address, _),
+        smb.connect(address, transport="tcp", timeout=1.0) as client,
+    ):
+        buffer = client.create("w", 100 * CHUNK, "uint8", stripe=CHUNK)
+        wait_for(lambda: wrote(buffer, np.zeros(buffer.size, np.uint8), 0), "all connections")
+        plan.keeps.set()
+        with pytest.raises(smb.TimeoutError):
+            buffer.write(np.full(buffer.size, 1, np.uint8))
+        at = plan.kept[0].offset
+        later = np.full(CHUNK, 2, np.uint8)
+        if not wrote(buffer, later, at):
+            plan.admits.set()
+            wait_for(lambda: wrote(buffer, later, at), "the later write")
+        plan.lets_go.set()
+        buffer.write(np.full(10, 3, np.uint8), 99 * CHUNK)
+        assert (buffer.read(at, CHUNK) == 2).all()
+
+
+def wrote(buffer: smb.Buffer, values: np.ndarray[tuple[int], np.dtype[np.uint8]], at: int) -> bool:
+    try:
+        buffer.write(values, at)
+    except (smb.TimeoutError, smb.UnavailableError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_additions_count_once_over_broken_connections(tmp_path: Path, seed: int) -> None:
+    """Frames are cut, dropped, doubled and held back on all of the connections."""
+    plan = RandomPlan(seed, every=40)
+    ones = np.ones(20 * CHUNK // 8, np.int64)
+    with (
+        behind_a_proxy(tmp_path, plan) as (address, proxy),
+        smb.connect(address, transport="tcp", timeout=60) as client,
+    ):
+        buffer = client.create("w", ones.size, "int64", stripe=CHUNK)
+        for _ in range(40):
+            buffer.accumulate(ones)
+            buffer.fetch_add(3 * CHUNK // 8, -1)
+        plan.quiet = True
+        found = buffer.read()
+        assert found[3 * CHUNK // 8] == 0
+        found[3 * CHUNK // 8] = 40
+        assert (found == 40).all()
+        assert sum(proxy.fired.values()) > 10
+
+
+def test_additions_go_on_over_kills(cluster: smb.LocalCluster, client: smb.Client) -> None:
+    """All connections to a server that is killed and comes back go on; none of the additions is lost or doubled."""
+    buffer = client.create("w", 100_000, "int64", servers=2, stripe=CHUNK)
+    ones = np.ones(100_000, np.int64)
+    done, stop = 0, threading.Event()
+
+    def add() -> None:
+        nonlocal done
+        while not stop.is_set():
+            buffer.accumulate(ones)
+            done += 1
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    try:
+        for turn in range(ROUNDS):
+            before = done
+            wait_for(lambda before=before: done > before + 3, "additions")
+            server = cluster.servers[turn % 2]
+            server.kill()
+            server.start()
+        before = done
+        wait_for(lambda: done > before + 3, "additions after the last kill")
+    finally:
+        stop.set()
+        adding.join()
+    assert (buffer.read() == done).all()
+
+
+def test_each_connection_shows_its_right(tmp_path: Path) -> None:
+    """With credentials each proves who it is, also for buffers that are opened once it is there; a reader may read."""
+    holders = [Holder(role, "") for role in (Role.COORDINATOR, Role.CLIENT, Role.READER)]
+    make_set(tmp_path, [*holders, Holder(Role.SERVER, "server-0")])
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB", credentials=tmp_path) as cluster,
+        smb.connect(cluster.address, transport="tcp", credentials=tmp_path / "client") as writer,
+        smb.connect(cluster.address, transport="tcp", credentials=tmp_path / "reader") as reader,
+    ):
+        for name in ("first", "second"):
+            buffer = writer.create(name, 50 * CHUNK, "uint8", stripe=CHUNK)
+            buffer.write(pattern(0, buffer.size, "uint8"))
+            np.testing.assert_array_equal(reader.open(name).read(), pattern(0, buffer.size, "uint8"))
+            with pytest.raises(smb.PermissionDeniedError):
+                reader.open(name).fill(1)
+        assert connections(writer) == 2 * CONNECTIONS
+        np.testing.assert_array_equal(writer.open("first").read(), pattern(0, buffer.size, "uint8"))
+
+
+ASKED = """
+import logging
+import sys
+import numpy as np
+import smb
+
+logging.basicConfig(level=logging.INFO)
+with smb.connect(sys.argv[1], transport="tcp", timeout=60) as client:
+    buffer = client.create("w", 4 << 20, "uint8")
+    values = (np.arange(buffer.size) % 251).astype(np.uint8)
+    buffer.write(values)
+    assert np.array_equal(buffer.read(), values)
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.access("/dev/net/tun", os.R_OK | os.W_OK) or shutil.which("cc") is None,
+    reason="not run: needs root, /dev/net/tun and a C compiler for a link with a delay",
+)
+def test_a_real_round_trip() -> None:
+    """Of 40 ms: each 10 ms take one connection more, and what is written arrives."""
+    with far_link.Link(20.0, "1gbit", 0.0) as link:
+        asked = link.lab.run("client", [sys.executable, "-c", ASKED, link.serve()], capture_output=True, text=True)
+    assert "5 connections for 4" in str(asked.stderr)
