@@ -161,6 +161,19 @@ void stream_advance(struct stream *stream)
     } while (!stream->have_piece);
 }
 
+bool stream_take(struct stream *stream)
+{
+    if (stream->shared && !stream->have_piece)
+        stream_advance(stream);
+    return stream->have_piece;
+}
+
+bool stream_is_empty(const struct stream *stream)
+{
+    return stream->shared && !stream->have_piece && stream->rest.bytes == 0 &&
+           stream->shared->position >= stream->shared->end;
+}
+
 /* Elements as they are, from the caller's memory. */
 static bool put_elements(struct smb_link *link, const struct smb_request *request, uint64_t within,
                          struct inflight *inflight)
@@ -229,7 +242,11 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
     if (request->sink)
         inflight->sink = (uint8_t *)request->sink + within;
     inflight_encode(link, inflight, &frame);
-    stream_advance(stream);
+    if (stream->shared && stream->rest.bytes == 0)
+        stream->have_piece =
+            false; /* the next one when its lane has room: others may have it first */
+    else
+        stream_advance(stream);
     return true;
 }
 

@@ -89,5 +89,9 @@ void inflight_free_all(struct inflight *inflight);
 
 /* Goes on to the stream's next piece: have_piece, or not. */
 void stream_advance(struct stream *stream);
+/* Of several lanes to a segment: takes the next piece, if it has none. Returns have_piece. */
+bool stream_take(struct stream *stream);
+/* Of several lanes: the others have taken all that it could. */
+bool stream_is_empty(const struct stream *stream);
 
 #endif

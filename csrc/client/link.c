@@ -266,6 +266,7 @@ bool link_progress(struct smb_link *link)
     int status = fresh ? adopt_connection(link, fresh) : SMB_OK;
     if (status == SMB_OK && link_state_of(link) != LINK_DOWN)
         status = move(link, &moved);
+    send_drop_empty(link);
     /* It will not do better the next time; unless its bytes were spoilt on the way. */
     if ((status == SMB_PROTOCOL || status == SMB_VERSION) && !link->client->checksums) {
         link_shut(link, status);
@@ -287,7 +288,7 @@ bool link_progress(struct smb_link *link)
 /* Notes the part of the stream that was never made into frames. */
 static void note_unmade(struct stream *stream)
 {
-    while (stream->have_piece && !stream->ask) {
+    while (stream_take(stream) && !stream->ask) {
         if (smb_opcode_changes(stream->request->opcode))
             call_note_unknown(stream->call, stream->piece.buffer_offset,
                               (uint32_t)stream->piece.bytes, SMB_OUTCOME_NOT_APPLIED);
@@ -322,6 +323,7 @@ void link_shut(struct smb_link *link, int status)
     link_enter(link, LINK_CLOSED);
     atomic_store_explicit(&link->given_up, false, memory_order_release);
     client_want_link(link, false);
+    send_drop_empty(link);
     fail_inflight(link, status);
     while (link->queue_head) {
         struct stream *stream = link->queue_head;

@@ -72,18 +72,38 @@ static bool may_make(const struct smb_link *link, const struct stream *stream)
              link->atomics_in_flight < ATOMICS_IN_FLIGHT_MAX));
 }
 
+/* A stream without further pieces. */
+static void leave_queue(struct smb_link *link, struct stream *stream)
+{
+    link_take_out_of_queue(link, stream);
+    if (stream->in_flight == 0) /* other lanes have taken all */
+        call_stream_finished(stream);
+}
+
 void send_fill_window(struct smb_link *link)
 {
     while (link->queue_head && may_make(link, link->queue_head)) {
         struct stream *stream = link->queue_head;
-        for (int i = 0; i < STREAM_BURST && stream->have_piece && may_make(link, stream); i++)
+        for (int i = 0; i < STREAM_BURST && may_make(link, stream) && stream_take(stream); i++)
             if (!inflight_make(link, stream))
                 return;
-        if (!stream->have_piece || stream->next) {
+        bool more = stream->have_piece || (stream->shared && !stream_is_empty(stream));
+        if (more && stream->next) {
             link_dequeue(link);
-            if (stream->have_piece)
-                link_enqueue(link, stream);
+            link_enqueue(link, stream);
+        } else if (!more) {
+            leave_queue(link, stream);
         }
+    }
+}
+
+void send_drop_empty(struct smb_link *link)
+{
+    for (struct stream *stream = link->queue_head; stream;) {
+        struct stream *next = stream->next; /* the stream may be gone once its call is done */
+        if (stream_is_empty(stream))
+            leave_queue(link, stream);
+        stream = next;
     }
 }
 

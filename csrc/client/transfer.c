@@ -84,51 +84,68 @@ bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request
     }
 }
 
-/* The part of the range that travels over one lane; false: there is none. `shared`: of several
- * lanes. */
-static bool make_stream(struct smb_buffer *buffer, const struct smb_request *request,
-                        struct call *call, uint32_t index, uint32_t lane, struct smb_cursor cursor,
-                        struct smb_cursor *shared, struct stream *stream)
+/* The part of the range that travels over one link. */
+static struct stream make_stream(const struct smb_buffer *buffer, const struct smb_request *request,
+                                 struct call *call, uint32_t index, struct smb_link *link)
 {
     const struct place *place = &buffer->places[index];
-    *stream = (struct stream){.call = call,
-                              .link = place_link(place, lane),
-                              .request = request,
-                              .cursor = cursor,
-                              .place = shared ? place : NULL,
-                              .shared = shared,
-                              .segment_index = index,
-                              .segment_id = place->segment_id,
-                              .epoch = place->epoch,
-                              .dtype = (uint8_t)buffer->dtype};
+    struct stream stream = {.call = call,
+                            .link = link,
+                            .request = request,
+                            .segment_index = index,
+                            .segment_id = place->segment_id,
+                            .epoch = place->epoch,
+                            .dtype = (uint8_t)buffer->dtype};
     const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
     int sources = others_of(request, others), first = request_brings(request);
     for (int s = 0; s < sources; s++)
-        stream->source_ids[first + s] = others[s]->places[index].segment_id;
-    stream_advance(stream);
-    return stream->have_piece; /* or nothing of the range is there */
+        stream.source_ids[first + s] = others[s]->places[index].segment_id;
+    return stream;
 }
 
-/* Writes the streams of all lanes to every linked segment that has a part in the range; returns how
- * many. *local: some segment is mapped. */
+/* The streams of all lanes to a segment: one for each piece at most. Returns how many. */
+static uint32_t make_lanes(const struct smb_buffer *buffer, const struct smb_request *request,
+                           struct call *call, uint32_t index, struct smb_cursor cursor,
+                           struct stream *streams)
+{
+    const struct place *place = &buffer->places[index];
+    streams[0] = make_stream(buffer, request, call, index, place->link);
+    streams[0].cursor = cursor;
+    stream_advance(&streams[0]);
+    if (!streams[0].have_piece)
+        return 0; /* nothing of the range is there */
+    if (place->further_count == 0)
+        return 1;
+    uint32_t count = 1;
+    struct smb_piece piece;
+    struct smb_cursor ahead = streams[0].cursor;
+    while (count <= place->further_count && smb_cursor_next(&ahead, &piece)) {
+        streams[count] = make_stream(buffer, request, call, index, place_link(place, count));
+        count++;
+    }
+    for (uint32_t lane = 0; lane < count; lane++) {
+        streams[lane].place = place;
+        streams[lane].shared = &streams[0].cursor;
+    }
+    return count;
+}
+
+/* Writes the streams to every linked segment that has a part in the range; returns how many.
+ * *local: some segment is mapped. */
 static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request *request,
                              struct call *call, struct stream *streams, bool *local)
 {
     uint32_t count = 0;
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
-        struct place *place = &buffer->places[i];
         struct smb_cursor cursor = smb_cursor_make(&buffer->layout, i, request->offset,
                                                    request->bytes);
         if (cursor.position >= cursor.end)
             continue;
-        if (place->segment) {
+        if (buffer->places[i].segment) {
             *local = true;
             continue;
         }
-        /* the first one's, which has a piece */
-        struct smb_cursor *shared = place->further_count > 0 ? &streams[count].cursor : NULL;
-        for (uint32_t lane = 0; lane <= place->further_count; lane++)
-            count += make_stream(buffer, request, call, i, lane, cursor, shared, &streams[count]);
+        count += make_lanes(buffer, request, call, i, cursor, &streams[count]);
     }
     return count;
 }

@@ -391,11 +391,14 @@ class Links:
         if entry is None or link is None:
             return  # it was closed meanwhile
         try:
-            self._resume(entry, link, first_time)
+            made = self._resume(entry, link, first_time)
+            with self._lock:
+                entry.unused = first_time and not made
         finally:
             link.let_go()
 
-    def _resume(self, entry: _Entry, link: Link, first_time: bool) -> None:
+    def _resume(self, entry: _Entry, link: Link, first_time: bool) -> bool:
+        """Return whether it has a connection now."""
         if first_time:
             _log.debug("one more connection to memory server %s", entry.server)
         else:
@@ -410,7 +413,7 @@ class Links:
             except Error as error:
                 if isinstance(error, EngineError) and error.status is Status.SESSION_ENDED:
                     _log.warning("memory server %s: %s", entry.server, error)
-                    return
+                    return False
                 if isinstance(error, EngineError) and error.status is Status.UNTRUSTED:
                     if entry.server not in self._untrusted:
                         _log.warning(_UNTRUSTED, entry.server, entry.where.address, error)
@@ -421,13 +424,14 @@ class Links:
                 if not first_time:
                     _log.info("connected to memory server %s again (run %016x)", entry.server, instance_id)
                     self._note_outage(time.monotonic() - begun)
-                return
+                return True
             if self._closing.wait(pause):
-                return
+                return False
             pause = min(2 * pause, _PAUSE_MAX_S)
             found = self._locate(entry.server)
             if found is not None:
                 entry.where, known = found, found.instance_id
+        return False
 
     def _note_outage(self, seconds: float) -> None:
         place = bisect.bisect_left(OUTAGE_EDGES, seconds)

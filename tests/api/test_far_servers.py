@@ -25,7 +25,8 @@ from tests.support.raw import Frame, Opcode
 
 CONNECTIONS = 4
 CHUNK = 4096
-SIZE = 20 * CHUNK // 8  # elements of int64, in 20 chunks of each of two servers and a bit
+MANY = 64 * (CONNECTIONS + 1)  # chunks: 64 are on their way over one connection at most
+SIZE = 2 * MANY * CHUNK // 8  # elements of int64, in so many chunks of each of two servers
 ROUNDS = 4
 
 
@@ -97,15 +98,44 @@ def test_a_step_of_an_optimizer(client: smb.Client) -> None:
 
 def test_connections_are_made_when_they_are_needed(client: smb.Client) -> None:
     """One chunk takes one connection; a large call all of them, each once."""
+    wait_for(lambda: connections(client) == 0, "no connection of an earlier test")
     small = client.create("small", CHUNK, "uint8", servers=["server-0"], stripe=CHUNK)
     small.fill(1)
     assert (small.read() == 1).all()
     assert connections(client) == 1
-    large = client.create("large", 50 * CHUNK, "uint8", servers=["server-0"], stripe=CHUNK)
-    for _ in range(3):
-        large.fill(2)
-        assert (large.read() == 2).all()
+    large = client.create("large", 10 * MANY * CHUNK, "uint8", servers=["server-0"], stripe=CHUNK)
+    values = pattern(0, large.size, "uint8")
+    wait_for(lambda: large.write(values) or connections(client) == CONNECTIONS, "all connections")
+    np.testing.assert_array_equal(large.read(), values)
     assert connections(client) == CONNECTIONS
+
+
+def test_a_server_that_takes_no_more_connections(tmp_path: Path) -> None:
+    """It is full, say: all goes over the one that there is."""
+    refused = threading.Event()
+
+    def refuse(reply: bool, header: bytes) -> Fault | None:
+        if reply or Frame.unpack(header).lane < Lane.TCP_FURTHER:
+            return None
+        refused.set()
+        return Fault("drop request")
+
+    with (
+        behind_a_proxy(tmp_path, refuse) as (address, _),
+        smb.connect(address, transport="tcp", timeout=30) as client,
+    ):
+        buffer = client.create("w", SIZE, "int64", stripe=CHUNK)
+        ones = np.ones(SIZE, np.int64)
+        counts: list[int] = []
+
+        def add() -> bool:
+            buffer.accumulate(ones)
+            counts.append(1)
+            return refused.is_set()
+
+        wait_for(add, "attempt to have more")
+        add()
+        assert (buffer.read() == len(counts)).all()
 
 
 class Holding:
@@ -113,13 +143,17 @@ class Holding:
 
     def __init__(self, lane: int) -> None:
         self._lane = lane
-        self.keeps = threading.Event()
+        self.seen, self.keeps = threading.Event(), threading.Event()
         self.kept: list[Frame] = []
         self.admits, self.lets_go = threading.Event(), threading.Event()
 
     def __call__(self, reply: bool, header: bytes) -> Fault | None:
         frame = Frame.unpack(header)
-        if not reply and frame.lane == self._lane and self.keeps.is_set():
+        if reply or frame.lane != self._lane:
+            return None
+        if frame.opcode == Opcode.WRITE:
+            self.seen.set()
+        if self.keeps.is_set():
             if frame.opcode == Opcode.WRITE:
                 self.kept.append(frame)
                 self.lets_go.wait(60)
@@ -137,8 +171,9 @@ def test_what_was_given_up_does_not_come_later(tmp_path: Path) -> None:
         behind_a_proxy(tmp_path, plan) as (address, _),
         smb.connect(address, transport="tcp", timeout=1.0) as client,
     ):
-        buffer = client.create("w", 100 * CHUNK, "uint8", stripe=CHUNK)
-        wait_for(lambda: wrote(buffer, np.zeros(buffer.size, np.uint8), 0), "all connections")
+        buffer = client.create("w", 2 * MANY * CHUNK, "uint8", stripe=CHUNK)
+        zeros = np.zeros(buffer.size, np.uint8)
+        wait_for(lambda: wrote(buffer, zeros, 0) and plan.seen.is_set(), "use of that lane")
         plan.keeps.set()
         with pytest.raises(smb.TimeoutError):
             buffer.write(np.full(buffer.size, 1, np.uint8))
@@ -148,7 +183,7 @@ def test_what_was_given_up_does_not_come_later(tmp_path: Path) -> None:
             plan.admits.set()
             wait_for(lambda: wrote(buffer, later, at), "the later write")
         plan.lets_go.set()
-        buffer.write(np.full(10, 3, np.uint8), 99 * CHUNK)
+        buffer.write(np.full(10, 3, np.uint8), buffer.size - 10)
         assert (buffer.read(at, CHUNK) == 2).all()
 
 
@@ -164,7 +199,7 @@ def wrote(buffer: smb.Buffer, values: np.ndarray[tuple[int], np.dtype[np.uint8]]
 def test_additions_count_once_over_broken_connections(tmp_path: Path, seed: int) -> None:
     """Frames are cut, dropped, doubled and held back on all of the connections."""
     plan = RandomPlan(seed, every=40)
-    ones = np.ones(20 * CHUNK // 8, np.int64)
+    ones = np.ones(MANY * CHUNK // 8, np.int64)
     with (
         behind_a_proxy(tmp_path, plan) as (address, proxy),
         smb.connect(address, transport="tcp", timeout=60) as client,
@@ -183,8 +218,8 @@ def test_additions_count_once_over_broken_connections(tmp_path: Path, seed: int)
 
 def test_additions_go_on_over_kills(cluster: smb.LocalCluster, client: smb.Client) -> None:
     """All connections to a server that is killed and comes back go on; none of the additions is lost or doubled."""
-    buffer = client.create("w", 100_000, "int64", servers=2, stripe=CHUNK)
-    ones = np.ones(100_000, np.int64)
+    buffer = client.create("w", SIZE, "int64", servers=2, stripe=CHUNK)
+    ones = np.ones(SIZE, np.int64)
     done, stop = 0, threading.Event()
 
     def add() -> None:
@@ -215,17 +250,17 @@ def test_each_connection_shows_its_right(tmp_path: Path) -> None:
     holders = [Holder(role, "") for role in (Role.COORDINATOR, Role.CLIENT, Role.READER)]
     make_set(tmp_path, [*holders, Holder(Role.SERVER, "server-0")])
     with (
-        smb.LocalCluster(servers=1, capacity="16MiB", credentials=tmp_path) as cluster,
+        smb.LocalCluster(servers=1, capacity="64MiB", credentials=tmp_path) as cluster,
         smb.connect(cluster.address, transport="tcp", credentials=tmp_path / "client") as writer,
         smb.connect(cluster.address, transport="tcp", credentials=tmp_path / "reader") as reader,
     ):
         for name in ("first", "second"):
-            buffer = writer.create(name, 50 * CHUNK, "uint8", stripe=CHUNK)
-            buffer.write(pattern(0, buffer.size, "uint8"))
+            buffer = writer.create(name, 10 * MANY * CHUNK, "uint8", stripe=CHUNK)
+            values = pattern(0, buffer.size, "uint8")
+            wait_for(lambda b=buffer, v=values: b.write(v) or connections(writer) >= CONNECTIONS, "all connections")
             np.testing.assert_array_equal(reader.open(name).read(), pattern(0, buffer.size, "uint8"))
             with pytest.raises(smb.PermissionDeniedError):
                 reader.open(name).fill(1)
-        assert connections(writer) == 2 * CONNECTIONS
         np.testing.assert_array_equal(writer.open("first").read(), pattern(0, buffer.size, "uint8"))
 
 
