@@ -143,9 +143,7 @@ void client_want_link(struct smb_link *link, bool wanted)
     pthread_mutex_lock(&client->mutex);
     if (wanted && !link->wanted)
         pthread_cond_broadcast(&client->link_wanted);
-    link->wanted = wanted;
-    if (!wanted)
-        link->in_hands = false;
+    link->wanted = wanted; /* who has it in hands may be connecting it still */
     pthread_mutex_unlock(&client->mutex);
 }
 

@@ -75,7 +75,7 @@ static uint32_t round_trip_us(int fd)
     socklen_t length = sizeof info;
     if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0)
         return 0;
-    return info.tcpi_min_rtt;
+    return info.tcpi_min_rtt == UINT32_MAX ? 0 : info.tcpi_min_rtt; /* not measured yet */
 }
 
 /* Closes the channel unless SMB_OK. */
@@ -229,6 +229,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     link->proven |= proven;
     link->trusted |= proven;
     link->identity = identity;
+    link->in_hands = false;
     pthread_mutex_unlock(&link->client->mutex);
     atomic_store_explicit(&link->features, features, memory_order_relaxed);
     atomic_store(&link->fresh_by_reference, by_reference);

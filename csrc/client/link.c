@@ -91,6 +91,8 @@ int smb_link_let_go(struct smb_link *link)
     pthread_mutex_lock(&link->client->mutex);
     link->in_hands = false;
     bool wanted = link->wanted;
+    if (wanted) /* again, since it was last taken care of */
+        pthread_cond_broadcast(&link->client->link_wanted);
     pthread_mutex_unlock(&link->client->mutex);
     return wanted;
 }
@@ -362,7 +364,7 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         link_take_out_of_queue(link, stream);
     note_unmade(stream);
     bool half_sent = link->unsent && link->unsent->stream == stream && link->sent_bytes > 0;
-    bool deferred = false, was_sent = half_sent;
+    bool deferred = false, was_sent = false;
     for (struct inflight *inflight = link->sent; inflight; inflight = inflight->next) {
         if (inflight->stream == stream) {
             leave(inflight);
@@ -381,9 +383,12 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         }
         at = &inflight->next;
     }
-    if (stream->shared && (was_sent || deferred)) /* other lanes wait until that has an end */
+    bool breaks = half_sent || (deferred && link_state_of(link) == LINK_UP);
+    /* Other lanes wait until the next connection. What was sent over an earlier one than the present
+     * one had its end with that. */
+    if (stream->shared && (breaks || (was_sent && link_state_of(link) == LINK_DOWN)))
         atomic_store_explicit(&link->given_up, true, memory_order_release);
-    if (half_sent || (deferred && link_state_of(link) == LINK_UP)) {
+    if (breaks) {
         break_connection(link);
         /* now: the progress thread may be about to sleep, and others' calls wait here */
         client_want_link(link, link_busy(link));

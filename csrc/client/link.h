@@ -57,8 +57,8 @@ struct smb_link {
     bool proven; /* mutex: its newest connection's server has proved that it is the one */
     /* mutex: it has something to send but no connection; somebody is making one */
     bool wanted, in_hands;
-    /* a caller left with frames on its way, and no newer connection has ended those: set by the
-     * progress thread, cleared by who connects */
+    /* a caller left with frames on their way, and no newer connection has ended those: set where
+     * that happens, cleared with the next connection, or once it is closed */
     _Atomic bool given_up;
     struct channel channel; /* its connection */
     bool by_reference;      /* records are sent over it, see frame.h */

@@ -165,10 +165,12 @@ class Links:
             if entry.link is None or not entry.link.alive():
                 link = self._connect(entry, where, deadline)
                 with self._lock:
-                    entry.link, entry.where, entry.further = link, where, 0
+                    entry.link, entry.where = link, where
                     if lane == Lane.TCP_DATA:
-                        left = _FURTHER_MAX - sum(each.further for each in self._entries.values())
-                        entry.further = min(left, connections_for(link.round_trip_s()) - 1)
+                        others = sum(each.further for each in self._entries.values()) - entry.further
+                        wanted = connections_for(link.round_trip_s()) - 1
+                        # Never fewer than before: something may be on its way over them.
+                        entry.further = max(entry.further, min(_FURTHER_MAX - others, wanted))
             link = entry.link
         self.tokens.show(link, place.id, deadline.left_ms())
         return link
