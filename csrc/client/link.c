@@ -384,8 +384,8 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         at = &inflight->next;
     }
     bool breaks = half_sent || (deferred && link_state_of(link) == LINK_UP);
-    /* Other lanes wait until the next connection. What was sent over an earlier one than the present
-     * one had its end with that. */
+    /* Other lanes wait until the next connection. An earlier connection than the present one has
+     * ended already, with all that was sent over it. */
     if (stream->shared && (breaks || (was_sent && link_state_of(link) == LINK_DOWN)))
         atomic_store_explicit(&link->given_up, true, memory_order_release);
     if (breaks) {
