@@ -60,6 +60,7 @@ class Maker:
         self._folders = folders
         self._modified = modified
         self._replicas = replicas
+        self._dropped: list[str] = []  # private names of buffers that are still to be deleted
 
     def listed(self, path: str, info: BufferInfo, buffers: Container[str], folders: Container[str]) -> str:
         """Return the one path by which a buffer is listed."""
@@ -98,20 +99,38 @@ class Maker:
         name = private_name(name_of(plan.name))
         replaced = self._catalogue.listing().infos.get(plan.name)
         kept = [info.replicas for info in (before, replaced) if info is not None]
-        buffer = create(self._client, name, plan, max(kept, default=self._replicas))
+        self.drop()
         try:
+            buffer = create(self._client, name, plan, max(kept, default=self._replicas))
             copy_all(source, Live(buffer, plan.view))
         except BaseException:
-            self._client.delete(name, missing_ok=True)
+            self.drop(name)
             raise
         return name
+
+    def drop(self, *names: str) -> None:
+        """Delete buffers with private names. While the coordinator is away that is put off, until the next file is made
+        or the tree is closed.
+        """
+        self._dropped += names
+        while self._dropped:
+            try:
+                name = self._dropped.pop()
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                self._client.delete(name, missing_ok=True)
+            except Error as error:
+                _log.debug("not deleted yet: %s", error)
+                self._dropped.append(name)
+                return
 
     def named(self, name: str, plan: Plan, there: Found | None, victim: Node | None) -> Live:
         """Give such a buffer its own name."""
         try:
             self.put(name, plan.name, there, victim)
         except BaseException:
-            self._client.delete(name, missing_ok=True)
+            self.drop(name)
             raise
         buffer = self._client.open(name_of(plan.name))
         self._catalogue.add(plan.name, buffer)

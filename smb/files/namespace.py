@@ -323,9 +323,10 @@ class Tree:
             self._aliases.pop(alias, None)
 
     def end_hidden(self) -> None:
-        """Take all hidden files' names away in the cluster: before this process ends."""
+        """Take all hidden files' names away in the cluster, and what is left of files: before this process ends."""
         for path, hidden in builtins.list(self._hidden.items()):
             self._end_hidden(path, hidden)
+        self._maker.drop()
 
     def _end_hidden(self, path: str, hidden: _Hidden) -> None:
         with self._lock:
@@ -586,7 +587,7 @@ class Tree:
                     self._modified[found.shown.name] = node.modified
                 displaced, node.displaced = node.displaced, ""
                 if displaced:
-                    self.client.delete(displaced, missing_ok=True)
+                    self._maker.drop(displaced)
 
     def _detach(self, node: Node, source: Live | FrozenFile) -> None:
         staged = StagedFile(self._staged_files)

@@ -126,6 +126,7 @@ LEFT_OUT = {
     "regressions/test_overlapping_views.py": "is about shared memory",
     "regressions/test_deferred_once.py": "is about shared memory",
     "regressions/test_pid_namespaces.py": "is about shared memory",
+    "regressions/test_private_names_are_deleted.py": _ELSEWHERE,
     "regressions/test_progress_ends_while_it_is_closed.py": "is about the thread itself",
     "regressions/test_saved_while_a_round_closes.py": _TRAINING,
     "regressions/test_slow_connect.py": _ELSEWHERE,
