@@ -35,8 +35,8 @@ _WATCH_MS = 2000  # and as often it is asked where the primaries of segments of 
 _JOIN_S = 10.0
 _LANE_MAX = 65_534  # 65 535 is the one between servers
 _SENT_AWAY_S = 0.1
-# The kernel has some 3 MB on its way over one connection at most (net.ipv4.tcp_rmem, tcp_wmem). So connections for each
-# 10 ms of round trip fill 2 Gbit/s.
+# The kernel has some 3 MB on its way over one connection at most (net.ipv4.tcp_rmem, tcp_wmem). One connection for each
+# 10 ms of round trip, with 2 MiB on its way (csrc/client/send.c), is 1.6 Gbit/s.
 _ROUND_TRIP_EACH_S = 0.01
 _FURTHER_MAX = 8 * LANES_FURTHER_MAX  # of a client: so many servers fill its link anyway, and descriptors are few
 _UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import smb
-from tests.support.daemons import wait_for
+from tests.support.daemons import add_over_kills
 from tests.support.transports import EACH_WAY, FAR
 
 SIZE = 300_001
@@ -32,29 +32,7 @@ def test_additions_go_on_over_kills(cluster: smb.LocalCluster, transport: str) -
     """kill -9 and restart of a server in the middle of additions: none fails, each counts once, over each transport."""
     with smb.connect(cluster.address, transport=transport, timeout=30) as client:
         buffer = client.create("w", SIZE, "int64", stripe="64KiB")
-        done = 0
-        stop = threading.Event()
-
-        def add() -> None:
-            nonlocal done
-            while not stop.is_set():
-                buffer.accumulate(delta())
-                done += 1
-
-        adding = threading.Thread(target=add)
-        adding.start()
-        try:
-            for turn in range(ROUNDS):
-                before = done
-                wait_for(lambda before=before: done > before + 3, "additions")
-                server = cluster.servers[turn % 2]
-                server.kill()
-                server.start()
-            before = done
-            wait_for(lambda: done > before + 3, "additions after the last kill")
-        finally:
-            stop.set()
-            adding.join()
+        done = add_over_kills(cluster, buffer, delta(), ROUNDS)
         np.testing.assert_array_equal(buffer.read(), done * delta())
         client.delete("w")
 

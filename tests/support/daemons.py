@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +34,33 @@ def wait_for(condition: Callable[[], Value], what: str, deadline_s: float = DEAD
         assert time.monotonic() < end, f"no {what} within {deadline_s:g} s"
         time.sleep(0.01)
     return value
+
+
+def add_over_kills(cluster: smb.LocalCluster, buffer: smb.Buffer, values: Any, rounds: int) -> int:
+    """Add the values again and again while the servers are killed in turn and started; return how often."""
+    done, stop = 0, threading.Event()
+
+    def add() -> None:
+        nonlocal done
+        while not stop.is_set():
+            buffer.accumulate(values)
+            done += 1
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    try:
+        for turn in range(rounds):
+            before = done
+            wait_for(lambda before=before: done > before + 3, "additions")
+            server = cluster.servers[turn % len(cluster.servers)]
+            server.kill()
+            server.start()
+        before = done
+        wait_for(lambda: done > before + 3, "additions after the last kill")
+    finally:
+        stop.set()
+        adding.join()
+    return done
 
 
 def relay_of(server: smb.cluster.Daemon) -> int:

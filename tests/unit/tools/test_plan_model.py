@@ -104,7 +104,7 @@ def test_what_bounds_it() -> None:
     """Named by the largest part: many workers on one server, one worker, a long round trip, and little to send."""
     assert rows(Question(SPEC, NETWORK), 8, ("bsp",))[0].bound_by == SERVERS
     assert rows(Question(SPEC, NETWORK, servers=8), 4, ("bsp",))[0].bound_by == OWN_LINK
-    far = dataclasses.replace(NETWORK, rtt_s=1.0)  # 24 MB in each
+    far = dataclasses.replace(NETWORK, rtt_s=1.0)  # 16.8 MB in each
     assert rows(Question(SPEC, far), 1, ("bsp",))[0].bound_by == WINDOW
     assert rows(Question(SPEC, NETWORK, every=1000), 2, ("diloco",))[0].bound_by == COMPUTING
 
@@ -176,7 +176,7 @@ def test_advice() -> None:
             assert step_s(Question(SPEC, NETWORK, servers=count), scheme, workers) <= 1.05 * many
             assert count == 1 or step_s(Question(SPEC, NETWORK, servers=count - 1), scheme, workers) > 1.05 * many
         assert told.connections == 2 * workers
-    assert advice(Question(SPEC, dataclasses.replace(NETWORK, rtt_s=1.0)), 1).connections_to_fill == 34
+    assert advice(Question(SPEC, dataclasses.replace(NETWORK, rtt_s=1.0)), 1).connections_to_fill == 48
 
 
 def test_questions_that_are_refused() -> None:
