@@ -33,7 +33,8 @@ from smb.coordinator.events import (
     WakeOpeners,
 )
 from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
-from smb.coordinator.state import SESSION_LEASE_S, State, load, step
+from smb.coordinator.state import SESSION_LEASE_S, State, load
+from smb.coordinator.steps import step
 from smb.coordinator.store import MIGRATION, Store, StoreError
 from smb.errors import UnavailableError
 

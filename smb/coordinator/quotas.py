@@ -15,8 +15,8 @@ from smb.errors import OutOfMemoryError
 from smb.security.roles import namespace_of
 
 
-def check_quota(quotas: Mapping[str, Quota], there: Iterable[BufferRecord], wanted: BufferRecord) -> None:
-    """Raise OutOfMemoryError, with what is used and allowed, where `wanted` beside what is `there` is too much."""
+def check_quota(quotas: Mapping[str, Quota], there: Iterable[BufferRecord], wanted: BufferRecord, asked: str) -> None:
+    """Raise OutOfMemoryError where `wanted` beside what is `there` is too much; it says what is used and allowed."""
     namespace = namespace_of(wanted.name)
     quota = quotas.get(namespace) or quotas.get(EACH_OTHER)
     if quota is None:
@@ -26,12 +26,13 @@ def check_quota(quotas: Mapping[str, Quota], there: Iterable[BufferRecord], want
     advice = "delete some, or ask the operator for more (smb coordinator --quota)"
     if quota.buffers is not None and len(ours) >= quota.buffers:
         raise OutOfMemoryError(
-            f"{title}: {len(ours)} buffers, locks and barriers are there, {quota.buffers} are allowed; {advice}"
+            f"{asked}: {title}: {len(ours)} buffers, locks and barriers are there, "
+            f"{quota.buffers} are allowed; {advice}"
         )
     used, more = sum(map(_file_bytes, ours)), _file_bytes(wanted)
     if quota.nbytes is not None and used + more > quota.nbytes:
         raise OutOfMemoryError(
-            f"{title}: {format_bytes(used)} of {format_bytes(quota.nbytes)} allowed are used, and this takes "
+            f"{asked}: {title}: {format_bytes(used)} of {format_bytes(quota.nbytes)} allowed are used, and this takes "
             f"{format_bytes(more)}; {advice}"
         )
 

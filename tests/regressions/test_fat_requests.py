@@ -24,11 +24,11 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 from smb import errors
-from smb.coordinator import service
-from smb.coordinator import state as states
+from smb.coordinator import limits, service
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
 from smb.coordinator.records import SessionRecord
-from smb.coordinator.state import State, load, step
+from smb.coordinator.state import State, load
+from smb.coordinator.steps import step
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import check_bounds
 from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
@@ -152,7 +152,7 @@ def open_sessions(state: State, first: int, count: int, owner: str) -> State:
 def test_one_certificate_leaves_sessions_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its bound a certificate opens no more, also after a restart; others do, it renews, and one that closes
     makes room. Without credentials nobody is counted."""
-    monkeypatch.setattr(states, "SESSIONS_PER_CERTIFICATE_MAX", 3)
+    monkeypatch.setattr(limits, "SESSIONS_PER_CERTIFICATE_MAX", 3)
     state = open_sessions(State(), 1, 3, "a")
     state = open_sessions(state, 11, 3, "b")
     state = open_sessions(state, 21, 9, "")
@@ -258,7 +258,7 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     buffers = REQUESTS // 2  # a server maps each, and Linux lets it map so many
     assert asked(address, client, "CreateBuffer", buffer, buffers) == {"OK": buffers}
     assert asked(address, client, "CreateBuffer", looked_at, 40) == {"OK": 40}
-    room = (states.METADATA_BYTES_MAX - 40 * len(dense)) // len(packed)
+    room = (limits.METADATA_BYTES_MAX - 40 * len(dense)) // len(packed)
     codes = asked(address, client, "CreateBuffer", described, REQUESTS)
     assert codes == {"OK": codes["OK"], "RESOURCE_EXHAUSTED": REQUESTS - codes["OK"]}
     # One that fails half-way takes room for that time, for which another may be refused: one at a time all get theirs.

@@ -24,8 +24,9 @@ from smb.coordinator.dashboard.states import StateSeen
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
 from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.published import published_as
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
-from smb.coordinator.state import State, published_as
+from smb.coordinator.state import State
 from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb
 from smb.rpc import metadata

@@ -1,4 +1,4 @@
-"""smb.coordinator.state under any order of events, restarts included: what must always hold, checked after each one.
+"""smb.coordinator.steps under any order of events, restarts included: what must always hold, checked after each one.
 
 `SMB_LONG=1` runs twenty times as many examples. A failure prints the steps that lead to it.
 """
@@ -43,7 +43,8 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
-from smb.coordinator.state import SERVER_LEASE_S, Allocation, State, load, step
+from smb.coordinator.state import SERVER_LEASE_S, Allocation, State, load
+from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation, check_creation, first_use
 from smb.rpc.coordinator_client import SessionEndedError
 

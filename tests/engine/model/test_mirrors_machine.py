@@ -1,4 +1,4 @@
-"""smb.coordinator.state with published states and their mirrors, under any order of events, restarts included.
+"""smb.coordinator.steps with published states and their mirrors, under any order of events, restarts included.
 
 As test_coordinator_machine.py, whose rules and invariants hold here, too. `SMB_LONG=1` runs twenty times as many
 examples. A failure prints the steps that lead to it.

@@ -35,7 +35,8 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.records import ServerRecord
-from smb.coordinator.state import State, step
+from smb.coordinator.state import State
+from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation
 from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb

@@ -20,8 +20,8 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
 from smb.coordinator.wanted_copies import FROM_ONE_MAX, Wish, wishes
+from tests.support.decisions import MIB, Cluster, server
 from tests.unit.coordinator.test_replicas import roles
-from tests.unit.coordinator.test_state import MIB, Cluster, server
 
 
 @pytest.fixture

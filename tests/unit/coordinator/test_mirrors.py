@@ -20,7 +20,8 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import BufferRecord, ServerRecord
-from smb.coordinator.state import SERVER_LEASE_S, State, step
+from smb.coordinator.state import SERVER_LEASE_S, State
+from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation
 from smb.rpc import control_pb2 as pb
 

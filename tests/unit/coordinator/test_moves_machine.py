@@ -21,7 +21,7 @@ from smb.coordinator.rebalance import plan
 from smb.coordinator.records import SegmentRecord
 from smb.coordinator.wanted_copies import still_wanted, wishes
 from smb.errors import Error
-from tests.unit.coordinator.test_state import MIB, Cluster, server
+from tests.support.decisions import MIB, Cluster, server
 
 NAMES = "abcd"
 

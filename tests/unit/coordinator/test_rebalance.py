@@ -14,7 +14,7 @@ from smb.coordinator.placement import Pool
 from smb.coordinator.rebalance import SPREAD_MAX, Move, plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.wanted_copies import still_wanted, wishes
-from tests.unit.coordinator.test_state import MIB, Cluster
+from tests.support.decisions import MIB, Cluster
 
 CAPACITY = 64 * MIB
 

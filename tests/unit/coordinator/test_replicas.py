@@ -21,7 +21,7 @@ from smb.coordinator.events import (
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import SERVER_LEASE_S
-from tests.unit.coordinator.test_state import MIB, Cluster, server
+from tests.support.decisions import MIB, Cluster, server
 
 
 @pytest.fixture

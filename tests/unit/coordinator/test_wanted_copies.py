@@ -21,8 +21,8 @@ from smb.coordinator.messages import buffer_message
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import Copy, CopyRole
 from smb.coordinator.wanted_copies import FROM_ONE_MAX, TO_ONE_MAX, Wish, wishes, without_room
+from tests.support.decisions import MIB, Cluster, server
 from tests.unit.coordinator.test_replicas import roles
-from tests.unit.coordinator.test_state import MIB, Cluster, server
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from smb import errors
+from smb.coordinator.limits import METADATA_BYTES_MAX
 from smb.coordinator.records import Kind
-from smb.coordinator.state import METADATA_BYTES_MAX
 from smb.coordinator.validate import Creation, check_creation
 from smb.rpc import metadata
 from smb.tensors import TensorTable

@@ -1,17 +1,15 @@
-"""smb.coordinator.state: every decision, without a network, a disk or a clock."""
+"""smb.coordinator.steps: every decision, without a network, a disk or a clock."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import replace
 
 import pytest
 
 from smb import errors
 from smb.coordinator import ended_sessions as sessions
-from smb.coordinator import state as states
+from smb.coordinator import limits
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -20,12 +18,9 @@ from smb.coordinator.events import (
     BufferRenamed,
     BufferWanted,
     DropSegments,
-    Effect,
     EraseBuffer,
     EraseServer,
     EraseSession,
-    Event,
-    Instant,
     MakeSegments,
     NamesFreed,
     Report,
@@ -37,7 +32,6 @@ from smb.coordinator.events import (
     ServerCounted,
     ServerLeft,
     ServerRegistered,
-    ServerRenewed,
     ServerSuspected,
     SessionClosed,
     SessionRenewed,
@@ -47,58 +41,11 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.messages import ended_message
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
-from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, State, load, step
-from smb.coordinator.validate import Creation, first_use
+from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, Allocation, load
+from smb.coordinator.validate import first_use
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import SessionEndedError
-
-MIB = 1 << 20
-Found = TypeVar("Found")
-
-
-def server(name: str, instance_id: int = 1, capacity_bytes: int = 64 * MIB) -> ServerRecord:
-    return ServerRecord(name, instance_id, "10.0.0.1:1", "10.0.0.1:2", "/s", "10.0.0.1:3", capacity_bytes, 0, 0.0)
-
-
-@dataclass
-class Cluster:
-    """A state, a clock that stands until it is told to go on, and the effects of the last event."""
-
-    state: State = field(default_factory=State)
-    seconds: float = 1000.0
-    effects: tuple[Effect, ...] = ()
-    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-
-    @property
-    def now(self) -> Instant:
-        return Instant(self.seconds, 1.7e9 + self.seconds)
-
-    def do(self, event: Event) -> tuple[Effect, ...]:
-        self.state, self.effects = step(self.state, event, self.now)
-        return self.effects
-
-    def register(self, *names: str, capacity_bytes: int = 64 * MIB) -> None:
-        for name in names:
-            self.do(ServerRegistered(server(name, capacity_bytes=capacity_bytes), frozenset()))
-
-    def want(self, name: str = "w", elements: int = 1 << 20, **wishes: object) -> tuple[Effect, ...]:
-        creation = replace(Creation(name, (elements,), "float32"), **wishes)  # type: ignore[arg-type]
-        return self.do(BufferWanted(creation, lambda: next(self.ids)))
-
-    def create(self, name: str = "w", elements: int = 1 << 20, **wishes: object) -> BufferRecord:
-        self.want(name, elements, **wishes)
-        self.do(BufferMade(name))
-        return self.state.buffers[name]
-
-    def use(self, kind: Kind, name: str = "w") -> tuple[Effect, ...]:
-        return self.do(BufferWanted(first_use(kind, name), lambda: next(self.ids)))
-
-    def renew(self, name: str, instance_id: int = 1, used_bytes: int = 0) -> None:
-        self.do(ServerRenewed(name, instance_id, used_bytes))
-
-    def only(self, kind: type[Found]) -> Found:
-        (found,) = (effect for effect in self.effects if isinstance(effect, kind))
-        return found
+from tests.support.decisions import MIB, Cluster, server
 
 
 @pytest.fixture
@@ -132,7 +79,7 @@ def test_a_failed_creation_leaves_nothing(cluster: Cluster) -> None:
     cluster.do(BufferFailed("w"))
     assert cluster.effects == (EraseBuffer("w"), DropSegments(segments), WakeOpeners("w"))
     assert cluster.state.buffers == before.buffers
-    assert cluster.state.allocation("a") == cluster.state.allocation("b") == states.Allocation()
+    assert cluster.state.allocation("a") == cluster.state.allocation("b") == Allocation()
 
 
 def test_pending_creations_reserve_their_memory(cluster: Cluster) -> None:
@@ -340,7 +287,7 @@ def test_leaving_shows_at_once_and_forgets_who_holds_nothing(cluster: Cluster) -
 def test_a_dead_server_that_holds_nothing_is_forgotten_after_a_while(cluster: Cluster) -> None:
     """Ten minutes after its last sign; one that holds segments is never forgotten."""
     cluster.create("w", server_names=("a",))
-    cluster.seconds += states.SERVER_FORGOTTEN_AFTER_S
+    cluster.seconds += limits.SERVER_FORGOTTEN_AFTER_S
     cluster.do(Ticked())
     assert set(cluster.state.servers) == {"a", "b"}
     cluster.seconds += 1
@@ -408,9 +355,7 @@ def test_a_restart_takes_back_what_was_half_made_and_asks_servers_to_register(cl
     later.do(Restarted(77))
     assert later.only(EraseBuffer).key == "half"
     assert later.state.buffers == {"w": ready}
-    assert later.state.allocated == {
-        segment.server: states.Allocation(segment.file_bytes, 1) for segment in ready.segments
-    }
+    assert later.state.allocated == {segment.server: Allocation(segment.file_bytes, 1) for segment in ready.segments}
     assert later.state.alive("a", later.now)
     later.create("v")
     with pytest.raises(errors.NotFoundError, match="must register again"):
@@ -523,7 +468,7 @@ def test_metadata_is_the_first_creations_for_good(cluster: Cluster) -> None:
 
 def test_all_metadata_together_has_a_limit(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer that would go beyond it is refused, and what a deletion frees can be used again."""
-    monkeypatch.setattr(states, "METADATA_BYTES_MAX", 20)
+    monkeypatch.setattr(limits, "METADATA_BYTES_MAX", 20)
     cluster.create("w", elements=1, metadata=bytes(7))
     cluster.create("v", elements=1, metadata=bytes(7))
     with pytest.raises(
@@ -620,7 +565,7 @@ def test_so_many_ended_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) 
 def test_everything_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more buffer, server or session than the limit is refused as a whole; the known ones go on."""
     for name in ("BUFFERS_MAX", "SERVERS_MAX", "SESSIONS_MAX"):
-        monkeypatch.setattr(states, name, 1)
+        monkeypatch.setattr(limits, name, 1)
     cluster = Cluster()
     cluster.register("a")
     cluster.create("w", 1)

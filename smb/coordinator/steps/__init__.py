@@ -1,0 +1,66 @@
+"""The coordinator's decisions: step(state, event, now) -> (state, effects). Pure: no I/O, no clock, no randomness.
+
+An event that is refused raises one of smb.errors and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from smb.coordinator.events import (
+    BackupsLost,
+    BufferDeleted,
+    BufferFailed,
+    BufferMade,
+    BufferRenamed,
+    BufferWanted,
+    CopiesEnded,
+    CopyBegun,
+    Event,
+    Instant,
+    NamesFreed,
+    Restarted,
+    ServerCounted,
+    ServerDied,
+    ServerDrained,
+    ServerLeft,
+    ServerRegistered,
+    ServerRenewed,
+    ServerReturned,
+    ServerSuspected,
+    SessionClosed,
+    SessionRenewed,
+    Ticked,
+)
+from smb.coordinator.state import State, Step
+from smb.coordinator.steps import copies, creation, names, servers, sessions, ticks
+
+_STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
+    Restarted: ticks.restarted,
+    Ticked: ticks.ticked,
+    ServerRegistered: servers.server_registered,
+    ServerRenewed: servers.server_renewed,
+    ServerLeft: servers.server_left,
+    ServerDied: servers.server_died,
+    ServerDrained: servers.server_drained,
+    ServerReturned: copies.server_returned,
+    BackupsLost: copies.backups_lost,
+    CopyBegun: copies.copy_begun,
+    CopiesEnded: copies.copies_ended,
+    ServerCounted: servers.server_counted,
+    ServerSuspected: servers.server_suspected,
+    BufferWanted: creation.buffer_wanted,
+    BufferMade: creation.buffer_made,
+    BufferFailed: creation.buffer_failed,
+    BufferDeleted: names.buffer_deleted,
+    BufferRenamed: names.buffer_renamed,
+    NamesFreed: names.names_freed,
+    SessionRenewed: sessions.session_renewed,
+    SessionClosed: sessions.session_closed,
+}
+
+
+def step(state: State, event: Event, now: Instant) -> Step:
+    """Return the state after the event, and what must be done. Raises smb.errors.Error where the event is refused."""
+    return _STEPS[type(event)](state, event, now)

@@ -1,0 +1,100 @@
+"""The roles of servers in buffers of two copies: what a loss, a return and a new copy change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from smb.coordinator.events import (
+    BackupsLost,
+    CopiesEnded,
+    CopyBegun,
+    DropSegments,
+    Effect,
+    Instant,
+    Report,
+    SaveBuffer,
+    ServerReturned,
+)
+from smb.coordinator.records import BufferRecord
+from smb.coordinator.replicas import begin_copy, come_back, copies_on, end_copies, lose_backups
+from smb.coordinator.state import State, Step, add, remove
+from smb.errors import NotFoundError
+
+
+def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
+    """A server is back: its copies that missed changes are stale, unless there are no others."""
+    known = state.servers.get(event.name)
+    restarted = known is None or known.instance_id != event.instance_id
+
+    def alive(name: str) -> bool:
+        return name != event.name and state.server_leases.runs(name, now.monotonic)
+
+    def judge(record: BufferRecord) -> BufferRecord:
+        return come_back(record, event.name, event.segment_ids, alive, restarted=restarted)
+
+    return judge_copies(state, judge, event.changes_max)
+
+
+def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
+    """A primary says which backups do not follow any more."""
+
+    def judge(record: BufferRecord) -> BufferRecord:
+        if not any(copy.segment_id in event.segment_ids for copy in copies_on(record, event.name)):
+            return record
+        ours = {segment.id for segment in record.segments if segment.server == event.name} & event.segment_ids
+        return lose_backups(record, ours)
+
+    return judge_copies(state, judge, event.changes_max)
+
+
+def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
+    """A server begins to have a new copy of a segment. Raises NotFoundError if none is wanted there any more."""
+    record, target = state.buffers.get(event.key), state.servers.get(event.target)
+    known = target is not None and target.instance_id == event.instance_id and state.alive(event.target, now)
+    judged = record
+    if record is not None and target is not None and known and not target.draining:
+        judged = begin_copy(record, event.segment_id, event.target, event.epoch, event.leaving)
+    if record is None or judged is None or judged is record:
+        raise NotFoundError(f"segment {event.segment_id:016x} wants no copy on {event.target} any more")
+    (segment,) = (each for each in judged.segments if each.id == event.segment_id)
+    if event.leaving and not state.alive(segment.server, now):
+        raise NotFoundError(f'memory server "{segment.server}", which has the other copy, is not alive')
+    text = f"a segment of {record.title} is being copied to {event.target}"
+    effects: list[Effect] = [SaveBuffer(judged)]
+    if event.leaving:
+        text += f", and leaves {event.leaving}"
+        effects.append(DropSegments((replace(segment, server=event.leaving),), event.epoch))
+    return add(remove(state, record), judged), (*effects, Report(logging.INFO, text))
+
+
+def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
+    """New copies are whole, or were given up."""
+
+    def judge(record: BufferRecord) -> BufferRecord:
+        return end_copies(record, event.name, event.epochs, whole=event.whole)
+
+    text = "has a new copy" if event.whole else "could not be copied"
+    return judge_copies(state, judge, event.changes_max, text, logging.INFO if event.whole else logging.WARNING)
+
+
+def judge_copies(
+    state: State,
+    judge: Callable[[BufferRecord], BufferRecord],
+    changes_max: int | None,
+    what: str = "has lost a copy",
+    level: int = logging.WARNING,
+) -> Step:
+    """Give at most so many buffers of two copies the roles that `judge` says."""
+    effects: list[Effect] = []
+    changed = [
+        (record, judged)
+        for record in state.buffers.values()
+        if record.replicas > 1 and (judged := judge(record)) is not record
+    ][:changes_max]
+    for record, judged in changed:
+        state = add(remove(state, record), judged)
+        servers = ", ".join(segment.server for segment in judged.segments)
+        effects += [SaveBuffer(judged), Report(level, f"{record.title} {what}: it goes on with those on {servers}")]
+    return state, tuple(effects)

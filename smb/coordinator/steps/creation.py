@@ -1,0 +1,255 @@
+"""Buffers, locks and barriers that are created: what is allowed, and where they go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import repeat
+
+from smb.coordinator import limits
+from smb.coordinator.events import (
+    BufferFailed,
+    BufferMade,
+    BufferWanted,
+    DropSegments,
+    EraseBuffer,
+    Instant,
+    MakeSegments,
+    Report,
+    SaveBuffer,
+    WakeOpeners,
+)
+from smb.coordinator.placement import Placement, Pool, place, place_backups, place_like
+from smb.coordinator.published import published_as
+from smb.coordinator.quotas import check_quota
+from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
+from smb.coordinator.state import FIRST_EPOCH, State, Step, add, find_ready, remove
+from smb.coordinator.validate import Creation, check_wire
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.published import DELTAS
+from smb.security.roles import namespace_of
+
+
+def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
+    """Choose servers for a buffer. Nothing happens if the buffer is there already, and alike."""
+    creation = event.creation
+    if creation.mirror_of:
+        creation = _mirroring(state, creation)
+    existing = state.buffers.get(creation.key)
+    if existing is not None:
+        _check_same(state, existing, creation)
+        return state, ()
+    if len(state.buffers) >= limits.BUFFERS_MAX:
+        raise OutOfMemoryError(f'no place for "{creation.name}": a cluster has at most {limits.BUFFERS_MAX} buffers')
+    if creation.metadata:
+        _check_room_for_metadata(state, creation)
+    if creation.like:
+        like = find_ready(state, creation.like)
+        creation = _shaped_like(creation, like)
+    try:
+        pool = state.pool(now)
+        free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in event.avoid}
+        pool = replace(pool, free_bytes=free)
+        placement = _placement(state, creation, pool)
+        beside = state.buffers[creation.like] if creation.like else None
+        backups: tuple[str, ...] = ()
+        # A lock is made with one copy where there is no second server, and gets the other one later: else nobody could
+        # come back to what has two copies already.
+        if creation.replicas > 1 and (creation.kind is Kind.BUFFER or len(pool.free_bytes) > 1):
+            backups = place_backups(pool, placement, beside)
+    except Error as error:
+        raise type(error)(f"{creation.asked}: {error}") from None
+    record = _pending(creation, placement, backups, event.new_id, now)
+    if creation.mirror_of:
+        record = replace(record, mirror_of=find_ready(state, creation.mirror_of).id)
+    check_quota(state.quotas, state.buffers.values(), record, creation.asked)
+    return add(state, record), (SaveBuffer(record), MakeSegments(record))
+
+
+def buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
+    """A pending buffer has all of its segments."""
+    record = replace(state.buffers[event.key], ready=True)
+    if record.mirror_of and state.source(record) is None:
+        raise NotFoundError(f"{record.title}: the buffer that it was to mirror was deleted meanwhile")
+    state = replace(state, buffers={**state.buffers, record.key: record})
+    servers = ", ".join(segment.server for segment in record.segments)
+    copies = f" in {record.replicas} copies" if record.replicas > 1 else ""
+    report = Report(logging.INFO, f"made {record.title}, {record.nbytes} bytes on {servers}{copies}")
+    return state, (SaveBuffer(record), WakeOpeners(record.key), report)
+
+
+def buffer_failed(state: State, event: BufferFailed, _: Instant) -> Step:
+    """A segment of a pending buffer could not be made: the others are dropped."""
+    record = state.buffers[event.key]
+    effects = (EraseBuffer(record.key), DropSegments(record.copies), WakeOpeners(record.key))
+    return remove(state, record), effects
+
+
+def _mirroring(state: State, creation: Creation) -> Creation:
+    """Return the creation of a mirror with the form of what it is one of, which has to be published."""
+    source = find_ready(state, creation.mirror_of)
+    (server,) = creation.server_names
+    if namespace_of(creation.name) != namespace_of(source.name):
+        raise InvalidArgumentError(
+            f'{creation.asked}, named "{creation.name}": a mirror is in the namespace of its source, so that the same '
+            f"clients may read it"
+        )
+    if source.mirror_of:
+        raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')
+    if source.versions < 2 and not _is_ring(state, source):
+        raise InvalidArgumentError(
+            f'{creation.asked}: "{source.name}" is not published: it has one copy; only what was created with '
+            f"versions=2 or more, as a Publisher does, can have mirrors"
+        )
+    if {segment.server for segment in source.segments} == {server}:
+        raise InvalidArgumentError(f'{creation.asked}: "{source.name}" itself lies on "{server}"')
+    return replace(
+        creation,
+        shape=source.shape,
+        dtype=source.dtype,
+        versions=source.versions,
+        metadata=source.metadata,
+        wire=source.wire,
+    )
+
+
+def _is_ring(state: State, record: BufferRecord) -> bool:
+    """Whether it has the deltas of a published state: its mirrors are filled generation by generation."""
+    of = state.find(Kind.BUFFER, record.name.removesuffix(DELTAS)) if record.name.endswith(DELTAS) else None
+    if of is None or of.versions < 2 or of.mirror_of:
+        return False
+    return bool((published_as(of.metadata) or {}).get("deltas"))
+
+
+def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:
+    """Raise AlreadyExistsError unless `existing` is what an exist_ok creation describes."""
+    if creation.attempt_id and creation.attempt_id == existing.attempt_id:
+        return  # the answer was lost on the way
+    if existing.kind is not Kind.BUFFER:
+        return  # its form was decided here, perhaps by an earlier version of ours, and stays
+    if not creation.exist_ok:
+        doing = "exists" if existing.ready else "is being created by another client"
+        raise AlreadyExistsError(
+            f'a buffer "{existing.name}" {doing}; choose another name, delete it, or pass exist_ok=True'
+        )
+    wire = creation.wire
+    if creation.like:
+        like = find_ready(state, creation.like)
+        creation = _shaped_like(creation, like)
+        moves = existing.replicas > 1 or like.replicas > 1
+        differs = _difference("layout", _cut_of(existing, moves), _cut_of(like, moves))
+    else:
+        differs = _wishes_differ(existing, creation)
+    differs = (
+        _difference("shape", existing.shape, creation.shape)
+        or _difference("dtype", existing.dtype, creation.dtype)
+        or _difference("versions", existing.versions, creation.versions)
+        or _difference("replicas", existing.replicas, creation.replicas)
+        or ("it is a mirror" if existing.mirror_of and not creation.mirror_of else "")
+        or ("it is no mirror" if creation.mirror_of and not existing.mirror_of else "")
+        or (_difference("wire", existing.wire, wire) if wire else "")
+        or differs
+    )
+    if differs:
+        raise AlreadyExistsError(
+            f'a buffer "{existing.name}" exists, but {differs}; delete it first, or take another name'
+        )
+
+
+def _check_room_for_metadata(state: State, creation: Creation) -> None:
+    there = sum(len(record.metadata) for record in state.buffers.values())
+    wanted = len(creation.metadata)
+    if there + wanted > limits.METADATA_BYTES_MAX:
+        raise OutOfMemoryError(
+            f"{creation.asked}: no room for {wanted} bytes of metadata, packed: the buffers that are there "
+            f"have {there} of {limits.METADATA_BYTES_MAX} bytes; delete some, or keep it in a buffer"
+        )
+
+
+def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
+    segments = tuple(segment.server for segment in existing.segments)
+    servers = tuple(dict.fromkeys(segments))
+    stripes = -(-existing.nbytes // existing.stripe_bytes)
+    differs = ""
+    if creation.stripe_bytes:
+        differs = differs or _difference("stripe", existing.stripe_bytes, creation.stripe_bytes)
+    if existing.replicas > 1:
+        return differs  # its segments may have gone to any servers since
+    if creation.server_names:
+        named = creation.server_names[:stripes]
+        if len(servers) < len(segments) and set(named) == set(servers):
+            named = servers  # weights decided their order
+        differs = differs or _difference("servers", servers, named)
+    if creation.server_count:
+        differs = differs or _difference("server count", len(servers), min(creation.server_count, stripes))
+    return differs
+
+
+def _cut_of(record: BufferRecord, moves: bool) -> tuple[object, ...]:
+    """Return how it is cut, and where it lies unless it `moves`."""
+    return (
+        record.stripe_bytes,
+        record.chunk_bytes,
+        *("" if moves else segment.server for segment in record.segments),
+    )
+
+
+def _difference(what: str, there: object, asked: object) -> str:
+    return "" if there == asked else f"with {what} {there}, not {asked}"
+
+
+def _shaped_like(creation: Creation, like: BufferRecord) -> Creation:
+    """Return the creation with the shape and dtype of `like`, which it must not contradict; its wire if it has none."""
+    creation = replace(creation, wire=creation.wire or like.wire)
+    check_wire(replace(creation, dtype=creation.dtype or like.dtype))
+    if not creation.dtype and not creation.shape:
+        return replace(creation, shape=like.shape, dtype=like.dtype)
+    if (creation.shape, creation.dtype) != (like.shape, like.dtype):
+        raise InvalidArgumentError(
+            f'create of "{creation.name}" with shape {creation.shape} and dtype {creation.dtype or "not given"}: '
+            f'like="{like.name}" needs shape {like.shape} and dtype {like.dtype}'
+        )
+    return creation
+
+
+def _placement(state: State, creation: Creation, pool: Pool) -> Placement:
+    if creation.like:
+        return place_like(pool, state.buffers[creation.like], versions=creation.versions)
+    return place(
+        pool,
+        creation.nbytes,
+        count=creation.server_count,
+        names=creation.server_names,
+        stripe_bytes=creation.stripe_bytes,
+        versions=creation.versions,
+    )
+
+
+def _pending(
+    creation: Creation, placement: Placement, backups: tuple[str, ...], new_id: Callable[[], int], now: Instant
+) -> BufferRecord:
+    epoch = FIRST_EPOCH if backups else 0
+    segments = (
+        SegmentRecord(new_id(), share.server, share.nbytes, share.file_bytes, backup, epoch)
+        for share, backup in zip(placement.shares, backups or repeat(""), strict=False)
+    )
+    return BufferRecord(
+        name=creation.name,
+        id=new_id(),
+        shape=creation.shape,
+        dtype=creation.dtype,
+        nbytes=creation.nbytes,
+        epoch=FIRST_EPOCH,
+        stripe_bytes=placement.stripe_bytes,
+        chunk_bytes=placement.chunk_bytes,
+        segments=tuple(segments),
+        created_at=now.wall,
+        ready=False,
+        kind=creation.kind,
+        versions=creation.versions,
+        wire=creation.wire or "exact",
+        metadata=creation.metadata,
+        attempt_id=creation.attempt_id,
+        replicas=creation.replicas,
+    )

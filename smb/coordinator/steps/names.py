@@ -1,0 +1,147 @@
+"""Buffers that are deleted and renamed, and names of locks and barriers that are freed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from smb.coordinator.events import (
+    BufferDeleted,
+    BufferRenamed,
+    DropSegments,
+    Effect,
+    EraseBuffer,
+    Instant,
+    NamesFreed,
+    Report,
+    SaveBuffer,
+    SaveTokenFloor,
+    WakeOpeners,
+)
+from smb.coordinator.published import published_as
+from smb.coordinator.quotas import check_quota
+from smb.coordinator.records import BufferRecord, Kind
+from smb.coordinator.state import ARRIVED, State, Step, allocate, remove, without
+from smb.coordinator.validate import check_name
+from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from smb.security.roles import namespace_of
+
+
+def buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
+    """Drop a buffer with its mirrors."""
+    record = state.find(Kind.BUFFER, event.name)
+    if record is None:
+        if event.missing_ok:
+            return state, ()
+        raise NotFoundError(f'no buffer "{event.name}" to delete')
+    effects: list[Effect] = []
+    for each in (record, *state.mirrors(record)):
+        beside = state.buffers.get(each.name + ARRIVED) if each.mirror_of else None
+        for gone in (each, *([beside] if beside is not None and beside.ready else [])):
+            state = remove(state, gone)
+            effects += [EraseBuffer(gone.key), DropSegments(gone.copies)]
+            effects.append(Report(logging.INFO, f"deleted {gone.title}"))
+    return state, tuple(effects)
+
+
+def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
+    """Rename a buffer, or all in a folder. A buffer under the new name is replaced or put aside if that is asked."""
+    asked = f'rename of "{event.name}" to "{event.new_name}"'
+    check_name(Kind.BUFFER, event.new_name)
+    if event.folder:
+        return _folder_renamed(state, event, asked)
+    record = state.find(Kind.BUFFER, event.name)
+    if record is None:
+        raise NotFoundError(f'{asked}: no buffer "{event.name}"')
+    if event.new_name == event.name:
+        return state, ()
+    effects: tuple[Effect, ...] = ()
+    there = state.buffers.get(event.new_name)
+    for each in (record, *([there] if there is not None else [])):
+        _check_without_mirrors(state, each, asked)
+        if (published_as(each.metadata) or {}).get("deltas"):
+            raise InvalidArgumentError(
+                f'{asked}: "{each.name}" is published with deltas=, which lie beside it under its name; publish under '
+                f"another name, or rename its folder"
+            )
+    if there is not None and event.displaced_name and event.replace and there.ready:
+        check_name(Kind.BUFFER, event.displaced_name)
+        if event.displaced_name in state.buffers:
+            raise AlreadyExistsError(
+                f'{asked}: a buffer "{event.displaced_name}" exists, so none can be put aside there'
+            )
+        state, effects = _called(state, there, event.displaced_name, asked)
+    elif there is not None:
+        if not event.replace or not there.ready:
+            raise AlreadyExistsError(f'{asked}: a buffer "{event.new_name}" exists; delete it, or have it replaced')
+        state, effects = remove(state, there), (DropSegments(there.copies),)
+    state, renamed = _called(state, record, event.new_name, asked)
+    return state, (*effects, *renamed, Report(logging.INFO, f'renamed {record.title} to "{event.new_name}"'))
+
+
+def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
+    folder, new_folder = event.name + "/", event.new_name + "/"
+    records = [record for record in state.listed() if record.name.startswith(folder)]
+    if not records:
+        raise NotFoundError(f'{asked}: no buffer "{folder}..."')
+    if new_folder.startswith(folder):
+        raise InvalidArgumentError(f"{asked}: a folder can't go into itself")
+    for record in state.buffers.values():
+        if record.kind is Kind.BUFFER and (record.name == event.new_name or record.name.startswith(new_folder)):
+            raise AlreadyExistsError(f'{asked}: a buffer "{record.name}" exists')
+    effects: list[Effect] = []
+    for record in records:
+        _check_without_mirrors(state, record, asked)
+        new_name = new_folder + record.name[len(folder) :]
+        check_name(Kind.BUFFER, new_name)
+        state, renamed = _called(state, record, new_name, asked)
+        effects += renamed
+    effects.append(Report(logging.INFO, f'renamed {len(records)} buffers "{folder}..." to "{new_folder}..."'))
+    return state, tuple(effects)
+
+
+def _called(state: State, record: BufferRecord, name: str, asked: str) -> Step:
+    """Give a record another name: what it takes of its servers stays as it is; it must fit the quota of a namespace
+    that it comes to.
+    """
+    named = replace(record, name=name)
+    others = without(state.buffers, record.key)
+    if namespace_of(name) != namespace_of(record.name):
+        check_quota(state.quotas, others.values(), named, asked)
+    buffers = {**others, named.key: named}
+    # In this order: where one record takes the name that another one leaves, its save is the later change of that key.
+    return replace(state, buffers=buffers), (EraseBuffer(record.key), SaveBuffer(named), WakeOpeners(named.key))
+
+
+def _check_without_mirrors(state: State, record: BufferRecord, asked: str) -> None:
+    if record.mirror_of or state.mirrors(record):
+        what = "is a mirror" if record.mirror_of else "has mirrors"
+        raise InvalidArgumentError(f'{asked}: "{record.name}" {what}; stop its relays first: smb relay NAME --stop')
+
+
+def names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
+    """Drop locks and barriers that nobody uses. New ones of the same names count on from their tokens."""
+    freed = [
+        record
+        for record in state.buffers.values()
+        if record.kind is not Kind.BUFFER
+        and record.ready
+        and record.segments[0].id in event.tokens
+        and record.segments[0].server == event.server
+    ]
+    if not freed:
+        return state, ()
+    allocated = state.allocated
+    for record in freed:
+        allocated = allocate(allocated, record, -1)
+    floor = max(state.token_floor, *(event.tokens[record.segments[0].id] for record in freed))
+    state = replace(
+        state,
+        buffers=without(state.buffers, *(record.key for record in freed)),
+        allocated=allocated,
+        token_floor=floor,
+    )
+    report = Report(logging.INFO, f"freed {len(freed)} locks and barriers that nobody used any more")
+    erased = (EraseBuffer(record.key) for record in freed)
+    copies = tuple(copy for record in freed for copy in record.copies)
+    return state, (*erased, SaveTokenFloor(floor), DropSegments(copies), report)

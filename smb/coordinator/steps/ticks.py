@@ -1,0 +1,62 @@
+"""Leases that run out, and a start after a stop."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from smb.coordinator import limits
+from smb.coordinator.events import Effect, EraseBuffer, EraseServer, Instant, Report, Restarted, Ticked
+from smb.coordinator.replicas import fail_over
+from smb.coordinator.state import State, Step, remove, without
+from smb.coordinator.steps.copies import judge_copies
+from smb.coordinator.steps.servers import forgettable
+from smb.coordinator.steps.sessions import end_sessions
+
+
+def restarted(state: State, event: Restarted, now: Instant) -> Step:
+    """Take back half-made buffers, and let all leases run anew."""
+    effects: list[Effect] = []
+    for record in [record for record in state.buffers.values() if not record.ready]:
+        state = remove(state, record)
+        effects += [
+            EraseBuffer(record.key),
+            Report(logging.WARNING, f"took back {record.title}: half made at the stop"),
+        ]
+    # Alive for one lease, so that creates go on; suspected, so that each tells again what it holds.
+    state = replace(
+        state,
+        server_leases=state.server_leases.grant_all(state.servers, now.monotonic),
+        suspected=frozenset(state.servers),
+        session_leases=state.session_leases.grant_all(state.client_names, now.monotonic),
+        ended_sessions=replace(state.ended_sessions, incarnation=event.incarnation),
+    )
+    return state, tuple(effects)
+
+
+def ticked(state: State, event: Ticked, now: Instant) -> Step:
+    """End what has not been renewed, and let others take its place."""
+    effects: list[Effect] = []
+
+    def alive(name: str) -> bool:
+        return state.server_leases.runs(name, now.monotonic)
+
+    for name in state.server_leases.run_out(now.monotonic):
+        state = replace(state, server_leases=state.server_leases.end(name))
+        held = state.allocation(name).segments
+        effects.append(Report(logging.WARNING, f'memory server "{name}" is gone: no renewal; it holds {held} segments'))
+    gone = state.session_leases.run_out(now.monotonic)[: event.ends_max]
+    for session_id in gone:
+        effects.append(Report(logging.INFO, f"session of {state.client_names[session_id]} is gone: no renewal"))
+    state, ends = end_sessions(state, gone)
+    effects += ends
+    state, saves = judge_copies(state, lambda record: fail_over(record, alive), event.ends_max)
+    effects += saves
+    forgotten = [
+        server.name
+        for server in state.servers.values()
+        if now.wall - server.last_seen_at > limits.SERVER_FORGOTTEN_AFTER_S and forgettable(state, server.name, now)
+    ][: event.ends_max]
+    state = replace(state, servers=without(state.servers, *forgotten), progress=without(state.progress, *forgotten))
+    effects += map(EraseServer, forgotten)
+    return state, tuple(effects)
