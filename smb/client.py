@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _CLOSE_S = 1.0
-_LOCATE_S = 1.0
+_FIND_S = 2.0  # which server a lock is on: a coordinator is started again in that time
 _NAME_MAX = 64
 _TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds it still fits the engine's 32 bits
 
@@ -431,11 +431,13 @@ class Client:
         The same name is the same lock for every client of the cluster; it is made at its first use. `ttl` in seconds is
         how long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds
         the waiting (None: none); TimeoutError then. The lock goes to the waiter that came first. replicas=2 at the
-        first use keeps it on two servers, of which either may vanish; its holder holds it on.
+        first use keeps it on two servers, of which either may vanish; its holder holds it on. UnavailableError if the
+        coordinator is away at this client's first use of the name: after `timeout`, but 2 s at least.
         """
         if replicas not in (1, 2):
             raise InvalidArgumentError(f"lock {name!r}: replicas={replicas!r}; there are 1 and 2")
-        return Lock((self._home(pb.LOCK, name, replicas),), self._session.renewals, ttl, timeout)
+        patience = self.timeout if timeout is None else min(self.timeout, max(timeout, _FIND_S))
+        return Lock((self._home(pb.LOCK, name, patience, replicas),), self._session.renewals, ttl, timeout)
 
     def barrier(self, name: str, parties: int, *, timeout: float | None = None) -> int:
         """Wait until `parties` calls have arrived at the barrier of that name; return this one's arrival index, 0 for
@@ -446,7 +448,7 @@ class Client:
         clean. All say the same `parties`; InvalidArgumentError otherwise. A party that loses its connection for longer
         than 3 s has left.
         """
-        home = self._home(pb.BARRIER, name)
+        home = self._home(pb.BARRIER, name, self.timeout)
         if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
             raise InvalidArgumentError(f"barrier {name!r}: parties={parties!r} is no number of parties")
         if timeout is not None and timeout < 0:
@@ -456,7 +458,7 @@ class Client:
         home.ask(asked, AskOpcode.AWAIT_BARRIER, 0, (seat.a, wait_ms(timeout)), wait=timeout)
         return seat.b
 
-    def _home(self, kind: pb.Kind, name: str, replicas: int = 1) -> Home:
+    def _home(self, kind: pb.Kind, name: str, patience: float, replicas: int = 1) -> Home:
         word = pb.Kind.Name(kind).lower()
         _check_name(word, name)
         self._session.check_open()
@@ -470,7 +472,7 @@ class Client:
                 copies = self._copies.get(name, 1) if kind == pb.LOCK else 1
                 return BufferInfo.of(self._coordinator.place(kind, name, self.timeout, copies)).layout.segments[0]
 
-            place = self._coordinator.place(kind, name, self.timeout, replicas)
+            place = self._coordinator.place(kind, name, patience, replicas)
             info = BufferInfo.of(place)
             home = Home(
                 self._session,

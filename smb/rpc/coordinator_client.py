@@ -121,6 +121,7 @@ class Coordinator:
         self._addresses = parse_addresses(address)
         self._peers = Peers(self._addresses, credentials)
         self._session_id, self._session_secret = 0, b""
+        self._answered = False  # so there is one at the address, and if it is away it comes back
         self.tokens = Tokens(self._open_again)
 
     def close(self) -> None:
@@ -242,8 +243,8 @@ class Coordinator:
         several = len(self._peers) > 1
         failure: errors.Error | None
         stood_by: tuple[object, errors.Error] | None = None  # who did, and what was said
-        # One that is just being started, or started again, is there soon; one of several takes as long as a lease.
-        gives_up = begun + (timeout if several else min(timeout, _COMES_BACK_S))
+        # An address that has never answered may be wrong: then we say so soon.
+        gives_up = begun + (timeout if several or self._answered else min(timeout, _COMES_BACK_S))
         repeatable = several and _is_repeatable(request)
         term = named = ""  # of the leader that one that stands by has named: the next round of questions is patient
         while True:
@@ -252,7 +253,9 @@ class Coordinator:
             # Not grpc.channel_ready_future: the thread that watches for it may find the channel closed, and then
             # prints a traceback.
             try:
-                return self._peers.ask(peer, method, request, left_s, min(_PATIENCE_S, left_s / 2), term)
+                answer = self._peers.ask(peer, method, request, left_s, min(_PATIENCE_S, left_s / 2), term)
+                self._answered = True
+                return answer
             except MovedError:
                 failure = self._lost(isinstance(request, _CHANGES))
                 may_repeat = repeatable

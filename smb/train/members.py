@@ -197,12 +197,19 @@ def _may_count(row: NDArray[np.int64], number: int) -> bool:
 def reap(
     client: Client, group: str, table: t.Table, lease: float, slots: Iterable[int], level: int = logging.WARNING
 ) -> list[int]:
-    """Free the slots whose holders are dead; return them. Asks about each one: for suspects only. Logged at `level`."""
+    """Free the slots whose holders are dead; return them. Asks about each one: for suspects only. Logged at `level`.
+
+    While the coordinator is away, who of those is dead whose lock was never asked for can't be known: nobody is, then.
+    """
     dead = []
     for slot in slots:
         row = 1 + slot
         incarnation = table.get(row, t.INCARNATION)
-        lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
+        try:
+            lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
+        except UnavailableError as error:
+            _log.warning("group %r: whether worker %s lives is not known now: %s", group, _who(table, slot), error)
+            break
         try:
             lock.acquire()
         except TimeoutError:  # alive, or another asks at this moment; but it is dead as one of its ranks is
@@ -258,7 +265,10 @@ def member_name(group: str, slot: int, incarnation: int) -> str:
 
 def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarnation: int, lease: float) -> bool:
     for rank in range(1, table.get(1 + slot, t.RANKS)):
-        lock = rank_lock(client, member_name(group, slot, incarnation), rank, lease, table.buffer.info.replicas)
+        try:
+            lock = rank_lock(client, member_name(group, slot, incarnation), rank, lease, table.buffer.info.replicas)
+        except UnavailableError:  # the coordinator is away
+            return False
         try:
             lock.acquire()
         except TimeoutError:

@@ -135,6 +135,7 @@ LEFT_OUT = {
     "regressions/test_stopped_coordinator_cancels.py": _ELSEWHERE,
     "regressions/test_taken_port.py": _ELSEWHERE,
     "regressions/test_training.py": _TRAINING,
+    "regressions/test_training_without_coordinator.py": _TRAINING,
     "regressions/test_zero_elements.py": "asks nobody, over whatever",
     "train/test_asp_and_ssp.py": _TRAINING,
     "train/test_checkpoint.py": "reads and writes buffers by calls that run over verbs",
