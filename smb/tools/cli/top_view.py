@@ -31,7 +31,7 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
     """Return what to print, no higher than `height` lines of `width` (0: as it gets). `lost`: why it is not new.
 
     The busiest rows come first. A training's own buffers and locks are left out: they are its. Published states are
-    shown if there are any.
+    shown if there are any. Where there is no room for a row of each list, the last lists are left out.
     """
     problems = shown["problems"][: _PROBLEMS_MAX if height else None]
     parts: list[RenderableType] = [_head(shown, width), *_throughput(shown, encoding)]
@@ -57,9 +57,14 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
     }
     if not by_activity["states"]:
         sections = [section for section in sections if section[0] != "states"]
-    lists = [by_activity[name] for name, _ in sections]
     lines = sum(_lines(part, width) for part in parts)
-    room = height - lines - 2 * len(sections) - 2 if height else sum(map(len, lists))
+    left_out_lists: list[str] = []
+    while True:
+        lists = [by_activity[name] for name, _ in sections]
+        room = height - lines - 2 * len(sections) - 2 if height else sum(map(len, lists))
+        if room >= sum(1 for rows in lists if rows) or len(sections) == 1:
+            break
+        left_out_lists.insert(0, sections.pop()[0])
     for (name, draw), rows, some in zip(sections, lists, share([len(rows) for rows in lists], room), strict=True):
         parts.append(Text(""))
         parts.append(
@@ -71,7 +76,8 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
         if left_out and some:
             parts[-2] = _line(f"({left_out} more of the {name} not shown)", "dim")
     if height:
-        parts += [Text(""), _line("q quits", "dim")]
+        higher = f"; a higher window shows {', '.join(left_out_lists)}" if left_out_lists else ""
+        parts += [Text(""), _line(f"q quits{higher}", "dim")]
     return parts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 from smb.tools.cli.top_view import printable, render, share, sparks
 
@@ -38,8 +38,7 @@ def clients(count: int, name: str = "host") -> list[dict[str, Any]]:
 def text_of(parts: list[Any], width: int = 120) -> str:
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as capture:
-        for part in parts:
-            console.print(part)
+        console.print(Group(*parts))  # one by one, texts would lose that they are not folded
     return capture.get()
 
 
@@ -57,10 +56,27 @@ def test_never_higher_than_the_screen(height: int) -> None:
     """With more rows than lines, what is left out is counted."""
     many = shown(clients=clients(300), left_out={"buffers": 0, "clients": 700, "waits": 0})
     text = text_of(render(many, "utf-8", height), width=80)
-    assert text.count("\n") <= max(height, 18)
+    assert text.count("\n") <= height
     if height > 18:
         assert "more of the clients not shown" in text
     assert text_of(render(many, "utf-8")).count("host:") == 300
+
+
+def test_problems_leave_room_for_the_first_lists() -> None:
+    """On a small window the last lists go, and are named, before any list has no row."""
+    title, action = (
+        "worker alice of training vision/digits has told nothing for 12 s",
+        "look at its host, and at its log",
+    )
+    problem = {"severity": "warning", "title": title, "detail": "", "action": action, "about": ["", ""]}
+    row = {"name": "vision/digits", "state": "ok", "workers": 2, "scheme": "diloco", "round": 7, "samples_per_s": 100.0}
+    row |= {"staleness": 0, "refused": 0, "size": 200_000}
+    full = shown(clients=clients(3), problems=[problem] * 3, trainings=[row])
+    small = text_of(render(full, "utf-8", 20, width=60), width=60)
+    assert "vision/digits  trains" in small
+    assert small.count("\n") <= 20
+    assert "q quits; a higher window shows" in small
+    assert "q quits\n" in text_of(render(full, "utf-8", 40, width=60), width=60)
 
 
 def test_plots_by_their_highest_value() -> None:
