@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 import smb
+from tests.support.commands import run_smb
 from tests.support.daemons import Daemons, running_daemons
 from tests.support.transports import EACH_WAY, FAR
 
@@ -47,8 +46,7 @@ def test_a_weight_is_shown_kept_and_decides_over_new_buffers(daemons: Daemons, a
         assert segments(buffer) == WEIGHTS
         on_heavy = sum(segment.nbytes for segment in buffer.layout.segments if segment.server == "b")
         assert on_heavy == pytest.approx(0.75 * buffer.nbytes, rel=0.02)
-        command = [sys.executable, "-m", "smb.tools.cli.main", "status", "--json", "--coordinator", address]
-        shown = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        shown = json.loads(run_smb("status", "--json", "--coordinator", address).stdout)
         assert {server["name"]: server["weight"] for server in shown["servers"]} == WEIGHTS
     coordinator = next(daemon for daemon in daemons._started if daemon.ready_file.name.startswith("coordinator"))
     coordinator.kill()

@@ -21,6 +21,7 @@ import smb
 from smb.files import checksums as sums
 from smb.files import copying
 from tests.conftest import Connect
+from tests.support.commands import run_smb
 from tests.support.transports import SLOWNESS
 
 # Says how far it is after each block, and waits after the one that it was told; its parent kills it there.
@@ -409,8 +410,7 @@ def test_the_commands(
     client.create("w", values.size).write(values)
 
     def command(*words: object, fails: bool = False) -> str:
-        asked = [sys.executable, "-m", "smb.tools.cli.main", *map(str, words), "-c", cluster.address]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        done = run_smb(*words, "-c", cluster.address)
         assert (done.returncode != 0) == fails, done.stderr
         return done.stderr
 

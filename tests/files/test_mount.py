@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 import smb
 from smb.files.temporary_names import private_name
 from tests.fault.long import LIMIT_S, seed, times
+from tests.support.commands import run_smb
 from tests.support.daemons import tidy, wait_for
 from tests.support.mounts import end_mount, is_mounted, names, needs_fuse, run, shown, start_mount, unmount
 
@@ -38,11 +39,6 @@ def cluster() -> Iterator[smb.LocalCluster]:
 def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
     with tidy(cluster, timeout=60) as connected:
         yield connected
-
-
-def run_smb(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "smb.tools.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | variables)
 
 
 @pytest.fixture(scope="module")
@@ -477,29 +473,29 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
     client.create("w", 10)
     client.create(_dead_owner("v"), 10)
     client.create(_dead_owner("team/v"), 10)
-    assert f"mounted at {files}" in run_smb("mount", files, **where).stdout
+    assert f"mounted at {files}" in run_smb("mount", files, variables=where).stdout
     assert names(files) == ["w.npy"]
     assert [info.name for info in client.list()] == ["w"], "what a dead process of this host left half done"
-    again = run_smb("mount", files, **where)
+    again = run_smb("mount", files, variables=where)
     assert (again.returncode, "mounted already" in again.stderr) == (1, True)
     (pid,) = _servers_of(files)
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: _stale(files), "stale mount")
-    assert run_smb("mount", files, **where).returncode == 0
+    assert run_smb("mount", files, variables=where).returncode == 0
     assert names(files) == ["w.npy"]
     assert run_smb("umount", files).returncode == 0
     assert not is_mounted(files)
     assert names(files) == []
     (spaced := tmp_path / "with a space").mkdir()
-    assert run_smb("mount", spaced, **where).returncode == 0
-    assert "mounted already" in run_smb("mount", spaced, **where).stderr
+    assert run_smb("mount", spaced, variables=where).returncode == 0
+    assert "mounted already" in run_smb("mount", spaced, variables=where).stderr
     assert run_smb("umount", spaced).returncode == 0
     assert f"no cluster is mounted at {spaced}" in run_smb("umount", spaced).stderr
     for arguments, variables, said in (
         (("mount", tmp_path / "nobody"), where, "there is no directory"),
         (("mount", files), {"SMB_COORDINATOR": "127.0.0.1:1"}, "no coordinator"),
     ):
-        done = run_smb(*arguments, **variables)
+        done = run_smb(*arguments, variables=variables)
         assert done.returncode != 0
         assert said in done.stderr, done.stderr
 

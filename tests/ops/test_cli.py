@@ -21,7 +21,7 @@ import smb
 import smb.train
 from perf import netlab
 from smb.config.parse import parse_address
-from smb.tools.cli import main as cli
+from tests.support.commands import COMMAND, run_here, run_smb
 from tests.support.daemons import wait_for
 
 DEADLINE_SECONDS = 30.0
@@ -31,30 +31,6 @@ DEADLINE_SECONDS = 30.0
 def cluster() -> Iterator[smb.LocalCluster]:
     with smb.LocalCluster(servers=2, capacity="64MiB") as running:
         yield running
-
-
-def run_smb(*arguments: str, coordinator: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
-    if coordinator is not None:
-        environment["SMB_COORDINATOR"] = coordinator
-    return subprocess.run(
-        [sys.executable, "-m", "smb.tools.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=DEADLINE_SECONDS,
-    )
-
-
-def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The same main(), without a new process for each of many small cases: (exit code, stdout, stderr)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["smb", *arguments])
-        patch.delenv("SMB_COORDINATOR", raising=False)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
 
 
 def stat_here(capsys: pytest.CaptureFixture[str], cluster: smb.LocalCluster, *arguments: str) -> str:
@@ -350,7 +326,7 @@ def test_help_names_every_command() -> None:
 def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
     """`smb up` prints the address and what to type next, serves clients there, and ends cleanly with nothing left."""
     port = free_port()
-    command = [sys.executable, "-m", "smb.tools.cli.main", "up", "--servers", "2", "--capacity", "16MiB"]
+    command = [*COMMAND, "up", "--servers", "2", "--capacity", "16MiB"]
     with subprocess.Popen(
         [*command, "--listen", f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -378,7 +354,7 @@ def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path) -> None:
     the next start, too.
     """
     port = free_port()
-    command = [sys.executable, "-m", "smb.tools.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
+    command = [*COMMAND, "up", "--servers", "1", "--capacity", "16MiB"]
     command += ["--listen", f"127.0.0.1:{port}", "--metrics", "127.0.0.1:0", "--data-dir", str(tmp_path / "kept")]
     for kills in (True, False):
         with (
@@ -501,7 +477,7 @@ with smb.connect(sys.argv[1], transport="tcp", timeout=5) as client:
 def test_up_for_other_hosts() -> None:
     """At 0.0.0.0 `smb up` says who may do what, and what it tells to export works on another host."""
     with netlab.Lab([netlab.Host("here"), netlab.Host("there")]) as lab:
-        command = [sys.executable, "-m", "smb.tools.cli.main", "up", "--servers", "1", "--capacity", "16MiB"]
+        command = [*COMMAND, "up", "--servers", "1", "--capacity", "16MiB"]
         up = lab.popen("here", [*command, "--listen", "0.0.0.0:7070", "--insecure"], stdout=subprocess.PIPE, text=True)
         assert up.stdout is not None
         greeting = ""

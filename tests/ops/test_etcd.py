@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import pytest
 
 import smb
 from tests.support.clocks import Clock
+from tests.support.commands import run_smb
 from tests.support.daemons import Daemon, Daemons, running_daemons, stop, wait_for
 from tests.support.etcd import Coordinators, EtcdCluster, Gate, needs_etcd, running_etcd
 from tests.support.transports import SLOWNESS
@@ -56,15 +56,6 @@ def coordinators(
     finally:
         daemons.kill_all()
         running.close()
-
-
-def run_smb(*arguments: str, coordinator: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
-    environment |= {"SMB_COORDINATOR": coordinator} if coordinator else {}
-    command = [sys.executable, "-m", "smb.tools.cli.main", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**environment, "COLUMNS": "200"}
-    )
 
 
 def ready(daemons: Daemons, address: str, *names: str) -> list[Daemon]:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import smb
-from smb.tools.cli import main as cli
+from tests.support.commands import run_here
 from tests.support.transports import EACH_WAY, SLOWNESS
 
 
@@ -40,10 +40,7 @@ def test_all_tools_say_of_lost_memory_that_it_is_lost(
     """
 
     def run(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["smb", *arguments, "-c", cluster.address])
-        with pytest.raises(SystemExit):
-            cli.main()
-        return "".join(capsys.readouterr())
+        return "".join(run_here(capsys, *arguments, "-c", cluster.address)[1:])
 
     monkeypatch.setenv("COLUMNS", "1000")
     with (

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.tools.cli import main as cli
+from tests.support.commands import COMMAND, run_here
 
 Run = Callable[..., tuple[int, str]]
 
@@ -32,10 +32,8 @@ def run_as(
 
     def run(who: str, *arguments: str) -> tuple[int, str]:
         monkeypatch.setenv("SMB_CREDENTIALS", str(certificates / who))
-        monkeypatch.setattr("sys.argv", ["smb", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), "".join(capsys.readouterr())
+        code, out, err = run_here(capsys, *arguments)
+        return code, out + err
 
     return run
 
@@ -97,9 +95,8 @@ def test_what_certs_prints_as_the_next_step_works(tmp_path: Path) -> None:
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
     options = {"env": environment, "text": True, "cwd": tmp_path, "timeout": 60}
-    smb_cli = [sys.executable, "-m", "smb.tools.cli.main"]
     arguments = ["certs", "my lab", "--server", "node1", "--client", "alice", "--namespace", "team"]
-    printed = subprocess.run([*smb_cli, *arguments], check=True, capture_output=True, **options).stdout
+    printed = subprocess.run([*COMMAND, *arguments], check=True, capture_output=True, **options).stdout
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", 0))
@@ -112,7 +109,7 @@ def test_what_certs_prints_as_the_next_step_works(tmp_path: Path) -> None:
         assert memserver[0] == "smb-memserver"
         assert export[0] == "export"
         daemons = [
-            [*smb_cli, *coordinator[1:], "--state", "state", "--metrics", "127.0.0.1:0"],
+            [*COMMAND, *coordinator[1:], "--state", "state", "--metrics", "127.0.0.1:0"],
             [sys.executable, "-m", "memserver", *memserver[1:], "--memory-dir", str(tmp_path), "--capacity", "16MiB"],
         ]
         with contextlib.ExitStack() as stack:
@@ -123,11 +120,11 @@ def test_what_certs_prints_as_the_next_step_works(tmp_path: Path) -> None:
             assert environment["SMB_CREDENTIALS"] == "my lab/alice"
             end = time.monotonic() + 60
             while True:
-                created = subprocess.run([*smb_cli, "create", "team/w", "--shape", "4"], capture_output=True, **options)
+                created = subprocess.run([*COMMAND, "create", "team/w", "--shape", "4"], capture_output=True, **options)
                 if created.returncode == 0:
                     break
                 assert time.monotonic() < end, created.stderr
-            assert "node1" in subprocess.run([*smb_cli, "status"], check=True, capture_output=True, **options).stdout
+            assert "node1" in subprocess.run([*COMMAND, "status"], check=True, capture_output=True, **options).stdout
 
 
 def test_wrong_credentials_are_one_sentence_with_the_cause(guarded: smb.LocalCluster, certificates: Path) -> None:
@@ -139,7 +136,7 @@ def test_wrong_credentials_are_one_sentence_with_the_cause(guarded: smb.LocalClu
     def said(address: str, who: Path | None) -> str:
         if who is not None:
             environment["SMB_CREDENTIALS"] = str(who)
-        command = [sys.executable, "-m", "smb.tools.cli.main", "status", "-c", address]
+        command = [*COMMAND, "status", "-c", address]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 1
         assert "ssl_transport" not in done.stderr

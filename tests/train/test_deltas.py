@@ -13,9 +13,9 @@ import torch
 
 import smb
 import smb.torch
-from smb.tools.cli import main as cli
 from tests.conftest import Connect
 from tests.support.clients import in_process
+from tests.support.commands import run_here
 from tests.support.daemons import wait_for
 from tests.support.transports import FAR
 
@@ -44,12 +44,7 @@ def equal(one: Any, other: Any) -> bool:
 
 def run_smb(capsys: pytest.CaptureFixture[str], client: smb.Client, *arguments: str) -> tuple[int, str, str]:
     """A command on the client's cluster: (exit code, stdout, stderr)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["smb", *arguments, "-c", client.address])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+    return run_here(capsys, *arguments, "-c", client.address)
 
 
 def test_stat_tells_the_generation(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:

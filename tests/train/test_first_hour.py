@@ -16,8 +16,8 @@ import pytest
 
 import smb
 import smb.train
-from smb.tools.cli import main as cli
 from tests.conftest import Connect
+from tests.support.commands import run_here
 from tests.support.daemons import wait_for
 from tests.support.transports import FAR
 
@@ -48,12 +48,7 @@ def detail(client: smb.Client, name: str) -> dict[str, Any]:
 
 
 def command(capsys: pytest.CaptureFixture[str], cluster: smb.LocalCluster, *arguments: str) -> tuple[int, str, str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["smb", *arguments, "-c", cluster.address])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+    return run_here(capsys, *arguments, "-c", cluster.address)
 
 
 def test_a_script_that_ends_without_close_is_not_lost(connect: Connect, cluster: smb.LocalCluster) -> None:

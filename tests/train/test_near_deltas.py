@@ -21,7 +21,7 @@ from smb.relay import nearest as module
 from smb.relay.arrived import Arrived
 from smb.relay.generations import Entry, Head
 from smb.relay.ring import missing_of
-from smb.tools.cli import main as cli
+from tests.support.commands import run_here
 from tests.support.daemons import DEADLINE_S, relay_of, tidy, wait_for
 from tests.support.transports import FAR
 
@@ -267,12 +267,9 @@ def test_commands_show_and_remove_mirrors_of_deltas(
     leave none; a server on which a part of them lies has none; of a ring alone none can be made."""
 
     def said(*arguments: str) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["smb", *arguments, "-c", trainer.address])
-            with pytest.raises(SystemExit) as ended:
-                cli.main()
-        assert not ended.value.code
-        return capsys.readouterr().out
+        code, out, err = run_here(capsys, *arguments, "-c", trainer.address)
+        assert code == 0, err
+        return out
 
     publisher = publisher_of(trainer)
     for number in (1, 2):
