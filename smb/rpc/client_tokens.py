@@ -165,8 +165,12 @@ class Tokens:
             links = [link for link, shown in self._shown.items() if segment_id in shown]
         for link in links:
             try:
-                if link.alive():  # one without a connection keeps it, and shows it on its next one
-                    self.show(link, segment_id, _SHOW_MS if link.connected() else 0)
+                if link.alive() and not link.connected():
+                    self.keep(link, segment_id)  # to show it would make a connection, which nobody may need
+                    if link.connected():  # since then, and perhaps with the old one
+                        self._shown[link].pop(segment_id, None)
+                if link.connected():
+                    self.show(link, segment_id, _SHOW_MS)
             except EngineError as error:
                 _log.debug("a renewed token was not shown: %s", error)
         self._tell(segment_id)
