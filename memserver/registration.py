@@ -19,6 +19,7 @@ from memserver.relays import Relays
 from memserver.replication import Replication
 from memserver.segments import FOR_GOOD, Segments
 from memserver.usage_by_client import Names
+from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.parse import parse_addresses
 from smb.daemon.failpoint import failpoint
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
@@ -32,7 +33,6 @@ ANSWER_S = 3.0
 LEAVE_S = 1.0
 RETRY_FIRST_S = 0.1  # a restarted coordinator should see its servers at once
 RETRY_MAX_S = 1.0
-RENEWALS_PER_LEASE = 3
 PATIENCE_S = 2.0  # until one that stands by leads: the rest of a lease that was asked for then is long enough
 LEASE_USED = 0.95  # of a lease, counted from before it was asked for: clocks may differ by the rest
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perf.scaling.report import RESULTS
+from smb.config.limits import RENEWALS_PER_LEASE
 
 # Of the code: where, see tests/unit/perf/test_scaling_model.py.
 FRAME_BYTES = 64
@@ -24,7 +25,6 @@ WINDOW_FRAMES = 64
 CONNECTIONS_MAX = 4096
 RECORD_BYTES, RECORDS_MIN, RECORDS_MAX = 128, 128, 1024
 SLOT_HEADER_BYTES = 8192  # of a journal slot, before the payload
-RENEWALS_PER_LEASE = 3
 SERVER_LEASE_S, SESSION_LEASE_S = 6.0, 30.0
 SESSION_RENEWALS_PER_S = 300.0
 # Of TCP over Ethernet with packets of 1500 bytes and timestamps: payload, and bytes that a shaper or a link counts.

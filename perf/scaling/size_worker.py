@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from smb.config.limits import RENEWALS_PER_LEASE
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import (
     CoordinatorStub,
@@ -31,7 +32,6 @@ from smb.rpc.peers import patience
 ANSWER_S = 10.0
 PATIENCE_S = 2.0
 RETRY_FIRST_S, RETRY_MAX_S = 0.1, 1.0
-RENEWALS_PER_LEASE = 3
 AT_ONCE = 64  # members that begin, or open a buffer, at the same time
 ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)

@@ -17,6 +17,7 @@ from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.published_states import PublishedStates
 from smb.call.sync_requests import SESSION_ENDED
+from smb.config.limits import RENEWALS_PER_LEASE
 from smb.engine import AsyncOperations, EngineClient, EngineError, Link, Switch
 from smb.errors import (
     Error,
@@ -36,7 +37,6 @@ from smb.transport.tls import ClientTls
 from smb.transport.verbs.queue_pair import Settings
 from smb.transport.verbs.transport import Verbs
 
-_RENEWALS_PER_LEASE = 3
 _REPORT_S = 2.0  # as often as memory servers tell theirs
 _OFTEN_S = 10.0  # where very many clients renew more rarely, reports come with their renewals alone
 _REPORTS_MAX = 16  # in one renewal
@@ -281,7 +281,7 @@ def _renew(
     """
     renewed_at = looked_at = time.monotonic()
     while True:
-        every_s = lease / _RENEWALS_PER_LEASE
+        every_s = lease / RENEWALS_PER_LEASE
         report_s = _REPORT_S if every_s <= _OFTEN_S else every_s
         due_s = max(0.0, min(looked_at + report_s, renewed_at + every_s) - time.monotonic())
         if stop.wait(min(due_s, coordinator.tokens.next_s())):

@@ -7,8 +7,9 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from smb.config.limits import RENEWALS_PER_LEASE
+
 Holder = TypeVar("Holder", bound=Hashable)
-RENEWALS_PER_LEASE = 3  # so that two of them may get lost
 
 
 @dataclass(frozen=True)

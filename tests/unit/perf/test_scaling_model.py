@@ -30,8 +30,6 @@ MIB = 1 << 20
         ("csrc/memory/records.h", "RECORDS_MIN", model.RECORDS_MIN),
         ("csrc/memory/records.h", "RECORDS_MAX", model.RECORDS_MAX),
         ("csrc/memory/journal.h", "JOURNAL_SLOTS_MAX", model.CONNECTIONS_MAX),
-        ("memserver/registration.py", "RENEWALS_PER_LEASE", model.RENEWALS_PER_LEASE),
-        ("smb/call/cluster_session.py", "_RENEWALS_PER_LEASE", model.RENEWALS_PER_LEASE),
     ],
 )
 def test_constants_are_the_sources(file: str, name: str, value: int) -> None:
