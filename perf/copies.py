@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 import smb
+from perf.lab_daemons import LabDaemons
 from perf.netlab import Host, Lab, parse_rate
 
 SERVERS, CLIENTS = ("s0", "s1", "s2"), ("c0", "c1", "c2")
@@ -31,7 +32,7 @@ PAIRS = 5
 WRITTEN_MIB, WRITES = 16, 4
 SMALL_CALLS = 300
 COPIED_MIB = 128
-READY_S, WHOLE_S = 60.0, 300.0
+WHOLE_S = 300.0
 DATA = 0.956  # of a link's rate: the rest are headers
 
 
@@ -89,8 +90,8 @@ class Cluster:
                 left.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="smb-copies-"))
             )
             left.enter_context(self.lab)
-            state = ["smb.tools.cli.main", "coordinator", "--state", str(self._directory / "state")]
-            self.address = self._ready("ctl", self._daemon("ctl", state))
+            self._daemons = LabDaemons(self.lab, self._directory)
+            self.address = self._daemons.coordinator("ctl")
             for name in SERVERS:
                 self.serve(name)
             for name in ("ctl", *CLIENTS):
@@ -111,29 +112,14 @@ class Cluster:
         memory.mkdir(exist_ok=True)
         command = ["memserver", "--coordinator", self.address, "--capacity", "1GiB", "--name", name, "--zone", name]
         command += ["--memory-dir", str(memory), "--loops", "1", "--copy-rate", "0"]
-        self.servers[name] = self._daemon(name, command)
-        self._ready(name, self.servers[name])
+        self.servers[name] = self._daemons.start(name, command)
+        self._daemons.address(name, self.servers[name])
 
     def lose(self, name: str) -> None:
         """A host dies with its memory."""
         self.servers[name].kill()
         self.servers.pop(name).wait()
         shutil.rmtree(self._directory / name)
-
-    def _daemon(self, host: str, command: list[str]) -> subprocess.Popen[Any]:
-        here, ready = self.lab.address(host), self._directory / f"{host}.ready"
-        ready.unlink(missing_ok=True)
-        line = [sys.executable, "-m", *command, "--insecure", "--listen", f"{here}:0", "--metrics", f"{here}:0"]
-        with (self._directory / f"{host}.log").open("ab") as log:
-            return self.lab.popen(host, [*line, "--ready-file", str(ready)], stdout=log, stderr=log)
-
-    def _ready(self, host: str, process: subprocess.Popen[Any]) -> str:
-        ready, deadline = self._directory / f"{host}.ready", time.monotonic() + READY_S
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{host} does not serve: {(self._directory / f'{host}.log').read_text()[-2000:]}")
-            time.sleep(0.02)
-        return str(json.loads(ready.read_text())["address"])
 
 
 def line(process: subprocess.Popen[str]) -> dict[str, Any]:

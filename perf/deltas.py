@@ -27,6 +27,7 @@ import torch
 
 import smb
 import smb.torch
+from perf.lab_daemons import LabDaemons
 from perf.netlab import Host, Lab
 from smb.engine import delta_encode
 
@@ -74,21 +75,10 @@ def over_a_link(mbytes: int, rate: str, density: float, generations: int, deltas
     python = [sys.executable, "-m"]
     hosts = [Host(name, rate=rate) for name in ("trainer", "server", "reader")]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, Lab(hosts) as lab:
-        here = lab.address("server")
-
-        def daemon(*command: str) -> str:
-            ready = Path(directory) / f"{command[0]}.ready"
-            common = ["--insecure", "--listen", f"{here}:0", "--metrics", f"{here}:0", "--ready-file", str(ready)]
-            process = lab.popen("server", [*python, *command, *common], stdout=-3, stderr=-3)
-            deadline = time.monotonic() + 60
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"{command[0]} does not serve")
-                time.sleep(0.05)
-            return str(json.loads(ready.read_text())["address"])
-
-        at = daemon("smb.tools.cli.main", "coordinator", "--state", f"{directory}/state")
-        daemon("memserver", "--coordinator", at, "--capacity", f"{6 * mbytes}MiB", "--memory-dir", directory)
+        daemons = LabDaemons(lab, Path(directory))
+        at = daemons.coordinator("server")
+        capacity = f"{6 * mbytes}MiB"
+        daemons.serve("server", ["memserver", "--coordinator", at, "--capacity", capacity, "--memory-dir", directory])
         common = [str(value) for value in (at, mbytes, density, generations, deltas)]
         trainer = lab.popen("trainer", [*python, "perf.deltas", "train", *common], stdout=-1, text=True)
         reader = lab.popen("reader", [*python, "perf.deltas", "read", *common], stdout=-1, text=True)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import smb
+from perf.lab_daemons import LabDaemons
 from perf.netlab import Host, Lab, parse_rate
 
 HERE = Path(__file__).parent
@@ -32,7 +33,6 @@ ADDRESSES = ("10.99.0.1", "10.99.0.2")  # the server's, the client's
 MTU, HEADERS = 9000, 52  # of IP and TCP
 PIECE_MIB = 256
 WARM_S = 1.0
-READY_S = 60.0
 
 
 def ask(address: str, seconds: float) -> None:
@@ -123,25 +123,13 @@ class Link:
 
     def serve(self) -> str:
         """Start a coordinator and a memory server; return the coordinator's address."""
-        address = self._daemon(
-            "coordinator", ["smb.tools.cli.main", "coordinator", "--state", str(self.directory / "s")]
-        )
+        daemons = LabDaemons(self.lab, self.directory)
+        address = daemons.coordinator("server", at=ADDRESSES[0])
         (self.directory / "memory").mkdir()
         command = ["memserver", "--coordinator", address, "--capacity", "1GiB", "--name", "far", "--loops", "1"]
-        self._daemon("memserver", [*command, "--memory-dir", str(self.directory / "memory")])
+        command += ["--memory-dir", str(self.directory / "memory")]
+        daemons.serve("server", command, name="memserver", at=ADDRESSES[0])
         return address
-
-    def _daemon(self, name: str, command: list[str]) -> str:
-        ready, deadline = self.directory / f"{name}.ready", time.monotonic() + READY_S
-        here = f"{ADDRESSES[0]}:0"
-        told = [sys.executable, "-m", *command, "--insecure", "--listen", here, "--metrics", here]
-        with (self.directory / f"{name}.log").open("wb") as log:
-            process = self.lab.popen("server", [*told, "--ready-file", str(ready)], stdout=log, stderr=log)
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{name} does not serve: {(self.directory / f'{name}.log').read_text()[-2000:]}")
-            time.sleep(0.02)
-        return str(json.loads(ready.read_text())["address"])
 
     def part(self, host: str, *arguments: object) -> subprocess.Popen[str]:
         """Start a part of this program on a host."""

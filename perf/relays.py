@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 import smb
+from perf.lab_daemons import LabDaemons
 from perf.netlab import Host, Lab, _shape_end, parse_rate
 from smb.relay.nearest import Nearest
 
@@ -141,50 +142,23 @@ class Cluster:
         self._leaving.close()
 
     def _serve(self) -> None:
-        state = ["smb.tools.cli.main", "coordinator", "--state", str(self._directory / "state")]
-        self.address = self._ready("ctl", self._daemon("ctl", state))
+        self._daemons = LabDaemons(self.lab, self._directory)
+        self.address = self._daemons.coordinator("ctl")
         room = f"{6 * self._mbytes + 64}MiB"
-        (self._directory / "memory").mkdir()
+        memory = self._directory / "memory"
+        memory.mkdir()
         for host in self.lab.hosts[1:]:
             if host.name == "trainer" or self._case.relays:
                 zone = "site" if self._case.zones and host.name != "trainer" else ""
                 command = ["memserver", "--coordinator", self.address, "--capacity", room, "--name", host.name]
-                command += [
-                    "--memory-dir",
-                    str(self._directory / "memory"),
-                    "--loops",
-                    "1",
-                    *(["--zone", zone] * bool(zone)),
-                ]
-                self.servers[host.name] = self._daemon(host.name, command)
+                command += ["--memory-dir", str(memory), "--loops", "1", *(["--zone", zone] * bool(zone))]
+                self.servers[host.name] = self._daemons.start(host.name, command, memory=memory)
         for name, process in self.servers.items():
-            self._ready(name, process)
-
-    def _daemon(self, host: str, command: list[str]) -> subprocess.Popen[Any]:
-        here = self.lab.address(host)
-        ready = self._directory / f"{host}.ready"
-        line = [*PYTHON, *command, "--insecure", "--listen", f"{here}:0", "--metrics", f"{here}:0"]
-        mount = f'mount -t tmpfs tmpfs {self._directory}/memory 2>/dev/null; exec "$@"'
-        log = (self._directory / f"{host}.log").open("ab")
-        with log:
-            return self.lab.popen(
-                host,
-                ["unshare", "-m", "sh", "-c", mount, "sh", *line, "--ready-file", str(ready)],
-                stdout=log,
-                stderr=log,
-            )
-
-    def _ready(self, host: str, process: subprocess.Popen[Any]) -> str:
-        ready, deadline = self._directory / f"{host}.ready", time.monotonic() + READY_S
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{host} does not serve: {self.log(host)}")
-            time.sleep(0.02)
-        return str(json.loads(ready.read_text())["address"])
+            self._daemons.address(name, process)
 
     def log(self, host: str) -> str:
         """Return the end of a daemon's log."""
-        return (self._directory / f"{host}.log").read_text()[-2000:]
+        return self._daemons.log(host)
 
     def beside(self, host: str, *command: str, module: str = "perf.relays") -> subprocess.Popen[str]:
         """Start a part of this program on a host, with its memory server's files."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from perf.lab_daemons import LabDaemons
 from perf.netlab import Host, Lab, missing
 from tests.fault.long import LIMIT_S, LONG, times
 from tests.support import second_copy
@@ -56,12 +57,11 @@ class Network:
         self._memory.mkdir()
         self._left.callback(self._tidy)
         self._left.enter_context(self.lab)
-        self.address = self._serve(
-            "ctl", ["smb.tools.cli.main", "coordinator", "--state", str(self._directory / "state")]
-        )
+        daemons = LabDaemons(self.lab, self._directory)
+        self.address = daemons.coordinator("ctl")
         memory = ["--memory-dir", str(self._memory), "--capacity", "64MiB", "--loops", "1"]
         for name in SERVERS:
-            self._serve(name, ["memserver", "--coordinator", self.address, "--name", name, *memory])
+            daemons.serve(name, ["memserver", "--coordinator", self.address, "--name", name, *memory])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,15 +71,6 @@ class Network:
         for path in self._memory.iterdir():
             path.unlink()
         self._memory.rmdir()
-
-    def _serve(self, host: str, command: list[str]) -> str:
-        ready, here = self._directory / f"{host}.ready", self.lab.address(host)
-        options = ["--insecure", "--listen", f"{here}:0", "--metrics", f"{here}:0", "--ready-file", str(ready)]
-        with (self._directory / f"{host}.log").open("ab") as log:
-            process = self.lab.popen(host, [sys.executable, "-m", *command, *options], stdout=log, stderr=log)
-        wait_for(lambda: ready.exists() or process.poll() is not None, f"{host} to serve")
-        assert process.poll() is None, (self._directory / f"{host}.log").read_text()
-        return str(json.loads(ready.read_text())["address"])
 
     def use(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command of tests/support/second_copy.py where the users are."""
