@@ -403,8 +403,11 @@ class Dispatcher:
                     raise
             except UnavailableError as error:
                 self._ask_first = True
+                lost = LOST in str(error)
+                if lost and any(place.lost for place in self.info.layout.segments):
+                    raise  # the coordinator says so, too: it does not come back
                 if deadline.left() <= pause:
-                    if LOST in str(error):
+                    if lost:
                         raise
                     raise UnavailableError(f"buffer {self.info.name!r} can't be reached: {error}") from error
                 time.sleep(pause)
