@@ -15,6 +15,7 @@ static uint32_t elements_of(const struct smb_frame *frame)
     case 1:
     case 2: return 2 * count;
     case 3: return count + (count + 255) / 256 * 4;
+    case 5: return count / 64 * 36 + (count % 64 ? 4 + (count % 64 + 1) / 2 : 0);
     default: return 4 + smb_dtype_bytes(frame->dtype);
     }
 }
@@ -39,7 +40,7 @@ static struct smb_frame nearly(struct input *input)
     frame.flags = how % 2 ? 0 : (uint16_t)(how / 2 % 16);
     uint64_t wire = take(input, 1); /* and a checksum */
     if (wire % 2) {
-        frame.flags |= (uint16_t)((wire / 2 % 5) << SMB_FLAG_WIRE_SHIFT |
+        frame.flags |= (uint16_t)((wire / 2 % 6) << SMB_FLAG_WIRE_SHIFT |
                                   (wire & 16 ? SMB_FLAG_CHECKSUM : 0));
         frame.dtype = SMB_FLOAT32;
     }
@@ -85,6 +86,7 @@ static uint32_t payload_of(const struct smb_frame *frame)
     case SMB_COPY:
         return checksum + (frame->op == SMB_COPIED_CHUNK    ? frame->length
                            : frame->op == SMB_COPIED_RECORD ? 128
+                           : frame->op == SMB_COPIED_WORDS  ? 272
                                                             : 0);
     default: return checksum + (frame->opcode >= SMB_LOCK ? 32 : 0);
     }
@@ -117,7 +119,7 @@ static void check_request(const struct smb_frame *frame)
     MUST(!(frame->flags & SMB_FLAG_FENCED) || changes);
     MUST(!(frame->flags & SMB_FLAG_FETCH) || frame->opcode == SMB_ACCUMULATE);
     MUST((!changes && frame->opcode != SMB_COPY) || frame->sequence > 0);
-    MUST(frame->opcode != SMB_COPY || frame->op <= SMB_COPIED_NOTE);
+    MUST(frame->opcode != SMB_COPY || frame->op <= SMB_COPIED_WORDS);
     MUST(ranged == (frame->length > 0));
     if (!ranged)
         return;
