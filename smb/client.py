@@ -432,7 +432,7 @@ class Client:
         how long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds
         the waiting (None: none); TimeoutError then. The lock goes to the waiter that came first. replicas=2 at the
         first use keeps it on two servers, of which either may vanish; its holder holds it on. UnavailableError if the
-        coordinator is away at this client's first use of the name: after `timeout`, but 2 s at least.
+        coordinator is away at this client's first use of the name, or after the lock was freed as nobody used it.
         """
         if replicas not in (1, 2):
             raise InvalidArgumentError(f"lock {name!r}: replicas={replicas!r}; there are 1 and 2")
@@ -470,7 +470,8 @@ class Client:
 
             def locate() -> SegmentPlace:
                 copies = self._copies.get(name, 1) if kind == pb.LOCK else 1
-                return BufferInfo.of(self._coordinator.place(kind, name, self.timeout, copies)).layout.segments[0]
+                bound = min(self.timeout, _FIND_S)
+                return BufferInfo.of(self._coordinator.place(kind, name, bound, copies)).layout.segments[0]
 
             place = self._coordinator.place(kind, name, patience, replicas)
             info = BufferInfo.of(place)

@@ -186,7 +186,8 @@ class Home:
                 if deadline.left() <= _RETRY_S or not isinstance(error, UnavailableError):
                     raise type(error)(f"{asked}: {error}") from error
                 time.sleep(_RETRY_S)
-                self._place = self._relocate()
+                with contextlib.suppress(UnavailableError, TimeoutError):  # then it may still be where it was
+                    self._place = self._relocate()
             else:
                 return self._link
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from smb.buffer_info import BufferInfo
 from smb.errors import (
     Error,
     NotFoundError,
@@ -19,12 +20,13 @@ from smb.errors import (
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
-    from smb.buffer_info import BufferInfo, Mirror
+    from smb.buffer_info import Mirror
     from smb.client import Client
 
 _LEASE_S = 6.0  # smb/coordinator/state.py: SERVER_LEASE_S. A mirror that gives nothing for so long is left
 _LOOK_S = 10.0  # how often to look for a nearer one
 _TURN_S = 1.0
+_ASK_S = 1.0  # of the coordinator: who reads does not wait for one that is away
 
 _log = logging.getLogger("smb")
 
@@ -57,7 +59,7 @@ def near_servers(client: Client, near: str | None) -> tuple[frozenset[str], froz
     """Return which memory servers are on this host, and which in the same zone: the zone `near`, else that of those
     on this host. `near` may also name a server. A server is on this host if its Unix socket is.
     """
-    servers = [server for server in client._coordinator.list_servers(client.timeout) if server.alive]
+    servers = [server for server in client._coordinator.list_servers(min(client.timeout, _ASK_S)) if server.alive]
     local = frozenset(
         server.name
         for server in servers
@@ -95,9 +97,9 @@ class Nearest:
         return self._mirror or self._source
 
     def _choose(self, info: BufferInfo | None = None) -> None:
-        self._looked = now = time.monotonic()
+        now = time.monotonic()
         try:
-            mirrors = (info or self._client.open(self._source.name).info).mirrors
+            mirrors = (info or self._asked()).mirrors
             if not mirrors:
                 self._mirror = None
                 return
@@ -111,6 +113,8 @@ class Nearest:
                 self._mirror = None
         except Error as error:  # the coordinator is away: as before
             _log.debug("%s", error)
+        finally:
+            self._looked = time.monotonic()
 
     def leave(self, why: object) -> None:
         """Take another, as this one gives nothing."""
@@ -160,10 +164,16 @@ class Nearest:
                 self.leave(error)
                 return 0
 
+    def _asked(self) -> BufferInfo:
+        """Return what the coordinator says of the source now. A reader waits little for one that is away."""
+        source = self._source.info
+        answer = self._client._coordinator.open_buffer(source.name, 0.0, min(self._client.timeout, _ASK_S), source.id)
+        return BufferInfo.of(answer)
+
     def _progress(self, mirror: Buffer) -> tuple[int, int]:
         """Return something that changes while a mirror is filled."""
         try:
-            info = self._client.open(self._source.name).info
+            info = self._asked()
         except NotFoundError:
             raise
         except Error:

@@ -1,7 +1,8 @@
 """The client's side of the control plane: the coordinator that leads, gRPC status codes turned into smb errors.
 
-With several addresses a call goes on to the next one until its timeout in three cases: it was not sent; the coordinator
-that answers stands by; its answer was lost, and it changes nothing.
+A call is made again in three cases: it was not sent; the coordinator that answers stands by; its answer was lost, and
+to do it twice is no worse than once. With several addresses the next one is asked, until the call's timeout. One by
+itself is waited for until it was started again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferReque
 # Codes of a call whose coordinator went away in the middle.
 _CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
-_COMES_BACK_S = 2.0
+_COMES_BACK_S = 2.0  # one that has never answered: its address may be wrong
+_STARTS_AGAIN_S = 10.0  # and one that has. Callers may hold what others need, so no longer, whatever their timeout
 _AGAIN_S = 0.05
 _PATIENCE_S = 5.0  # very many may wait for a leader: each asks so rarely, and is answered at once when there is one
 _LAST_S = 0.05  # for an attempt at the very end of the timeout
@@ -169,7 +171,7 @@ class Coordinator:
 
     def create_buffer(self, request: pb.CreateBufferRequest, timeout: float) -> pb.Buffer:
         """See control.proto."""
-        if len(self._peers) > 1 and not request.exist_ok:
+        if not request.exist_ok:
             request.attempt_id = secrets.randbits(64) or 1
         return self._opened("CreateBuffer", request, timeout)
 
@@ -243,9 +245,9 @@ class Coordinator:
         several = len(self._peers) > 1
         failure: errors.Error | None
         stood_by: tuple[object, errors.Error] | None = None  # who did, and what was said
-        # An address that has never answered may be wrong: then we say so soon.
-        gives_up = begun + (timeout if several or self._answered else min(timeout, _COMES_BACK_S))
-        repeatable = several and _is_repeatable(request)
+        patience = timeout if several else _STARTS_AGAIN_S if self._answered else _COMES_BACK_S
+        failed_at = 0.0  # first
+        repeatable = (several or self._answered) and _is_repeatable(request)
         term = named = ""  # of the leader that one that stands by has named: the next round of questions is patient
         while True:
             peer = self._peers.now
@@ -266,7 +268,7 @@ class Coordinator:
                 if STANDBY in trailers:
                     named = trailers[STANDBY]
                     stood_by = peer, failure
-                    gives_up = begun + timeout
+                    patience = timeout
                     may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
                 elif _was_not_sent(error):
                     failure, may_repeat = None, True
@@ -279,7 +281,9 @@ class Coordinator:
                     )
             except ValueError as error:  # grpc's answer to a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
-            if not may_repeat or time.monotonic() >= gives_up:
+            now = time.monotonic()
+            failed_at = failed_at or now
+            if not may_repeat or now >= min(begun + timeout, failed_at + patience):
                 try:
                     raise failure or self._nobody(self._why_not()) from None
                 finally:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import smb.train
-from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.errors import Error, InvalidArgumentError, NotFoundError, UnavailableError
 from smb.torch.model_tensors import Check, Parts, Statistics, parts_of
 from smb.torch.ranks import Ranks
 from smb.torch.shards import ShardParameters
@@ -51,6 +51,7 @@ class MeshParameters(Together):
         self.table = own.whole
         self.entries = own.given
         self.part: Any = None
+        self._opened: dict[str, Buffer] = {}
         self.seen: Values | None = None  # what was read to be looked at
         self._client = client
         self._ranks = ranks
@@ -159,6 +160,7 @@ class MeshParameters(Together):
     def _do_make(self, kind: str, argument: Any) -> None:
         """Make this rank's part."""
         self.part = None  # its memory first
+        self._opened.clear()
         if kind == "snapshot":
             self.part = Snapshot(self._own, argument)
         elif kind == "deltas":
@@ -174,7 +176,17 @@ class MeshParameters(Together):
     def _do_snapshot(self, method: str, name: str) -> Any:
         """Call one that takes a buffer."""
         self._own.refresh()
-        return getattr(self.part, method)(self._client.open(name))
+        try:
+            return getattr(self.part, method)(self._buffer(name))
+        except NotFoundError:
+            self._opened.pop(name, None)
+            raise
+
+    def _buffer(self, name: str) -> Buffer:
+        """Return the buffer, opened once: a step must not need the coordinator."""
+        if name not in self._opened:
+            self._opened[name] = self._client.open(name)
+        return self._opened[name]
 
     def _do_spread(self, vector: str) -> None:
         values = self.seen if vector == "seen" else getattr(self.part, vector)
@@ -184,7 +196,7 @@ class MeshParameters(Together):
     def _do_look(self, name: str) -> None:
         if self.seen is None:
             self.seen = np.zeros(self._own.size, np.float32)
-        self._own.read(self._client.open(name), self.seen)
+        self._own.read(self._buffer(name), self.seen)
 
     def _do_statistics(self) -> Values:
         self._statistics.collect()

@@ -207,7 +207,7 @@ def reap(
         incarnation = table.get(row, t.INCARNATION)
         try:
             lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
-        except UnavailableError as error:
+        except (UnavailableError, TimeoutError) as error:
             _log.warning("group %r: whether worker %s lives is not known now: %s", group, _who(table, slot), error)
             break
         try:
@@ -267,7 +267,7 @@ def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarna
     for rank in range(1, table.get(1 + slot, t.RANKS)):
         try:
             lock = rank_lock(client, member_name(group, slot, incarnation), rank, lease, table.buffer.info.replicas)
-        except UnavailableError:  # the coordinator is away
+        except (UnavailableError, TimeoutError):  # the coordinator is away
             return False
         try:
             lock.acquire()

@@ -236,6 +236,19 @@ def test_a_rank_that_is_killed_is_the_members_death(
     first.processes[1 - killed].join()
 
 
+def test_steps_go_on_without_the_coordinator(context: Any, tmp_path: Path) -> None:
+    """Each exchange opened its buffers anew, at every rank."""
+    with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
+        mesh = Mesh(context, cluster.address, tmp_path)
+        assert mesh.ask("join", 0, scheme="localsgd", every=2) == ["joined", "joined"]
+        assert mesh.ask("step", 2) == [2, 2]
+        cluster.coordinator.kill()
+        assert mesh.ask("step", 4) == [6, 6]
+        cluster.coordinator.start()
+        mesh.ask("close")
+        mesh.end()
+
+
 def test_what_a_mesh_cannot_do_is_said_by_all_ranks(meshes: list[Mesh], connect: Any) -> None:
     """Batches by single processes' speeds are refused, at every rank, and nothing of it stays; so is a sharded model
     without mesh=."""
