@@ -581,13 +581,18 @@ class Tree:
             finally:
                 if self._nodes.get(node.path) is node:
                     del self._nodes[node.path]
-                alive = node.written and not node.removed and node.path not in self._hidden
-                found = self._find(node.path) if alive else None
-                if found is not None:
-                    self._modified[found.shown.name] = node.modified
+                if node.written and not node.removed and node.path not in self._hidden:
+                    self._note_modified(node)
                 displaced, node.displaced = node.displaced, ""
                 if displaced:
                     self._maker.drop(displaced)
+
+    def _note_modified(self, node: Node) -> None:
+        """Of what was written in place nothing is asked: the coordinator may be away, and all others wait meanwhile."""
+        if isinstance(node.content, Live):
+            self._modified[node.content.buffer.name] = node.modified
+        elif (found := self._find(node.path)) is not None:
+            self._modified[found.shown.name] = node.modified
 
     def _detach(self, node: Node, source: Live | FrozenFile) -> None:
         staged = StagedFile(self._staged_files)

@@ -34,3 +34,25 @@ def test_what_could_not_be_deleted_is_deleted_later(monkeypatch: pytest.MonkeyPa
         assert [info.name for info in client.list()]
         tree.end_hidden()
         assert not [info.name for info in client.list()]
+
+
+def test_what_was_written_in_place_is_closed_without_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each close asked for all names, for the time of the change alone, and held up all other files meanwhile."""
+
+    def away(*_: object, **__: object) -> None:
+        raise smb.UnavailableError("the coordinator is away")
+
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
+        smb.connect(cluster.address) as client,
+    ):
+        client.create("w", 10, "uint8").fill(1)
+        tree = Tree(client)
+        before = tree.status("w").modified
+        file = tree.open("w", os.O_RDWR)
+        file.write(3, np.array([7], np.uint8))
+        with monkeypatch.context() as patched:
+            patched.setattr(tree._catalogue, "listing", away)
+            file.close()
+        assert tree.status("w").modified > before
+        assert client.open("w").read(3, 1)[0] == 7

@@ -154,6 +154,7 @@ class RoundExchange(Exchange):
         self._inbox = group.buffer(_inbox(member.incarnation))
         self._inboxes = {member.incarnation: self._inbox}
         self._left: list[int] = []  # those of them whose owners have left
+        self._over: list[int] = []  # of these, those that nobody needs any more
         self._word = 0  # ROUND, when the fate of the contribution was seen
         self._ending: Future[None] | None = None  # of a round that we have closed: giving locks back, waking the others
         self._weight_word = group.table.get(member.row, t.WEIGHT)
@@ -229,6 +230,7 @@ class RoundExchange(Exchange):
         self._end()
         if not self._sent or self._fate(self._group.table.read()) is not None:
             self._group.client.delete(self._inbox.name, missing_ok=True)
+        self._take_away()
 
     def _send(self) -> None:
         """Put the delta into the inbox. One that is refused has no weight, so that the others need not wait for it."""
@@ -415,6 +417,7 @@ class RoundExchange(Exchange):
             # Not before the locks are free: who is woken may have to close the next round.
             at_once(releases, remote=group.remote)
             group.wake()
+            self._take_away()  # last: the coordinator may be away, and nobody shall wait for that
 
         if group.remote:
             self._ending = begin(wake)
@@ -456,16 +459,23 @@ class RoundExchange(Exchange):
         failpoint("train-built")
         if group.replace(self._next, claim, fences[group.weights.name]):
             rows[0, t.ROUND] = (number + 1) << t.ROUND_SHIFT
-            self._take_away()
+            self._over += self._left
+            self._left = []
         return True
 
     def _take_away(self) -> None:
-        """Delete the inboxes that counted in a round that we have closed, of those who have left: nobody else would."""
-        left, self._left = self._left, []
-        for incarnation in left:
+        """Delete the inboxes that counted in a round that we have closed, of those who have left: nobody else would.
+        Those that can't be deleted now are deleted after a later round.
+        """
+        while self._over:
+            incarnation = self._over[0]
             self._inboxes.pop(incarnation, None)
-            with contextlib.suppress(Error):
+            try:
                 self._group.client.delete(f"{self._group.name}/{_inbox(incarnation)}", missing_ok=True)
+            except Error as error:
+                _log.debug("group %r: an inbox stays for now: %s", self._group.name, error)
+                return
+            self._over.pop(0)
 
     def _decide(self, number: int, rows: t.Rows) -> None:
         """Decide whose contributions count in a round, once for all who would close it; `rows` say it, and are newer
