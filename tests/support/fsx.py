@@ -39,12 +39,18 @@ class Tester:
         self.log: collections.deque[str] = collections.deque(maxlen=20)
         self.counts: collections.Counter[str] = collections.Counter()
         self.doing = ""
-        self.fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in (file, model)]
+        with self.turns().open("w") as turn:  # else another one may replace both between the two
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            self.fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in (file, model)]
+
+    def turns(self) -> Path:
+        """The file that is locked by whose turn it is."""
+        return self.model.with_suffix(".turn")
 
     def run(self, operations: int, without: Collection[str] = ()) -> None:
         names = ["read", "read", "write", "write", "reopen", "mapped_read", "mapped_write", "sync", "stat"]
         names += [] if self.fixed else ["truncate", "append", "replace"]
-        with self.model.with_suffix(".turn").open("w") as turn:
+        with self.turns().open("w") as turn:
             names = [name for name in names if name not in without]
             for _ in range(operations):
                 self.doing = name = self.random.choice(names)
