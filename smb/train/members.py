@@ -241,16 +241,24 @@ def lapsed(client: Client, group: str, lease: float, slots: Iterable[int], repli
     for slot in slots:
         try:
             lock = lock_of(client, group, slot, lease, replicas)
-            lock.acquire()
-        except TimeoutError:
-            continue
-        except Error as error:
+            free = _is_free(lock)
+        except Error as error:  # TimeoutError too: the coordinator hangs
             _log.debug("nobody knows who of group %r is alive: %s", group, error)
             break
-        dead.add(slot)
-        with contextlib.suppress(Error):
-            lock.release()
+        if free:
+            dead.add(slot)
+            with contextlib.suppress(Error):
+                lock.release()
     return dead
+
+
+def _is_free(lock: Lock) -> bool:
+    """Take it, if nobody has it."""
+    try:
+        lock.acquire()
+    except TimeoutError:
+        return False
+    return True
 
 
 def rank_lock(client: Client, member: str, rank: int, lease: float, replicas: int, patience: float = 0.0) -> Lock:

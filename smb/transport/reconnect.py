@@ -279,7 +279,9 @@ class Links:
                 found = self._locate_copies(entry.place)
             except Error:
                 continue
-            if found is not None and found.epoch > entry.place.epoch and link.connected():
+            if found is None:
+                return  # nobody says: each of the others would take as long, and this thread mends what breaks
+            if found.epoch > entry.place.epoch and link.connected():
                 with self._lock:
                     if not self._closing.is_set():
                         self._start(self._move_copies, (entry, link), "smb-resume")
