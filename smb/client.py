@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _CLOSE_S = 1.0
-_FIND_S = 2.0  # which server a lock is on: a coordinator is started again in that time
+_FIND_S = 2.0  # which server a lock is on: a caller with a short timeout is not kept for longer
 _NAME_MAX = 64
 _TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds it still fits the engine's 32 bits
 

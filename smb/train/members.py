@@ -199,7 +199,7 @@ def reap(
 ) -> list[int]:
     """Free the slots whose holders are dead; return them. Asks about each one: for suspects only. Logged at `level`.
 
-    While the coordinator is away, who of those is dead whose lock was never asked for can't be known: nobody is, then.
+    While the coordinator is away a lock that was never asked for can't be found. Its holder counts as alive then.
     """
     dead = []
     for slot in slots:
@@ -241,7 +241,7 @@ def lapsed(client: Client, group: str, lease: float, slots: Iterable[int], repli
     for slot in slots:
         try:
             lock = lock_of(client, group, slot, lease, replicas)
-            free = _is_free(lock)
+            free = taken(lock)
         except Error as error:  # TimeoutError too: the coordinator hangs
             _log.debug("nobody knows who of group %r is alive: %s", group, error)
             break
@@ -252,8 +252,8 @@ def lapsed(client: Client, group: str, lease: float, slots: Iterable[int], repli
     return dead
 
 
-def _is_free(lock: Lock) -> bool:
-    """Take it, if nobody has it."""
+def taken(lock: Lock) -> bool:
+    """Take a lock that is for one try, if nobody has it. Return whether it is ours."""
     try:
         lock.acquire()
     except TimeoutError:

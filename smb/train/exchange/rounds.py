@@ -45,7 +45,6 @@ from smb.errors import (
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.lock import Lock
 from smb.train import member_table as t
@@ -54,6 +53,7 @@ from smb.train.exchange.grace import AUTO, Grace
 from smb.train.exchange.snapshot import snapshot_of
 from smb.train.group import ATTEMPT, BUILT, Group
 from smb.train.guards import RefusedContributionError
+from smb.train.members import taken
 from smb.train.parameters import Parameters
 from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
 
@@ -403,7 +403,7 @@ class RoundExchange(Exchange):
             held.callback(at_once, releases, remote=group.remote)
             try:
                 # First the one that all who would close must have: who lacks it must not claim.
-                if not _taken(fences[group.weights.name]) or not self._close_under(fences, rows):
+                if not taken(fences[group.weights.name]) or not self._close_under(fences, rows):
                     return False
             except LockLostError:
                 return False
@@ -441,7 +441,7 @@ class RoundExchange(Exchange):
             [
                 lambda: table.swap(0, t.ROUND, word, claim),
                 lambda: None if word & BUILT else self._decide(number, rows),
-                *(functools.partial(_taken, fence) for fence in others),
+                *(functools.partial(taken, fence) for fence in others),
             ],
             remote=group.remote,
         )
@@ -595,15 +595,6 @@ def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
         if weight > 0 and word >> 32 == t.incarnation_of(mark):
             found[slot] = weight
     return found
-
-
-def _taken(fence: Lock) -> bool:
-    """Take a lock, if nobody has it."""
-    try:
-        fence.acquire()
-    except TimeoutError:
-        return False
-    return True
 
 
 def _release(fence: Lock) -> None:
