@@ -365,8 +365,8 @@ int smb_segment_open(const char *path, struct smb_segment **segment);
 /* The same from a descriptor, which is duplicated. SMB_VERSION if another build's locks make
  * sharing impossible, SMB_NAMESPACE if another PID namespace than the server's does. */
 int smb_segment_open_fd(int fd, struct smb_segment **segment);
-/* 0 once its server has been started in another PID namespace: every operation gets
- * SMB_NAMESPACE. */
+/* 0 once its server has been started in another PID namespace, or the segment may move to another
+ * server: every operation gets SMB_NAMESPACE, or SMB_STALE_EPOCH. */
 int smb_segment_is_shared(const struct smb_segment *segment);
 /* Drops one reference; the last one unmaps. */
 void smb_segment_release(struct smb_segment *segment);
@@ -532,7 +532,9 @@ int smb_server_create_replica(struct smb_server *server, const char *path, uint6
 /* Its role from an epoch on; an older one than is known is left. `paired`: the primary of a
  * segment that has a backup, or (`copying`) one that gets it: smb_server_copy. `peer`: the name of
  * the server of the other copy; a guarded backup takes changes from that server alone.
- * SMB_INVALID: it cannot have a backup without being copied, or the name is too long. */
+ * A segment that has been made with one copy is gated: clients that have it mapped get
+ * SMB_STALE_EPOCH, and all they do passes this server. SMB_INVALID: it cannot have a backup without
+ * being copied, or stays (smb_server_bind), or the name is too long. */
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
                            bool paired, bool copying, const char *peer);
 /* Sends about so many bytes more to the new backup. SMB_OK: *copied of *total bytes went there so
@@ -546,6 +548,11 @@ int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epo
  * until the segment gets other roles. Once this has returned the backup may be promoted at any
  * moment. SMB_STALE_EPOCH: it is not the primary of a pair in that epoch. */
 int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch);
+/* A segment with one copy may be gated, and move, from here on: nobody gets a view of it any more.
+ * SMB_BUSY: it stays. */
+int smb_server_let_move(struct smb_server *server, uint64_t id);
+/* The other way round: somebody uses it who could not follow. SMB_BUSY: it may move. */
+int smb_server_bind(struct smb_server *server, uint64_t id);
 /* Until when this server may take itself for the primary unasked: of CLOCK_BOOTTIME. */
 void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
 /* To the primary: a connected stream socket to the backup's data address, which is the engine's
@@ -919,7 +926,8 @@ int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint6
 void smb_async_stop(struct smb_async *async);
 
 /* A contiguous view of a buffer all of whose segments are local: stripes mapped side by side. bytes
- * = the layout's, rounded up to pages. SMB_INVALID if a segment is not local. */
+ * = the layout's, rounded up to pages. SMB_INVALID if a segment is not local. SMB_BUSY if one may
+ * move to another server: a view could not follow. */
 int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes);
 void smb_buffer_unmap(void *address, uint64_t bytes);
 

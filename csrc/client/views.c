@@ -95,6 +95,10 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
     for (uint32_t i = 0; i < layout->segment_count; i++)
         if (!buffer->places[i].segment)
             return SMB_INVALID;
+    /* A mapping can't follow. */
+    for (uint32_t i = 0; i < layout->segment_count; i++)
+        if (smb_segment_bind(buffer->places[i].segment) != SMB_OK)
+            return SMB_BUSY;
     uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN *
                      SMB_CHUNK_BYTES_MIN;
     /* The address range first, in one piece; then the stripes over it. */

@@ -226,7 +226,7 @@ bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb
 int smb_segment_still_there(const struct smb_segment *segment)
 {
     atomic_thread_fence(memory_order_acquire);
-    return mapping_is_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
+    return mapping_check(segment);
 }
 
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns)
@@ -235,16 +235,24 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
     if (change->opcode == SMB_APPLY || !smb_segment_change_fits(segment, change))
         return SMB_INVALID;
     struct chunk_state *chunk = chunk_at(segment, change->offset);
-    if (mapping_is_deleted(segment))
-        return SMB_NOT_FOUND;
+    int status = mapping_check(segment);
+    if (status != SMB_OK)
+        return status;
     if (!mapping_is_shared(segment))
         return SMB_NAMESPACE;
     if (change->opcode == SMB_READ &&
         read_unlocked(segment, chunk, change, deadline_ns == SMB_TRY_ONCE ? 2 : READ_ATTEMPTS))
         return smb_segment_still_there(segment);
-    int status = chunk_lock(segment, chunk, deadline_ns);
+    status = chunk_lock(segment, chunk, deadline_ns);
     if (status != SMB_OK)
         return status;
+    /* The daemon takes this lock after it has gated the segment, before it copies the chunk to
+     * another server. So a change is in that copy, or is not made. */
+    status = mapping_check(segment);
+    if (status != SMB_OK) {
+        pthread_mutex_unlock(&chunk->lock);
+        return status;
+    }
     if (change->opcode == SMB_READ) {
         kernel_copy(change->sink, segment->data + change->offset, change->bytes, change->streaming);
     } else {
@@ -254,6 +262,9 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
             memcpy(change->sink, segment->data + change->offset, change->bytes);
         chunk_change_end(chunk);
     }
+    /* Under the lock: once it was given back the segment may move, with this change, and be deleted
+     * here. */
+    status = mapping_is_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
     pthread_mutex_unlock(&chunk->lock);
-    return smb_segment_still_there(segment);
+    return status;
 }

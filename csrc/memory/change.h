@@ -35,7 +35,8 @@ struct smb_change {
  * lock until deadline_ns (monotonic): SMB_TIMEOUT then; with SMB_TRY it spins for some microseconds
  * and returns SMB_BUSY, nothing done. SMB_INVALID if the range is not inside one chunk of the
  * segment; SMB_NOT_FOUND once it is deleted; SMB_NAMESPACE once its daemon is in another PID
- * namespace. */
+ * namespace; SMB_STALE_EPOCH once it is gated and this is not its daemon. Nothing was changed with
+ * any of them, but that a change that met a deletion may have been made. */
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns);
 
 /* The segments that a change of this one changes, itself first; returns how many. */
@@ -52,9 +53,10 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
  * it is made. */
 bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb_change *change);
 
-/* After a read or change: SMB_NOT_FOUND if the segment was deleted meanwhile. A read may have
- * found the zeros of freed memory. The fence inside orders this check after the copy, and the
- * daemon sets the mark before it frees. */
+/* After a read without the chunk's lock: SMB_NOT_FOUND if the segment was deleted meanwhile: it may
+ * have found the zeros of freed memory. SMB_STALE_EPOCH if it was gated: newer bytes may lie on
+ * another server. The fence inside orders this check after the copy, and the daemon sets the mark
+ * before it frees. */
 int smb_segment_still_there(const struct smb_segment *segment);
 
 #endif

@@ -27,6 +27,19 @@ enum {
     SYNC_OFFSET = 2048
 };
 
+/* Of a segment, in its header. */
+enum segment_state {
+    STATE_SHARED = 0, /* local clients change it, too */
+    STATE_DELETED = 1,
+    STATE_GATED = 2 /* all changes and reads pass its daemon, as it may move to another one */
+};
+/* Likewise. It is decided once, by the first to store one. */
+enum segment_binding {
+    BINDING_NONE = 0,
+    BINDING_STAYS = 1, /* somebody uses it who could not follow */
+    BINDING_MOVES = 2  /* nobody may use it so any more */
+};
+
 static const uint64_t FORMAT_MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
 
 /* Locks of another C library, or of another word size, lie differently in memory: such a process
@@ -53,13 +66,15 @@ struct header {
     uint32_t chunk_bytes;
     uint32_t record_count;
     _Atomic uint64_t evictions; /* of completion records whose session had not ended */
-    _Atomic uint32_t deleted; /* release by the daemon; acquire by everyone before each operation */
+    /* enum segment_state; release by the daemon, acquire by everyone before each operation */
+    _Atomic uint32_t state;
     /* in which the locks hold; release by the daemon, acquire by everyone before each operation */
     _Atomic uint32_t pid_namespace;
     _Atomic uint64_t recovered_locks; /* relaxed, as all counters */
     _Atomic uint64_t operations[32];  /* by local clients, per opcode */
     _Atomic uint64_t bytes[32];
     _Atomic uint64_t ended_evictions; /* of completion records whose session had ended */
+    _Atomic uint32_t binding;         /* enum segment_binding; 0 in older files */
 };
 _Static_assert(sizeof(struct header) <= SYNC_OFFSET &&
                    SYNC_OFFSET + sizeof(struct sync_words) <= PAGE,

@@ -42,9 +42,24 @@ static inline void pause_cpu(void)
 }
 
 /* Every operation asks this. Inlined: a function call is a twentieth of a small operation. */
+static inline uint32_t mapping_state(const struct smb_segment *segment)
+{
+    return atomic_load_explicit(&segment->header->state, memory_order_acquire);
+}
+
 static inline bool mapping_is_deleted(const struct smb_segment *segment)
 {
-    return atomic_load_explicit(&segment->header->deleted, memory_order_acquire) != 0;
+    return mapping_state(segment) == STATE_DELETED;
+}
+
+/* Whether this process may read or change it now: SMB_NOT_FOUND once it is deleted. SMB_STALE_EPOCH
+ * once its daemon alone may, which has a companion beside it. */
+static inline int mapping_check(const struct smb_segment *segment)
+{
+    uint32_t state = mapping_state(segment);
+    if (state == STATE_SHARED)
+        return SMB_OK;
+    return state == STATE_DELETED ? SMB_NOT_FOUND : segment->companion ? SMB_OK : SMB_STALE_EPOCH;
 }
 
 static inline bool mapping_is_shared(const struct smb_segment *segment)

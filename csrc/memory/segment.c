@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "base/assert.h"
+#include "base/failpoint.h"
 #include "memory/mapping.h"
 #include "memory/pages.h"
 
@@ -207,7 +208,7 @@ void smb_segment_mark_deleted(struct smb_segment *segment)
     /* Pairs with the acquire in smb_segment_deleted. It must be seen before the zeros of memory
      * given back. On this side the system call that gives it back sees to that, on the other the
      * fence in smb_segment_still_there. */
-    atomic_store_explicit(&segment->header->deleted, 1, memory_order_release);
+    atomic_store_explicit(&segment->header->state, STATE_DELETED, memory_order_release);
 }
 
 void smb_segment_mark_replicated(struct smb_segment *segment)
@@ -217,7 +218,45 @@ void smb_segment_mark_replicated(struct smb_segment *segment)
 
 bool smb_segment_replicated(const struct smb_segment *segment)
 {
-    return segment->header->format_version == FORMAT_REPLICATED;
+    return segment->header->format_version == FORMAT_REPLICATED || smb_segment_gated(segment);
+}
+
+void smb_segment_gate(struct smb_segment *segment)
+{
+    SMB_ASSERT(segment->companion);
+    /* First: a daemon that was killed in between finds it gated. Release: pairs with the acquire in
+     * mapping_state. */
+    if (!mapping_is_deleted(segment))
+        atomic_store_explicit(&segment->header->state, STATE_GATED, memory_order_release);
+    FAILPOINT("segment.gated");
+    smb_segment_mark_replicated(segment);
+}
+
+bool smb_segment_gated(const struct smb_segment *segment)
+{
+    return mapping_state(segment) == STATE_GATED;
+}
+
+/* Relaxed: the two that compare it with each other change nothing else beforehand. */
+static int bind(struct smb_segment *segment, uint32_t wanted)
+{
+    uint32_t before = BINDING_NONE;
+    if (atomic_load_explicit(&segment->header->binding, memory_order_relaxed) == wanted ||
+        atomic_compare_exchange_strong_explicit(&segment->header->binding, &before, wanted,
+                                                memory_order_relaxed, memory_order_relaxed) ||
+        before == wanted)
+        return SMB_OK;
+    return SMB_BUSY;
+}
+
+int smb_segment_bind(struct smb_segment *segment)
+{
+    return bind(segment, BINDING_STAYS);
+}
+
+int smb_segment_let_move(struct smb_segment *segment)
+{
+    return bind(segment, BINDING_MOVES);
 }
 
 bool smb_segment_deleted(const struct smb_segment *segment)
@@ -227,7 +266,7 @@ bool smb_segment_deleted(const struct smb_segment *segment)
 
 int smb_segment_is_shared(const struct smb_segment *segment)
 {
-    return mapping_is_shared(segment);
+    return mapping_is_shared(segment) && !smb_segment_gated(segment);
 }
 
 uint64_t smb_segment_id(const struct smb_segment *segment)

@@ -135,7 +135,7 @@ static enum step answer_change(struct connection *connection)
     bool fetch = frame->flags & SMB_FLAG_FETCH;
     struct smb_frame made = smb_frame_reply(frame, SMB_OK);
     if (connection->awaits)
-        return replica_has_confirmed(served_of(request->segment)->replica, connection->awaits)
+        return replica_has_confirmed(replica_at(request->segment), connection->awaits)
                    ? answer_fetched(connection, &made)
                    : answer_defer(connection);
     if (fetch && !answer_chunk_memory(&connection->tail))
@@ -180,7 +180,7 @@ static enum step answer_change(struct connection *connection)
 static enum step answer_watermark(struct connection *connection)
 {
     uint64_t watermark, refused;
-    struct replica *replica = served_of(connection->request.segment)->replica;
+    struct replica *replica = replica_at(connection->request.segment);
     if (replica && connection->waits_now >= ANSWERS_PER_CONNECTION)
         return answer_defer(connection);
     int status = gate_watermark(&connection->request, &watermark, &refused);
@@ -203,7 +203,7 @@ static enum step answer_watermark(struct connection *connection)
 static enum step answer_sync(struct connection *connection)
 {
     struct sync_answer answer = {0};
-    struct replica *replica = served_of(connection->request.segment)->replica;
+    struct replica *replica = replica_at(connection->request.segment);
     if (replica && connection->waits_now >= ANSWERS_PER_CONNECTION)
         return answer_defer(connection);
     int status = replica ? replica_prepare_sync(replica) : SMB_OK;
@@ -260,7 +260,7 @@ static enum step answer_feed(struct connection *connection)
     struct gate_request *request = &connection->request;
     if (!request->fed || connection->session != request->frame.segment)
         return connection_refuse(connection, SMB_PROTOCOL);
-    struct replica *replica = served_of(request->segment)->replica;
+    struct replica *replica = replica_at(request->segment);
     if (!connection->feeds) {
         if (connection->loop->server->guarded && !take_feeder(connection, replica))
             return handshake_refuse(connection, &request->frame, SMB_DENIED);
@@ -281,8 +281,8 @@ void answer_end_feed(struct connection *connection)
                                                     : NULL;
     if (!segment)
         return;
-    if (served_of(segment)->replica)
-        replica_feed_ends(served_of(segment)->replica, connection);
+    if (replica_at(segment))
+        replica_feed_ends(replica_at(segment), connection);
     smb_segment_release(segment);
 }
 

@@ -57,14 +57,23 @@ static int find(struct smb_server *server, const struct gate_request *request, u
     return SMB_OK;
 }
 
+/* How far a lane has come that the client has left: the segment had one copy then, and had not been
+ * gated. Nothing more is made on that lane. */
+static bool asks_for_the_past(const struct smb_frame *frame)
+{
+    return frame->opcode == SMB_WATERMARK && frame->lane < SMB_LANE_OF_SEGMENTS;
+}
+
 /* A token is for the epoch that it was made in: of two copies, for that of their roles. */
 static bool is_of_epoch(struct smb_server *server, const struct gate_request *request,
                         const struct smb_segment *segment)
 {
-    const struct replica *replica = served_of(segment)->replica;
+    const struct replica *replica = replica_at(segment);
     uint32_t epoch = request->frame.epoch;
     if (request->fed)
         return replica && replica_serves(replica, epoch, true);
+    if (asks_for_the_past(&request->frame))
+        return !replica || replica_is_primary(replica);
     const struct grant *grant = server->guarded
                                     ? grants_find(request->grants, request->frame.segment)
                                     : NULL;
@@ -92,7 +101,7 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
     else if (has_range(frame) && (frame->dtype != smb_segment_dtype(segment) ||
                                   !smb_segment_holds(segment, frame->offset, frame->length)))
         status = SMB_INVALID;
-    else if (served_of(segment)->replica && !request->fed && !replica_allows(frame))
+    else if (replica_at(segment) && !request->fed && !replica_allows(frame))
         status = SMB_INVALID;
     if (status == SMB_OK)
         request->segment = segment;
@@ -177,7 +186,7 @@ int gate_refused(struct smb_server *server, const struct gate_request *refused)
     if (!segment)
         return SMB_OK; /* nor will any later one be applied */
     struct gate_request request = {.frame = *frame, .segment = segment};
-    struct replica *replica = served_of(segment)->replica;
+    struct replica *replica = replica_at(segment);
     int status = SMB_OK;
     /* Of two copies only the primary decides, and its clients ask again elsewhere. */
     if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false)))
@@ -220,7 +229,7 @@ static int note_made(struct gate_request *request)
 int gate_copied(struct gate_request *request, const uint8_t *payload)
 {
     const struct smb_frame *frame = &request->frame;
-    struct replica *replica = served_of(request->segment)->replica;
+    struct replica *replica = replica_at(request->segment);
     struct records *records = served_of(request->segment)->records;
     if (!request->fed)
         return SMB_INVALID;
@@ -282,6 +291,11 @@ static int make_change(struct smb_server *server, struct gate_request *request,
     int status = smb_segment_lock_each(targets, count, change->offset, patience(request));
     if (status != SMB_OK)
         return status;
+    if (request->alone && replica_at(segment)) { /* gated since: a copy might lack it */
+        for (int i = 0; i < count; i++)
+            smb_segment_unlock(targets[i], change->offset);
+        return SMB_STALE_EPOCH;
+    }
     if (journal) {
         slot_begin(journal, slot, segment, change);
         slot_run(journal, slot, segment, change);
@@ -296,7 +310,7 @@ static int make_change(struct smb_server *server, struct gate_request *request,
     FAILPOINT("gate.changed");
     record_note(request->record, frame->sequence, has_result(change->opcode), change->result);
     if (request->forward) {
-        status = replica_enqueue(served_of(segment)->replica, request->forward, change->offset,
+        status = replica_enqueue(replica_at(segment), request->forward, change->offset,
                                  has_result(change->opcode) ? &change->result : NULL,
                                  &request->order);
         request->forward = NULL;
@@ -320,7 +334,7 @@ static int make_change(struct smb_server *server, struct gate_request *request,
  * sent away. */
 static int missing(const struct gate_request *request, int status)
 {
-    bool copies = served_of(request->segment)->replica;
+    bool copies = replica_at(request->segment);
     return status == SMB_NOT_FOUND && copies ? SMB_APART : status;
 }
 
@@ -336,24 +350,24 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
         return missing(request, status);
     if (smb_segment_dtype(*source) != request->frame.dtype)
         return SMB_INVALID;
-    const struct served *served = served_of(*source);
-    if (served->replica && !replica_is_primary(served->replica))
+    struct replica *replica = replica_at(*source);
+    if (replica && !replica_is_primary(replica))
         return SMB_APART;
-    if (served->replica && server->guarded &&
-        !replica_serves(served->replica, grants_find(request->grants, id)->epoch, false))
+    if (replica && server->guarded &&
+        !replica_serves(replica, grants_find(request->grants, id)->epoch, false))
         return SMB_APART; /* its reader learns the epoch where it asks the source itself */
-    if (!served->replica || !request->gathered) {
+    if (!replica || !request->gathered) {
         struct smb_change read = {
             .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
         status = smb_segment_apply(*source, &read, patience(request));
         if (status != SMB_OK)
             return missing(request, status);
     }
-    if (!served->replica)
+    if (!replica && !(replica = replica_at(*source)))
         return SMB_OK;
     if (!request->gathered)
-        request->gathered = 1 + replica_newest_of(served->replica, offset);
-    return replica_check_read(served->replica, request->gathered - 1, request->begun_ns);
+        request->gathered = 1 + replica_newest_of(replica, offset);
+    return replica_check_read(replica, request->gathered - 1, request->begun_ns);
 }
 
 /* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or
@@ -376,8 +390,11 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
         int status = id == 0 || *state ? SMB_OK : find(server, request, id, SMB_RIGHT_WRITE, state);
         if (status != SMB_OK)
             return missing(request, status);
-        if (*state && served_of(*state)->replica)
+        if (*state && replica_at(*state))
             return SMB_INVALID; /* its backup would not hear of it */
+        if (*state &&
+            (smb_segment_bind(*state) != SMB_OK || smb_segment_bind(request->segment) != SMB_OK))
+            return SMB_INVALID; /* a server that it moves to might not have the others */
         change->states[i] = *state;
     }
     return brings ? SMB_OK : read_source(server, request, gradient, frame->offset, scratch);
@@ -422,7 +439,7 @@ static int describe(struct smb_server *server, struct gate_request *request, con
 static int prepare(struct gate_request *request, const uint8_t *payload,
                    const struct smb_change *change)
 {
-    struct replica *replica = served_of(request->segment)->replica;
+    struct replica *replica = replica_at(request->segment);
     struct smb_frame frame = request->frame;
     uint8_t words[SMB_APPLY_BYTES];
     frame.payload = smb_frame_body(&frame);
@@ -456,8 +473,9 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     SMB_ASSERT(request->segment && (slot == NULL || slot->payload));
     bool fenced = request->frame.flags & SMB_FLAG_FENCED;
     struct sync *sync = served_of(request->segment)->sync;
-    struct replica *replica = served_of(request->segment)->replica;
+    struct replica *replica = replica_at(request->segment);
     bool prepared = false;
+    request->alone = !replica;
     int status = take_record(request);
     if (status == SMB_EXISTS) {
         server_count(&server->replayed_total, 1);
@@ -496,7 +514,7 @@ int gate_copy(struct gate_request *request, uint8_t *to)
                               .bytes = request->frame.length,
                               .sink = to};
     int status = smb_segment_apply(request->segment, &read, patience(request));
-    struct replica *replica = served_of(request->segment)->replica;
+    struct replica *replica = replica_at(request->segment);
     if (replica && status == SMB_OK) {
         request->order = replica_newest_of(replica, read.offset);
         if (!gate_may_tell(request, request->order))
@@ -507,8 +525,7 @@ int gate_copy(struct gate_request *request, uint8_t *to)
 
 bool gate_may_tell(const struct gate_request *request, uint64_t order)
 {
-    return replica_check_read(served_of(request->segment)->replica, order, request->begun_ns) ==
-           SMB_OK;
+    return replica_check_read(replica_at(request->segment), order, request->begun_ns) == SMB_OK;
 }
 
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
@@ -516,16 +533,19 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
     SMB_ASSERT(request->segment);
     if (smb_segment_deleted(request->segment))
         return SMB_NOT_FOUND;
-    struct replica *replica = served_of(request->segment)->replica;
-    if (replica && to_change)
+    if (to_change && replica_at(request->segment))
         return SMB_BUSY; /* its operand is forwarded: it is staged */
     int status = to_change ? take_record(request) : SMB_OK;
     if (status == SMB_OK)
         status = smb_segment_lock(request->segment, request->frame.offset,
                                   to_change ? patience(request) : SMB_TRY_ONCE);
-    if (replica && status == SMB_OK) {
-        status = replica_check_read(replica, replica_newest_of(replica, request->frame.offset),
-                                    request->begun_ns);
+    struct replica *replica = status == SMB_OK ? replica_at(request->segment) : NULL;
+    if (replica) {
+        /* a change: gated since */
+        status = to_change ? SMB_BUSY
+                           : replica_check_read(replica,
+                                                replica_newest_of(replica, request->frame.offset),
+                                                request->begun_ns);
         if (status != SMB_OK)
             smb_segment_unlock(request->segment, request->frame.offset);
     }

@@ -24,6 +24,7 @@ struct gate_request {
     const struct grants *grants;
     bool retried; /* was deferred before */
     /* of a segment with two copies (replica.h) */
+    bool alone;              /* it had one copy, and was not gated, when this was begun */
     bool fed;                /* from the primary, for its backup */
     uint64_t feeds;          /* for this segment its connection was taken as its primary's; 0 */
     uint64_t begun_ns;       /* a read: when it came */

@@ -33,9 +33,11 @@ struct served {
     struct smb_segment *segment;
     struct records *records;
     struct sync *sync;
-    struct replica *replica; /* NULL: there is one copy. From before it can be asked for */
-    bool closed;             /* due_lock: it never becomes due again */
-    uint64_t due_ns;         /* of sync_tick; in the server's tree if not UINT64_MAX */
+    /* NULL: there is one copy, and local clients change it, too. Once it is there it stays. Release
+     * when made, acquire by everyone */
+    _Atomic(struct replica *) replica;
+    bool closed;     /* due_lock: it never becomes due again */
+    uint64_t due_ns; /* of sync_tick; in the server's tree if not UINT64_MAX */
     struct tree_node by_due;
 };
 
@@ -50,6 +52,11 @@ void registry_clear(struct smb_server *server);
 static inline struct served *served_of(const struct smb_segment *segment)
 {
     return smb_segment_companion(segment);
+}
+
+static inline struct replica *replica_at(const struct smb_segment *segment)
+{
+    return atomic_load_explicit(&served_of(segment)->replica, memory_order_acquire);
 }
 
 #endif

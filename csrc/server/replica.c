@@ -48,9 +48,9 @@ static void forward_words(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
     replica_unlock(replica);
 }
 
-int replica_create(struct smb_server *server, struct smb_segment *segment, struct records *records,
-                   struct sync *sync, struct replica **replica)
+int replica_create(struct smb_server *server, struct smb_segment *segment)
 {
+    struct served *served = served_of(segment);
     struct smb_segment_info info;
     smb_segment_info(segment, &info);
     struct replica *made = calloc(1, sizeof *made);
@@ -64,16 +64,16 @@ int replica_create(struct smb_server *server, struct smb_segment *segment, struc
     }
     made->server = server;
     made->id = info.id;
-    made->records = records;
-    made->sync = sync;
+    made->records = served->records;
+    made->sync = served->sync;
     made->chunk_bytes = info.chunk_bytes;
     made->data_bytes = info.data_bytes;
     made->dtype = (uint32_t)smb_segment_dtype(segment);
     feed_create(&made->feed);
     pthread_mutex_init(&made->lock, NULL);
     pthread_cond_init(&made->room, NULL);
-    sync_on_change(sync, forward_words, made);
-    *replica = made;
+    sync_on_change(made->sync, forward_words, made);
+    atomic_store_explicit(&served->replica, made, memory_order_release);
     return SMB_OK;
 }
 
@@ -228,7 +228,7 @@ struct replica *replica_of(struct smb_server *server, uint64_t id, struct smb_se
     *segment = server_find(server, id);
     if (!*segment)
         return NULL;
-    struct replica *replica = served_of(*segment)->replica;
+    struct replica *replica = replica_at(*segment);
     if (!replica)
         smb_segment_release(*segment);
     return replica;
@@ -246,16 +246,38 @@ static bool may_take(struct replica *replica, int role_now, int role, bool paire
     return whole;
 }
 
+/* Of a segment with one copy, that may have another one from here on: nothing reads or changes it
+ * but through this server. Requests that wait are made again, in the epoch that comes with its
+ * role. */
+static int gate_segment(struct smb_server *server, struct smb_segment *segment)
+{
+    int status = smb_segment_let_move(segment) == SMB_OK ? replica_create(server, segment)
+                                                         : SMB_INVALID;
+    if (status == SMB_OK) {
+        smb_segment_gate(segment);
+        sync_send_away(served_of(segment)->sync, SMB_STALE_EPOCH);
+    }
+    return status;
+}
+
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
                            bool paired, bool copying, const char *peer)
 {
     if (strnlen(peer, SMB_SERVER_NAME_BYTES) == SMB_SERVER_NAME_BYTES)
         return SMB_INVALID;
-    struct smb_segment *segment;
-    struct replica *replica = replica_of(server, id, &segment);
-    if (!replica)
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
         return SMB_NOT_FOUND;
     pthread_mutex_lock(&server->roles_lock);
+    int gated = replica_at(segment)           ? SMB_OK
+                : role == SMB_REPLICA_PRIMARY ? gate_segment(server, segment)
+                                              : SMB_INVALID;
+    struct replica *replica = replica_at(segment);
+    if (gated != SMB_OK) {
+        pthread_mutex_unlock(&server->roles_lock);
+        smb_segment_release(segment);
+        return gated;
+    }
     uint32_t epoch_now = atomic_load_explicit(&replica->epoch, memory_order_relaxed);
     int role_now = atomic_load_explicit(&replica->role, memory_order_relaxed);
     int status = SMB_OK;
@@ -275,6 +297,26 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
         }
     }
     pthread_mutex_unlock(&server->roles_lock);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_let_move(struct smb_server *server, uint64_t id)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    int status = smb_segment_let_move(segment);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_bind(struct smb_server *server, uint64_t id)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    int status = smb_segment_bind(segment);
     smb_segment_release(segment);
     return status;
 }
@@ -698,7 +740,7 @@ struct look {
 static void look_at(void *argument, struct smb_segment *segment)
 {
     struct look *look = argument;
-    struct replica *replica = served_of(segment)->replica;
+    struct replica *replica = replica_at(segment);
     if (!replica)
         return;
     if (look->found < look->most) {

@@ -30,9 +30,8 @@ struct wait;
 
 enum { REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
 
-/* Of a segment that is being served, with these; it has no role yet. */
-int replica_create(struct smb_server *server, struct smb_segment *segment, struct records *records,
-                   struct sync *sync, struct replica **replica);
+/* Of a segment that is served, or is about to be: replica_at finds it. It has no role yet. */
+int replica_create(struct smb_server *server, struct smb_segment *segment);
 void replica_destroy(struct replica *replica);
 /* The segment is deleted, or the daemon stops. Waiting requests are answered. */
 void replica_close(struct replica *replica);

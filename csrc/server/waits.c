@@ -20,8 +20,9 @@ static void free_served(void *companion)
     for (int i = 0; served->shares && i < served->server->loop_count; i++)
         free(atomic_load_explicit(&served->shares[i], memory_order_acquire));
     free(served->shares);
-    if (served->replica)
-        replica_destroy(served->replica);
+    struct replica *replica = atomic_load_explicit(&served->replica, memory_order_acquire);
+    if (replica)
+        replica_destroy(replica);
     if (served->sync)
         sync_destroy(served->sync);
     if (served->records)
@@ -127,13 +128,13 @@ int waits_serve(struct smb_server *server, struct smb_segment *segment, bool lef
     if (status == SMB_OK)
         status = sync_create(smb_segment_sync_words(segment), smb_segment_data(segment),
                              smb_segment_data_bytes(segment), left, smb_boot_ns(), &served->sync);
-    if (status == SMB_OK && smb_segment_replicated(segment))
-        status = replica_create(server, segment, served->records, served->sync, &served->replica);
     if (status != SMB_OK) {
         free_served(served);
         return status;
     }
     smb_segment_keep(segment, served, free_served);
+    if (smb_segment_replicated(segment) && (status = replica_create(server, segment)) != SMB_OK)
+        return status;
     sync_on_sooner(served->sync, due_sooner, served);
     sync_count_into(served->sync, &server->waited);
     uint64_t next_ns = sync_tick(served->sync, smb_boot_ns());
@@ -159,8 +160,9 @@ void waits_close(struct smb_segment *segment, int status)
 {
     SMB_ASSERT(served_of(segment));
     struct served *served = served_of(segment);
-    if (served->replica)
-        replica_close(served->replica);
+    struct replica *replica = replica_at(segment);
+    if (replica)
+        replica_close(replica);
     sync_close(served->sync, status);
     pthread_mutex_lock(&served->server->due_lock);
     served->closed = true; /* a thread that is about to call due_sooner comes too late */
@@ -185,7 +187,7 @@ void wait_answered(struct wait *wait)
 static void answer_came(struct waiter *waiter, struct sync_answer answer)
 {
     struct wait *wait = waiter->owner;
-    struct replica *replica = served_of(wait->segment)->replica;
+    struct replica *replica = replica_at(wait->segment);
     bool tells = answer.status != SMB_SESSION_ENDED && answer.status != SMB_DISCONNECTED &&
                  answer.status != SMB_NOT_FOUND && answer.status != SMB_STALE_EPOCH;
     wait->answer = answer;
@@ -246,7 +248,7 @@ int waits_confirm(struct connection *connection, struct gate_request *request, u
     if (!wait)
         return SMB_OUT_OF_MEMORY;
     wait->answer = answer;
-    int status = replica_await(served_of(wait->segment)->replica, wait, order);
+    int status = replica_await(replica_at(wait->segment), wait, order);
     if (status != SMB_DEFERRED) {
         unlink_wait(wait);
         wait_free(wait);
@@ -296,7 +298,7 @@ void waits_forget(struct connection *connection)
         struct wait *wait = connection->waits;
         unlink_wait(wait);
         wait->connection = NULL; /* seen by this loop only, if the answer is under way */
-        struct replica *replica = served_of(wait->segment)->replica;
+        struct replica *replica = replica_at(wait->segment);
         if ((replica && replica_forget(replica, wait)) ||
             (wait->waiter.sync && sync_forget(&wait->waiter, now_ns)))
             wait_free(wait);
