@@ -128,8 +128,10 @@ class ControlService(MemoryServerServicer):
         """See control.proto."""
 
         def take() -> pb.TakeRolesReply:
-            self._replication.take(request.replicas)
-            return pb.TakeRolesReply(confirmed=[part.segment_id for part in request.replicas if part.confirm])
+            bound = self._replication.take(request.replicas)
+            return pb.TakeRolesReply(
+                confirmed=[part.segment_id for part in request.replicas if part.confirm], bound=bound
+            )
 
         return _answer(context, take)
 
@@ -164,8 +166,10 @@ class ControlService(MemoryServerServicer):
 
         def open_segment() -> pb.OpenSegmentVerbsReply:
             self._check_session(request.session_id)
-            if self._replication.has(request.segment_id):
-                raise InvalidArgumentError(f"segment {request.segment_id:016x} has two copies: RDMA would change one")
+            if self._replication.has(request.segment_id) or not self._segments.bind(request.segment_id):
+                raise InvalidArgumentError(
+                    f"segment {request.segment_id:016x} has two copies, or may move: RDMA would change one"
+                )
             if self._check_proof is not None and request.token.segment_id != request.segment_id:
                 raise PermissionDeniedError(f"keys for segment {request.segment_id:016x} take its own token")
             left_s = self._proved(request.session_id, request.token)

@@ -342,6 +342,22 @@ class Engine:
         """Go on without that copy; return whether it was under way."""
         return bool(lib.smb_server_abandon_copy(self._server, segment_id, epoch) == lib.SMB_OK)
 
+    def let_move(self, segment_id: int) -> bool:
+        """Let a segment with one copy get a role, and move; return whether it can. Raises NotFoundError."""
+        status = lib.smb_server_let_move(self._server, segment_id)
+        if status == lib.SMB_BUSY:
+            return False
+        _check(status, f"let {segment_id:016x} move")
+        return True
+
+    def bind(self, segment_id: int) -> bool:
+        """Have a segment stay where it is; return False if it may move already. Raises NotFoundError."""
+        status = lib.smb_server_bind(self._server, segment_id)
+        if status == lib.SMB_BUSY:
+            return False
+        _check(status, f"bind {segment_id:016x}")
+        return True
+
     def yield_role(self, segment_id: int, epoch: int) -> None:
         """Have the primary ask its backup at each read from here on: that is about to be promoted. Raises
         NotFoundError, UnavailableError: it is not the primary in that epoch.

@@ -55,11 +55,17 @@ class Replication:
         self._copier = Copier(engine, copy_rate, self._tell)
         self._thread: threading.Thread | None = None
 
-    def take(self, parts: Iterable[pb.Replica]) -> None:
-        """Take what the coordinator says of our parts; others stay as they are. Raises NotFoundError, UnavailableError
-        where we are asked about a part that is not ours.
+    def take(self, parts: Iterable[pb.Replica]) -> list[int]:
+        """Take what the coordinator says of our parts; others stay as they are. Return the segments that can't move, of
+        those of which that is asked. Raises NotFoundError, UnavailableError where we are asked about a part that is not
+        ours.
         """
+        bound: list[int] = []
         for part in parts:
+            if part.let_move:
+                if not self._engine.let_move(part.segment_id):
+                    bound.append(part.segment_id)
+                continue
             if part.confirm:
                 self._confirm(part)
                 continue
@@ -81,6 +87,7 @@ class Replication:
                 self._start()
             copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
             self._copier.want({part.segment_id: part.epoch for part in copying})
+        return bound
 
     def _confirm(self, part: pb.Replica) -> None:
         if part.yields:

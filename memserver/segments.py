@@ -54,7 +54,7 @@ class Segments:
         self,
         form: SegmentForm,
         token_floor: int = 0,
-        replicate: Callable[[], None] | None = None,
+        replicate: Callable[[], object] | None = None,
         *,
         anew: bool = False,
     ) -> None:
@@ -113,6 +113,12 @@ class Segments:
             self.on_drop(segment_id)
         finally:
             self._end(segment_id)
+
+    def bind(self, segment_id: int) -> bool:
+        """Have a segment stay on this server; return False if it may move already. One that is not here may."""
+        with suppress(NotFoundError):
+            return self._engine.bind(segment_id)
+        return True
 
     def retire(self, segment_ids: Iterable[int], idle_ms: int) -> dict[int, int]:
         """Have those that are idle answer no more requests; return their locks' last tokens, by id."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from smb.config.parse import format_bytes
@@ -11,7 +11,10 @@ from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
 from smb.coordinator.replicas import stays_on
 from smb.errors import OutOfMemoryError, UnavailableError
 
-ONE_COPY = "it has one copy, which can't move; delete it, or copy it to a buffer with replicas=2"
+BOUND = (
+    "it has one copy, and is used in a way that ties it to its server: a view of it was taken, a rule with a state "
+    "changes it, or it was reached over RDMA; copy it (smb cp) and use the copy"
+)
 MIRROR = "it is a mirror; end it: smb relay NAME --stop"
 
 
@@ -36,10 +39,11 @@ def check_room(records: Iterable[BufferRecord], pool: Pool, name: str) -> None:
         )
     pool = replace(pool, free_bytes=free)
     refused: dict[str, int] = {}
-    for title, segment in sorted(_copies(records, name), key=lambda each: -each[1].file_bytes):
+    for record, segment in sorted(_copies(records, name), key=lambda each: -each[1].file_bytes):
+        title, wanted = record.title, record.replicas
         source = stays_on(segment, name) or segment.server
         # Of a copy that is alone a second one is made first, and then another one in its own place.
-        for _ in range(1 if segment.backup else 2):
+        for _ in range(1 if segment.backup or wanted == 1 else 2):
             target = place_copy(pool, source, segment.file_bytes)
             if not target:
                 refused[title] = refused.get(title, 0) + segment.file_bytes
@@ -56,23 +60,25 @@ def check_room(records: Iterable[BufferRecord], pool: Pool, name: str) -> None:
         )
 
 
-def staying(records: Iterable[BufferRecord], pool: Pool, name: str) -> list[Staying]:
+def staying(
+    records: Iterable[BufferRecord], pool: Pool, name: str, bound: Container[int] = frozenset()
+) -> list[Staying]:
     """Return what will not leave a server as things are, by name. Locks and barriers do, a while after their last
-    use.
+    use. `bound`: segments of which their servers have said that they can't move.
     """
     found = []
     for record in sorted(records, key=lambda record: record.name):
         ours = [segment for segment in record.copies if segment.server == name]
-        if ours and record.ready and record.kind is Kind.BUFFER and (why := _why(record, pool, name)):
+        if ours and record.ready and record.kind is Kind.BUFFER and (why := _why(record, pool, name, bound)):
             found.append(Staying(record, len(ours), sum(segment.file_bytes for segment in ours), why))
     return found
 
 
-def _why(record: BufferRecord, pool: Pool, name: str) -> str:
+def _why(record: BufferRecord, pool: Pool, name: str, bound: Container[int]) -> str:
     if record.mirror_of:
         return MIRROR
-    if record.replicas == 1:
-        return ONE_COPY
+    if any(segment.server == name and segment.id in bound for segment in record.segments):
+        return BOUND
     stuck = [
         segment
         for _, segment in _copies((record,), name)
@@ -83,12 +89,15 @@ def _why(record: BufferRecord, pool: Pool, name: str) -> str:
     return f"no other server has room for {format_bytes(stuck[0].file_bytes)}; free: {_shown(pool, name)}"
 
 
-def _copies(records: Iterable[BufferRecord], name: str) -> Iterator[tuple[str, SegmentRecord]]:
-    """Yield the segments of two copies of which a server has one that is not about to leave it."""
+def _copies(records: Iterable[BufferRecord], name: str) -> Iterator[tuple[BufferRecord, SegmentRecord]]:
+    """Yield the segments of which a server has a copy that can move and is not about to leave it."""
     for record in records:
-        for segment in record.segments if record.replicas > 1 else ():
-            if name in (segment.server, segment.backup) and not segment.copying_to:
-                yield record.title, segment
+        may = record.replicas > 1 or (record.kind is Kind.BUFFER and record.ready and not record.mirror_of)
+        for segment in record.segments if may else ():
+            here = (segment.server, segment.backup) if record.replicas > 1 else (segment.server,)
+            moved = record.replicas == 1 and segment.backup
+            if name in here and not segment.copying_to and not moved:
+                yield record, segment
 
 
 def _shown(pool: Pool, name: str) -> str:

@@ -121,6 +121,26 @@ class CopyBegun:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveAllowed:
+    """The server of a segment with one copy has said that nobody uses it there who could not follow it elsewhere."""
+
+    key: str
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDropped:
+    """A segment of a buffer with one copy has moved: its copy on `leaving` goes, in that epoch. If that is the primary,
+    it has yielded.
+    """
+
+    key: str
+    segment_id: int
+    leaving: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class CopiesEnded:
     """A primary says that these copies, by segment and epoch, are whole, or (`whole` False) that it gave them up. Again
     as ServerReturned.
@@ -231,6 +251,8 @@ Event = (
     | BackupsLost
     | ServerDrained
     | CopyBegun
+    | CopyDropped
+    | MoveAllowed
     | CopiesEnded
     | ServerCounted
     | ServerSuspected

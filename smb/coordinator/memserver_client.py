@@ -68,8 +68,10 @@ class MemoryServers:
             raise _failure(server, "make a segment", error) from error
         return int(reply.used_bytes)
 
-    async def take_roles(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> None:
-        """Tell what the server is to these segments, or ask. Raises UnavailableError (outcome unknown)."""
+    async def take_roles(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> frozenset[int]:
+        """Tell what the server is to these segments, or ask. Return those of which it was asked whether they can move,
+        and can't. Raises UnavailableError (outcome unknown).
+        """
         try:
             peer = await self._peer(server)
             reply = await peer.stub.TakeRoles(pb.TakeRolesRequest(replicas=replicas), timeout=ANSWER_S)
@@ -77,6 +79,7 @@ class MemoryServers:
             raise _failure(server, "take roles", error) from error
         if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):
             raise UnavailableError(f'memory server "{server.name}" is too old to be drained: upgrade it')
+        return frozenset(reply.bound)
 
     async def drop(self, server: ServerRecord, segment_id: int, epoch: int = 0) -> int:
         """Have the segment dropped, if it is there and was not made in a later epoch (0: whenever it was); return the

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from smb.coordinator.commit_log import CommitLog, Committed
-from smb.coordinator.events import CopyBegun
+from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
 from smb.coordinator.placement import Pool
@@ -31,7 +31,8 @@ from smb.errors import Error, NotFoundError
 LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
 APART_S = 10.0  # nor is one server's copy made on another that it did not reach: users wait for each attempt
-CONFIRM_PAUSE_S = 1.0  # nor one that did not confirm its own: it may not have heard of its role yet
+BOUND_S = 60.0  # a segment that can't move is not asked about again for so long
+CONFIRM_PAUSE_S = 0.2  # nor one that did not confirm its own: it hears of its role by the answer to its renewal
 
 _log = logging.getLogger("coordinator")
 # Segments, and servers: tell these at once what they are to those.
@@ -52,7 +53,12 @@ class NewCopies:
         self._moves: dict[int, Move] = {}  # by segment; forgotten with this run: they can be asked for again
         self._avoided_until: dict[str, float] = {}
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
+        self._bound: dict[int, float] = {}  # segments of which their servers said that they can't move; until when
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
+
+    def bound(self) -> Collection[int]:
+        """Segments of which their servers have said that they can't move."""
+        return self._bound.keys()
 
     def move(self, moves: Iterable[Move]) -> None:
         """Make these, in place of those that were asked for before."""
@@ -80,19 +86,77 @@ class NewCopies:
     async def begin(self) -> None:
         """Begin what can be begun now. A server that does not answer costs the others nothing but the wait."""
         state, now = self._commit_log.state, self._commit_log.now()
-        records = [record for record in state.buffers.values() if record.replicas > 1]
         drained = any(server.draining and state.allocation(server.name).segments for server in state.servers.values())
-        if not drained and not self._moves and not any(record.degraded for record in records):
-            self._without_room = frozenset()
+        records = [record for record in state.buffers.values() if drained or record.movable]
+        if not drained and not self._moves and not any(map(_wants, records)):
+            self._without_room, self._bound = frozenset(), {}
             return
+        self._bound = {number: until for number, until in self._bound.items() if until > now.monotonic}
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
         apart = frozenset(pair for pair, until in self._apart_until.items() if until > now.monotonic)
         pool = state.pool(now)
         self._moves = still_wanted(self._moves, records, pool)
         self._say_without_room(records, pool)
-        await asyncio.gather(*(self._begin(wish) for wish in wishes(records, pool, avoid, self._moves, apart)))
+        await asyncio.gather(
+            *(self._begin(wish) for wish in wishes(records, pool, avoid, self._moves, apart, self._bound))
+        )
 
     async def _begin(self, wish: Wish) -> None:
+        if not wish.target:
+            await self._drop_surplus(wish)
+        elif not wish.segment.epoch:
+            await self._let_move(wish)
+        else:
+            await self._copy(wish)
+
+    async def _let_move(self, wish: Wish) -> None:
+        """Have the server of the one copy take a role: clients reach the segment through it from here on."""
+        state, segment = self._commit_log.state, wish.segment
+        message = replica_message(state, Copy(segment.id, segment.epoch, CopyRole.PRIMARY, ""))
+        message.confirm = message.let_move = True
+        server = state.servers.get(segment.server)
+        if server is None:
+            return
+        try:
+            if segment.id in await self._servers.take_roles(server, (message,)):
+                self._bound[segment.id] = self._commit_log.now().monotonic + BOUND_S
+                return
+            failpoint("coordinator.move.allowed")
+            await self._commit_log.commit(MoveAllowed(wish.record.key, segment.id))
+        except Error as error:
+            self._pause(wish, segment.server, CONFIRM_PAUSE_S, error)
+            return
+        failpoint("coordinator.move.stored")
+        await self._tell_roles((segment.id,), (segment.server,))
+        self.look_now()
+
+    async def _drop_surplus(self, wish: Wish) -> None:
+        """End a move: the copy on the server that it leaves goes."""
+        segment, asked = wish.segment, wish.leaving
+        dropped = CopyDropped(wish.record.key, segment.id, wish.leaving, segment.epoch + 1)
+        try:
+            if wish.leaving == segment.server:
+                await self._confirm(wish, wish.leaving, yields=True)
+                failpoint("coordinator.move.yielded")
+            asked = wish.source
+            await self._confirm(wish, wish.source)
+            committed = await self._commit_log.commit(dropped)
+        except Error as error:
+            self._pause(wish, asked, CONFIRM_PAUSE_S, error)
+            return
+        failpoint("coordinator.move.dropped")
+        await self._tell_roles((segment.id,), (wish.source,))
+        await self._drop(committed)
+        self.look_now()
+
+    def _pause(self, wish: Wish, asked: str, pause_s: float, error: Error) -> None:
+        """Ask this server for nothing, for a while."""
+        doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
+        _log.warning("no %s of a segment of %s for now: %s", doing, wish.record.title, error)
+        self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
+        asyncio.get_running_loop().call_later(pause_s, self.look_now)
+
+    async def _copy(self, wish: Wish) -> None:
         epoch = wish.segment.epoch + 1
         server = self._commit_log.state.servers.get(wish.target)
         if server is None:
@@ -114,9 +178,7 @@ class NewCopies:
                 await self._confirm(wish, wish.source)
             committed = await self._commit_log.commit(begun)
         except Error as error:
-            _log.warning("no copy of a segment of %s on %s for now: %s", wish.record.title, wish.target, error)
-            pause_s = PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S
-            self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
+            self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
             return
         failpoint("coordinator.copy.begun")
         await self._tell_roles((made.id,), (wish.source,))
@@ -142,3 +204,8 @@ class NewCopies:
         for title in sorted(found - self._without_room):
             _log.warning("%s stays degraded: no other server has room for a copy", title)
         self._without_room = found
+
+
+def _wants(record: BufferRecord) -> bool:
+    """Whether it has a copy too few, or too many."""
+    return record.degraded or (record.replicas == 1 and any(each.backup for each in record.segments))

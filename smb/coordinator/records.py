@@ -35,7 +35,8 @@ class SegmentRecord:
     """One segment of one buffer. Sizes are bytes; file_bytes is what each copy takes of its server's capacity.
 
     Of a buffer with two copies `server` has the primary, and `backup` the other one; empty: that was lost, and
-    is perhaps being made anew. `epoch` counts the changes of these roles.
+    is perhaps being made anew. `epoch` counts the changes of these roles. A segment of a buffer with one copy has roles
+    once it may move: then it is reached through its server alone, and has a backup on the way to another one.
     """
 
     id: int
@@ -43,7 +44,7 @@ class SegmentRecord:
     nbytes: int
     file_bytes: int
     backup: str = ""
-    epoch: int = 0  # 0: the buffer's
+    epoch: int = 0  # 0: the buffer's, and it has no roles
     copying_to: str = ""  # the server that is to be the backup, while `server` copies the segment to it
 
 
@@ -101,6 +102,11 @@ class BufferRecord:
         return (*self.segments, *others)
 
     @property
+    def movable(self) -> bool:
+        """Whether some segment of it may move from server to server."""
+        return self.replicas > 1 or any(segment.epoch for segment in self.segments)
+
+    @property
     def degraded(self) -> bool:
         """Whether some segment of it has fewer copies than were asked for."""
         return self.replicas > 1 and not all(segment.backup for segment in self.segments)
@@ -116,7 +122,8 @@ class BufferRecord:
         if self.replicas == 1:
             del fields["replicas"]
             for segment in fields["segments"]:
-                del segment["backup"], segment["epoch"]
+                if not segment["epoch"]:
+                    del segment["backup"], segment["epoch"]
         if not self.mirror_of:
             del fields["mirror_of"]
         fields["metadata"] = b64encode(self.metadata).decode()

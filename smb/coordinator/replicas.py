@@ -36,9 +36,11 @@ class Copy:
 
 
 def copies_on(record: BufferRecord, server: str) -> list[Copy]:
-    """Return the parts that a server has in a buffer of two copies."""
+    """Return the parts that a server has in a buffer whose segments have roles."""
     found = []
-    for segment in record.segments if record.replicas > 1 else ():
+    for segment in record.segments if record.movable else ():
+        if not segment.epoch:
+            continue
         if segment.server == server:
             peer = segment.backup or segment.copying_to
             found.append(Copy(segment.id, segment.epoch, CopyRole.PRIMARY, peer, bool(segment.copying_to)))
@@ -108,7 +110,7 @@ def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int, l
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
-        if segment.id != segment_id or segment.epoch + 1 != epoch:
+        if segment.id != segment_id or segment.epoch + 1 != epoch or not segment.epoch:
             return segment
         alone = segment.server if not segment.backup and not segment.copying_to else ""
         source = stays_on(segment, leaving) if leaving else alone
@@ -117,6 +119,31 @@ def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int, l
         return replace(segment, server=source, backup="", copying_to=target, epoch=epoch)
 
     return _each(record, judge)
+
+
+def let_move(record: BufferRecord, segment_id: int) -> BufferRecord:
+    """Return the record with a segment of one copy that may move: it has roles from here on."""
+    if record.replicas > 1:
+        return record
+    segments = tuple(
+        replace(segment, epoch=record.epoch + 1) if segment.id == segment_id and not segment.epoch else segment
+        for segment in record.segments
+    )
+    return record if segments == record.segments else replace(record, segments=segments)
+
+
+def drop_copy(record: BufferRecord, segment_id: int, leaving: str, epoch: int) -> BufferRecord:
+    """Return the record of a buffer with one copy without the copy on `leaving`, from that epoch on: the segment has
+    moved. If `leaving` has the primary, that has yielded.
+    """
+
+    def judge(segment: SegmentRecord) -> SegmentRecord:
+        stays = stays_on(segment, leaving)
+        if segment.id != segment_id or segment.epoch + 1 != epoch or not stays:
+            return segment
+        return replace(segment, server=stays, backup="", epoch=epoch)
+
+    return _each(record, judge) if record.replicas == 1 else record
 
 
 def end_copies(record: BufferRecord, server: str, epochs: Mapping[int, int], *, whole: bool) -> BufferRecord:
@@ -143,7 +170,7 @@ def _without_backup(segment: SegmentRecord) -> SegmentRecord:
 
 
 def _each(record: BufferRecord, judge: Callable[[SegmentRecord], SegmentRecord]) -> BufferRecord:
-    if record.replicas == 1:
+    if not record.movable:
         return record
     segments = tuple(map(judge, record.segments))
     return record if segments == record.segments else replace(record, segments=segments)

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -164,6 +164,7 @@ class CoordinatorService(CoordinatorServicer):
         self._mirrors = mirrors
         self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
         self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach these
+        self.bound: Callable[[], Container[int]] = frozenset  # segments that can't move
         self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
 
     async def finish(self) -> None:
@@ -363,7 +364,7 @@ class CoordinatorService(CoordinatorServicer):
         state = self._commit_log.state
         held = state.allocation(request.name)
         pool = state.pool(self._commit_log.now())
-        stays = staying(state.buffers.values(), pool, request.name)
+        stays = staying(state.buffers.values(), pool, request.name, self.bound())
         return pb.DrainServerReply(
             segment_count=held.segments,
             nbytes=held.nbytes,

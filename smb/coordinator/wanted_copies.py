@@ -5,12 +5,12 @@ server. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from smb.coordinator.placement import Pool, place_copy
 from smb.coordinator.rebalance import Move
-from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
 from smb.coordinator.replicas import stays_on
 
 # At once from one server, and to one: each is a wait for its clients, and one at a time fills a link. So few segments
@@ -20,7 +20,9 @@ FROM_ONE_MAX, TO_ONE_MAX = 2, 2
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A copy that is to be made from `source` on `target`: of one that is lost, or in place of the one on `leaving`."""
+    """A copy that is to be made from `source` on `target`: of one that is lost, or in place of the one on `leaving`. No
+    target: the segment, of a buffer with one copy, has moved to `source`, and its copy on `leaving` is to go.
+    """
 
     record: BufferRecord
     segment: SegmentRecord
@@ -35,20 +37,22 @@ def wishes(
     avoid: frozenset[str] = frozenset(),
     moves: Mapping[int, Move] | None = None,
     apart: frozenset[frozenset[str]] = frozenset(),
+    bound: Container[int] = frozenset(),
 ) -> list[Wish]:
     """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
     then `moves`, by segment. `avoid`: servers that are not to be asked for anything. `apart`: pairs of which
-    neither is to copy to the other.
+    neither is to copy to the other. `bound`: segments that can't move.
     """
     under_way = [segment for record in records for segment in record.segments if segment.copying_to]
     sources = Counter(segment.server for segment in under_way)
     targets = Counter(segment.copying_to for segment in under_way)
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
-    found = []
+    found = [wish for wish in _surplus(records, pool) if not {wish.source, wish.leaving} & avoid]
     begun: set[int] = set()
     for record, segment, source, leaving, chosen in (
         *_lost(records),
         *_leaving(records, pool),
+        *_moving_out(records, pool, bound),
         *_moving(records, moves or {}),
     ):
         if (
@@ -129,6 +133,36 @@ def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
                 if leaving in pool.draining and (source := stays_on(segment, leaving)):
                     yield record, segment, source, leaving, ""
                     break
+
+
+def moves_out(record: BufferRecord, segment: SegmentRecord, pool: Pool) -> bool:
+    """Whether the one copy of a segment is on a server that is being drained, and can be copied to another one."""
+    return (
+        record.replicas == 1
+        and record.kind is Kind.BUFFER
+        and record.ready
+        and not record.mirror_of
+        and segment.server in pool.draining
+        and not segment.backup
+        and not segment.copying_to
+    )
+
+
+def _moving_out(records: list[BufferRecord], pool: Pool, bound: Container[int]) -> Iterator[_Wanted]:
+    """Of buffers with one copy: the other one is there for as long as the move takes."""
+    for record in records if pool.draining else ():
+        for segment in record.segments:
+            if segment.id not in bound and moves_out(record, segment, pool):
+                yield record, segment, segment.server, "", ""
+
+
+def _surplus(records: list[BufferRecord], pool: Pool) -> Iterator[Wish]:
+    """Copies that are one too many: of segments that have moved, or are not to move any more."""
+    for record in records:
+        for segment in record.segments if record.replicas == 1 and record.ready else ():
+            if segment.backup and pool.alive(segment.server) and pool.alive(segment.backup):
+                leaving = segment.server if segment.server in pool.draining else segment.backup
+                yield Wish(record, segment, "", stays_on(segment, leaving), leaving)
 
 
 def _moving(records: list[BufferRecord], moves: Mapping[int, Move]) -> Iterator[_Wanted]:

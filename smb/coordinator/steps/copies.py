@@ -10,15 +10,25 @@ from smb.coordinator.events import (
     BackupsLost,
     CopiesEnded,
     CopyBegun,
+    CopyDropped,
     DropSegments,
     Effect,
     Instant,
+    MoveAllowed,
     Report,
     SaveBuffer,
     ServerReturned,
 )
 from smb.coordinator.records import BufferRecord
-from smb.coordinator.replicas import begin_copy, come_back, copies_on, end_copies, lose_backups
+from smb.coordinator.replicas import (
+    begin_copy,
+    come_back,
+    copies_on,
+    drop_copy,
+    end_copies,
+    let_move,
+    lose_backups,
+)
 from smb.coordinator.state import State, Step, add, remove
 from smb.errors import NotFoundError
 
@@ -69,6 +79,29 @@ def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
     return add(remove(state, record), judged), (*effects, Report(logging.INFO, text))
 
 
+def move_allowed(state: State, event: MoveAllowed, _: Instant) -> Step:
+    """A segment with one copy has roles from here on, and may get another copy."""
+    record = state.buffers.get(event.key)
+    judged = record if record is None else let_move(record, event.segment_id)
+    if record is None or judged is None or judged is record:
+        raise NotFoundError(f"segment {event.segment_id:016x} is none with one copy that stays any more")
+    return add(remove(state, record), judged), (SaveBuffer(judged),)
+
+
+def copy_dropped(state: State, event: CopyDropped, now: Instant) -> Step:
+    """A segment with one copy has moved."""
+    record = state.buffers.get(event.key)
+    judged = record if record is None else drop_copy(record, event.segment_id, event.leaving, event.epoch)
+    if record is None or judged is None or judged is record:
+        raise NotFoundError(f"segment {event.segment_id:016x} does not leave {event.leaving} any more")
+    (segment,) = (each for each in judged.segments if each.id == event.segment_id)
+    if not state.alive(segment.server, now):
+        raise NotFoundError(f'memory server "{segment.server}", which has the other copy, is not alive')
+    text = f"a segment of {record.title} is on {segment.server} now, and leaves {event.leaving}"
+    drop = DropSegments((replace(segment, server=event.leaving),), event.epoch)
+    return add(remove(state, record), judged), (SaveBuffer(judged), drop, Report(logging.INFO, text))
+
+
 def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
     """New copies are whole, or were given up."""
 
@@ -86,12 +119,12 @@ def judge_copies(
     what: str = "has lost a copy",
     level: int = logging.WARNING,
 ) -> Step:
-    """Give at most so many buffers of two copies the roles that `judge` says."""
+    """Give at most so many buffers whose segments have roles those that `judge` says."""
     effects: list[Effect] = []
     changed = [
         (record, judged)
         for record in state.buffers.values()
-        if record.replicas > 1 and (judged := judge(record)) is not record
+        if record.movable and (judged := judge(record)) is not record
     ][:changes_max]
     for record, judged in changed:
         state = add(remove(state, record), judged)

@@ -137,7 +137,7 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
     if creation.like:
         like = find_ready(state, creation.like)
         creation = _shaped_like(creation, like)
-        moves = existing.replicas > 1 or like.replicas > 1
+        moves = existing.movable or like.movable
         differs = _difference("layout", _cut_of(existing, moves), _cut_of(like, moves))
     else:
         differs = _wishes_differ(existing, creation)
@@ -174,7 +174,7 @@ def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
     differs = ""
     if creation.stripe_bytes:
         differs = differs or _difference("stripe", existing.stripe_bytes, creation.stripe_bytes)
-    if existing.replicas > 1:
+    if existing.movable:
         return differs  # its segments may have gone to any servers since
     if creation.server_names:
         named = creation.server_names[:stripes]

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from smb import errors
-from smb.coordinator.draining import MIRROR, ONE_COPY, staying
+from smb.coordinator.draining import BOUND, MIRROR, staying
 from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
+    CopyDropped,
     DropSegments,
+    MoveAllowed,
+    SaveBuffer,
     SaveServer,
     ServerDied,
     ServerDrained,
@@ -181,15 +184,96 @@ def test_what_stays_is_named(cluster: Cluster) -> None:
     cluster.do(ServerDrained("a"))
     pool = cluster.state.pool(cluster.now)
 
-    def shown(records: dict[str, BufferRecord]) -> list[tuple[str, str]]:
-        return [(each.record.name, each.why) for each in staying(records.values(), pool, "a")]
-
     records = dict(cluster.state.buffers)
-    assert shown(records) == [("mirror", MIRROR), ("one", ONE_COPY)]
+    number = segment(cluster, "one").id
+    assert [(each.record.name, each.why) for each in staying(records.values(), pool, "a")] == [("mirror", MIRROR)]
+    bound = staying(records.values(), pool, "a", {number})
+    assert [(each.record.name, each.why) for each in bound] == [("mirror", MIRROR), ("one", BOUND)]
+    assert not any(wish.segment.id == number for wish in wishes([*records.values()], pool, bound={number}))
     full = replace(pool, free_bytes=dict.fromkeys(pool.free_bytes, 1))
-    (found,) = staying((records["w"],), full, "a")
-    assert found.why.startswith("no other server has room for 4")
-    assert found.segments == 1
+    for name in ("w", "one"):
+        (found,) = staying((records[name],), full, "a")
+        assert found.why.startswith("no other server has room for 4")
+        assert found.segments == 1
+
+
+def move(cluster: Cluster, name: str, target: str) -> None:
+    """Up to where the copy on the target is whole."""
+    number = segment(cluster, name).id
+    cluster.do(CopyBegun(name, number, target, 1, segment(cluster, name).epoch + 1))
+    source = segment(cluster, name).server
+    cluster.do(CopiesEnded(source, {number: segment(cluster, name).epoch}, whole=True))
+
+
+def test_a_buffer_with_one_copy_moves(cluster: Cluster) -> None:
+    """Its server lets it, so that it has roles; it gets a copy elsewhere; the one on the drained server goes."""
+    made = cluster.create("one", server_names=("c",))
+    number = made.segments[0].id
+    assert (made.segments[0].epoch, made.movable, "epoch" in made.to_json().split("segments")[1]) == (0, False, False)
+    cluster.do(ServerDrained("c"))
+    (wish,) = wanted(cluster)
+    assert (wish.source, wish.leaving, wish.segment.epoch) == ("c", "", 0)
+    with pytest.raises(errors.NotFoundError, match="wants no copy"):
+        cluster.do(CopyBegun("one", number, "d", 1, 1))
+    cluster.do(MoveAllowed("one", number))
+    assert roles(cluster.only(SaveBuffer).record) == [("c", "", 2)]
+    with pytest.raises(errors.NotFoundError, match="none with one copy that stays any more"):
+        cluster.do(MoveAllowed("one", number))
+    (wish,) = wanted(cluster)
+    assert (wish.source, wish.leaving, wish.segment.epoch) == ("c", "", 2)
+    move(cluster, "one", wish.target)
+    assert roles(cluster.state.buffers["one"]) == [("c", wish.target, 4)]
+    (last,) = wanted(cluster)
+    assert (last.target, last.source, last.leaving) == ("", wish.target, "c")
+    for leaving, epoch in (("c", 4), ("c", 6), ("d" if wish.target == "a" else "a", 5)):
+        with pytest.raises(errors.NotFoundError, match="does not leave"):
+            cluster.do(CopyDropped("one", number, leaving, epoch))
+    cluster.do(CopyDropped("one", number, "c", 5))
+    drop = cluster.only(DropSegments)
+    assert (drop.epoch, [each.server for each in drop.segments]) == (5, ["c"])
+    moved = cluster.state.buffers["one"]
+    assert (roles(moved), moved.movable, moved.degraded) == ([(wish.target, "", 5)], True, False)
+    assert BufferRecord.from_json(moved.to_json()) == moved
+    assert cluster.state.allocation("c").segments == 0
+    assert wanted(cluster) == []
+
+
+def test_a_move_that_is_not_wanted_any_more(cluster: Cluster) -> None:
+    """The server is not drained any more: the copy elsewhere goes. One whose server is dead is kept."""
+    cluster.create("one", server_names=("c",))
+    cluster.do(ServerDrained("c"))
+    cluster.do(MoveAllowed("one", segment(cluster, "one").id))
+    move(cluster, "one", "d")
+    cluster.do(ServerDrained("c", undo=True))
+    (wish,) = wanted(cluster)
+    assert (wish.target, wish.source, wish.leaving) == ("", "c", "d")
+    died = cluster.state
+    cluster.do(ServerDied("c", 1))
+    assert wanted(cluster) == []
+    with pytest.raises(errors.NotFoundError, match='"c", which has the other copy, is not alive'):
+        cluster.do(CopyDropped("one", segment(cluster, "one").id, "d", 5))
+    cluster.state = died
+    cluster.do(CopyDropped("one", segment(cluster, "one").id, "d", 5))
+    assert roles(cluster.state.buffers["one"]) == [("c", "", 5)]
+
+
+def test_two_copies_are_not_one_too_many(cluster: Cluster) -> None:
+    """Of a buffer with two copies none is dropped in this way, and none is made movable: it is."""
+    number = segment(cluster).id
+    with pytest.raises(errors.NotFoundError, match="does not leave"):
+        cluster.do(CopyDropped("w", number, "b", 2))
+    with pytest.raises(errors.NotFoundError, match="none with one copy"):
+        cluster.do(MoveAllowed("w", number))
+
+
+def test_who_comes_late_opens_what_has_moved_alone(cluster: Cluster) -> None:
+    """A creation with exist_ok that names the server of the beginning, of a buffer with one copy."""
+    cluster.create("one", server_names=("c",))
+    cluster.do(ServerDrained("c"))
+    cluster.do(MoveAllowed("one", segment(cluster, "one").id))
+    move(cluster, "one", "d")
+    cluster.do(CopyDropped("one", segment(cluster, "one").id, "c", 5))
+    assert cluster.want("one", exist_ok=True, server_names=("c",)) == ()
 
 
 def test_one_that_stops_empty_comes_back_as_a_new_one(cluster: Cluster) -> None:

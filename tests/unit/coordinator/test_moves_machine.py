@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
+    CopyDropped,
     Event,
+    MoveAllowed,
     ServerDied,
     ServerDrained,
     ServerRegistered,
@@ -18,7 +20,7 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.rebalance import plan
-from smb.coordinator.records import SegmentRecord
+from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.wanted_copies import still_wanted, wishes
 from smb.errors import Error
 from tests.support.decisions import MIB, Cluster, server
@@ -38,9 +40,10 @@ class Machine:
         """Make some buffers."""
         self.cluster.register(*NAMES)
         for number, name in enumerate(NAMES):
-            made = self.cluster.create(f"w{number}", 2 * MIB, replicas=2, server_names=(name,))
-            for copy in made.copies:
-                self.held[copy.server].add(copy.id)
+            for replicas in (1, 2):
+                made = self.cluster.create(f"w{number}-{replicas}", 2 * MIB, replicas=replicas, server_names=(name,))
+                for copy in made.copies:
+                    self.held[copy.server].add(copy.id)
 
     @property
     def segments(self) -> dict[int, SegmentRecord]:
@@ -55,7 +58,7 @@ class Machine:
             was = before[number]
             if now == was:
                 continue
-            assert now.epoch == was.epoch + 1
+            assert now.epoch == was.epoch + 1 + (was.epoch == 0)  # that of a buffer is 1
             assert now.server in (was.server, was.backup)
             if now.backup:
                 assert now.backup in (was.backup, was.copying_to)
@@ -73,8 +76,16 @@ class Machine:
         capacity = {name: self.cluster.state.servers[name].capacity_bytes for name in pool.free_bytes}
         wanted = {move.segment_id: move for move in plan(records, pool, capacity)} if moves else {}
         for wish in wishes(records, pool, moves=still_wanted(wanted, records, pool)):
-            if wish.leaving and wish.segment.id not in self.held[wish.source]:
+            number, epoch = wish.segment.id, wish.segment.epoch + 1
+            if wish.leaving and number not in self.held[wish.source]:
                 continue  # it does not confirm
+            if not wish.target:
+                self.do(CopyDropped(wish.record.key, number, wish.leaving, epoch))
+                self.held[wish.leaving].discard(number)
+                continue
+            if not wish.segment.epoch:
+                self.do(MoveAllowed(wish.record.key, number))
+                continue
             self.held[wish.target].add(wish.segment.id)
             begun = CopyBegun(
                 wish.record.key,
@@ -119,7 +130,7 @@ ACTIONS = st.tuples(
 
 @given(st.lists(ACTIONS, max_size=40))
 def test_moves_keep_what_is_whole(actions: list[tuple[str, str]]) -> None:
-    """Then all settles: every segment has two copies, none of them on a server that is drained."""
+    """Then all settles: every segment has as many copies as it should, none of them on a server that is drained."""
     machine = Machine()
     machine.begin()
     for action, name in actions:
@@ -140,6 +151,9 @@ def test_moves_keep_what_is_whole(actions: list[tuple[str, str]]) -> None:
         for name in NAMES:
             machine.end(name, whole=True)
     drained = {name for name in NAMES if machine.cluster.state.servers[name].draining}
-    for segment in machine.segments.values():
-        assert segment.backup
-        assert not drained & {segment.server, segment.backup}
+    for record in machine.cluster.state.buffers.values():
+        for segment in record.segments:
+            assert bool(segment.backup) == (record.replicas == 2)
+            assert not segment.copying_to
+            assert not drained & {segment.server, segment.backup}
+        assert BufferRecord.from_json(record.to_json()) == record
