@@ -25,6 +25,7 @@ from smb.engine import (
     Opcode,
     PartState,
     Request,
+    Status,
     Window,
     address_of,
     direct,
@@ -250,10 +251,10 @@ class Buffer:
         collected; once the buffer is deleted it holds zeros. Raises TransportError if a segment is not on this host,
         or not reached over shm.
         """
-        if self.info.replicas > 1:
+        if self.info.movable:
             raise InvalidArgumentError(
-                f"{self._arguments.asked('view')}: it has two copies (replicas=2), so its servers alone change it, and "
-                f"it has no view; use read()"
+                f"{self._arguments.asked('view')}: it has two copies (replicas=2), or has moved from one server to "
+                f"another, so its servers alone change it, and it has no view; use read()"
             )
         if self._dispatcher.info.versions > 1:
             raise InvalidArgumentError(
@@ -269,6 +270,11 @@ class Buffer:
         try:
             address, nbytes = handle.map()
         except EngineError as error:
+            if error.status is Status.BUSY:
+                raise InvalidArgumentError(
+                    f"{self._arguments.asked('view')}: its server is being drained, and it is about to move to another "
+                    f"one; use read()"
+                ) from error
             raise TransportError(
                 f"{self._arguments.asked('view')}: the memory can't be mapped: {error}; use read()"
             ) from error
@@ -758,7 +764,7 @@ class Buffer:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: the other must be a buffer opened by the same client, not {other!r}"
             )
-        moves = self.info.replicas > 1 or other.info.replicas > 1
+        moves = self.info.movable or other.info.movable
         if _placement(self.layout, moves) != _placement(other.layout, moves) or self.dtype != other.dtype:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: {other!r} does not lie on the same servers in the same way; "
@@ -767,11 +773,13 @@ class Buffer:
 
     def _check_copies(self, rule: str, gradient: Buffer, *state: Buffer) -> None:
         asked = self._arguments.asked("apply")
-        if self.info.replicas > 1 and state:
-            raise InvalidArgumentError(
-                f"{asked}: it has two copies (replicas=2), and rule {rule!r} changes its state with it: that is not "
-                f"there for such buffers yet; use 'sgd' or 'elastic', or create them with replicas=1"
-            )
+        for each in (self, *state) if state else ():
+            if each.info.movable:
+                raise InvalidArgumentError(
+                    f"{asked}: {each!r} has two copies (replicas=2), or has moved from one server to another, and rule "
+                    f"{rule!r} changes its state with it: that is not there for such buffers yet; use 'sgd' or "
+                    f"'elastic', or make them anew with replicas=1"
+                )
         for other in (gradient, *state):
             if other.info.replicas > max(1, self.info.replicas):
                 raise InvalidArgumentError(

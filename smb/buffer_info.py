@@ -52,6 +52,11 @@ class BufferInfo:
     mirrors: tuple[Mirror, ...] = ()  # of a published buffer; of one that was listed, ()
     metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; of one that was listed, ""
 
+    @property
+    def movable(self) -> bool:
+        """Whether it is reached through its servers alone, as its segments may move: with two copies, or moved once."""
+        return self.replicas > 1 or any(place.epoch for place in self.layout.segments)
+
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
         """Return it from the coordinator's message."""

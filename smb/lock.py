@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from smb.call.lock_renewals import Renewals
-from smb.call.sync_requests import USER_LOCK, Home, raise_fences, wait_ms
+from smb.call.sync_requests import USER_LOCK, Home, MovedError, raise_fences, wait_ms
 from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
     Error,
@@ -139,11 +139,14 @@ class Lock:
         except LockLostError:
             self.lose(token)
             raise
-        except NotFoundError as error:
-            if not self._home.named:
+        except (MovedError, NotFoundError) as error:
+            if self._home.follow():
+                self._home.ask(f"renewal of lock {self._home.what}", AskOpcode.RENEW, USER_LOCK, (token, self._ttl_ms))
+            elif isinstance(error, MovedError) or not self._home.named:
                 raise
-            self.lose(token)  # only what nobody holds is freed
-            raise self._lost_error("renewal") from error
+            else:
+                self.lose(token)  # only what nobody holds is freed
+                raise self._lost_error("renewal") from error
         if self._token == token:
             self._expires = began + self._ttl_ms / 1000
 

@@ -130,16 +130,17 @@ class ClusterSession:
         )
 
     def _reach_copies(self, place: SegmentPlace, deadline: Deadline) -> SegmentPath:
-        """Return the path to a segment of two copies: always through the server that has the primary."""
+        """Return the path to a segment that may move: always through the server that has the primary."""
         link, local = self._link_to_copies(place, deadline, waits=False)
-        name, why = ("unix", "same host, two copies") if local else (Tcp.name, f"{place.address}, two copies")
+        how = "two copies" if place.backup else "through its server"
+        name, why = ("unix", f"same host, {how}") if local else (Tcp.name, f"{place.address}, {how}")
         return SegmentPath(name, why, (link,))
 
     def _link_to_copies(self, place: SegmentPlace, deadline: Deadline, *, waits: bool) -> tuple[Link, bool]:
         if self.transport not in ("auto", Tcp.name):
             raise TransportError(
-                f"{place.buffer[0]!r} has two copies: it is reached over TCP, or its servers' Unix sockets, "
-                f"and not over {self.transport}; use transport='auto'"
+                f"{place.buffer[0]!r} has two copies, or has moved: it is reached over TCP, or its servers' Unix "
+                f"sockets, and not over {self.transport}; use transport='auto'"
             )
         try:
             return self._links.reach_copies(place, deadline, may_be_local=self.transport == "auto", waits=waits)
@@ -224,19 +225,21 @@ def _told(reports: dict[object, Callable[[], pb.TrainingReport]]) -> dict[object
 
 
 def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | None:
-    """Ask the coordinator where a memory server is now."""
+    """Ask the coordinator where a memory server is now. Raises NotFoundError if no segment is there any more."""
     ours = session()
+    if ours is None:
+        return None
     try:
-        servers = ours.coordinator.list_servers(_LOCATE_S) if ours is not None else []
+        servers = ours.coordinator.list_servers(_LOCATE_S)
     except Error as error:
         _log.debug("the coordinator does not say where %s is: %s", server, error)
         return None
     for found in servers:
-        if found.name == server:
+        if found.name == server and found.segment_count:
             return Whereabouts(
                 found.data_address, found.unix_path, found.instance_id, found.control_address, found.data_tls
             )
-    return None
+    raise NotFoundError(f"memory server {server} has no segment any more")
 
 
 def _locate_copies(session: weakref.ref[ClusterSession], place: SegmentPlace) -> SegmentPlace | None:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,10 +92,11 @@ class Dispatcher:
         started: float | None = None,
         ended: Outcome | None = None,
         deadline: Deadline | None = None,
+        in_turn: bool = False,
     ) -> int:
         """Do one call on the engine, or go on with one that has `ended`. Broken connections are its links' to
-        mend (transport/reconnect.py). `deadline`: of a call that this one is a part of. Returns the engine's number,
-        unsigned."""
+        mend (transport/reconnect.py). `deadline`: of a call that this one is a part of; `in_turn`: which has waited for
+        earlier async calls. Returns the engine's number, unsigned."""
         opcode = request.opcode
         handle = self._handle
         touched = False  # by an attempt before this one
@@ -115,6 +117,7 @@ class Dispatcher:
             deadline = deadline or Deadline(self.session.timeout, started)
             if (
                 ended is None
+                and not in_turn
                 and self.one_copy
                 and not (self.turns.quiet.open and all(other.turns.quiet.open for other in others))
             ):
@@ -134,27 +137,37 @@ class Dispatcher:
                     ended = done
                 if ended.status is Status.LOCK_LOST and fence is not None:
                     fence.lose(request.token)
+                moved = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE)
                 if ended.status is Status.NOT_FOUND:
-                    self._forget(handle)  # a mapping would keep the memory of a deleted buffer from being used again
-                    self._refresh(deadline)  # raises if the buffer is gone for the coordinator too
-                    for other in others:
-                        other._forget(other._handle)
-                        other._refresh(deadline)
+                    for each in (self, *others):
+                        # A mapping would keep the memory of a deleted buffer from being used again.
+                        each._forget(handle if each is self else each._handle)
+                        each._refresh(deadline)  # raises if the buffer is gone for the coordinator too
+                        # Those that were found may be of before a move, and the description is of after it.
+                        moved |= each.info.movable and not any(place.lost for place in each.info.layout.segments)
                 if others and self._was_apart(ended.status, others):
                     left = self._left_of(request, ended, deadline)
                     return self._bring(request, others, left, fence, deadline)
-                if ended.status is Status.DENIED and not opened_again and self._may_repeat(opcode, ended):
+                if ended.status is Status.DENIED and not opened_again:
                     opened_again = True
-                    touched |= opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
-                    if all(buffer._open_again(deadline) for buffer in (self, *others)):
-                        ended = None
-                        continue
-                moved = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE)
+                    if self._may_repeat(opcode, ended):
+                        touched |= opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
+                        if all(buffer._open_again(deadline) for buffer in (self, *others)):
+                            ended = None
+                            continue
+                    elif not self._is_read_only(ended) and self._refresh(deadline):
+                        moved = self.info.movable  # a server does not say of what it has no more
                 elsewhere = moved or not _all_alive(self.paths)
                 if elsewhere:  # the next attempt, or the next call, finds new paths
                     self._forget(handle)
                     for other in others:
                         other._forget(other._handle)
+                if moved and ended.sent and deadline.left() > 0.0:
+                    whole = [self._elements(request)]
+                    parts = whole if opcode is Opcode.READ else self._left_of(request, ended, deadline)
+                    if parts != whole:
+                        return self._again(request, others, parts, fence, deadline)
+                    ended = replace(ended, sent=False)
                 if not elsewhere or ended.sent or deadline.left() == 0.0:
                     raise self._error(request, ended, touched=touched)
                 ended = None
@@ -217,7 +230,7 @@ class Dispatcher:
         self, request: Request, others: tuple[Dispatcher, ...], deadline: Deadline
     ) -> tuple[BufferHandle, list[BufferHandle]]:
         """Return the handles of this buffer and of the others: through the servers where the request takes that."""
-        moves = others and any(each.info.replicas > 1 for each in (self, *others))
+        moves = others and any(each.info.movable for each in (self, *others))
         if request.token or request.opcode is Opcode.APPLY or moves:
             handles = self._gated(deadline), [other._gated(deadline) for other in others]
             if moves:
@@ -238,7 +251,7 @@ class Dispatcher:
 
     def _lies_apart(self, source: Dispatcher) -> bool:
         """Whether a source lies on other servers than this buffer, as far as is known here."""
-        if self.info.replicas == source.info.replicas == 1:
+        if not self.info.movable and not source.info.movable:
             return False
         here, there = self.info.layout.segments, source.info.layout.segments
         server_of = self.session.server_of
@@ -246,7 +259,7 @@ class Dispatcher:
 
     def _was_apart(self, status: Status, others: tuple[Dispatcher, ...]) -> bool:
         """Whether a call failed as a server did not have the others, or not to read: they have just moved."""
-        moves = any(each.info.replicas > 1 for each in (self, *others))
+        moves = any(each.info.movable for each in (self, *others))
         return status is Status.APART or (moves and status in (Status.NOT_FOUND, Status.DENIED))
 
     def _left_of(self, request: Request, ended: Outcome, deadline: Deadline) -> list[range]:
@@ -260,6 +273,29 @@ class Dispatcher:
             raise self._error(request, ended)
         missing = [(at, nbytes) for at, nbytes, state in parts if state is PartState.NOT_APPLIED]
         return ranges_of(missing, self.arguments.itemsize)
+
+    def _again(
+        self,
+        request: Request,
+        others: tuple[Dispatcher, ...],
+        left: list[range],
+        fence: Fence | None,
+        deadline: Deadline,
+    ) -> int:
+        """Do what is left of a change: its servers sent it away, as they are reached in another way by now, or others
+        have the segments. The rest of it was applied.
+        """
+        touched, done = sum(map(len, left)) < len(self._elements(request)), 0
+        while left:
+            try:
+                if (part := _part_of(request, left[0], self.arguments.itemsize)) is not None:
+                    done = self.call(part, fence=fence, others=others, deadline=deadline, in_turn=True)
+            except BaseException as error:
+                self._account_for(error, request, left, touched, True, "of which a part was sent to other servers")
+                raise
+            touched = True
+            del left[0]
+        return done
 
     def _bring(
         self,
@@ -292,17 +328,18 @@ class Dispatcher:
                     change = change._replace(opcode=Opcode.ACCUMULATE)
                 self.call(change, fence=fence, others=others[1:], deadline=deadline)
             except BaseException as error:
-                self._account_for(error, request, left, touched, begun)
+                what = "whose source lies on other servers and is brought"
+                self._account_for(error, request, left, touched, begun, what)
                 raise
             touched = True
             del left[0]
         return 0
 
     def _account_for(
-        self, error: BaseException, request: Request, left: list[range], touched: bool, begun: bool
+        self, error: BaseException, request: Request, left: list[range], touched: bool, begun: bool, what: str
     ) -> None:
         """Say of a call that failed at left[0] what it means for all of it. `touched`: some of it was applied before;
-        `begun`: it was the change of left[0] that failed, and not the reading for it.
+        `begun`: it was the change of left[0] that failed, and not the reading for it; `what`: of the call, for people.
         """
         failed: Any = error
         found: CallOutcome = getattr(error, "outcome", UNKNOWN) if begun else NOT_APPLIED
@@ -318,7 +355,7 @@ class Dispatcher:
         failed.outcome = found if same else UNKNOWN
         if isinstance(error, Error):
             rest = "" if failed.outcome == found else "; of the whole call buffer.settle(error) tells"
-            error.args = (f"{self._asked(request)}, whose source lies on other servers and is brought: {error}{rest}",)
+            error.args = (f"{self._asked(request)}, {what}: {error}{rest}",)
 
     def _asked(self, request: Request) -> str:
         return self.arguments.asked(request.opcode.name.lower())
@@ -364,6 +401,10 @@ class Dispatcher:
                 self._homes = self._gated_links = ()
                 self._ask_first = True
 
+    def look_again(self) -> None:
+        """Look for new paths at the next call."""
+        self._forget(self._handle)
+
     def _gated(self, deadline: Deadline) -> BufferHandle:
         """Return a handle all of whose segments are reached through their servers."""
         self.ensure(deadline)
@@ -399,7 +440,7 @@ class Dispatcher:
                 return attach(deadline)
             except (TransportError, PermissionDeniedError):
                 self._ask_first = True
-                if asked:
+                if asked and not self._has_moved(deadline):
                     raise
             except UnavailableError as error:
                 self._ask_first = True
@@ -412,6 +453,12 @@ class Dispatcher:
                     raise UnavailableError(f"buffer {self.info.name!r} can't be reached: {error}") from error
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_MAX_S)
+
+    def _has_moved(self, deadline: Deadline) -> bool:
+        """Whether the coordinator says by now that a segment is elsewhere: its server denies whom it has no more."""
+        before = [(place.server, place.epoch) for place in self.info.layout.segments]
+        self._refresh(deadline)
+        return before != [(place.server, place.epoch) for place in self.info.layout.segments]
 
     def _attach(self, deadline: Deadline) -> BufferHandle:
         """Find the best path to every segment."""
@@ -476,10 +523,12 @@ class Dispatcher:
         """
         if opcode is Opcode.READ:
             return True
-        place = self.info.layout.segments[refused.segment]
-        if self.session.coordinator.tokens.read_only(place.id):
+        if self._is_read_only(refused):
             return False
         return opcode in (Opcode.WRITE, Opcode.FILL) or self._nothing_applied(refused, 0)
+
+    def _is_read_only(self, refused: Outcome) -> bool:
+        return self.session.coordinator.tokens.read_only(self.info.layout.segments[refused.segment].id)
 
     def _nothing_applied(self, refused: Outcome, wait_ms: int) -> bool:
         """Whether no part of a refused call was applied, or will be: known now, or learnt within that time."""
@@ -552,6 +601,26 @@ def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int,
     dispatcher = calls()
     assert dispatcher is not None
     return signed(dispatcher.call(request, started=started, ended=ended))
+
+
+def _part_of(request: Request, part: range, itemsize: int) -> Request | None:
+    """Return the change of some of its elements alone; None: of those it changes none."""
+    begin, end = part.start, part.stop
+    skip = begin * itemsize - request.offset  # bytes of the source and the sink
+    indices = request.indices
+    if indices is not None:
+        first, last = (int(at) for at in np.searchsorted(indices, (part.start, part.stop)))
+        if first == last:
+            return None
+        begin, end, indices = int(indices[first]), int(indices[last - 1]) + 1, indices[first:last]
+        skip = first * itemsize
+    source, sink = (
+        engine.memory_at(address + skip) if (address := engine.address_of(memory)) else NOWHERE
+        for memory in (request.source, request.sink)
+    )
+    return request._replace(
+        offset=begin * itemsize, nbytes=(end - begin) * itemsize, source=source, sink=sink, indices=indices
+    )
 
 
 def _cut(part: range, most: int) -> Iterator[range]:

@@ -42,6 +42,10 @@ def wait_ms(timeout: float | None) -> int:
     return FOREVER_MS if timeout is None else max(0, round(timeout * 1000))
 
 
+class MovedError(UnavailableError):
+    """The server does not answer for the segment: it may have moved."""
+
+
 class Home:
     """A segment and what it is called. `relocate` returns where it is now, e.g. after its server moved."""
 
@@ -81,7 +85,15 @@ class Home:
                 if opened or not self._open_again():
                     raise
                 opened = True
+            except MovedError:  # nothing was done: another server has it, or will have it
+                if deadline.left() <= _RETRY_S:
+                    raise
+                if not self.follow():
+                    self._link = None
+                    time.sleep(_RETRY_S)
             except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
+                if self.follow():
+                    continue
                 if opcode is AskOpcode.AWAIT_BARRIER:  # with who had arrived
                     raise BrokenBarrierError(
                         f"{asked}: {self._where()} does not have it any more: it was idle, or its memory was lost; "
@@ -90,6 +102,20 @@ class Home:
                 if not self.named or deadline.left() <= _RETRY_S:
                     raise self._gone(asked, error) from error
                 self._place_again()
+
+    def follow(self) -> bool:
+        """Go where the segment is now; False: the coordinator does not answer, or says that it is where it was."""
+        try:
+            found = self._relocate()
+        except Error:
+            return False
+        before, self._place = self._place, found
+        if found.id != before.id or (found.server, found.epoch) == (before.server, before.epoch):
+            self._place = before
+            return False
+        self._epoch = found.epoch or self._epoch
+        self._link = None
+        return True
 
     def _gone(self, asked: str, error: NotFoundError) -> Error:
         """Return what to raise if the server does not have it: if the coordinator still has it, its memory was lost."""
@@ -182,7 +208,9 @@ class Home:
             self._client.check_open()
             try:
                 self._link = self._client.reach_waits(self._place, deadline)
-            except (UnavailableError, TransportError) as error:
+            except (PermissionDeniedError, UnavailableError, TransportError) as error:
+                if isinstance(error, PermissionDeniedError) and self.follow():
+                    continue  # a server does not say of what it has no more
                 if deadline.left() <= _RETRY_S or not isinstance(error, UnavailableError):
                     raise type(error)(f"{asked}: {error}") from error
                 time.sleep(_RETRY_S)
@@ -206,6 +234,8 @@ class Home:
                 )
             case Status.NOT_FOUND:
                 return NotFoundError(f"{asked}: {self._where()} does not have it (any more): it was deleted")
+            case Status.STALE_EPOCH:
+                return MovedError(f"{asked}: {self._where()} does not answer for it any more; nothing was done")
             case Status.INVALID:
                 return InvalidArgumentError(f"{asked}: {self._where()} refused it as invalid")
             case Status.DENIED:
@@ -213,11 +243,10 @@ class Home:
             case Status.SESSION_ENDED:
                 return UnavailableError(f"{asked}: {SESSION_ENDED}")
             case Status.DISCONNECTED | Status.LINK_LOST:
-                outcome = "outcome unknown" if reply.sent else "nothing was done"
-                return UnavailableError(
-                    f"{asked}: the connection to {self._where()} was lost; {outcome}",
-                    outcome=UNKNOWN if reply.sent else NOT_APPLIED,
-                )
+                lost = f"{asked}: the connection to {self._where()} was lost"
+                if not reply.sent:
+                    return MovedError(f"{lost}; nothing was done", outcome=NOT_APPLIED)
+                return UnavailableError(f"{lost}; outcome unknown", outcome=UNKNOWN)
             case Status.OUT_OF_MEMORY:
                 return OutOfMemoryError(
                     f"{asked}: no room for it at {self._where()}: a connection may have {_WAITING_MAX} requests "
@@ -238,8 +267,8 @@ def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> No
         for home, pending in pending_requests:
             try:
                 home.finish(asked, pending, 0.0)
-            except PermissionDeniedError:
-                home.ask(asked, AskOpcode.FENCE, lock, (token,))  # which gets a newer token
+            except (PermissionDeniedError, MovedError, NotFoundError):
+                home.ask(asked, AskOpcode.FENCE, lock, (token,))  # which gets a newer token, or goes where it is
     finally:
         for _, pending in pending_requests:
             pending.end()

@@ -116,6 +116,9 @@ class Versions:
         segment = self._calls.paths[0].segment
         if segment is not None:
             latest, copy = segment.find_version(version)
+            if not segment.shared():  # it may have moved, and a later version be there
+                self._calls.look_again()
+                return self.find(version)
         else:
             words = (0, 0, min(version + 1, LATEST))
             reply = self._calls.homes()[0].ask(self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, words)

@@ -47,7 +47,7 @@ class SegmentPlace:
     instance_id: int
     control_address: str = ""
     tls: bool = False  # what is at the address speaks TLS
-    epoch: int = 0  # of a segment with two copies: of their roles; else 0
+    epoch: int = 0  # of a segment whose servers have roles, with two copies or moved: of those; else 0
     backup: str = ""  # the server of its other copy; empty: there is none now
     buffer: tuple[str, int] = ("", 0)  # whose it is: name and id
     copying_to: str = ""  # the server to which that copy is being made anew; empty: none

@@ -9,6 +9,7 @@ any more.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import logging
 import socket
 import threading
@@ -35,6 +36,7 @@ _WATCH_MS = 2000  # and as often it is asked where the primaries of segments of 
 _JOIN_S = 10.0
 _LANE_MAX = 65_534  # 65 535 is the one between servers
 _SENT_AWAY_S = 0.1
+_MOVING_S = 1.0  # so long a segment's server may deny us what another one has by now, or is about to have
 # The kernel has some 3 MB on its way over one connection at most (net.ipv4.tcp_rmem, tcp_wmem). One connection for each
 # 10 ms of round trip, with 2 MiB on its way (csrc/client/send.c), is 1.6 Gbit/s.
 _ROUND_TRIP_EACH_S = 0.01
@@ -120,7 +122,8 @@ class Links:
         tls: ClientTls,
         locate_copies: Callable[[SegmentPlace], SegmentPlace | None] = lambda place: place,
     ) -> None:
-        """`locate` asks the coordinator for a server by name: None if it does not answer, or does not know it.
+        """`locate` asks the coordinator for a server by name: None if it does not answer; NotFoundError if there is
+        nothing to look for on that server.
         `locate_copies` asks where the primary of a segment is now; NotFoundError if it is gone.
         """
         self._locate_copies = locate_copies
@@ -230,8 +233,25 @@ class Links:
                 link = self._connect_copies(entry, deadline)
                 link.set_epoch(place.epoch)
                 entry.link = weakref.ref(link)
-        self.tokens.show(link, place.id, deadline.left_ms())
+            self._show_copies(entry, link, Deadline(min(deadline.left(), _MOVING_S)))
         return link, bool(entry.unix_path())
+
+    def _show_copies(self, entry: _Copies, link: Link, deadline: Deadline) -> None:
+        """Show the token of a segment to the server of its primary; another one, that had it, denies it. Raises
+        EngineError.
+        """
+        while True:
+            try:
+                self.tokens.show(link, entry.place.id, deadline.left_ms())
+            except EngineError as error:
+                if error.status is not Status.DENIED or deadline.left() == 0.0 or self._closing.wait(_PAUSE_FIRST_S):
+                    raise
+                with contextlib.suppress(Error):
+                    found = self._locate_copies(entry.place)
+                    if found is not None and found.server != entry.place.server:
+                        self._go_to(entry, link, found)
+            else:
+                return
 
     def server_of(self, place: SegmentPlace) -> str:
         """Return the server of a segment: of one that has two copies, where its link found the primary last."""
@@ -294,7 +314,9 @@ class Links:
             _log.debug("memory server %s: %s", entry.place.server, error)
 
     def _attempt_copies(self, entry: _Copies, link: Link) -> None:
-        found = self._locate_copies(entry.place) or entry.place
+        self._go_to(entry, link, self._locate_copies(entry.place) or entry.place)
+
+    def _go_to(self, entry: _Copies, link: Link, found: SegmentPlace) -> None:
         link.set_epoch(found.epoch)
         self.tokens.keep(link, found.id)
         path = found.unix_path if entry.may_be_local and found.unix_path and Path(found.unix_path).exists() else ""
@@ -432,7 +454,12 @@ class Links:
             if self._closing.wait(pause):
                 return False
             pause = min(2 * pause, _PAUSE_MAX_S)
-            found = self._locate(entry.server)
+            try:
+                found = self._locate(entry.server)
+            except NotFoundError as error:  # all that it had was deleted, or has moved
+                _log.debug("%s", error)
+                link.fail(Status.NOT_FOUND)
+                return False
             if found is not None:
                 entry.where, known = found, found.instance_id
         return False

@@ -48,7 +48,9 @@ class SharedMemory:
                     self._resumable.tokens.show(link, place.id, deadline.left_ms())
                     segment = link.attach(place.id, epoch, deadline.left_ms())
                 except EngineError as error:
-                    if error.status in (Status.NOT_FOUND, Status.STALE_EPOCH):
+                    if error.status is Status.STALE_EPOCH:
+                        raise UnavailableError(f"memory server {place.server} has been told to move it") from error
+                    if error.status is Status.NOT_FOUND:
                         raise NotFoundError(f"memory server {place.server} has no such segment") from error
                     self._links.pop(place.instance_id, None)
                     refusal = NoAnswerError if error.status in _GONE else NoPathError

@@ -65,15 +65,47 @@ def test_a_server_is_emptied_and_filled_again(client: smb.Client, cluster: smb.L
     assert second_copy.check_copies(client, cluster.memory_directory) == len(buffer.layout.segments)
 
 
-def test_what_cannot_leave_is_named(client: smb.Client, cluster: smb.LocalCluster) -> None:
-    """Buffers of one copy stay, and are served; --wait ends with an error."""
-    buffer = client.create("one", 1000, servers=["server-2"])
-    shown = run(cluster, "drain", "server-2", "--wait", fails=True)
-    assert 'stays: buffer "one"' in shown
-    assert "it has one copy, which can't move" in shown
-    assert "server-2 is not empty" in shown
+def test_a_buffer_with_one_copy_moves(client: smb.Client, cluster: smb.LocalCluster) -> None:
+    """Who has it mapped goes on through its new server: arrays, locks, versions, async calls. It has no view then."""
+    buffer = client.create("one", 60_000, servers=["server-2"])
+    news = client.create("news", 1000, versions=2, servers=["server-2"])
     buffer.fill(3)
-    client.delete("one")
+    assert news.publish(np.ones(1000, np.float32)) == 1
+    with buffer.lock(ttl=30.0) as lock:
+        assert "server-2 is empty" in run(cluster, "drain", "server-2", "--wait")
+        buffer.accumulate(np.ones(60_000, np.float32), fence=lock)
+    buffer.accumulate(np.full(60_000, 2, np.float32))
+    assert (buffer.read() == 6).all()
+    assert news.version == 1
+    assert news.publish(np.full(1000, 2, np.float32)) == 2
+    assert (news.read() == 2).all()
+    assert buffer.read_async().result().tolist() == buffer.read().tolist()
+    place = client.open("one").layout.segments[0]
+    assert (place.server != "server-2", place.backup) == (True, "")
+    with pytest.raises(smb.InvalidArgumentError, match=r"or has moved from one server to another.*use read"):
+        buffer.view()
+    run(cluster, "undrain", "server-2")
+
+
+def test_what_cannot_leave_is_named(client: smb.Client, cluster: smb.LocalCluster) -> None:
+    """A buffer of which there is a view stays, and is served, and so do those that a rule changes with their state;
+    --wait ends with an error.
+    """
+    buffer = client.create("one", 1000, servers=["server-2"])
+    view = buffer.view()
+    weights, gradient, momentum = (client.create(name, 1000, servers=["server-2"]) for name in ("w", "g", "m"))
+    weights.apply("momentum", gradient, momentum, lr=0.1, mu=0.9)
+    shown = run(cluster, "drain", "server-2", "--wait", fails=True)
+    for name in ("one", "w", "m"):
+        assert f'stays: buffer "{name}"' in shown
+    assert "a view of it was taken, a rule with a state changes it" in shown
+    assert "server-2 is not empty" in shown
+    assert client.open("g").layout.segments[0].server != "server-2"
+    weights.apply("momentum", gradient, momentum, lr=0.1, mu=0.9)  # its gradient has moved
+    buffer.fill(3)
+    assert (view == 3).all()
+    for name in ("one", "w", "m"):
+        client.delete(name)
     assert "server-2 is empty" in run(cluster, "drain", "server-2", "--wait")
     run(cluster, "undrain", "server-2")
 

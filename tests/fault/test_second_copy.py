@@ -26,11 +26,14 @@ ROUNDS = times(1, 100)
 
 
 class Pool:
-    """A coordinator, three servers, and clients that use buffers with two copies."""
+    """A coordinator, three servers, and clients that use buffers with `replicas` copies."""
 
-    def __init__(self, daemons: Daemons, directory: Path, *options: str, certificates: Path | None = None) -> None:
+    def __init__(
+        self, daemons: Daemons, directory: Path, *options: str, certificates: Path | None = None, replicas: int = 2
+    ) -> None:
         """`certificates`: with them, and tokens that are good for some seconds."""
         self._options = options
+        self._replicas = replicas
         self._daemons, self._directory = daemons, directory
         self._certificates = certificates
         self.coordinator = self._start_coordinator()
@@ -59,7 +62,7 @@ class Pool:
         self._stop = self._directory / f"stop-{self._round}"
         with smb.connect(self.address) as client:
             wait_for(lambda: all(server.alive for server in client.servers()), "all servers")
-            second_copy.make(client)
+            second_copy.make(client, self._replicas)
         self._left = contextlib.ExitStack()
         self.histories = [self._directory / f"history-{self._round}-{number}" for number in range(len(ways))]
         self._clients = [

@@ -1,4 +1,6 @@
-"""Clients of buffers with two copies, whose servers are killed with their memory: what they do, what must hold."""
+"""Clients of buffers with two copies, whose servers are killed with their memory, or with one, which move: what they
+do, what must hold.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,21 @@ CALL_S = 60.0
 TWO_ROUNDS = 14  # notes
 
 
-def make(client: smb.Client) -> None:
+def make(client: smb.Client, replicas: int = 2) -> None:
     """Create the buffers of one round."""
-    client.create("sum", COUNT, "int64", stripe="64KiB", replicas=2)
-    client.create("counter", 2, "int64", replicas=2)
-    client.create("element", 1, "int64", replicas=2)
-    client.create("board", CLIENTS_MAX, "int64", replicas=2)
-    client.create("news", PUBLISHED, "int64", stripe="16KiB", replicas=2, versions=2)
-    client.create("turns", TURNS, "int64", stripe="4KiB", replicas=2)
-    into = client.create("into", STEPPED, "int64", stripe="8KiB", replicas=2)
-    client.create("source", like=into, replicas=2).write(pattern(0, STEPPED, "int64"))
-    weights = client.create("weights", STEPPED, stripe="64KiB", replicas=2)
-    elsewhere = next(each.name for each in client.servers() if each.name != weights.layout.segments[0].server)
-    client.create("ones", STEPPED, stripe="64KiB", servers=[elsewhere], replicas=2).fill(1)
+    client.create("sum", COUNT, "int64", stripe="64KiB", replicas=replicas)
+    client.create("counter", 2, "int64", replicas=replicas)
+    client.create("element", 1, "int64", replicas=replicas)
+    client.create("board", CLIENTS_MAX, "int64", replicas=replicas)
+    client.create("news", PUBLISHED, "int64", stripe="16KiB", replicas=replicas, versions=2)
+    client.create("turns", TURNS, "int64", stripe="4KiB", replicas=replicas)
+    into = client.create("into", STEPPED, "int64", stripe="8KiB", replicas=replicas)
+    client.create("source", like=into, replicas=replicas).write(pattern(0, STEPPED, "int64"))
+    weights = client.create("weights", STEPPED, stripe="64KiB", replicas=replicas)
+    server = weights.layout.segments[0].server
+    if replicas > 1:
+        server = next(each.name for each in client.servers() if each.name != server)
+    client.create("ones", STEPPED, stripe="64KiB", servers=[server], replicas=replicas).fill(1)
 
 
 def drop(client: smb.Client) -> None:
