@@ -368,6 +368,8 @@ int smb_segment_open_fd(int fd, struct smb_segment **segment);
 /* 0 once its server has been started in another PID namespace, or the segment may move to another
  * server: every operation gets SMB_NAMESPACE, or SMB_STALE_EPOCH. */
 int smb_segment_is_shared(const struct smb_segment *segment);
+/* It stays on its server for good: somebody uses it who could not follow. SMB_BUSY: it may move. */
+int smb_segment_bind(struct smb_segment *segment);
 /* Drops one reference; the last one unmaps. */
 void smb_segment_release(struct smb_segment *segment);
 void smb_segment_info(const struct smb_segment *segment, struct smb_segment_info *info);

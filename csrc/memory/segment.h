@@ -42,9 +42,7 @@ bool smb_segment_replicated(const struct smb_segment *segment);
  * and it is one that may have a copy. A change that holds its chunk's lock by now is still made. */
 void smb_segment_gate(struct smb_segment *segment);
 bool smb_segment_gated(const struct smb_segment *segment);
-/* It stays where it is for good: somebody uses it who could not follow. SMB_BUSY: it may move. */
-int smb_segment_bind(struct smb_segment *segment);
-/* The other way round. SMB_BUSY: it stays. */
+/* It may move from here on: smb_segment_bind the other way round. SMB_BUSY: it stays. */
 int smb_segment_let_move(struct smb_segment *segment);
 bool smb_segment_deleted(const struct smb_segment *segment);
 uint64_t smb_segment_id(const struct smb_segment *segment);

@@ -29,6 +29,10 @@ class Segment:
         """Whether its locks still hold for this process: not once its server runs in another PID namespace."""
         return bool(lib.smb_segment_is_shared(self.pointer))
 
+    def bind(self) -> bool:
+        """Have it stay on its server: a user could not follow. False: it may move already."""
+        return bool(lib.smb_segment_bind(self.pointer) == Status.OK)
+
     def find_version(self, version: int) -> tuple[int, int]:
         """(version published, copy in which `version` lies, -1 once it is being overwritten); LATEST: the published."""
         published = ffi.new("uint64_t *")

@@ -21,7 +21,7 @@ TRY_AUTO = "; transport='auto' takes what works"  # the end of an error where on
 def make_transports(choice: str, client: EngineClient, links: Links, verbs: Verbs) -> tuple[Transport, ...]:
     """Return the transports to be tried, in this order."""
     if choice == "shm":
-        return (SharedMemory(client, links),)
+        return (SharedMemory(client, links, alone=True),)
     if choice == "verbs":
         return (verbs,)
     if choice == "tcp":

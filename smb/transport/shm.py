@@ -27,8 +27,10 @@ class SharedMemory:
 
     name = "shm"
 
-    def __init__(self, client: EngineClient, links: Links) -> None:
+    def __init__(self, client: EngineClient, links: Links, *, alone: bool = False) -> None:
+        """`alone`: the client takes no other transport, so what it has mapped must not move."""
         self._client = client
+        self._alone = alone
         self._resumable = links
         self._lock = (
             threading.Lock()
@@ -55,6 +57,8 @@ class SharedMemory:
                     self._links.pop(place.instance_id, None)
                     refusal = NoAnswerError if error.status in _GONE else NoPathError
                     raise refusal(f"{place.unix_path} did not hand out the segment: {error}") from error
+                if self._alone and not segment.bind():
+                    raise NoPathError("its server is being drained, and it is about to move to another one")
                 self._mapped[place.id] = segment
         return SegmentPath(self.name, "same host", segment=segment)
 

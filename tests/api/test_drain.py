@@ -93,10 +93,13 @@ def test_what_cannot_leave_is_named(client: smb.Client, cluster: smb.LocalCluste
     """
     buffer = client.create("one", 1000, servers=["server-2"])
     view = buffer.view()
+    with smb.connect(cluster.address, transport="shm") as alone:
+        client.create("mapped", 1000, servers=["server-2"])
+        alone.open("mapped").fill(1)
     weights, gradient, momentum = (client.create(name, 1000, servers=["server-2"]) for name in ("w", "g", "m"))
     weights.apply("momentum", gradient, momentum, lr=0.1, mu=0.9)
     shown = run(cluster, "drain", "server-2", "--wait", fails=True)
-    for name in ("one", "w", "m"):
+    for name in ("one", "w", "m", "mapped"):
         assert f'stays: buffer "{name}"' in shown
     assert "a view of it was taken, a rule with a state changes it" in shown
     assert "server-2 is not empty" in shown
@@ -104,7 +107,7 @@ def test_what_cannot_leave_is_named(client: smb.Client, cluster: smb.LocalCluste
     weights.apply("momentum", gradient, momentum, lr=0.1, mu=0.9)  # its gradient has moved
     buffer.fill(3)
     assert (view == 3).all()
-    for name in ("one", "w", "m"):
+    for name in ("one", "w", "m", "mapped"):
         client.delete(name)
     assert "server-2 is empty" in run(cluster, "drain", "server-2", "--wait")
     run(cluster, "undrain", "server-2")
