@@ -439,6 +439,11 @@ class Client:
         patience = self.timeout if timeout is None else min(self.timeout, max(timeout, _FIND_S))
         return Lock((self._home(pb.LOCK, name, patience, replicas),), self._session.renewals, ttl, timeout)
 
+    def _knows_lock(self, name: str) -> bool:
+        """Whether the lock of that name is found without the coordinator. No call."""
+        with self._lock:
+            return (pb.LOCK, name) in self._homes
+
     def barrier(self, name: str, parties: int, *, timeout: float | None = None) -> int:
         """Wait until `parties` calls have arrived at the barrier of that name; return this one's arrival index, 0 for
         the first.

@@ -149,9 +149,14 @@ class Member:
             _log.debug("the lock of member %d was lost before it left", self.slot)
 
 
+def lock_name(group: str, slot: int) -> str:
+    """Return the name of the lock that the holder of a slot holds."""
+    return f"{group}/member/{slot}"
+
+
 def lock_of(client: Client, group: str, slot: int, lease: float, replicas: int) -> Lock:
     """Return the lock that the holder of a slot holds, for one try. It has as many copies as the group's buffers."""
-    return client.lock(f"{group}/member/{slot}", ttl=lease, timeout=0.0, replicas=replicas)
+    return client.lock(lock_name(group, slot), ttl=lease, timeout=0.0, replicas=replicas)
 
 
 def live(rows: t.Rows) -> Iterator[int]:
@@ -202,7 +207,8 @@ def reap(
     While the coordinator is away a lock that was never asked for can't be found. Its holder counts as alive then.
     """
     dead = []
-    for slot in slots:
+    # Those first that are found without the coordinator: while it is away we stop at the first that is not.
+    for slot in sorted(slots, key=lambda slot: not client._knows_lock(lock_name(group, slot))):
         row = 1 + slot
         incarnation = table.get(row, t.INCARNATION)
         try:

@@ -118,3 +118,26 @@ def test_an_address_that_never_answered_is_not_waited_for(monkeypatch: pytest.Mo
     with pytest.raises(smb.UnavailableError, match="no coordinator answers"):
         smb.connect(address, timeout=10 * DEADLINE_S)
     assert time.monotonic() - begun < DEADLINE_S
+
+
+def test_a_dead_worker_is_missed_beside_one_that_nobody_has_asked_for() -> None:
+    """Who looks for the dead stopped at the first whose lock it could not find, in the order of the slots: the next
+    one, whose lock it knew, held up the training until the coordinator was back.
+    """
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
+        smb.connect(cluster.address, timeout=DEADLINE_S) as client,
+        smb.connect(cluster.address) as other,
+    ):
+        workers = [
+            smb.train.join(each, "run", np.zeros(COUNT, np.float32), smb.train.BSP(), lease=LEASE_S)
+            for each in (client, other, other)
+        ]
+        group, dead = workers[0]._group, workers[2]._group.member
+        assert group.reap([dead.slot]) == []
+        dead.release()
+        cluster.coordinator.kill()
+        assert group.reap([workers[1]._group.member.slot, dead.slot]) == [dead.slot]
+        cluster.coordinator.start()
+        for worker in workers:
+            worker.abandon()
