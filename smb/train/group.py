@@ -82,6 +82,7 @@ class Group:
         self.made = False  # by this worker
         self.samples_known = False  # step got the number of its samples; else none are counted
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
+        self.unneeded: list[str] = []  # buffers that nobody needs once we have left
         self._names: set[str] = set()  # names of buffers
         self._guard = Guard(self.guards)
         self.guard_fired = ""  # what the last refusal said
@@ -123,9 +124,18 @@ class Group:
             old.forward()
 
     def leave(self) -> None:
-        """Give the slot back and wake those who wait for it."""
+        """Give the slot back and wake those who wait for it; then delete what is not needed any more.
+
+        If that fails, as the coordinator is away, who takes the slot next deletes the inbox.
+        """
         self.member.leave()
         self.wake()
+        unneeded, self.unneeded = self.unneeded, []
+        try:
+            for name in unneeded:
+                self.client.delete(name, missing_ok=True)
+        except Error as error:
+            _log.warning("training %r: could not leave it tidily: %s", self.name, error)
 
     def withdraw(self) -> bool:
         """Leave after a join that failed, and take away what it made: all of the group, where nobody else has come.

@@ -416,6 +416,7 @@ class Worker:
         self.settle()
         with contextlib.suppress(MembershipLostError):  # then we are aside already
             self._exchange.close()
+        self._away = True  # if leaving fails, too: the exchange is over
         self._group.leave()
         try:
             yield
@@ -427,8 +428,8 @@ class Worker:
 
         The local steps since the last exchange are contributed (contribute_rest); if that fails, it is logged. No other
         worker is waited for. With `load` the values become the shared model, as it is then; where that fails it raises,
-        and they stay. If a daemon is away, the rest of the tidying is logged as a warning: the others then wait for
-        this worker for a lease. Of a training that was deleted nothing is left to do.
+        and they stay. If a daemon is away, the rest of the tidying is logged as a warning; if it is a memory server,
+        the others then wait for this worker for a lease. Of a training that was deleted nothing is left to do.
         """
         if self._closed:
             return

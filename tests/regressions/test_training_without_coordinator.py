@@ -141,3 +141,23 @@ def test_a_dead_worker_is_missed_beside_one_that_nobody_has_asked_for() -> None:
         cluster.coordinator.start()
         for worker in workers:
             worker.abandon()
+
+
+def test_who_leaves_while_the_coordinator_is_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for the end of its inbox first, and held its slot meanwhile: the others waited for it as long."""
+    monkeypatch.setattr(coordinator_client, "_STARTS_AGAIN_S", DEADLINE_S)
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
+        smb.connect(cluster.address, timeout=DEADLINE_S) as client,
+        smb.connect(cluster.address, timeout=DEADLINE_S) as other,
+    ):
+        worker, leaver = (
+            smb.train.join(each, "run", np.zeros(COUNT, np.float32), smb.train.BSP()) for each in (client, other)
+        )
+        cluster.coordinator.kill()
+        with waiting(leaver.close):
+            worker.step()
+            assert worker.members == 1
+            cluster.coordinator.start()
+        assert [info.name for info in client.list() if "/inbox/" in info.name] == ["run/inbox/1"]
+        worker.close()

@@ -226,11 +226,14 @@ class RoundExchange(Exchange):
         self._end()
 
     def close(self) -> None:
-        """End what is under way in the background; take the inbox away, unless what is in it may still count."""
+        """End what is under way in the background. The inbox goes once the slot is given back, unless what is in it may
+        still count.
+        """
         self._end()
-        if not self._sent or self._fate(self._group.table.read()) is not None:
-            self._group.client.delete(self._inbox.name, missing_ok=True)
-        self._take_away()
+        group = self._group
+        if not self._sent or self._fate(group.table.read()) is not None:
+            group.unneeded.append(self._inbox.name)
+        group.unneeded += [f"{group.name}/{_inbox(incarnation)}" for incarnation in self._over]
 
     def _send(self) -> None:
         """Put the delta into the inbox. One that is refused has no weight, so that the others need not wait for it."""
