@@ -88,6 +88,7 @@ class Worker:
         self._closed = False
         self._listeners: list[Callable[[ExchangeEvent], object]] = []
         self._away = False  # joining again was begun, and is not done
+        self._seated = False  # but we have a slot again
         self._unsent = 0  # local steps that the last contribute_rest() could not send
         self._job: _Job | None = None  # a step in the background
         self._failed = False  # the last step in the background did, and may have left something unsent
@@ -556,11 +557,22 @@ class Worker:
 
     def _back(self, join: Callable[[], None]) -> None:
         self._away = True
-        join()
-        self._parameters.seated(self._group)
+        if not self._sits():
+            self._seated = False
+            join()
+            self._parameters.seated(self._group)
+            self._seated = True
         self._exchange = self._group.scheme.run(self._group, self._parameters)
         self._exchange.restart()
-        self._away = False
+        self._away = self._seated = False
+
+    def _sits(self) -> bool:
+        """Whether an earlier call has taken a slot that is ours still, and could not go on from there."""
+        with contextlib.suppress(MembershipLostError):
+            if self._seated:
+                self._group.member.check()
+                return True
+        return False
 
     def _check_open(self) -> None:
         if self._closed:

@@ -33,6 +33,15 @@ def unread(address: str) -> int:
     return sum(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(port))
 
 
+def joins_again(worker: smb.train.Worker) -> bool:
+    """Whether a step could do so; the coordinator may still be away."""
+    try:
+        worker.step()
+    except smb.UnavailableError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_training_loses_a_worker_while_the_coordinator_is_away(caplog: pytest.LogCaptureFixture, hangs: bool) -> None:
     """The other one's step goes on once the coordinator is back; its client's timeout has run out twice by then."""
@@ -160,4 +169,29 @@ def test_who_leaves_while_the_coordinator_is_away_holds_up_nobody(monkeypatch: p
             assert worker.members == 1
             cluster.coordinator.start()
         assert [info.name for info in client.list() if "/inbox/" in info.name] == ["run/inbox/1"]
+        worker.close()
+
+
+def test_who_joins_again_takes_one_slot_however_often_it_tries() -> None:
+    """A worker that lost its slot took another one with each step until the coordinator was back. Each counted as a
+    time that it had joined again, and the inbox from before stayed.
+    """
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
+        smb.connect(cluster.address, timeout=1.0) as client,
+    ):
+        values = np.zeros(COUNT, np.float32)
+        worker = smb.train.join(client, "run", values, smb.train.BSP())
+        worker.step()
+        worker._group.member.release()
+        cluster.coordinator.kill()
+        for _ in range(2):
+            with pytest.raises(smb.UnavailableError, match="no coordinator answers"):
+                worker.step()
+        cluster.coordinator.start()
+        wait_for(lambda: joins_again(worker), "the coordinator", DEADLINE_S)
+        values += 1
+        worker.step()
+        assert (worker.status.slot, worker.status.rejoins) == (0, 1)
+        assert [info.name for info in client.list() if "/inbox/" in info.name] == ["run/inbox/2"]
         worker.close()
