@@ -137,6 +137,7 @@ class WorkUnits:
             epoch, hint = self._ticket = self._ticket or self._draw()
             if epoch >= self._end:
                 if self._worker is not None:
+                    self._worker.come_back()
                     self._worker.contribute_rest()
                 if at_end is not None:
                     at_end()
@@ -160,10 +161,7 @@ class WorkUnits:
         member, self._member = self._member, None
         if member is None:
             return
-        if self._held is not None:
-            index, word = self._held
-            self._words.compare_swap(1 + index, word, word & ~_LOW)
-            self._held = None
+        self._hand_back()
         member.leave()
         wake(self._tick, self._lease)
 
@@ -200,6 +198,13 @@ class WorkUnits:
         if self._words.compare_swap(1 + index, word, done) not in (word, done):
             _log.warning("work units %r: unit %d was handed out again before it was done", self._name, index)
         self._held = None
+
+    def _hand_back(self) -> None:
+        """Let others have what is in hand. If that fails, we find it ourselves as one of ours that was left behind."""
+        held, self._held = self._held, None
+        if held is not None:
+            index, word = held
+            self._words.compare_swap(1 + index, word, word & ~_LOW)
 
     def _handed_out(self, former: tuple[int, int] | None, unit: Unit) -> Unit:
         """The former one is done. If that fails, it is still in hand; the new one is then found as left behind."""
@@ -266,8 +271,12 @@ class WorkUnits:
         left = self._sweep(member, self._end)
         if left is not None or self._all_done():
             return left
-        with self._worker.aside() if self._worker is not None else contextlib.nullcontext():
-            return self._wait_for_last(member)
+        try:
+            with self._worker.aside() if self._worker is not None else contextlib.nullcontext():
+                return self._wait_for_last(member)
+        except BaseException:  # nobody was given what was found, so the next call must not take it for done
+            self._hand_back()
+            raise
 
     def _all_done(self) -> bool:
         return bool((self._words.read(1) >> _HALF >= self._end).all())

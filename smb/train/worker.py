@@ -319,6 +319,12 @@ class Worker:
                 self._failed = False
         return False
 
+    def come_back(self) -> None:
+        """Take part again, where an earlier call could not: as it does, and may raise, in `step`."""
+        if self._away:
+            with self.there():
+                self._rejoin()
+
     def _give_up(self) -> None:
         """End a step in the background before it is done. Parts that were sent count."""
         job, self._job = self._job, None

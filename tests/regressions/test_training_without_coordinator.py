@@ -195,3 +195,49 @@ def test_who_joins_again_takes_one_slot_however_often_it_tries() -> None:
         assert (worker.status.slot, worker.status.rejoins) == (0, 1)
         assert [info.name for info in client.list() if "/inbox/" in info.name] == ["run/inbox/2"]
         worker.close()
+
+
+def test_a_unit_that_could_not_be_handed_out_is_not_done() -> None:
+    """At the end of all a worker stood aside, and found a unit that another one had left. It could not come back
+    without the coordinator, so its call failed; the next one took the unit for done.
+    """
+
+    def taken() -> bool:
+        try:
+            units.append(mine.take())
+        except smb.UnavailableError:
+            return False
+        return True
+
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
+        smb.connect(cluster.address, timeout=1.0) as client,
+        smb.connect(cluster.address) as other,
+    ):
+        values = np.zeros(COUNT, np.float32)
+        workers = [
+            smb.train.join(each, "run", array, smb.train.BSP())
+            for each, array in ((client, values), (other, values.copy()))
+        ]
+        units: list[smb.train.Unit | None] = []
+        mine, others = (
+            smb.train.WorkUnits(each, "run/units", 2, 1, epochs=1, worker=worker)
+            for each, worker in zip((client, other), workers, strict=True)
+        )
+        assert taken()
+        left = others.take()
+        with waiting(taken) as result:
+            wait_for(lambda: workers[1].members == 1, "the worker stands aside", DEADLINE_S)
+            cluster.coordinator.kill()
+            others.close()
+            workers[1].abandon()
+            assert not result()
+        cluster.coordinator.start()
+        wait_for(taken, "the coordinator", DEADLINE_S)
+        assert units[1] == left
+        values += 1
+        workers[0].step()
+        assert (workers[0].shared() == 1).all()
+        assert mine.take() is None
+        mine.close()
+        workers[0].close()
