@@ -241,3 +241,35 @@ def test_a_unit_that_could_not_be_handed_out_is_not_done() -> None:
         assert mine.take() is None
         mine.close()
         workers[0].close()
+
+
+def test_who_closes_a_round_without_the_inboxes_holds_up_nobody_who_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one to contribute took the locks, and asked the absent coordinator for inboxes under them. Another one,
+    who had them open, could have closed the round.
+    """
+    monkeypatch.setattr(coordinator_client, "_STARTS_AGAIN_S", DEADLINE_S)
+
+    def marked(worker: smb.train.Worker) -> bool:
+        return worker.status.clock > worker.progress.round
+
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
+        smb.connect(cluster.address, timeout=DEADLINE_S) as client,
+        smb.connect(cluster.address, timeout=DEADLINE_S) as other,
+    ):
+        closer, late = workers = [
+            smb.train.join(each, "run", np.zeros(COUNT, np.float32), smb.train.BSP(), lease=LEASE_S)
+            for each in (client, other)
+        ]
+        with waiting(late.step):
+            wait_for(lambda: marked(late), "a contribution", DEADLINE_S)
+            closer.step()
+        cluster.coordinator.kill()
+        with waiting(closer.step) as closed:
+            wait_for(lambda: marked(closer), "a contribution", DEADLINE_S)
+            with waiting(late.step):
+                closed()
+                cluster.coordinator.start()
+        assert [(worker.progress.round, worker.status.contributions) for worker in workers] == [(2, 2)] * 2
+        for worker in workers:
+            worker.abandon()

@@ -45,6 +45,8 @@ from smb.errors import (
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    UnavailableError,
 )
 from smb.lock import Lock
 from smb.train import member_table as t
@@ -405,15 +407,18 @@ class RoundExchange(Exchange):
         with contextlib.ExitStack() as held:
             held.callback(at_once, releases, remote=group.remote)
             try:
+                self._open_inboxes(rows)
                 # First the one that all who would close must have: who lacks it must not claim.
                 if not taken(fences[group.weights.name]) or not self._close_under(fences, rows):
                     return False
             except LockLostError:
                 return False
-            except NotFoundError:
+            except (NotFoundError, UnavailableError, TimeoutError):
                 if group.round == self._target:
                     raise
-                return False  # we were stopped, and others closed it: of those who have left since the inboxes are gone
+                # Others closed it while we were stopped: of those who have left since the inboxes are gone. Or while we
+                # waited for the coordinator.
+                return False
             held.pop_all()
 
         def wake() -> None:
@@ -480,6 +485,18 @@ class RoundExchange(Exchange):
                 return
             self._over.pop(0)
 
+    def _open_inboxes(self, rows: t.Rows) -> None:
+        """Open what the target round may need, before the locks are taken: while the coordinator is away another one,
+        who has them, can close it.
+        """
+        if not int(rows[0, t.ROUND]) & BUILT:
+            for slot in _contributions(rows, self._target):
+                incarnation = t.incarnation_of(rows[1 + slot, t.MARK])
+                self._inboxes[incarnation] = self._inbox_of(incarnation)
+
+    def _inbox_of(self, incarnation: int) -> Buffer:
+        return self._inboxes.get(incarnation) or self._group.client.open(f"{self._group.name}/{_inbox(incarnation)}")
+
     def _decide(self, number: int, rows: t.Rows) -> None:
         """Decide whose contributions count in a round, once for all who would close it; `rows` say it, and are newer
         where somebody else was faster."""
@@ -509,9 +526,7 @@ class RoundExchange(Exchange):
         inboxes = {}
         for slot in weights:
             incarnation = t.incarnation_of(rows[1 + slot, t.MARK])
-            inboxes[incarnation] = self._inboxes.get(incarnation) or group.client.open(
-                f"{group.name}/{_inbox(incarnation)}"
-            )
+            inboxes[incarnation] = self._inbox_of(incarnation)  # a former closer may have counted more than we saw
         self._inboxes = inboxes
         self._left = [incarnation for incarnation in inboxes if incarnation not in rows[1:, t.INCARNATION]]
         return list(zip(inboxes.values(), weights.values(), strict=True))
