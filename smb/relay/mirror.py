@@ -113,7 +113,14 @@ class MirrorRelay:
             except TimeoutError:
                 continue
             self.published = latest
-            self._take(source, latest)
+            try:
+                self._take(source, latest)
+            except NotFoundError as error:
+                # If it was only overtaken, what is open is good still: to open it anew takes the coordinator.
+                if source._versions.find(latest)[1] >= 0:
+                    raise
+                _log.debug("mirror %s: %s", self.name, error)
+                self._filler.stopping.wait(AGAIN_S)
 
     def _take(self, source: Buffer, version: int) -> None:
         """Fill that version and publish it."""

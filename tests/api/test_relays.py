@@ -6,12 +6,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import smb
 from smb.relay.arrived import PIECES_MAX, Arrived, Pieces, bits_of
+from smb.relay.fill import Fill
+from smb.relay.mirror import MirrorRelay
 from tests.support.daemons import DEADLINE_S, relay_of, running_daemons, wait_for
 
 BYTES = 3 << 20
@@ -121,6 +124,41 @@ def holds(mirror: smb.Buffer, number: int) -> bool:
     except smb.NotFoundError:
         return False
     return True
+
+
+def test_a_mirror_that_was_overtaken_goes_on_without_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay, here one of ours in place of the server's, gave up what it had open for a version that was gone."""
+    overtaking: list[int] = []
+
+    def fill(pieces: Pieces, *given: Any) -> Fill:
+        while overtaking:
+            source.publish(generation(overtaking.pop(0)))
+        return Fill(pieces, *given)
+
+    with (
+        smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
+        smb.connect(cluster.address, timeout=DEADLINE_S) as client,
+        smb.connect(cluster.address, timeout=1.0) as relays,
+    ):
+        source = published(client)
+        client.relay(SOURCE, ["server-1"])
+        mirror = has(client, "server-1", 1)
+        process = relay_of(cluster.servers[1])
+        os.kill(process, signal.SIGSTOP)
+        relay = MirrorRelay(relays, "server-1", mirror.name, SOURCE)
+        try:
+            wait_for(lambda: relay.version == 1, "the relay", DEADLINE_S)
+            source.publish(generation(2))
+            has(client, "server-1", 2)
+            cluster.coordinator.kill()
+            overtaking += (4, 5, 6)
+            monkeypatch.setattr("smb.relay.mirror.Fill", fill)
+            source.publish(generation(3))
+            assert mirror.wait(6, timeout=DEADLINE_S) == 6
+            np.testing.assert_array_equal(mirror.read(version=6), generation(6))
+        finally:
+            relay.stop()
+            os.kill(process, signal.SIGCONT)
 
 
 def test_a_mirror_stopped_and_made_again_at_once_is_filled(client: smb.Client) -> None:
