@@ -94,6 +94,9 @@ class OpenFile:
         if self._node is None or not self.writable:
             raise refuse(errno.EBADF, "the file is open for reading alone")
         try:
+            if data.size:
+                start = self._node.content.nbytes if self._append else offset
+                self._tree.ask_for_room(self._node, start + data.size)
             with self._node.lock:
                 if self._append:
                     offset = self._node.content.nbytes

@@ -15,8 +15,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from smb.buffer import Buffer
@@ -254,7 +254,7 @@ class Tree:
 
     def make_folder(self, path: str) -> None:
         """Make a directory. It is in this process alone until there is something in it. EEXIST, ENOENT."""
-        with as_os_errors(), self._lock:
+        with as_os_errors(), self._asked(path):
             found = self._find(path)
             if (
                 path in self._nodes
@@ -280,20 +280,24 @@ class Tree:
         """Delete a file, and with it the buffer, whichever form of it the path is. Handles of this process work until
         they are closed; other processes get ESTALE. ENOENT, EISDIR, EACCES.
         """
-        with as_os_errors(), self._lock:
-            if self._is_folder(path):
+        with as_os_errors():
+            if self._is_folder(path):  # asks, so that what follows finds the answer there
                 raise refuse(errno.EISDIR, path)
-            node = self._nodes.get(path)
-            with nullcontext() if node is None else node.lock:  # it may be about to become a buffer
-                found = self._find(path)
-                if node is None and found is None:
-                    raise refuse(errno.ENOENT, path)
-                if found is not None and found.shown.version is not None:
-                    raise refuse(errno.EACCES, f"{path!r} is a version of a buffer; delete the buffer")
-                if found is not None:
-                    self._maker.take_away(found, node)
-                self._orphan(path)
-            self._keep_folder(path)
+            with self._lock:
+                self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        node = self._nodes.get(path)
+        with nullcontext() if node is None else node.lock:  # it may be about to become a buffer
+            found = self._find(path)
+            if node is None and found is None:
+                raise refuse(errno.ENOENT, path)
+            if found is not None and found.shown.version is not None:
+                raise refuse(errno.EACCES, f"{path!r} is a version of a buffer; delete the buffer")
+            if found is not None:
+                self._maker.take_away(found, node)
+            self._orphan(path)
+        self._keep_folder(path)
 
     def hide(self, path: str, alias: str) -> None:
         """Take away a file that is open, for libfuse: from here on those who have it open know it as `alias`.
@@ -301,21 +305,25 @@ class Tree:
         libfuse does so where a file is removed, and where another one is about to be renamed to its path: that must be
         one step for the cluster, so what is here waits a moment for it.
         """
-        with as_os_errors(), self._lock:
+        with as_os_errors():
             status = self.status(path)
-            node = self._nodes.pop(path, None)
-            with nullcontext() if node is None else node.lock:  # as for remove
-                found = self._find(path)
-                if found is not None:
-                    self._hidden[path] = _Hidden(node, found.info.id, lambda hidden: self._end_hidden(path, hidden))
-                if node is not None:
-                    node.removed = True
-                    node.path = alias
-                    self._nodes[alias] = node
-                else:
-                    self._aliases[alias] = status
-            self._latest_aliases.append(alias)
-            self._keep_folder(path)
+            with self._asked(path):
+                self._hide(path, alias, status)
+
+    def _hide(self, path: str, alias: str, status: Status) -> None:
+        node = self._nodes.pop(path, None)
+        with nullcontext() if node is None else node.lock:  # as for remove
+            found = self._find(path)
+            if found is not None:
+                self._hidden[path] = _Hidden(node, found.info.id, lambda hidden: self._end_hidden(path, hidden))
+            if node is not None:
+                node.removed = True
+                node.path = alias
+                self._nodes[alias] = node
+            else:
+                self._aliases[alias] = status
+        self._latest_aliases.append(alias)
+        self._keep_folder(path)
 
     def forget(self, alias: str) -> None:
         """The last one who had a hidden file open is gone."""
@@ -469,7 +477,7 @@ class Tree:
 
     def set_modified(self, path: str, modified: int) -> None:
         """Note a time of change (ns since 1970), in this process alone. ENOENT."""
-        with as_os_errors(), self._lock:
+        with as_os_errors(), self._asked(path):
             node = self._nodes.get(path)
             if node is not None:
                 node.modified = modified
@@ -496,6 +504,13 @@ class Tree:
 
     # ---- for OpenFile
 
+    def ask_for_room(self, node: Node, nbytes: int) -> None:
+        """Ask the coordinator what a file needs to know before it grows; before its lock is taken, on which the tree's
+        may wait.
+        """
+        if nbytes > max(node.base_bytes, node.content.nbytes):
+            self._catalogue.space()
+
     def write_node(self, node: Node, offset: int, data: Octets) -> None:
         """Write into a file that may have to grow for it."""
         with node.lock:
@@ -515,6 +530,7 @@ class Tree:
 
     def truncate_node(self, node: Node, nbytes: int) -> None:
         """Set a file's size."""
+        self.ask_for_room(node, nbytes)
         with node.lock:
             if nbytes == node.content.nbytes:
                 return
@@ -605,6 +621,15 @@ class Tree:
             raise refuse(errno.ENOSPC, f"{node.path!r}: the memory servers have no room for {nbytes} bytes")
 
     # ---- inside
+
+    @contextmanager
+    def _asked(self, path: str) -> Iterator[None]:
+        """Hold the lock, once the coordinator was asked what there is: a coordinator that is away is waited for before,
+        when that holds up no other file. All is found anew under the lock, as a rule in the same listing.
+        """
+        self._look(path)
+        with self._lock:
+            yield
 
     def _find(self, path: str) -> Found | None:
         """Return what a path shows, once what is hidden there is gone."""
