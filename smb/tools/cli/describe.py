@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smb import Buffer, BufferInfo, ServerInfo
+    from smb.transport.base import SegmentPlace
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
@@ -22,11 +23,16 @@ def _info(buffer: Buffer | BufferInfo) -> BufferInfo:
 
 
 def copies_state(buffer: Buffer | BufferInfo) -> str:
-    """Return what `smb stat` says of copies: "1", "2", or "2, degraded: ..." with how far new ones are."""
+    """Return what `smb stat` says of copies: "1", and whether it moves or has moved, "2", or "2, degraded: ..." with how
+    far new ones are.
+    """
     info = _info(buffer)
-    if info.replicas == 1:
-        return "1"
     segments = info.layout.segments
+    if info.replicas == 1:
+        moving = [segment for segment in segments if segment.copying_to]
+        if moving:
+            return f"1, moving to another server: {_progress(moving)}"
+        return "1, which has moved: reached through its servers alone" if info.movable else "1"
     lost = [segment for segment in segments if not segment.backup]
     if not lost:
         return "2"
@@ -34,10 +40,13 @@ def copies_state(buffer: Buffer | BufferInfo) -> str:
     copying = [segment for segment in lost if segment.copying_to]
     if not copying:
         return f"{text}; none is being copied: another server must have room"
+    return f"{text}; copying {len(copying)} of them: {_progress(copying)}"
+
+
+def _progress(copying: Sequence[SegmentPlace]) -> str:
     done = sum(segment.copied * segment.nbytes for segment in copying) / sum(segment.nbytes for segment in copying)
     left = max(segment.copy_left_s for segment in copying)
-    about = f", about {math.ceil(left)} s left" if left else ""
-    return f"{text}; copying {len(copying)} of them: {done:.0%}{about}"
+    return f"{done:.0%}" + (f", about {math.ceil(left)} s left" if left else "")
 
 
 def version_of(buffer: Buffer, servers: Iterable[ServerInfo]) -> int | None:

@@ -151,7 +151,7 @@ def _show(buffer: Buffer, servers: list[ServerInfo], published: str) -> None:
         facts.add_row(f"metadata {key}", text if len(text) <= _SHOWN_MAX else text[:_SHOWN_MAX] + " ...  (all: --json)")
     out.print(facts)
     out.print()
-    copied = buffer.info.replicas > 1
+    copied = buffer.info.replicas > 1 or any(segment.copying_to for segment in layout.segments)
     copies = ("COPY ON",) if copied else ()
     rows = table("SEGMENT", "SERVER", *copies, "STATE", "ADDRESS", "SIZE", "ID", right=("SEGMENT", "SIZE"))
     for index, segment in enumerate(layout.segments):

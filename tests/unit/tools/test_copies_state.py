@@ -9,6 +9,7 @@ from smb.rpc import control_pb2 as pb
 from smb.tools.cli.describe import buffer_json, copies_state
 
 WHOLE = pb.Segment(id=1, server="a", nbytes=100, epoch=1, backup="b")
+PLAIN = pb.Segment(id=4, server="a", nbytes=100)
 LOST = pb.Segment(id=2, server="a", nbytes=100, epoch=2)
 COPYING = pb.Segment(id=3, server="a", nbytes=300, epoch=3, copying_to="c", copied=0.5, copy_left_s=2.2)
 
@@ -21,7 +22,9 @@ def described(*segments: pb.Segment, replicas: int = 2) -> BufferInfo:
 @pytest.mark.parametrize(
     ("segments", "replicas", "said"),
     [
-        ((LOST,), 1, "1"),
+        ((PLAIN,), 1, "1"),
+        ((PLAIN, LOST), 1, "1, which has moved: reached through its servers alone"),
+        ((PLAIN, COPYING), 1, "1, moving to another server: 50%, about 3 s left"),
         ((WHOLE,), 2, "2"),
         (
             (WHOLE, LOST),
