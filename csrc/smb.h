@@ -366,7 +366,7 @@ int smb_segment_open(const char *path, struct smb_segment **segment);
  * sharing impossible, SMB_NAMESPACE if another PID namespace than the server's does. */
 int smb_segment_open_fd(int fd, struct smb_segment **segment);
 /* 0 once its server has been started in another PID namespace, or the segment may move to another
- * server: every operation gets SMB_NAMESPACE, or SMB_STALE_EPOCH. */
+ * server, or was deleted: every operation gets SMB_NAMESPACE, SMB_STALE_EPOCH or SMB_NOT_FOUND. */
 int smb_segment_is_shared(const struct smb_segment *segment);
 /* It stays on its server for good: somebody uses it who could not follow. SMB_BUSY: it may move. */
 int smb_segment_bind(struct smb_segment *segment);

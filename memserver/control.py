@@ -166,15 +166,16 @@ class ControlService(MemoryServerServicer):
 
         def open_segment() -> pb.OpenSegmentVerbsReply:
             self._check_session(request.session_id)
-            if self._replication.has(request.segment_id) or not self._segments.bind(request.segment_id):
-                raise InvalidArgumentError(
-                    f"segment {request.segment_id:016x} has two copies, or may move: RDMA would change one"
-                )
+            refused = f"segment {request.segment_id:016x} has two copies, or may move: RDMA would change one"
+            if self._replication.has(request.segment_id):
+                raise InvalidArgumentError(refused)
             if self._check_proof is not None and request.token.segment_id != request.segment_id:
                 raise PermissionDeniedError(f"keys for segment {request.segment_id:016x} take its own token")
             left_s = self._proved(request.session_id, request.token)
             epoch = request.epoch if self._check_proof is None else request.token.epoch
             writable = request.writable and (self._check_proof is None or bool(request.token.rights & RIGHT_WRITE))
+            if not self._segments.bind(request.segment_id):
+                raise InvalidArgumentError(refused)
             until = time.monotonic() + left_s
             opened = self._rdma.open_segment(request.session_id, request.segment_id, epoch, writable, until)
             if request.segment_id not in self._segments.ids():  # dropped meanwhile

@@ -272,8 +272,7 @@ class Buffer:
         except EngineError as error:
             if error.status is Status.BUSY:
                 raise InvalidArgumentError(
-                    f"{self._arguments.asked('view')}: its server is being drained, and it is about to move to another "
-                    f"one; use read()"
+                    f"{self._arguments.asked('view')}: its server is or was being drained, so it may move; use read()"
                 ) from error
             raise TransportError(
                 f"{self._arguments.asked('view')}: the memory can't be mapped: {error}; use read()"

@@ -134,19 +134,22 @@ class Lock:
 
     def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
         """Take its answer. Raises LockLostError, UnavailableError."""
+        asked = f"renewal of lock {self._home.what}"
         try:
-            self._home.finish(f"renewal of lock {self._home.what}", pending, 0.0)
+            try:
+                self._home.finish(asked, pending, 0.0)
+            except (MovedError, NotFoundError) as error:
+                if self._home.named and not isinstance(error, MovedError):
+                    raise
+                self._home.ask(asked, AskOpcode.RENEW, USER_LOCK, (token, self._ttl_ms))  # goes where it is
         except LockLostError:
             self.lose(token)
             raise
-        except (MovedError, NotFoundError) as error:
-            if self._home.follow():
-                self._home.ask(f"renewal of lock {self._home.what}", AskOpcode.RENEW, USER_LOCK, (token, self._ttl_ms))
-            elif isinstance(error, MovedError) or not self._home.named:
+        except NotFoundError as error:
+            if not self._home.named:
                 raise
-            else:
-                self.lose(token)  # only what nobody holds is freed
-                raise self._lost_error("renewal") from error
+            self.lose(token)  # only what nobody holds is freed
+            raise self._lost_error("renewal") from error
         if self._token == token:
             self._expires = began + self._ttl_ms / 1000
 

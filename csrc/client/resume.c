@@ -91,7 +91,8 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
 
 int link_take_watermark(struct smb_link *link, const struct smb_frame *reply)
 {
-    if (link_is_sent_away(link, reply->status))
+    /* also of a server that does not know yet whether it still has the segment */
+    if (link_is_sent_away(link, reply->status) || reply->status == SMB_STALE_EPOCH)
         return SMB_LINK_LOST;
     for (uint32_t i = 0; i < link->watermark_count; i++) {
         struct watermark *watermark = &link->watermarks[i];

@@ -221,15 +221,18 @@ bool smb_segment_replicated(const struct smb_segment *segment)
     return segment->header->format_version == FORMAT_REPLICATED || smb_segment_gated(segment);
 }
 
-void smb_segment_gate(struct smb_segment *segment)
+bool smb_segment_gate(struct smb_segment *segment)
 {
     SMB_ASSERT(segment->companion);
+    uint32_t before = STATE_SHARED;
     /* First: a daemon that was killed in between finds it gated. Release: pairs with the acquire in
      * mapping_state. */
-    if (!mapping_is_deleted(segment))
-        atomic_store_explicit(&segment->header->state, STATE_GATED, memory_order_release);
+    if (!atomic_compare_exchange_strong_explicit(&segment->header->state, &before, STATE_GATED,
+                                                 memory_order_release, memory_order_relaxed))
+        return before == STATE_GATED;
     FAILPOINT("segment.gated");
     smb_segment_mark_replicated(segment);
+    return true;
 }
 
 bool smb_segment_gated(const struct smb_segment *segment)
@@ -266,7 +269,7 @@ bool smb_segment_deleted(const struct smb_segment *segment)
 
 int smb_segment_is_shared(const struct smb_segment *segment)
 {
-    return mapping_is_shared(segment) && !smb_segment_gated(segment);
+    return mapping_is_shared(segment) && mapping_state(segment) == STATE_SHARED;
 }
 
 uint64_t smb_segment_id(const struct smb_segment *segment)

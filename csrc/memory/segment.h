@@ -39,8 +39,9 @@ int smb_segment_take_over(const char *path, struct smb_segment **segment);
 void smb_segment_mark_replicated(struct smb_segment *segment);
 bool smb_segment_replicated(const struct smb_segment *segment);
 /* By its daemon, of a segment that clients may have mapped: from here on they get SMB_STALE_EPOCH,
- * and it is one that may have a copy. A change that holds its chunk's lock by now is still made. */
-void smb_segment_gate(struct smb_segment *segment);
+ * and it is one that may have a copy. A change that holds its chunk's lock by now is still made.
+ * false: it was deleted. */
+bool smb_segment_gate(struct smb_segment *segment);
 bool smb_segment_gated(const struct smb_segment *segment);
 /* It may move from here on: smb_segment_bind the other way round. SMB_BUSY: it stays. */
 int smb_segment_let_move(struct smb_segment *segment);

@@ -149,6 +149,16 @@ void sync_send_away(struct sync *sync, int status)
     sync_release(sync, &news);
 }
 
+void sync_ask_again(struct sync *sync, uint64_t now_ns)
+{
+    pthread_mutex_lock(&sync->mutex);
+    for (int i = 0; i < SYNC_LOCKS; i++)
+        if (sync->locks[i].turns.count > 0)
+            sync->grace_ns = grace_end_ns(sync->words, now_ns);
+    pthread_mutex_unlock(&sync->mutex);
+    sync_send_away(sync, SMB_STALE_EPOCH);
+}
+
 void sync_count_into(struct sync *sync, struct sync_counters *counters)
 {
     pthread_mutex_lock(&sync->mutex);

@@ -168,6 +168,9 @@ void sync_install(struct sync *sync, const uint8_t image[SYNC_IMAGE_BYTES], uint
 void sync_take_over(struct sync *sync, uint64_t now_ns);
 /* Those who wait are answered so; they ask elsewhere. */
 void sync_send_away(struct sync *sync, int status);
+/* The same with SMB_STALE_EPOCH: they ask here again, and those who waited longest come back
+ * first. */
+void sync_ask_again(struct sync *sync, uint64_t now_ns);
 
 /* For metrics and people. */
 struct sync_status {

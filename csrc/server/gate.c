@@ -57,23 +57,24 @@ static int find(struct smb_server *server, const struct gate_request *request, u
     return SMB_OK;
 }
 
-/* How far a lane has come that the client has left: the segment had one copy then, and had not been
- * gated. Nothing more is made on that lane. */
+/* What became of a change on a lane that the client has left: the segment had one copy then, and
+ * had not been gated. Nothing more is made on that lane. */
 static bool asks_for_the_past(const struct smb_frame *frame)
 {
-    return frame->opcode == SMB_WATERMARK && frame->lane < SMB_LANE_OF_SEGMENTS;
+    return frame->lane < SMB_LANE_OF_SEGMENTS &&
+           (frame->opcode == SMB_WATERMARK ||
+            (smb_opcode_changes(frame->opcode) && (frame->flags & SMB_FLAG_RETRY)));
 }
 
 /* A token is for the epoch that it was made in: of two copies, for that of their roles. */
 static bool is_of_epoch(struct smb_server *server, const struct gate_request *request,
-                        const struct smb_segment *segment)
+                        const struct smb_segment *segment, const struct replica *replica)
 {
-    const struct replica *replica = replica_at(segment);
     uint32_t epoch = request->frame.epoch;
     if (request->fed)
         return replica && replica_serves(replica, epoch, true);
-    if (asks_for_the_past(&request->frame))
-        return !replica || replica_is_primary(replica);
+    if (replica && asks_for_the_past(&request->frame))
+        return replica_is_primary(replica);
     const struct grant *grant = server->guarded
                                     ? grants_find(request->grants, request->frame.segment)
                                     : NULL;
@@ -96,12 +97,14 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
     int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);
     if (status != SMB_OK)
         return status;
-    if (!is_of_epoch(server, request, segment))
+    const struct replica *replica = replica_at(segment);
+    request->alone = !replica;
+    if (!is_of_epoch(server, request, segment, replica))
         status = SMB_STALE_EPOCH;
     else if (has_range(frame) && (frame->dtype != smb_segment_dtype(segment) ||
                                   !smb_segment_holds(segment, frame->offset, frame->length)))
         status = SMB_INVALID;
-    else if (replica_at(segment) && !request->fed && !replica_allows(frame))
+    else if (replica && !request->fed && !replica_allows(frame))
         status = SMB_INVALID;
     if (status == SMB_OK)
         request->segment = segment;
@@ -280,9 +283,13 @@ static int make_change(struct smb_server *server, struct gate_request *request,
     if (!smb_segment_change_fits(segment, change))
         return SMB_INVALID;
     int count = smb_segment_targets(segment, change, targets);
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < count; i++) {
         if (smb_segment_deleted(targets[i]))
             return SMB_NOT_FOUND;
+        /* a server that one of them moved to might not have the others */
+        if (count > 1 && smb_segment_bind(targets[i]) != SMB_OK)
+            return SMB_INVALID;
+    }
     if (journal) {
         struct change_name name = {
             .session = frame->session, .sequence = frame->sequence, .lane = frame->lane};
@@ -392,9 +399,6 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
             return missing(request, status);
         if (*state && replica_at(*state))
             return SMB_INVALID; /* its backup would not hear of it */
-        if (*state &&
-            (smb_segment_bind(*state) != SMB_OK || smb_segment_bind(request->segment) != SMB_OK))
-            return SMB_INVALID; /* a server that it moves to might not have the others */
         change->states[i] = *state;
     }
     return brings ? SMB_OK : read_source(server, request, gradient, frame->offset, scratch);
@@ -473,10 +477,11 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     SMB_ASSERT(request->segment && (slot == NULL || slot->payload));
     bool fenced = request->frame.flags & SMB_FLAG_FENCED;
     struct sync *sync = served_of(request->segment)->sync;
-    struct replica *replica = replica_at(request->segment);
+    struct replica *replica = request->alone ? NULL : replica_at(request->segment);
     bool prepared = false;
-    request->alone = !replica;
     int status = take_record(request);
+    if (status == SMB_OK && replica && !request->fed && asks_for_the_past(&request->frame))
+        status = SMB_STALE_EPOCH; /* it was not made, and is not any more */
     if (status == SMB_EXISTS) {
         server_count(&server->replayed_total, 1);
         status = answer_again(request, sink, result);

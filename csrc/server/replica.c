@@ -253,10 +253,12 @@ static int gate_segment(struct smb_server *server, struct smb_segment *segment)
 {
     int status = smb_segment_let_move(segment) == SMB_OK ? replica_create(server, segment)
                                                          : SMB_INVALID;
-    if (status == SMB_OK) {
-        smb_segment_gate(segment);
-        sync_send_away(served_of(segment)->sync, SMB_STALE_EPOCH);
+    if (status == SMB_OK && !smb_segment_gate(segment)) {
+        replica_close(replica_at(segment));
+        status = SMB_NOT_FOUND;
     }
+    if (status == SMB_OK)
+        sync_ask_again(served_of(segment)->sync, smb_boot_ns());
     return status;
 }
 

@@ -109,7 +109,7 @@ class Dispatcher:
                 )
             if fence is not None:
                 self._check_fence(request, fence)
-                if ended is None:  # else it was made with the token that the lock had then
+                if ended is None and not in_turn:  # else it was made with the token that the lock had then
                     request = request._replace(token=fence.token)
             if request.nbytes == 0:  # nothing to ask of anybody
                 self.session.check_open()
@@ -142,9 +142,10 @@ class Dispatcher:
                     for each in (self, *others):
                         # A mapping would keep the memory of a deleted buffer from being used again.
                         each._forget(handle if each is self else each._handle)
-                        each._refresh(deadline)  # raises if the buffer is gone for the coordinator too
+                        told = each._refresh(deadline)  # raises if the buffer is gone for the coordinator too
                         # Those that were found may be of before a move, and the description is of after it.
-                        moved |= each.info.movable and not any(place.lost for place in each.info.layout.segments)
+                        lost = any(place.lost for place in each.info.layout.segments)
+                        moved |= not told or (each.info.movable and not lost)
                 if others and self._was_apart(ended.status, others):
                     left = self._left_of(request, ended, deadline)
                     return self._bring(request, others, left, fence, deadline)
@@ -269,7 +270,13 @@ class Dispatcher:
             parts = self.session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
         except EngineError as error:
             raise self._error(request, ended) from error
-        if not parts or any(state is PartState.UNKNOWN for _, _, state in parts):
+        known = (
+            ended.bytes_applied + sum(nbytes for _, nbytes, _ in parts) >= request.nbytes or request.indices is not None
+        )
+        # What was applied though its answer was lost has brought no result.
+        result = request.opcode in (Opcode.FETCH_ADD, Opcode.COMPARE_SWAP) or engine.address_of(request.sink)
+        bad = (PartState.UNKNOWN, PartState.APPLIED) if result else (PartState.UNKNOWN,)
+        if not parts or not known or any(state in bad for _, _, state in parts):
             raise self._error(request, ended)
         missing = [(at, nbytes) for at, nbytes, state in parts if state is PartState.NOT_APPLIED]
         return ranges_of(missing, self.arguments.itemsize)
@@ -343,9 +350,12 @@ class Dispatcher:
         """
         failed: Any = error
         found: CallOutcome = getattr(error, "outcome", UNKNOWN) if begun else NOT_APPLIED
-        account = getattr(error, "_account", None)
-        unknown = account.unknown if begun and account is not None else None
-        if found == UNKNOWN and unknown is None:
+        account = getattr(error, "_account", None) if begun else None
+        unknown = account.unknown if account is not None else None
+        inner = list(account.missing) if account is not None else []  # of a part that was cut again
+        if inner:
+            missing = [*inner, *left[1:]]
+        elif found == UNKNOWN and unknown is None:
             missing = []  # it can't be known
         else:
             missing = left if found == NOT_APPLIED and unknown is None else left[1:]
@@ -514,7 +524,8 @@ class Dispatcher:
         return homes
 
     def _relocated(self, index: int) -> SegmentPlace:
-        self._refresh(Deadline(1.0))
+        if not self._refresh(Deadline(1.0)):
+            raise UnavailableError("the coordinator does not answer")
         return self.info.layout.segments[index]
 
     def _may_repeat(self, opcode: Opcode, refused: Outcome) -> bool:

@@ -42,6 +42,18 @@ def wait_ms(timeout: float | None) -> int:
     return FOREVER_MS if timeout is None else max(0, round(timeout * 1000))
 
 
+def _words_after(opcode: AskOpcode, words: tuple[int, ...], passed_s: float) -> tuple[int, ...]:
+    """Return the words of a request that was made so long ago and is made again: what is left of its timeout, and how
+    long it has waited (docs/protocol.md).
+    """
+    if passed_s * 1000 < 1 or opcode not in (AskOpcode.LOCK, AskOpcode.AWAIT_VERSION) or len(words) < 2:
+        return words
+    passed_ms, (first, timeout_ms, *rest) = int(passed_s * 1000), words
+    if opcode is AskOpcode.LOCK and rest:
+        rest[0] += passed_ms
+    return (first, timeout_ms if timeout_ms == FOREVER_MS else max(0, timeout_ms - passed_ms), *rest)
+
+
 class MovedError(UnavailableError):
     """The server does not answer for the segment: it may have moved."""
 
@@ -78,21 +90,31 @@ class Home:
         server was not reached for the client's timeout).
         """
         opened, deadline = False, Deadline(self._client.timeout)
+        first = time.monotonic()
         while True:
+            began = time.monotonic()
+            passed_s = began - first
             try:
-                return self._ask(asked, opcode, argument, words, wait)
+                left = None if wait is None else max(0.0, wait - passed_s)
+                return self._ask(asked, opcode, argument, _words_after(opcode, words, passed_s), left)
             except PermissionDeniedError:  # nothing was done: our token may have expired
                 if opened or not self._open_again():
                     raise
                 opened = True
             except MovedError:  # nothing was done: another server has it, or will have it
+                if time.monotonic() - began > _TURN_MS / 1000:  # it has waited there
+                    deadline = Deadline(self._client.timeout)
                 if deadline.left() <= _RETRY_S:
                     raise
                 if not self.follow():
                     self._link = None
                     time.sleep(_RETRY_S)
             except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
-                if self.follow():
+                found = False if self.named else self.follow()
+                if found is None and deadline.left() > _RETRY_S:  # nobody says whether it is elsewhere
+                    time.sleep(_RETRY_S)
+                    continue
+                if found:
                     continue
                 if opcode is AskOpcode.AWAIT_BARRIER:  # with who had arrived
                     raise BrokenBarrierError(
@@ -103,10 +125,12 @@ class Home:
                     raise self._gone(asked, error) from error
                 self._place_again()
 
-    def follow(self) -> bool:
-        """Go where the segment is now; False: the coordinator does not answer, or says that it is where it was."""
+    def follow(self) -> bool | None:
+        """Go where the segment is now. False: it is where it was, or is gone; None: the coordinator does not answer."""
         try:
             found = self._relocate()
+        except (UnavailableError, TimeoutError):
+            return None
         except Error:
             return False
         before, self._place = self._place, found

@@ -112,14 +112,15 @@ class Versions:
         where it is mapped.
         """
         self._calls.session.check_open()
-        self._calls.ensure(Deadline(self._calls.session.timeout))
-        segment = self._calls.paths[0].segment
-        if segment is not None:
-            latest, copy = segment.find_version(version)
-            if not segment.shared():  # it may have moved, and a later version be there
-                self._calls.look_again()
-                return self.find(version)
-        else:
+        deadline = Deadline(self._calls.session.timeout)
+        while True:
+            self._calls.ensure(deadline)
+            segment = self._calls.paths[0].segment
+            latest, copy = (0, -1) if segment is None else segment.find_version(version)
+            if segment is None or segment.shared():
+                break
+            self._calls.look_again()  # it may have moved, and a later version be there
+        if segment is None:
             words = (0, 0, min(version + 1, LATEST))
             reply = self._calls.homes()[0].ask(self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, words)
             latest, copy = reply.a, reply.b - 1

@@ -53,6 +53,7 @@ class NewCopies:
         self._moves: dict[int, Move] = {}  # by segment; forgotten with this run: they can be asked for again
         self._avoided_until: dict[str, float] = {}
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
+        self._said = ""  # the last warning
         self._bound: dict[int, float] = {}  # segments of which their servers said that they can't move; until when
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
 
@@ -113,7 +114,7 @@ class NewCopies:
         """Have the server of the one copy take a role: clients reach the segment through it from here on."""
         state, segment = self._commit_log.state, wish.segment
         message = replica_message(state, Copy(segment.id, segment.epoch, CopyRole.PRIMARY, ""))
-        message.confirm = message.let_move = True
+        message.let_move = True
         server = state.servers.get(segment.server)
         if server is None:
             return
@@ -152,7 +153,9 @@ class NewCopies:
     def _pause(self, wish: Wish, asked: str, pause_s: float, error: Error) -> None:
         """Ask this server for nothing, for a while."""
         doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
-        _log.warning("no %s of a segment of %s for now: %s", doing, wish.record.title, error)
+        text = f"no {doing} of a segment of {wish.record.title} for now: {error}"
+        _log.log(logging.DEBUG if text == self._said else logging.WARNING, "%s", text)
+        self._said = text
         self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
         asyncio.get_running_loop().call_later(pause_s, self.look_now)
 
@@ -200,7 +203,9 @@ class NewCopies:
         await self._servers.take_roles(server, (message,))
 
     def _say_without_room(self, records: list[BufferRecord], pool: Pool) -> None:
-        found = frozenset(record.title for record in records if record.ready and without_room(record, pool))
+        found = frozenset(
+            record.title for record in records if record.degraded and record.ready and without_room(record, pool)
+        )
         for title in sorted(found - self._without_room):
             _log.warning("%s stays degraded: no other server has room for a copy", title)
         self._without_room = found

@@ -244,7 +244,7 @@ class Links:
             try:
                 self.tokens.show(link, entry.place.id, deadline.left_ms())
             except EngineError as error:
-                if error.status is not Status.DENIED or deadline.left() == 0.0 or self._closing.wait(_PAUSE_FIRST_S):
+                if error.status is not Status.DENIED or deadline.left() == 0.0 or self._closing.wait(_PAUSE_MAX_S / 2):
                     raise
                 with contextlib.suppress(Error):
                     found = self._locate_copies(entry.place)

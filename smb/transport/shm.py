@@ -58,7 +58,7 @@ class SharedMemory:
                     refusal = NoAnswerError if error.status in _GONE else NoPathError
                     raise refusal(f"{place.unix_path} did not hand out the segment: {error}") from error
                 if self._alone and not segment.bind():
-                    raise NoPathError("its server is being drained, and it is about to move to another one")
+                    raise NoPathError("its server was asked to be drained, so it may move to another one")
                 self._mapped[place.id] = segment
         return SegmentPath(self.name, "same host", segment=segment)
 

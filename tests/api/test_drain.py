@@ -5,6 +5,8 @@ under load.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -85,6 +87,53 @@ def test_a_buffer_with_one_copy_moves(client: smb.Client, cluster: smb.LocalClus
     with pytest.raises(smb.InvalidArgumentError, match=r"or has moved from one server to another.*use read"):
         buffer.view()
     run(cluster, "undrain", "server-2")
+
+
+def drained(cluster: smb.LocalCluster, name: str) -> None:
+    assert f"{name} is empty" in run(cluster, "drain", name, "--wait")
+    run(cluster, "undrain", name)
+
+
+def test_a_reader_that_was_idle_over_a_move(client: smb.Client, cluster: smb.LocalCluster) -> None:
+    """It has mapped the old memory, and does not take what it finds there for the latest version."""
+    news = client.create("news", 1000, versions=2, servers=["server-2"])
+    plain = client.create("plain", 1000, servers=["server-2"])
+    assert news.publish(np.ones(1000, np.float32)) == plain.publish(np.ones(1000, np.float32)) == 1
+    with smb.connect(cluster.address) as reader:
+        theirs = [reader.open(name) for name in ("news", "plain")]
+        assert [buffer.version for buffer in theirs] == [1, 1]
+        drained(cluster, "server-2")
+        assert news.publish(np.full(1000, 2, np.float32)) == plain.publish(np.full(1000, 2, np.float32)) == 2
+        assert [buffer.version for buffer in theirs] == [2, 2]
+        assert all((buffer.read() == 2).all() for buffer in theirs)
+
+
+def test_those_who_wait_for_a_lock_over_a_move(cluster: smb.LocalCluster) -> None:
+    """For longer than their client's timeout: nobody fails, and who came first is first."""
+    with smb.connect(cluster.address, timeout=1.0) as client:
+        buffer = client.create("turns", 1000, servers=["server-2"])
+        order: list[int] = []
+
+        def take(number: int) -> None:
+            with client.open("turns").lock(timeout=None):
+                order.append(number)
+
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
+        with buffer.lock(ttl=30.0):
+            for thread in threads:
+                thread.start()
+                passed(0.3)  # so that its request comes before the next one's
+            passed(1.0)
+            drained(cluster, "server-2")
+        for thread in threads:
+            thread.join(20.0)
+        assert order == [0, 1, 2, 3]
+        client.delete("turns")
+
+
+def passed(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    wait_for(lambda: time.monotonic() > end, f"{seconds} s")
 
 
 def test_what_cannot_leave_is_named(client: smb.Client, cluster: smb.LocalCluster) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import smb
@@ -247,6 +249,36 @@ def test_a_process_dies_while_a_buffer_with_one_copy_moves(tmp_path: Path, victi
         pool.kill("a")
         pool.wait_for_work(20.0)
         assert pool.end() == 0
+
+
+def _take_lock(buffer: smb.Buffer) -> None:
+    with buffer.lock():
+        pass
+
+
+def test_an_idle_client_calls_while_the_coordinator_is_away(tmp_path: Path) -> None:
+    """It has mapped what has moved, and nobody says where to: it waits. It is not told that its memory was lost."""
+    with running_daemons(tmp_path) as daemons:
+        pool = Drained(daemons, tmp_path, replicas=1)
+        pool.wait_for_servers()
+        with smb.connect(pool.address, timeout=30.0) as client:
+            buffer = client.create("idle", 1000, servers=["a"])
+            buffer.fill(1)
+            pool.drain("a")
+            pool.wait_until_empty("a")
+            pool.coordinator.kill()
+            pool.coordinator.ready_file.unlink(missing_ok=True)
+            with ThreadPoolExecutor(2) as threads:
+                calls = [
+                    threads.submit(buffer.accumulate, np.ones(1000, np.float32)),
+                    threads.submit(_take_lock, buffer),
+                ]
+                wait(calls, 2.0)
+                assert not any(call.done() for call in calls), [call.exception(0) for call in calls if call.done()]
+                pool.restart_coordinator()
+                for call in calls:
+                    call.result(30.0)
+            assert (buffer.read() == 2).all()
 
 
 def test_a_server_dies_while_it_gates_a_segment(tmp_path: Path) -> None:

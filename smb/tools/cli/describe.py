@@ -23,8 +23,8 @@ def _info(buffer: Buffer | BufferInfo) -> BufferInfo:
 
 
 def copies_state(buffer: Buffer | BufferInfo) -> str:
-    """Return what `smb stat` says of copies: "1", and whether it moves or has moved, "2", or "2, degraded: ..." with how
-    far new ones are.
+    """Return what `smb stat` says of copies: "1", and whether it moves or has moved; "2"; or "2, degraded: ..." with
+    how far new ones are.
     """
     info = _info(buffer)
     segments = info.layout.segments

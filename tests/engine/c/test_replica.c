@@ -1153,6 +1153,52 @@ static void who_waits_for_a_lock_is_sent_away(void)
 
 #endif
 
+/* Changes on a lane of before that are sent again once the segment is gated: one that was made is
+ * answered as it was the first time, and one that was not is not made. New ones are refused. */
+static void what_was_made_before_is_told(void)
+{
+    struct pair pair;
+    start_with_one_copy(&pair);
+    struct raw raw = {.fd = raw_connect(pair.ports[0])};
+    struct smb_frame frame = {.opcode = SMB_HELLO, .session = 20, .lane = 1};
+    uint8_t bytes[SMB_FRAME_BYTES];
+    static const struct {
+        uint64_t sequence;
+        bool again;
+        int status;
+    } steps[] = {{1, false, SMB_OK},         {2, false, SMB_OK},          {2, true, SMB_OK},
+                 {3, true, SMB_STALE_EPOCH}, {4, false, SMB_STALE_EPOCH}, {2, true, SMB_OK}};
+    smb_frame_encode(&frame, bytes);
+    CHECK_EQ(write(raw.fd, bytes, sizeof bytes), sizeof bytes);
+    CHECK_EQ(raw_receive(&raw).status, SMB_OK);
+    for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
+        if (i == 2)
+            set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false);
+        frame = (struct smb_frame){.opcode = SMB_FETCH_ADD,
+                                   .flags = steps[i].again ? SMB_FLAG_RETRY : 0,
+                                   .dtype = SMB_INT64,
+                                   .session = 20,
+                                   .lane = 1,
+                                   .epoch = 1,
+                                   .segment = ID,
+                                   .sequence = steps[i].sequence,
+                                   .length = 8,
+                                   .argument = 5};
+        smb_frame_encode(&frame, bytes);
+        CHECK_EQ(write(raw.fd, bytes, sizeof bytes), sizeof bytes);
+        struct smb_frame reply = raw_receive(&raw);
+        CHECK_EQ(reply.status, steps[i].status);
+        if (reply.status == SMB_OK)
+            CHECK_EQ(reply.argument, 5 * (steps[i].sequence - 1));
+    }
+    close(raw.fd);
+    struct smb_segment *segment;
+    CHECK_EQ(smb_server_hold_segment(pair.servers[0], ID, &segment), SMB_OK);
+    CHECK_EQ(*(const int64_t *)smb_segment_data(segment), 10);
+    smb_segment_release(segment);
+    stop(&pair);
+}
+
 static uint32_t waiting(struct pair *pair)
 {
     struct smb_wait found = {0};
@@ -1239,6 +1285,7 @@ int main(void)
 #if !defined(__SANITIZE_THREAD__)
         TEST(who_waits_for_a_lock_is_sent_away),
 #endif
+        TEST(what_was_made_before_is_told),
         TEST(what_is_gated_and_what_stays),
     };
     return RUN_TESTS(tests);
