@@ -92,8 +92,7 @@ def _why(record: BufferRecord, pool: Pool, name: str, bound: Container[int]) -> 
 def _copies(records: Iterable[BufferRecord], name: str) -> Iterator[tuple[BufferRecord, SegmentRecord]]:
     """Yield the segments of which a server has a copy that can move and is not about to leave it."""
     for record in records:
-        may = record.replicas > 1 or (record.kind is Kind.BUFFER and record.ready and not record.mirror_of)
-        for segment in record.segments if may else ():
+        for segment in record.segments if record.replicas > 1 or record.moves_alone else ():
             here = (segment.server, segment.backup) if record.replicas > 1 else (segment.server,)
             moved = record.replicas == 1 and segment.backup
             if name in here and not segment.copying_to and not moved:

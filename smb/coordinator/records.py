@@ -107,6 +107,11 @@ class BufferRecord:
         return self.replicas > 1 or any(segment.epoch for segment in self.segments)
 
     @property
+    def moves_alone(self) -> bool:
+        """Whether it has one copy, and can leave a server. Locks and barriers go once nobody uses them; mirrors end."""
+        return self.replicas == 1 and self.kind is Kind.BUFFER and self.ready and not self.mirror_of
+
+    @property
     def degraded(self) -> bool:
         """Whether some segment of it has fewer copies than were asked for."""
         return self.replicas > 1 and not all(segment.backup for segment in self.segments)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from smb.coordinator.placement import Pool, place_copy
 from smb.coordinator.rebalance import Move
-from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
+from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 
 # At once from one server, and to one: each is a wait for its clients, and one at a time fills a link. So few segments
@@ -137,15 +137,7 @@ def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
 
 def moves_out(record: BufferRecord, segment: SegmentRecord, pool: Pool) -> bool:
     """Whether the one copy of a segment is on a server that is being drained, and can be copied to another one."""
-    return (
-        record.replicas == 1
-        and record.kind is Kind.BUFFER
-        and record.ready
-        and not record.mirror_of
-        and segment.server in pool.draining
-        and not segment.backup
-        and not segment.copying_to
-    )
+    return record.moves_alone and segment.server in pool.draining and not segment.backup and not segment.copying_to
 
 
 def _moving_out(records: list[BufferRecord], pool: Pool, bound: Container[int]) -> Iterator[_Wanted]:
