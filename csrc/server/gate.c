@@ -57,8 +57,8 @@ static int find(struct smb_server *server, const struct gate_request *request, u
     return SMB_OK;
 }
 
-/* What became of a change on a lane that the client has left: the segment had one copy then, and
- * had not been gated. Nothing more is made on that lane. */
+/* Whether it asks what became of a change on a lane that the client has left: the segment had one
+ * copy then, and had not been gated. Nothing more is made on that lane. */
 static bool asks_for_the_past(const struct smb_frame *frame)
 {
     return frame->lane < SMB_LANE_OF_SEGMENTS &&

@@ -273,7 +273,7 @@ class Dispatcher:
         known = (
             ended.bytes_applied + sum(nbytes for _, nbytes, _ in parts) >= request.nbytes or request.indices is not None
         )
-        # What was applied though its answer was lost has brought no result.
+        # A part that was applied, and whose answer was lost, has brought no result.
         result = request.opcode in (Opcode.FETCH_ADD, Opcode.COMPARE_SWAP) or engine.address_of(request.sink)
         bad = (PartState.UNKNOWN, PartState.APPLIED) if result else (PartState.UNKNOWN,)
         if not parts or not known or any(state in bad for _, _, state in parts):

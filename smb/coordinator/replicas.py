@@ -78,7 +78,9 @@ def come_back(
         if segment.server == server and segment.id not in held:
             return _promoted(segment)
         if segment.server == server and restarted:
-            return _promoted(segment) if alive(segment.backup) else _without_backup(segment)
+            # With one copy to be kept the other one is on its way: its server's lease may run while that is lost.
+            keeps = record.replicas == 1 or not alive(segment.backup)
+            return _without_backup(segment) if keeps else _promoted(segment)
         if segment.backup == server and segment.id not in held:
             return _without_backup(segment)
         return segment

@@ -30,8 +30,9 @@ def drain(
 ) -> None:
     """Empty a memory server while its clients work.
 
-    It gets no new segments, and those that it has move to other servers. What a view, a rule with a state, RDMA or
-    transport="shm" ties to it stays, is named, and ends --wait as an error. After a restart it is still being drained.
+    It gets no new segments, and those that it has move to other servers. Buffers that a view, a rule with a state,
+    RDMA or transport="shm" ties to it stay, are named, and end --wait as an error. After a restart it is still being
+    drained.
 
     Example: smb drain storage-2 --wait
     """

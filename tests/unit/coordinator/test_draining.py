@@ -20,6 +20,7 @@ from smb.coordinator.events import (
     ServerDrained,
     ServerLeft,
     ServerRegistered,
+    ServerReturned,
 )
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
 from smb.coordinator.wanted_copies import FROM_ONE_MAX, Wish, wishes
@@ -255,6 +256,23 @@ def test_a_move_that_is_not_wanted_any_more(cluster: Cluster) -> None:
     cluster.state = died
     cluster.do(CopyDropped("one", segment(cluster, "one").id, "d", 5))
     assert roles(cluster.state.buffers["one"]) == [("c", "", 5)]
+
+
+def test_a_server_that_moves_a_buffer_is_restarted(cluster: Cluster) -> None:
+    """With its memory it goes on, though the copy elsewhere is whole: that may be lost, and its server's lease run.
+    Without it that copy goes on.
+    """
+    cluster.create("one", server_names=("c",))
+    number = segment(cluster, "one").id
+    cluster.do(ServerDrained("c"))
+    cluster.do(MoveAllowed("one", number))
+    move(cluster, "one", "d")
+    before = cluster.state
+    cluster.do(ServerReturned("c", 2, frozenset({number})))
+    assert roles(cluster.state.buffers["one"]) == [("c", "", 5)]
+    cluster.state = before
+    cluster.do(ServerReturned("c", 2, frozenset()))
+    assert roles(cluster.state.buffers["one"]) == [("d", "", 5)]
 
 
 def test_two_copies_are_not_one_too_many(cluster: Cluster) -> None:
