@@ -39,12 +39,17 @@ class Asked:
 
     instance_id: int = 9
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    bound: list[int] = field(default_factory=list)
 
     def has_ended(self, _session_id: int) -> bool:
         return False
 
     def ids(self) -> set[int]:
         return {SEGMENT, OTHER}
+
+    def bind(self, segment_id: int) -> bool:
+        self.bound.append(segment_id)
+        return True
 
     def connect(self, session_id: int, client: End) -> tuple[End, list[Place]]:
         self.calls.append(("connect", session_id))
@@ -157,7 +162,7 @@ def test_no_proof_no_queue_pair_and_no_key(engine: Engine, stub: Any, asked: Ask
     assert refused(lambda: connect(stub, proof(), SESSION + 1)) is denied
     assert refused(lambda: open_segment(stub, proof(OTHER))) is denied
     assert refused(lambda: open_segment(stub, proof(), OTHER)) is denied
-    assert asked.calls == []
+    assert asked.calls == asked.bound == []  # nor does it bind a segment to its server
     connect(stub, proof())
     connect(stub, proof(OTHER))
     assert open_segment(stub, proof()).writable
