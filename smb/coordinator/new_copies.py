@@ -114,7 +114,8 @@ class NewCopies:
         """Have the server of the one copy take a role: clients reach the segment through it from here on."""
         state, segment = self._commit_log.state, wish.segment
         message = replica_message(state, Copy(segment.id, segment.epoch, CopyRole.PRIMARY, ""))
-        message.let_move = True
+        # A server of before does not know this question, and answers that it has no such role to confirm.
+        message.confirm = message.let_move = True
         server = state.servers.get(segment.server)
         if server is None:
             return

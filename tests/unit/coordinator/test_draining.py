@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,8 +25,10 @@ from smb.coordinator.events import (
     ServerRegistered,
     ServerReturned,
 )
+from smb.coordinator.new_copies import NewCopies
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
 from smb.coordinator.wanted_copies import FROM_ONE_MAX, Wish, wishes
+from smb.rpc import control_pb2 as pb
 from tests.support.decisions import MIB, Cluster, server
 from tests.unit.coordinator.test_replicas import roles
 
@@ -273,6 +278,34 @@ def test_a_server_that_moves_a_buffer_is_restarted(cluster: Cluster) -> None:
     cluster.state = before
     cluster.do(ServerReturned("c", 2, frozenset()))
     assert roles(cluster.state.buffers["one"]) == [("d", "", 5)]
+
+
+def test_a_server_of_before_does_not_let_a_buffer_move(cluster: Cluster) -> None:
+    """It does not know the question, but that it is asked to confirm a role that it has not. Nothing is stored then."""
+    cluster.create("one", server_names=("c",))
+    cluster.do(ServerDrained("c"))
+    asked, stored = [], []
+
+    class Servers:
+        async def take_roles(self, _: object, parts: tuple[pb.Replica, ...]) -> frozenset[int]:
+            asked.extend(parts)
+            if parts[0].confirm:  # as memserver/replication.py did
+                raise errors.NotFoundError("no such role here")
+            return frozenset()
+
+    async def commit(event: object) -> None:
+        stored.append(event)
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    commit_log: Any = SimpleNamespace(state=cluster.state, now=lambda: cluster.now, commit=commit)
+    servers: Any = Servers()
+    asyncio.run(NewCopies(commit_log, servers, nothing, nothing).begin())
+    assert [(part.segment_id, part.let_move, part.confirm) for part in asked] == [
+        (segment(cluster, "one").id, True, True)
+    ]
+    assert stored == []
 
 
 def test_two_copies_are_not_one_too_many(cluster: Cluster) -> None:
