@@ -115,7 +115,7 @@ class Segments:
             self._end(segment_id)
 
     def bind(self, segment_id: int) -> bool:
-        """Have a segment stay on this server; return False if it may move already. One that is not here may."""
+        """Have a segment stay on this server; return False if it may move already. True, too, if it is not here."""
         with suppress(NotFoundError):
             return self._engine.bind(segment_id)
         return True

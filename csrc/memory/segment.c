@@ -218,7 +218,8 @@ void smb_segment_mark_replicated(struct smb_segment *segment)
 
 bool smb_segment_replicated(const struct smb_segment *segment)
 {
-    return segment->header->format_version == FORMAT_REPLICATED || smb_segment_gated(segment);
+    return segment->header->format_version == FORMAT_REPLICATED ||
+           mapping_state(segment) == STATE_GATED;
 }
 
 bool smb_segment_gate(struct smb_segment *segment)
@@ -233,11 +234,6 @@ bool smb_segment_gate(struct smb_segment *segment)
     FAILPOINT("segment.gated");
     smb_segment_mark_replicated(segment);
     return true;
-}
-
-bool smb_segment_gated(const struct smb_segment *segment)
-{
-    return mapping_state(segment) == STATE_GATED;
 }
 
 /* Relaxed: the two that compare it with each other change nothing else beforehand. */

@@ -42,7 +42,6 @@ bool smb_segment_replicated(const struct smb_segment *segment);
  * and it is one that may have a copy. A change that holds its chunk's lock by now is still made.
  * false: it was deleted. */
 bool smb_segment_gate(struct smb_segment *segment);
-bool smb_segment_gated(const struct smb_segment *segment);
 /* It may move from here on: smb_segment_bind the other way round. SMB_BUSY: it stays. */
 int smb_segment_let_move(struct smb_segment *segment);
 bool smb_segment_deleted(const struct smb_segment *segment);

@@ -135,7 +135,7 @@ def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
                     break
 
 
-def moves_out(record: BufferRecord, segment: SegmentRecord, pool: Pool) -> bool:
+def _moves_out(record: BufferRecord, segment: SegmentRecord, pool: Pool) -> bool:
     """Whether the one copy of a segment is on a server that is being drained, and can be copied to another one."""
     return record.moves_alone and segment.server in pool.draining and not segment.backup and not segment.copying_to
 
@@ -144,7 +144,7 @@ def _moving_out(records: list[BufferRecord], pool: Pool, bound: Container[int]) 
     """Of buffers with one copy: the other one is there for as long as the move takes."""
     for record in records if pool.draining else ():
         for segment in record.segments:
-            if segment.id not in bound and moves_out(record, segment, pool):
+            if segment.id not in bound and _moves_out(record, segment, pool):
                 yield record, segment, segment.server, "", ""
 
 

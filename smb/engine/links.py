@@ -26,7 +26,9 @@ class Segment:
         self.pointer = ffi.gc(pointer, lib.smb_segment_release)
 
     def shared(self) -> bool:
-        """Whether its locks still hold for this process: not once its server runs in another PID namespace."""
+        """Whether this process may still use it: not once its server runs in another PID namespace, once it may move
+        to another server, or once it was deleted.
+        """
         return bool(lib.smb_segment_is_shared(self.pointer))
 
     def bind(self) -> bool:
