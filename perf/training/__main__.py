@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from perf.netlab import LabError
 from perf.scaling.report import Answer, save
-from perf.training import diloco, divided, overlap, peers, predicted, r2sp, race, seasgd, streaming, together
+from perf.training import device, diloco, divided, overlap, peers, predicted, r2sp, race, seasgd, streaming, together
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "diloco": diloco.bytes_versus_accuracy,
@@ -23,6 +23,7 @@ EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "overlap": overlap.behind_the_passes,
     "together": together.how_much_better,
     "divided": divided.how_much_sooner,
+    "device": device.beside_bare_copies,
     "peers": peers.bytes_to_a_loss,  # last: from then on this process has a network of its own
 }
 

@@ -1,4 +1,7 @@
-"""Cases of models on a device. tests/train/test_torch_devices.py runs them in a process of their own."""
+"""Cases of models on a device. tests/train/test_torch_devices.py runs them on a fake one, in a process of their own.
+
+On a machine with a GPU: SMB_TEST_DEVICE=cuda python -m pytest tests/support/device_cases.py
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,20 @@ import smb.train
 from smb.torch import model_parameters, staging
 from smb.torch import overlap as overlap_of
 from smb.train import parameters
-from tests.support import fake_device
+from tests.support import devices
 from tests.support.overlapped_workers import plan_by
+
+if devices.ON_HOST:
+    from tests.support import fake_device
+
+    DEVICE, copies = fake_device.NAME, fake_device.copies
+else:
+    DEVICE, copies = devices.DEVICE, []  # nobody counts a real one's
 
 Connect = Callable[..., smb.Client]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = ["asyncdiloco", "easgd", "seasgd", "streaming"]
+FAKE = pytest.mark.skipif(not devices.ON_HOST, reason="of the fake device: its copies can be late, and are counted")
 LONG = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="every scheme with every type; SMB_LONG=1 runs them")
 
 
@@ -33,7 +44,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of a small model: tensors end and begin in the middle of them."""
     for module in (parameters, model_parameters, staging):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 48)
-    fake_device.copies.clear()
+    copies.clear()
 
 
 @pytest.fixture
@@ -92,19 +103,20 @@ def train(client: smb.Client, name: str, device: str, dtype: torch.dtype, scheme
 def test_a_device_trains_as_the_host(client: smb.Client, dtype: torch.dtype, scheme: str) -> None:
     """The same training with models in the host's memory and on a device whose copies come late: equal to the bit."""
     here = train(client, "here", "cpu", dtype, scheme, 2)
-    there = train(client, "there", fake_device.NAME, dtype, scheme, 2)
+    there = train(client, "there", DEVICE, dtype, scheme, 2)
     for ours, theirs in zip(here, there, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert all(torch.isfinite(tensor).all() for tensor in here[-1])
 
 
+@FAKE
 @pytest.mark.parametrize("left_out", ["wait", "begin", "end"])
 def test_what_is_not_waited_for_shows(client: smb.Client, monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
     """The tests above fail where one of the waits is left out."""
     here = train(client, "here", "cpu", torch.float32, "easgd", 1)
     monkeypatch.setattr(staging.Staging, left_out, lambda *_: None)
     try:
-        there = train(client, "there", fake_device.NAME, torch.float32, "easgd", 1)
+        there = train(client, "there", DEVICE, torch.float32, "easgd", 1)
     except (AssertionError, smb.Error):
         return
     assert any(not torch.equal(one, other) for one, other in zip(here[0], there[0], strict=True))
@@ -115,11 +127,13 @@ def test_deltas_made_on_the_device(client: smb.Client, monkeypatch: pytest.Monke
     """They are those made on the host, to the bit; the base goes up, and float32 comes down."""
     here = train(client, "here", "cpu", dtype, "asyncdiloco", 1)
     monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: True)
-    fake_device.copies.clear()
-    there = train(client, "there", fake_device.NAME, dtype, "asyncdiloco", 1)
+    copies.clear()
+    there = train(client, "there", DEVICE, dtype, "asyncdiloco", 1)
     for ours, theirs in zip(here, there, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    down = sum(size for way, size, non_blocking in fake_device.copies if way == "fake->cpu" and non_blocking)
+    if not devices.ON_HOST:
+        return
+    down = sum(size for way, size, non_blocking in copies if way == "fake->cpu" and non_blocking)
     nbytes = 4 * sum(parameter.numel() for parameter in network(dtype, "cpu").parameters())
     first = nbytes * dtype.itemsize // 4  # the first member's values, when it makes the group
     assert down == first + 6 * nbytes  # two members, three rounds
@@ -132,14 +146,23 @@ def test_memory_that_is_locked_is_copied_from_as_it_is(
     """Equal to the bit: nobody changes it while a copy from it is under way. In the end it is let go of."""
     here = train(client, "here", "cpu", torch.float32, scheme, 1)
     locked: list[int] = []
+    page_lock = model_parameters.page_lock
 
     def lock(memory: Any) -> Callable[[], None]:
+        unlock = page_lock(memory)  # None without CUDA
+        assert (unlock is None) == devices.ON_HOST
         locked.append(memory.ctypes.data)
-        return functools.partial(locked.remove, memory.ctypes.data)
+
+        def let_go(address: int) -> None:
+            locked.remove(address)
+            if unlock is not None:
+                unlock()
+
+        return functools.partial(let_go, memory.ctypes.data)
 
     monkeypatch.setattr(model_parameters, "page_lock", lock)
     monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: False)
-    there = train(client, "there", fake_device.NAME, torch.float32, scheme, 1)
+    there = train(client, "there", DEVICE, torch.float32, scheme, 1)
     for ours, theirs in zip(here, there, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     gc.collect()
@@ -150,7 +173,7 @@ def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.Monk
     """At the first exchange, once."""
     now = [0.0]
     monkeypatch.setattr(model_parameters.time, "perf_counter", lambda: now[0])
-    made = model_parameters.ModelParameters({("weight",): torch.zeros(100).to(fake_device.NAME)})
+    made = model_parameters.ModelParameters({("weight",): torch.zeros(100).to(DEVICE)})
     deltas = made._deltas
 
     def slowly(base: Any, *, on_device: bool, **plan: Any) -> Any:
@@ -164,11 +187,12 @@ def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.Monk
         assert made._on_device
 
 
+@FAKE
 def test_what_moves_and_when(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing moves while nothing is due; an exchange moves each trained parameter once down and once up, in its own
     type and without waiting; what is frozen never does. The Parameters stay, and their memory."""
     monkeypatch.setattr(model_parameters.ModelParameters, "_device_is_faster", lambda *_: False)
-    model = network(torch.bfloat16, fake_device.NAME)
+    model = network(torch.bfloat16, DEVICE)
     model[0].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1, foreach=False)
@@ -177,15 +201,15 @@ def test_what_moves_and_when(client: smb.Client, monkeypatch: pytest.MonkeyPatch
     for number in range(1, 7):
         for parameter in trained:
             parameter.grad = torch.ones_like(parameter)
-        fake_device.copies.clear()
+        copies.clear()
         optimizer.step()
         if number % 3:
-            assert not fake_device.copies
+            assert not copies
         else:
             nbytes = 2 * sum(parameter.numel() for parameter in trained)
             for way in ("fake->cpu", "cpu->fake"):
-                assert sum(size for each, size, _ in fake_device.copies if each == way) == nbytes
-            assert all(non_blocking for *_, non_blocking in fake_device.copies)
+                assert sum(size for each, size, _ in copies if each == way) == nbytes
+            assert all(non_blocking for *_, non_blocking in copies)
     assert [(id(parameter), parameter.data_ptr()) for parameter in model.parameters()] == before
     assert client.open("run").size < 16 * 7 + 7 + 7 * 4 + 4 + 64
     shared.close()
@@ -193,7 +217,7 @@ def test_what_moves_and_when(client: smb.Client, monkeypatch: pytest.MonkeyPatch
 
 def test_a_join_that_fails_leaves_the_device_alone(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure at the last moment, the read of the shared model, leaves values, hooks and group as they were."""
-    model = network(torch.float16, fake_device.NAME)
+    model = network(torch.float16, DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     before = [parameter.detach().cpu() for parameter in model.parameters()]
 
@@ -213,7 +237,7 @@ def test_a_join_that_fails_leaves_the_device_alone(client: smb.Client, monkeypat
 
 def test_who_joins_on_a_device_and_who_on_the_host(connect: Connect) -> None:
     """They share one model, of several types."""
-    first, second = network(torch.float32, "cpu"), network(torch.bfloat16, fake_device.NAME)
+    first, second = network(torch.float32, "cpu"), network(torch.bfloat16, DEVICE)
     one = torch.optim.SGD(first.parameters(), lr=0.1)
     two = torch.optim.SGD(second.parameters(), lr=0.1, foreach=False)
     with smb.torch.join(first, one, "run", scheme="asp", client=connect()):
@@ -221,7 +245,7 @@ def test_who_joins_on_a_device_and_who_on_the_host(connect: Connect) -> None:
             for parameter in second.parameters():
                 parameter.grad = torch.ones_like(parameter)
             two.step()
-            assert other.state_dict()["0.weight"].device.type == fake_device.NAME
+            assert other.state_dict()["0.weight"].device.type == DEVICE
         for parameter in first.parameters():
             parameter.grad = torch.zeros_like(parameter)
         one.step()
@@ -242,11 +266,11 @@ def test_exchanges_behind_the_passes(
     monkeypatch.setattr(overlap_of, "plan_of", plan_by("slices", 100))
     ends = []
     for name in ("none", overlap):
-        model = network(dtype, fake_device.NAME)
+        model = network(dtype, DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4, foreach=False)
         with smb.torch.join(model, optimizer, name, scheme=scheme, client=client, overlap=name) as shared:
             for number in range(6):
-                batch = torch.linspace(-1, 1 + number, 18).reshape(3, 6).to(fake_device.NAME, dtype)
+                batch = torch.linspace(-1, 1 + number, 18).reshape(3, 6).to(DEVICE, dtype)
                 optimizer.zero_grad()
                 model(batch).square().sum().backward()
                 optimizer.step()
@@ -256,4 +280,4 @@ def test_exchanges_behind_the_passes(
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
     assert any(not torch.equal(one, other.cpu()) for one, other in
                zip(ends[0], network(dtype, "cpu").parameters(), strict=True))  # fmt: skip
-    assert fake_device.copies
+    assert bool(copies) == devices.ON_HOST

@@ -15,6 +15,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
+from tests.support.devices import BACKEND, DEVICE
 
 NAME = "run"
 PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "smb.torch.mesh"]  # what forks shall find
@@ -44,7 +45,8 @@ def batch(member: int, number: int) -> torch.Tensor:
 def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, member: int, number: int) -> None:
     """The same on every rank of a member: its mean over ranks is what one process would compute."""
     optimizer.zero_grad()
-    model(batch(member, number)).square().mean().backward()
+    device = next(model.parameters()).device
+    model(batch(member, number).to(device)).square().mean().backward()
     optimizer.step()
 
 
@@ -52,9 +54,10 @@ class Rank:
     """One rank of a mesh: does what it is told, and tells what came of it."""
 
     def __init__(self, address: str, rank: int, ranks: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
 
-        self._mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",))
+        # Of the group that there is: PyTorch would make one of NCCL, which refuses several ranks on one device.
+        self._mesh = DeviceMesh.from_group(dist.group.WORLD, DEVICE, mesh_dim_names=("data",))
         self._client = smb.connect(address)
         self._rank = rank
         self._shared: Any = None
@@ -67,7 +70,7 @@ class Rank:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        model = published(seed)
+        model = published(seed).to(DEVICE)
         if kind == "fsdp":
             fully_shard(model, mesh=self._mesh)
         elif kind == "columns":
@@ -83,7 +86,7 @@ class Rank:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         if self._grid is None:
-            self._grid = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "model"))
+            self._grid = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("data", "model"))
         parallelize_module(model, self._grid["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(model, mesh=self._grid["data"])
 
@@ -102,7 +105,7 @@ class Rank:
         with torch.no_grad():
             for name, tensor in self._model.state_dict().items():
                 tensor.copy_(_like(tensor, values[name]))
-        same = all(_whole(tensor).equal(values[name]) for name, tensor in self._model.state_dict().items())
+        same = all(_whole(tensor).cpu().equal(values[name]) for name, tensor in self._model.state_dict().items())
         if self._rank in wrong:
             self._publisher.publish({})
         if seed % 2:
@@ -157,7 +160,7 @@ class Rank:
         loaded = follower.load(model, generation=generation)
         local = [tensor.to_local().numel() if hasattr(tensor, "to_local") else tensor.numel()
                  for tensor in model.state_dict().values()]  # fmt: skip
-        found = {key: _whole(value).numpy().copy() for key, value in model.state_dict().items()}
+        found = {key: _whole(value).cpu().numpy().copy() for key, value in model.state_dict().items()}
         return loaded, follower.received_bytes, found, local
 
     def join(self, member: int = 0, kind: str = "fsdp", lr: float = 0.1, norm: bool = False, **options: Any) -> str:
@@ -166,9 +169,9 @@ class Rank:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        model: nn.Module = network()
+        model: nn.Module = network().to(DEVICE)
         if norm:
-            model.append(nn.BatchNorm1d(1))  # type: ignore[operator]
+            model.append(nn.BatchNorm1d(1).to(DEVICE))  # type: ignore[operator]
         if kind == "columns":
             parallelize_module(model, self._mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         elif kind == "fsdp":
@@ -207,12 +210,12 @@ class Rank:
 
     def values(self) -> list[Any]:
         """Return the parameters, whole."""
-        return [_whole(parameter.detach()).numpy().copy() for parameter in self._model.parameters()]
+        return [_whole(parameter.detach()).cpu().numpy().copy() for parameter in self._model.parameters()]
 
     def state(self) -> dict[str, Any]:
         """Return Shared.state_dict(), with what is sharded as it is on this rank, and whole."""
         found = self._shared.state_dict()
-        return {key: (hasattr(value, "to_local"), _whole(value).numpy().copy()) for key, value in found.items()}
+        return {key: (hasattr(value, "to_local"), _whole(value).cpu().numpy().copy()) for key, value in found.items()}
 
     def checkpoint(self, name: str) -> None:
         """Save Shared.state_dict() by torch.distributed.checkpoint."""
@@ -243,7 +246,8 @@ class Rank:
 def run_rank(inbox: Any, outbox: Any, address: str, store: str, rank: int, ranks: int) -> None:
     """One rank's process: each message is a method of Rank and its arguments. On None it ends."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    backend = BACKEND if ranks == 1 else "gloo"  # NCCL refuses several ranks on one device
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     done = Rank(address, rank, ranks)
     while (message := inbox.get()) is not None:
         method, arguments, options = message
@@ -267,7 +271,7 @@ def _like(tensor: Any, values: torch.Tensor) -> torch.Tensor:
 
     if not hasattr(tensor, "to_local"):
         return values
-    return distribute_tensor(values, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return distribute_tensor(values.to(DEVICE), tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.nn import functional
 import smb
 import smb.torch
 import smb.train
+from tests.support.devices import DEVICE, ON_HOST
 
 Connect = Callable[..., smb.Client]
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
@@ -53,7 +54,7 @@ class Text(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 def arguments(transformers: Any, path: Path, **options: Any) -> Any:
     defaults = {
-        "output_dir": str(path), "max_steps": 8, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True,
+        "output_dir": str(path), "max_steps": 8, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": ON_HOST,
         "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2,
     }  # fmt: skip
     return transformers.TrainingArguments(**(defaults | options))
@@ -88,7 +89,7 @@ def test_trainer(transformers: Any, connect: Connect, tmp_path: Path, options: d
     status = smb.train.status(client, "run")
     assert (status.round, status.workers[0].samples) == (2, 8 * 4 * options.get("gradient_accumulation_steps", 1))
     shared = smb.torch.shared_state_dict(client, "run")
-    assert all(torch.equal(value, shared[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value.cpu(), shared[name]) for name, value in model.state_dict().items())
     if options:
         return  # the rest is the same with all of them
     rates: list[float] = []
@@ -135,7 +136,7 @@ def test_accelerate(connect: Connect) -> None:
     accelerate = pytest.importorskip("accelerate")
     from smb.torch import accelerate as together
 
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = accelerate.Accelerator(cpu=ON_HOST, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -144,7 +145,7 @@ def test_accelerate(connect: Connect) -> None:
     with together.join(accelerator, prepared, wrapped, "run", "localsgd", every=2, client=client) as shared:
         for images in _batches(8):
             with accelerator.accumulate(prepared):
-                accelerator.backward(prepared(images).square().mean())
+                accelerator.backward(prepared(images.to(DEVICE)).square().mean())
                 accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
                 wrapped.step()
                 wrapped.zero_grad()
@@ -156,15 +157,15 @@ def test_accelerate(connect: Connect) -> None:
 def test_accelerate_skips_what_the_scaler_skips(connect: Connect) -> None:
     """A step that a gradient scaler leaves out, as gradients are infinite, is no step of the scheme either."""
     torch.manual_seed(0)
-    model = nn.Linear(6, 2)
+    model = nn.Linear(6, 2).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
     events: list[smb.train.ExchangeEvent] = []
     with smb.torch.join(model, optimizer, "run", scheme="localsgd", every=1, client=connect()) as shared:
         shared.on_exchange(events.append)
         for number, images in enumerate(_batches(4)):
             optimizer.zero_grad()
-            scaler.scale(model(images).square().mean()).backward()
+            scaler.scale(model(images.to(DEVICE)).square().mean()).backward()
             if number == 1:
                 model.weight.grad.fill_(torch.inf)  # type: ignore[union-attr]
             scaler.step(optimizer)
@@ -200,7 +201,7 @@ def test_lightning(connect: Connect, tmp_path: Path, precision: str) -> None:
 
     def fit(module: Any, **options: Any) -> Any:
         trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", devices=1, precision=precision, gradient_clip_val=1.0, logger=False,
+            max_epochs=1, accelerator=DEVICE, devices=1, precision=precision, gradient_clip_val=1.0, logger=False,
             accumulate_grad_batches=2, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=tmp_path, callbacks=[Callback("run", **options)],
         )  # fmt: skip
@@ -212,7 +213,9 @@ def test_lightning(connect: Connect, tmp_path: Path, precision: str) -> None:
     status = smb.train.status(client, "run")
     assert (status.round, status.workers[0].samples, status.workers[0].alive) == (2, 64, False)
     shared = smb.torch.shared_state_dict(client, "run")
-    assert torch.equal(module.layers.weight.float(), shared["layers.weight"].to(module.layers.weight.dtype).float())
+    assert torch.equal(
+        module.layers.weight.cpu().float(), shared["layers.weight"].to(module.layers.weight.dtype).float()
+    )
     if precision != "32-true":
         return  # the rest is the same with all of them
     again = fit(Module(), client=client)
@@ -258,7 +261,7 @@ class Wrapper:
 def test_optimizers(connect: Connect, make: Callable[..., torch.optim.Optimizer]) -> None:
     """Whatever the optimizer does between two exchanges is shared; wrapped ones are found inside."""
     torch.manual_seed(0)
-    model = nn.Linear(6, 2)
+    model = nn.Linear(6, 2).to(DEVICE)
     optimizer = make(model.parameters())
     client = connect()
     with smb.torch.join(model, Wrapper(Wrapper(optimizer)), "run", scheme="asp", client=client):  # type: ignore[arg-type]
@@ -266,37 +269,37 @@ def test_optimizers(connect: Connect, make: Callable[..., torch.optim.Optimizer]
 
             def closure(images: torch.Tensor = images) -> torch.Tensor:
                 optimizer.zero_grad()
-                loss = model(images).square().mean()
+                loss = model(images.to(DEVICE)).square().mean()
                 loss.backward()
                 return loss
 
             optimizer.step(closure) if isinstance(optimizer, torch.optim.LBFGS) else (closure(), optimizer.step())
             shared = smb.torch.shared_state_dict(client, "run")
-            assert torch.allclose(shared["weight"], model.weight, atol=1e-6)
+            assert torch.allclose(shared["weight"], model.weight.cpu(), atol=1e-6)
 
 
 def test_several_optimizers(connect: Connect) -> None:
     """One for each part of the model: join with the one that steps last; all of the model is shared."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(DEVICE)
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     last = torch.optim.AdamW(model[2].parameters(), lr=0.1)
     client = connect()
     with smb.torch.join(model, last, "run", scheme="localsgd", every=1, client=client):
         for images in _batches(3):
             model.zero_grad()
-            model(images).square().mean().backward()
+            model(images.to(DEVICE)).square().mean().backward()
             first.step()
             last.step()
         assert smb.train.status(client, "run").round == 3
     shared = smb.torch.shared_state_dict(client, "run")
-    assert all(torch.equal(value, shared[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value.cpu(), shared[name]) for name, value in model.state_dict().items())
 
 
 def test_compiled_and_plain_members_work_together(connect: Connect) -> None:
     """A compiled model has `_orig_mod.` in its names; the group has not, nor what is published."""
     torch.manual_seed(0)
-    plain, inner = nn.Linear(6, 2), nn.Linear(6, 2)
+    plain, inner = nn.Linear(6, 2), nn.Linear(6, 2).to(DEVICE)
     compiled = torch.compile(inner, backend="eager")
     client = connect()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, inner)]
@@ -304,15 +307,15 @@ def test_compiled_and_plain_members_work_together(connect: Connect) -> None:
         smb.torch.join(plain, optimizers[0], "run", scheme="asp", client=client),
         smb.torch.join(compiled, optimizers[1], "run", client=connect()) as shared,  # type: ignore[arg-type]
     ):
-        compiled(torch.ones(3, 6)).square().mean().backward()
+        compiled(torch.ones(3, 6, device=DEVICE)).square().mean().backward()
         optimizers[1].step()
         assert list(shared.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
         found = smb.torch.shared_state_dict(client, "run")
-        assert torch.equal(found["weight"], inner.weight)
+        assert torch.equal(found["weight"], inner.weight.cpu())
     smb.torch.publish(client, "policy", compiled)  # type: ignore[arg-type]
     follower = smb.torch.follow(client, "policy")
     follower.load(plain)
-    assert torch.equal(plain.weight, inner.weight)
+    assert torch.equal(plain.weight, inner.weight.cpu())
     follower.load(compiled)  # type: ignore[arg-type]
 
 

@@ -236,6 +236,24 @@ def test_a_rank_that_is_killed_is_the_members_death(
     first.processes[1 - killed].join()
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_mesh_of_one_rank(context: Any, cluster: smb.LocalCluster, connect: Any, tmp_path: Path, kind: str) -> None:
+    """It is a member as any other, beside a plain one; on a GPU its model is there, and its backend is NCCL."""
+    mesh, client = Mesh(context, cluster.address, tmp_path, ranks=1), connect()
+    assert mesh.ask("join", 0, kind, scheme="localsgd", every=2) == ["joined"]
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with smb.torch.join(model, optimizer, "run", client=client):
+        mesh.tell("step", 4)
+        for step in range(4):
+            local_step(model, optimizer, 1, step)
+        assert mesh.heard() == 4
+        expected = _reference(2, 2)
+        assert _near(mesh.ask("close")[0], expected)
+    assert _near([parameter.detach().numpy() for parameter in model.parameters()], expected)
+    mesh.end()
+
+
 def test_steps_go_on_without_the_coordinator(context: Any, tmp_path: Path) -> None:
     """Each exchange opened its buffers anew, at every rank."""
     with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
