@@ -35,7 +35,8 @@ def beside_bare_copies(quick: bool) -> Answer:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     elements = ELEMENTS // (4 if quick else 1)
-    rows = list(_moves(device, elements)) + list(_exchanges(device, elements)) + list(_steps(device, quick))
+    rows = list(_moves(device, elements)) + list(_exchanges(device, elements))
+    rows += list(_publishing(device, elements)) + list(_steps(device, quick))
     ratios = {row["what"]: row["ratio"] for row in rows if row.get("ratio") is not None}
     step = max(row["beside"] for row in rows if "beside" in row)
     slowest = min(ratios, key=lambda what: ratios[what])
@@ -48,7 +49,7 @@ def beside_bare_copies(quick: bool) -> Answer:
                 f"{elements:,} parameters of {LAYERS} tensors, one member, a local cluster of one server over shared",
                 f"memory. Bare copies are of the same bytes, by pieces of {4 * PIECE_ELEMENTS >> 20} MiB, between the",
                 f"device and two pinned rooms. Medians of {TURNS} turns. Steps: a transformer of 100 million",
-                f"parameters in bfloat16, AdamW, {STEPS} steps of each of two models in turns, one of which has joined.",
+                f"parameters in bfloat16, AdamW, {STEPS} steps of each of two alike in turns, before one joins and after.",
             )
         ),
         columns=(
@@ -188,6 +189,22 @@ def _exchanges(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
                 }
 
 
+def _publishing(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
+    """A model's way from the device into a buffer with versions, and back."""
+    capacity = 2 * 2 * elements + (64 << 20)
+    with smb.LocalCluster(servers=1, capacity=f"{capacity}") as cluster, smb.connect(cluster.address) as client:
+        tensors = _model(device, torch.bfloat16, elements)
+        model = nn.ParameterDict({names[0]: nn.Parameter(tensor) for names, tensor in tensors.items()})
+        publisher, follower = smb.torch.Publisher(client, "policy", model), smb.torch.follow(client, "policy")
+        calls: dict[str, Callable[[], object]] = {
+            "publish, from the device to its readers": publisher.publish,
+            "load, from the publisher to the device": functools.partial(follower.load, model),
+        }
+        for what, call in calls.items():
+            seconds = _seconds(call)
+            yield {"what": f"bfloat16, {what}", "ms": 1e3 * seconds, "gbps": 2 * elements / seconds / 1e9}
+
+
 class Language(nn.Module):
     """A transformer whose step takes a device some milliseconds."""
 
@@ -224,22 +241,27 @@ def _steps(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
                     step(*each)
             torch.accelerator.synchronize()
             before = _allocated(device)
+            pairs = STEPS // (4 if quick else 1)
+            alike = _in_turns(step, plain, joined, pairs)
             with smb.torch.join(*joined, "run", scheme=scheme, every=1_000_000, client=client):
                 after = _allocated(device)
-                found: list[list[float]] = [[], []]
-                for turn in range(2 * STEPS // (4 if quick else 1)):
-                    which = turn % 2
-                    torch.accelerator.synchronize()
-                    began = time.perf_counter()
-                    step(*(plain, joined)[which])
-                    torch.accelerator.synchronize()
-                    found[which].append(time.perf_counter() - began)
+                beside = _in_turns(step, plain, joined, pairs)
             smb.train.delete(client, "run")
-            mine, theirs = (statistics.median(each) for each in (found[1], found[0]))
-            yield {"what": f"a step without join ({scheme})", "ms": 1e3 * theirs}
             yield {
                 "what": f"a step with join ({scheme}), nothing due",
-                "ms": 1e3 * mine,
-                "beside": mine / theirs,
+                "ms": 1e3 * beside[1],
+                "beside": beside[1] / beside[0] / (alike[1] / alike[0]),
                 "memory": (after - before) / 2**20,
             }
+
+
+def _in_turns(step: Callable[..., None], one: Any, other: Any, pairs: int) -> tuple[float, float]:
+    """Return the medians of a step of each, in seconds."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for turn in range(2 * pairs):
+        torch.accelerator.synchronize()
+        began = time.perf_counter()
+        step(*(one, other)[turn % 2])
+        torch.accelerator.synchronize()
+        found[turn % 2].append(time.perf_counter() - began)
+    return statistics.median(found[0]), statistics.median(found[1])

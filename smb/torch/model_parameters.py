@@ -27,6 +27,7 @@ from smb.torch.staging import Staging
 from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values, scratch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BLOCK = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class ModelParameters(Parameters):
                 elif values.dtype == torch.float32:
                     torch.sub(values, before, out=room[part.here])
                 else:
-                    torch.sub(values.float(), before.to(values.dtype).float(), out=room[part.here])
+                    _narrow_delta(values, before, room[part.here])
             yield piece.begin, room[: piece.count].numpy()
 
     def fill(self, values: Values) -> None:
@@ -256,10 +257,11 @@ class ModelParameters(Parameters):
         with self._staging.on(device, turn):
             values = flat.part(part)
             if before is not None:
-                room = self._staging.room(turn, part.at, count, torch.float32)
-                room.copy_(before)
-                there = room.to(device, non_blocking=True)
-                room.copy_(values.float() - there.to(values.dtype).float(), non_blocking=True)  # after that, in order
+                rounded = self._staging.room(turn, part.at, count, values.dtype)
+                rounded.copy_(before)
+                there = rounded.to(device, non_blocking=True)
+                room = self._staging.room(turn, part.at, count, torch.float32)  # the same place: after that, in order
+                room.copy_(values.float() - there.float(), non_blocking=True)
                 return part, room, None
             # The two of 16 bits lie side by side in the place of one of 32.
             room = self._staging.room(turn, part.at, count if rest is None else 2 * count, values.dtype)
@@ -306,6 +308,15 @@ class ModelParameters(Parameters):
         if entry not in self._residuals:
             self._residuals[entry] = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         return self._residuals[entry]
+
+
+def _narrow_delta(values: torch.Tensor, base: torch.Tensor, out: torch.Tensor) -> None:
+    """Set `out` to values - base, both as the type of `values` shows them. By blocks: the memory in between is new each
+    time, and of a whole piece it would cost more than the arithmetic.
+    """
+    for at in range(0, len(values), _BLOCK):
+        here = slice(at, at + _BLOCK)
+        torch.sub(values[here].float(), base[here].to(values.dtype).float(), out=out[here])
 
 
 def _let_go(locked: set[int], address: int, unlock: Callable[[], object]) -> None:

@@ -417,6 +417,7 @@ class Follower:
             {name: local_of(tensor).shape for name, tensor in here.items()},
             {name: tensor.shape for name, tensor in tensors.items()},
         )
+        self._memory.hold(here.values())
         self._read(asked, generation)
         names = ((name, plain_name(model, name)) for name in model.state_dict())
         model.load_state_dict(

@@ -93,6 +93,7 @@ class ShardWriter:
 
     def take(self, given: Mapping[str, torch.Tensor]) -> None:
         """Copy what this rank writes."""
+        self._memory.hold(given.values())
         with torch.no_grad():
             for name, tensor in self._memory.tensors.items():
                 here = local_of(given[name])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from smb.engine import address_of, memory_at, memory_of
 from smb.tensors import ALIGNMENT_BYTES, TensorPlace
+from smb.torch.page_lock import page_lock
 from smb.torch.pieces import Piece, runs_of, shape_of
 
 if TYPE_CHECKING:
@@ -19,7 +21,23 @@ if TYPE_CHECKING:
 ReadBytes: TypeAlias = "Callable[[int, np.ndarray[Any, Any]], None]"  # (first byte in the buffer, where to)
 
 
-class StateBytes:
+class _Memory:
+    """Bytes that a state, or a part of one, stays in."""
+
+    bytes: np.ndarray[Any, np.dtype[np.uint8]]
+    _held = False
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have CUDA copy from and to it by itself, if one of these tensors is on a GPU: see page_lock.py."""
+        if self._held or not any(tensor.is_cuda for tensor in tensors):
+            return
+        self._held = True
+        unlock = page_lock(self.bytes)
+        if unlock is not None:
+            weakref.finalize(self.bytes, unlock)
+
+
+class StateBytes(_Memory):
     """A whole state: bytes, filled up to whole words, and as what the buffer of anchors takes."""
 
     def __init__(self, buffer: Buffer) -> None:
@@ -38,6 +56,7 @@ class StateBytes:
 
     def take(self, given: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors of the same names, shapes and dtypes in."""
+        self.hold(given.values())
         with torch.no_grad():
             for name, tensor in given.items():
                 self.tensors[name].copy_(tensor)
@@ -63,7 +82,7 @@ class StateBytes:
         return as_torch(memory, place.dtype, place.shape)
 
 
-class PartBytes:
+class PartBytes(_Memory):
     """Parts of a state's tensors, and where they lie in its buffer."""
 
     def __init__(self, table: Mapping[str, TensorPlace], pieces: Mapping[str, Piece]) -> None:

@@ -281,3 +281,25 @@ def test_exchanges_behind_the_passes(
     assert any(not torch.equal(one, other.cpu()) for one, other in
                zip(ends[0], network(dtype, "cpu").parameters(), strict=True))  # fmt: skip
     assert bool(copies) == devices.ON_HOST
+
+
+def test_publishing_from_a_device_and_to_one(client: smb.Client) -> None:
+    """Each generation is what the model was when it was published, to the bit, whatever is done to it meanwhile."""
+    model, theirs = network(torch.bfloat16, DEVICE), network(torch.bfloat16, DEVICE)
+    publisher = smb.torch.Publisher(client, "policy", model)
+    follower = smb.torch.follow(client, "policy")
+    for number in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5)
+        published = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        future = publisher.publish_async()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.25)
+        assert future.result(30) == number + 1
+        assert follower.load(theirs) == number + 1
+        with torch.no_grad():
+            for name, tensor in theirs.state_dict().items():
+                assert torch.equal(tensor.cpu(), published[name])
+                tensor.zero_()

@@ -15,7 +15,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from tests.support.devices import BACKEND, DEVICE
+from tests.support.devices import BACKEND, DEVICE, ON_HOST
 
 NAME = "run"
 PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "smb.torch.mesh"]  # what forks shall find
@@ -274,7 +274,20 @@ def _like(tensor: Any, values: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(values.to(DEVICE), tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
+def _on_host(tensor: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    group = dist.new_group(backend="gloo")
+    mesh = DeviceMesh.from_group(group, "cpu")
+    return DTensor.from_local(
+        tensor.to_local().cpu(), mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def _whole(tensor: Any) -> torch.Tensor:
+    if hasattr(tensor, "full_tensor") and not ON_HOST:  # with tensors on a GPU this ends gloo's ranks by SIGSEGV
+        tensor = _on_host(tensor)
     found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found
 

@@ -1,7 +1,9 @@
-"""Page locks, with a stand-in for CUDA's runtime: no GPU is needed, and none has run them."""
+"""Page locks, with a stand-in for CUDA's runtime: no GPU is needed. tests/support/device_cases.py has them on one."""
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 import smb
 import smb.torch
 from smb.torch.page_lock import page_lock
+from smb.torch.state_bytes import StateBytes
 
 
 class Runtime:
@@ -61,3 +64,25 @@ def test_what_cuda_refuses_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert page_lock(np.empty(0)) is None
     assert page_lock(memory) is None
     assert runtime.asked == [("register", memory.ctypes.data, 80, 0), "a launch that takes the error"]
+
+
+def test_a_states_memory_is_locked_once_it_goes_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for tensors of the host's; once, and for as long as anything of the memory is in use."""
+    runtime = Runtime()
+    with smb.LocalCluster(servers=1, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
+        state = StateBytes(client.create("b", tensors={"weight": ((100,), "float32")}))
+        _cuda(monkeypatch, runtime)
+        address, there = state.bytes.ctypes.data, [SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)]
+        state.take({"weight": torch.ones(100)})
+        assert not runtime.asked
+        for _ in range(2):
+            state.hold(there)  # type: ignore[arg-type]
+        assert runtime.asked == [("register", address, 400, 0)]
+        kept = state.tensors["weight"]
+        del state
+        gc.collect()
+        assert len(runtime.asked) == 1
+        assert kept.sum() == 100
+        del kept
+        gc.collect()
+        assert runtime.asked[1:] == [("unregister", address)]
