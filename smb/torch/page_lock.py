@@ -1,7 +1,5 @@
 """Memory that a GPU copies from and to by itself: page locks of CUDA's (cudaHostRegister) on memory that torch has not
 made, a segment's mapping above all.
-
-No GPU has run this yet: the tests have a stand-in for CUDA's runtime.
 """
 
 from __future__ import annotations
