@@ -105,6 +105,21 @@ MODELS = (
         ("CLIENTS=1", "DRAWS=1", "READS=1"),
         ("NO_WAIT",),
     ),
+    Model(
+        "gated",
+        ("DRAWS=1", "READS=1"),
+        ("DRAWS=2", "READS=2"),
+        (
+            "NO_LOOK",
+            "NO_LOOK_OF_FRAMES",
+            "COPIED_UNLOCKED",
+            "NOT_FORWARDED",
+            "RECORD_IN_USE",
+            "PAST_FORGOTTEN",
+            "LOOKS_ONCE",
+            "MOVED_EARLY",
+        ),
+    ),
     Model("ring", ("FORWARD", "LAST=5", "DEATHS=0"), ("FORWARD", "LAST=6"), ("NOT_LOOKED_AT",)),
 )
 
