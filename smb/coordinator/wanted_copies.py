@@ -13,9 +13,11 @@ from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 
-# At once from one server, and to one: each is a wait for its clients, and one at a time fills a link. So few segments
-# are left with one copy at a time, too, where copies leave their server.
-FROM_ONE_MAX, TO_ONE_MAX = 2, 2
+# At once from one server, and to one: two, which fill a link, or as many as are small together. Each is a wait for its
+# clients; and where copies leave their server, little has one copy at a time.
+AT_ONCE = 2
+SMALL_BYTES = 32 << 20
+LEAST_BYTES = 1 << 20  # a segment counts as so many at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,25 @@ class Wish:
     leaving: str = ""
 
 
+class _Load:
+    """The copies that are being made, by a server that they are from or to."""
+
+    def __init__(self, copies: Iterable[tuple[str, SegmentRecord]]) -> None:
+        self._segments: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        for server, segment in copies:
+            self.add(server, segment)
+
+    def add(self, server: str, segment: SegmentRecord) -> None:
+        self._segments[server] += 1
+        self._bytes[server] += max(segment.file_bytes, LEAST_BYTES)
+
+    def allows(self, server: str, segment: SegmentRecord) -> bool:
+        """Whether one more may begin."""
+        together = self._bytes[server] + max(segment.file_bytes, LEAST_BYTES)
+        return self._segments[server] < AT_ONCE or together <= SMALL_BYTES
+
+
 def wishes(
     records: list[BufferRecord],
     pool: Pool,
@@ -44,8 +65,8 @@ def wishes(
     neither is to copy to the other. `bound`: segments that can't move.
     """
     under_way = [segment for record in records for segment in record.segments if segment.copying_to]
-    sources = Counter(segment.server for segment in under_way)
-    targets = Counter(segment.copying_to for segment in under_way)
+    sources = _Load((segment.server, segment) for segment in under_way)
+    targets = _Load((segment.copying_to, segment) for segment in under_way)
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
     found = [wish for wish in _surplus(records, pool) if not {wish.source, wish.leaving} & avoid]
     begun: set[int] = set()
@@ -58,22 +79,22 @@ def wishes(
         if (
             not pool.alive(source)
             or {source, leaving} & avoid
-            or sources[source] >= FROM_ONE_MAX
             or segment.id in begun
+            or not sources.allows(source, segment)
         ):
             continue
         names = (chosen,) if chosen else tuple(free)
         open_to = {
             name: free[name]
             for name in names
-            if name in free and targets[name] < TO_ONE_MAX and frozenset((source, name)) not in apart
+            if name in free and targets.allows(name, segment) and frozenset((source, name)) not in apart
         }
         target = place_copy(replace(pool, free_bytes=open_to), source, segment.file_bytes)
         if not target:
             continue
         begun.add(segment.id)
-        sources[source] += 1
-        targets[target] += 1
+        sources.add(source, segment)
+        targets.add(target, segment)
         free[target] -= segment.file_bytes
         found.append(Wish(record, segment, target, source, leaving))
     return found

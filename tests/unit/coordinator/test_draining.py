@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from smb import errors
+from smb.coordinator import wanted_copies
 from smb.coordinator.draining import BOUND, MIRROR, staying
 from smb.coordinator.events import (
     CopiesEnded,
@@ -27,7 +28,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.new_copies import NewCopies
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
-from smb.coordinator.wanted_copies import FROM_ONE_MAX, Wish, wishes
+from smb.coordinator.wanted_copies import AT_ONCE, Wish, wishes
 from smb.rpc import control_pb2 as pb
 from tests.support.decisions import MIB, Cluster, server
 from tests.unit.coordinator.test_replicas import roles
@@ -169,8 +170,9 @@ def test_both_leave(cluster: Cluster) -> None:
     assert (wish.leaving, wish.source, wish.target) == ("a", "c", "d")
 
 
-def test_lost_copies_go_first_and_a_few_leave_at_a_time(cluster: Cluster) -> None:
-    """So few segments have one copy."""
+def test_lost_copies_go_first_and_a_few_leave_at_a_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few segments have one copy, if they are not small."""
+    monkeypatch.setattr(wanted_copies, "SMALL_BYTES", 0)
     for number in range(6):
         cluster.create(f"v{number}", 1000, replicas=2, server_names=("a",))
     lost = replace(cluster.state.buffers["v5"], segments=(replace(segment(cluster, "v5"), backup=""),))
@@ -178,7 +180,7 @@ def test_lost_copies_go_first_and_a_few_leave_at_a_time(cluster: Cluster) -> Non
     cluster.do(ServerDrained("b"))
     found = wanted(cluster)
     assert found[0].record.name == "v5"
-    assert len([wish for wish in found if wish.source == "a"]) == FROM_ONE_MAX
+    assert len([wish for wish in found if wish.source == "a"]) == AT_ONCE
 
 
 def test_what_stays_is_named(cluster: Cluster) -> None:

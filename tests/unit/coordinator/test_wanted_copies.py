@@ -20,7 +20,7 @@ from smb.coordinator.events import (
 from smb.coordinator.messages import buffer_message
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import Copy, CopyRole
-from smb.coordinator.wanted_copies import FROM_ONE_MAX, TO_ONE_MAX, Wish, wishes, without_room
+from smb.coordinator.wanted_copies import AT_ONCE, LEAST_BYTES, SMALL_BYTES, Wish, wishes, without_room
 from tests.support.decisions import MIB, Cluster, server
 from tests.unit.coordinator.test_replicas import roles
 
@@ -78,16 +78,19 @@ def test_without_room_it_stays_degraded(cluster: Cluster) -> None:
     assert wishes([record], full) == []
 
 
-def test_a_few_are_made_at_a_time(cluster: Cluster) -> None:
-    """From one server, and to one."""
-    for number in range(12):
+@pytest.mark.parametrize(("nbytes", "most"), [(17 << 20, AT_ONCE), (8 << 20, 4), (1000, SMALL_BYTES // LEAST_BYTES)])
+def test_a_few_are_made_at_a_time(cluster: Cluster, nbytes: int, most: int) -> None:
+    """From one server, and to one: two large ones, or more that are small together; those under way count."""
+    records = []
+    for number in range(100):
         made = cluster.create(f"v{number}", 1000, replicas=2, server_names=("a",))
-        lost = replace(made, segments=tuple(replace(each, backup="") for each in made.segments))
-        cluster.state = replace(cluster.state, buffers={**cluster.state.buffers, made.name: lost})
-    found = wanted(cluster)
-    assert len(found) == FROM_ONE_MAX
-    targets = [wish.target for wish in found]
-    assert max(map(targets.count, targets)) <= TO_ONE_MAX
+        one = replace(made.segments[0], backup="", file_bytes=nbytes, copying_to="c" if number == 0 else "")
+        records.append(replace(made, segments=(one,)))
+    pool = replace(cluster.state.pool(cluster.now), free_bytes=dict.fromkeys("abc", 1 << 40))
+    found = wishes(records, pool)
+    assert len(found) == most - 1
+    targets = [wish.target for wish in found] + ["c"]
+    assert max(map(targets.count, targets)) <= most
 
 
 def test_a_copy_counts_once_its_primary_says_so(cluster: Cluster) -> None:
