@@ -35,7 +35,7 @@ def beside_bare_copies(quick: bool) -> Answer:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     elements = ELEMENTS // (4 if quick else 1)
-    rows = list(_moves(device, elements)) + list(_exchanges(device, elements))
+    rows = list(_moves(device, elements)) + list(_mapped(device, elements)) + list(_exchanges(device, elements))
     rows += list(_publishing(device, elements)) + list(_steps(device, quick))
     slower = "deltas, device"  # in float32: an exchange takes the faster one
     ratios = {
@@ -132,7 +132,7 @@ def _moves(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
     for dtype in (torch.float32, torch.bfloat16):
         tensors = _model(device, dtype, elements)
         nbytes = elements * dtype.itemsize
-        base = np.zeros(elements, np.float32)
+        base = np.full(elements, 0.5, np.float32)  # zeros would be one page of the kernel's, in the cache
         short = str(dtype).removeprefix("torch.")
         bare = {down: _seconds(functools.partial(_bare, tensors, down=down)) for down in (True, False)}
         for down, seconds in bare.items():
@@ -147,7 +147,7 @@ def _moves(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
                 made.hold(base)
             moves = _moves_of(made, base)
             for name, (move, down) in moves.items():
-                if held and down and name != "deltas, device":
+                if held and name == "pieces":
                     continue
                 seconds = _seconds(move)
                 yield {
@@ -171,31 +171,31 @@ def _moves_of(made: ModelParameters, base: Values) -> dict[str, tuple[Callable[[
 
 def _exchanges(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
     """Whole exchanges of one member, by shared memory: the engine's own work on the host counts, too."""
-    with (
-        smb.LocalCluster(servers=1, capacity=f"{32 * elements + (64 << 20)}") as cluster,
-        smb.connect(cluster.address, timeout=120) as client,
-    ):
+    capacity = f"{32 * elements + (64 << 20)}"
+    with smb.LocalCluster(servers=1, capacity=capacity) as cluster, smb.connect(cluster.address, timeout=120) as client:
         for dtype in (torch.float32, torch.bfloat16):
             for scheme in ("diloco", "easgd", "asp"):
-                parameters = {
-                    names[0]: nn.Parameter(tensor) for names, tensor in _model(device, dtype, elements).items()
-                }
-                model = nn.ParameterDict(parameters)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-                before = _allocated(device)
-                settings: dict[str, Any] = {} if scheme == "asp" else {"every": 1}
-                with smb.torch.join(model, optimizer, "run", scheme=scheme, client=client, **settings) as shared:
-                    worker = shared.worker
-                    seconds = _seconds(lambda worker=worker: worker.step(samples=1))  # type: ignore[misc]
-                    peak = _allocated(device, peak=True)
-                smb.train.delete(client, "run")
-                both = 2 * elements * dtype.itemsize
-                yield {
-                    "what": f"{str(dtype).removeprefix('torch.')}, an exchange of {scheme}",
-                    "ms": 1e3 * seconds,
-                    "gbps": both / seconds / 1e9,
-                    "memory": (peak - before) / 2**20,
-                }
+                yield _exchange(client, device, elements, dtype, scheme)
+
+
+def _exchange(
+    client: smb.Client, device: torch.device, elements: int, dtype: torch.dtype, scheme: str
+) -> dict[str, Any]:
+    tensors = _model(device, dtype, elements)
+    model = nn.ParameterDict({names[0]: nn.Parameter(tensor) for names, tensor in tensors.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings: dict[str, Any] = {} if scheme == "asp" else {"every": 1}
+    before = _allocated(device)
+    with smb.torch.join(model, optimizer, "run", scheme=scheme, client=client, **settings) as shared:
+        seconds = _seconds(lambda: shared.worker.step(samples=1))
+        peak = _allocated(device, peak=True)
+    smb.train.delete(client, "run")
+    return {
+        "what": f"{str(dtype).removeprefix('torch.')}, an exchange of {scheme}",
+        "ms": 1e3 * seconds,
+        "gbps": 2 * elements * dtype.itemsize / seconds / 1e9,
+        "memory": (peak - before) / 2**20,
+    }
 
 
 def _publishing(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
@@ -212,6 +212,28 @@ def _publishing(device: torch.device, elements: int) -> Iterator[dict[str, Any]]
         for what, call in calls.items():
             seconds = _seconds(call)
             yield {"what": f"bfloat16, {what}", "ms": 1e3 * seconds, "gbps": 2 * elements / seconds / 1e9}
+
+
+def _mapped(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
+    """Copies from and to a buffer's own memory, which is locked before."""
+    capacity = f"{4 * elements + (64 << 20)}"
+    there = torch.randn(elements, device=device)
+    with (
+        smb.LocalCluster(servers=1, capacity=capacity) as cluster,
+        smb.connect(cluster.address) as client,
+        smb.torch.mapped(client.create("mapped", elements)) as memory,
+    ):
+        copies: dict[str, Callable[[], object]] = {
+            "down, to": lambda: memory.copy_(there, non_blocking=True),
+            "up, from": lambda: there.copy_(memory, non_blocking=True),
+        }
+        for what, copy in copies.items():
+            seconds = _seconds(copy)
+            yield {
+                "what": f"float32, {what} a buffer's own memory",
+                "ms": 1e3 * seconds,
+                "gbps": 4 * elements / seconds / 1e9,
+            }
 
 
 class Language(nn.Module):

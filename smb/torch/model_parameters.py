@@ -145,8 +145,11 @@ class ModelParameters(Parameters):
         for on_device in (False, True) * 2:
             for turn in range(2):
                 self._staging.wait(turn)
+            deltas = self._deltas(base, on_device=on_device)
+            if len(self._plan) > 1:
+                next(deltas)  # it begins two, each later one begins one
             started = time.perf_counter()
-            next(self._deltas(base, on_device=on_device), None)
+            next(deltas, None)
             seconds.append(time.perf_counter() - started)
         return seconds[3] < seconds[2]
 
@@ -229,8 +232,7 @@ class ModelParameters(Parameters):
 
         def fetch(turn: int) -> None:
             found = []
-            if base is not None:
-                self._staging.wait(turn)  # a room that is written to; a walk before this one may have ended early
+            self._staging.wait(turn)  # what was done before this walk may still copy from the room, on another device
             for part in plan[turn].parts:
                 residual = self._residuals.get(part.entry) if residuals else None
                 before = None if base is None else base[plan[turn].here][part.here]
@@ -272,10 +274,29 @@ class ModelParameters(Parameters):
 
     def _put(self, plan: Sequence[Piece], vector: torch.Tensor, change: _Change) -> None:
         """Change the parameters by a float32 vector, piece by piece, each on its own device."""
-        staging, flat = self._staging, _Flat(self.entries)
+        staging = self._staging
         straight = vector.data_ptr() in self._locked
         last = {part.entry: part for piece in plan for part in piece.parts}
+        for number in last:
+            self._residual(number)  # made before `begin`, which orders what follows behind it
         staging.begin(self._devices)
+        try:
+            self._put_pieces(plan, vector, change, last, straight)
+        finally:
+            staging.end(self._devices)
+            if straight:  # the caller may change it as soon as this returns
+                for turn in range(2):
+                    staging.wait(turn)
+
+    def _put_pieces(
+        self,
+        plan: Sequence[Piece],
+        vector: torch.Tensor,
+        change: _Change,
+        last: Mapping[int, _Part],
+        straight: bool,
+    ) -> None:
+        staging, flat = self._staging, _Flat(self.entries)
         for turn, piece in enumerate(plan):
             staging.wait(turn)
             for part in piece.parts:
@@ -296,10 +317,6 @@ class ModelParameters(Parameters):
                 with staging.on(tensor.device, turn):
                     change(flat.part(part), room if narrow else room.to(tensor.device, non_blocking=True), rest)
                     flat.changed(part, ends=ends)
-        staging.end(self._devices)
-        if straight:  # the caller may change it as soon as this returns
-            for turn in range(2):
-                staging.wait(turn)
 
     def _residual(self, entry: int) -> torch.Tensor | None:
         tensor = self.entries[entry].tensor

@@ -47,10 +47,13 @@ class Staging:
         stream = self._stream(device)
         if stream is None:
             yield
+            torch.accelerator.synchronize(device)
             return
-        with stream:
-            yield
-        self._done[turn % 2].setdefault(device, torch.Event(device)).record(stream)
+        try:
+            with stream:
+                yield
+        finally:  # what was begun before an error may still be under way
+            self._done[turn % 2].setdefault(device, torch.Event(device)).record(stream)
 
     def wait(self, turn: int) -> None:
         """Wait until the room's copies are done."""

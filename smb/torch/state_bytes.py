@@ -25,14 +25,16 @@ class _Memory:
     """Bytes that a state, or a part of one, stays in."""
 
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
-    _held = False
+    _times = 0  # that it went to a device, or came from one
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have CUDA copy from and to it by itself, if one of these tensors is on a GPU: see page_lock.py."""
-        if self._held or not any(tensor.is_cuda for tensor in tensors):
+        """Have CUDA copy from and to it by itself (page_lock.py) where it is for tensors on a device the second time:
+        to lock it takes longer than one copy.
+        """
+        if self._times > 1 or all(tensor.device.type == "cpu" for tensor in tensors):
             return
-        self._held = True
-        unlock = page_lock(self.bytes)
+        self._times += 1
+        unlock = page_lock(self.bytes) if self._times > 1 else None
         if unlock is not None:
             weakref.finalize(self.bytes, unlock)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.torch import model_parameters, staging
+from smb.torch import model_parameters, page_lock, staging, state_bytes
 from smb.torch import overlap as overlap_of
 from smb.train import parameters
 from tests.support import devices
@@ -44,6 +45,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of a small model: tensors end and begin in the middle of them."""
     for module in (parameters, model_parameters, staging):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 48)
+    monkeypatch.setattr(model_parameters, "_BLOCK", 16)
     copies.clear()
 
 
@@ -146,10 +148,9 @@ def test_memory_that_is_locked_is_copied_from_as_it_is(
     """Equal to the bit: nobody changes it while a copy from it is under way. In the end it is let go of."""
     here = train(client, "here", "cpu", torch.float32, scheme, 1)
     locked: list[int] = []
-    page_lock = model_parameters.page_lock
 
     def lock(memory: Any) -> Callable[[], None]:
-        unlock = page_lock(memory)  # None without CUDA
+        unlock = page_lock.page_lock(memory)  # None without CUDA
         assert (unlock is None) == devices.ON_HOST
         locked.append(memory.ctypes.data)
 
@@ -185,6 +186,7 @@ def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.Monk
     for _ in range(2):
         assert [begin for begin, _ in made.deltas(np.ones(made.size, np.float32))] == [0, 48, 96]
         assert made._on_device
+    assert now[0] == 2 * 2 * 3.0 + 2 * 3  # two pieces by each way, twice; then all of them, twice
 
 
 @FAKE
@@ -283,8 +285,16 @@ def test_exchanges_behind_the_passes(
     assert bool(copies) == devices.ON_HOST
 
 
-def test_publishing_from_a_device_and_to_one(client: smb.Client) -> None:
-    """Each generation is what the model was when it was published, to the bit, whatever is done to it meanwhile."""
+def test_publishing_from_a_device_and_to_one(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each generation is what the model was when it was published, to the bit, whatever is done to it meanwhile. Memory
+    that is copied from or to a second time is locked then."""
+    locked: list[int] = []
+
+    def lock(memory: Any) -> Any:
+        locked.append(memory.ctypes.data)
+        return page_lock.page_lock(memory)
+
+    monkeypatch.setattr(state_bytes, "page_lock", lock)
     model, theirs = network(torch.bfloat16, DEVICE), network(torch.bfloat16, DEVICE)
     publisher = smb.torch.Publisher(client, "policy", model)
     follower = smb.torch.follow(client, "policy")
@@ -303,3 +313,89 @@ def test_publishing_from_a_device_and_to_one(client: smb.Client) -> None:
             for name, tensor in theirs.state_dict().items():
                 assert torch.equal(tensor.cpu(), published[name])
                 tensor.zero_()
+        assert len(set(locked)) == len(locked) == (2 if number else 0)
+    other = smb.torch.Publisher(client, "on-the-host", network(torch.float32, "cpu"))
+    assert [other.publish() for _ in range(3)] == [1, 2, 3]
+    assert len(locked) == 2
+
+
+def test_a_buffers_memory_and_a_device(client: smb.Client) -> None:
+    """What is copied there without waiting is there when the block has ended; locked twice is locked by the first."""
+    buffer = client.create("memory", 1000)
+    values = torch.arange(1000, dtype=torch.float32).to(DEVICE)
+    with smb.torch.mapped(buffer) as memory:
+        with smb.torch.mapped(buffer) as again:
+            again.copy_(values, non_blocking=True)
+        assert np.array_equal(buffer.read(), np.arange(1000))
+        back = memory.to(DEVICE, non_blocking=True)
+    assert torch.equal(back.cpu(), values.cpu())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_deltas_at_the_ends_of_a_type(dtype: torch.dtype) -> None:
+    """Infinite, too large for the type, denormal, and halfway between two: on the device as on the host, to the bit."""
+    most = float(np.finfo(np.float32).max)
+    some = [
+        0.0,
+        -0.0,
+        1.0,
+        most,
+        -most,
+        torch.inf,
+        65520.0,
+        65519.0,
+        2.0**-24,
+        2.0**-25,
+        3 * 2.0**-25,
+        1e-40,
+        1.00390625,
+    ]
+    values, base = (
+        torch.tensor(each, dtype=torch.float32) for each in zip(*itertools.product(some, some), strict=True)
+    )
+    made = model_parameters.ModelParameters({("weight",): values.to(dtype).to(DEVICE)})
+    found = []
+    for on_device in (False, True):
+        whole = np.empty(made.size, np.float32)
+        room = np.zeros(made.size, np.float32)
+        room[: len(base)] = base
+        for begin, piece in made._deltas(room, on_device=on_device):
+            whole[begin : begin + piece.size] = piece
+        found.append(whole)
+    assert not np.isnan(found[0]).all()
+    finite = ~np.isnan(found[0])  # NaNs are not alike on all processors, and guards refuse them
+    assert np.array_equal(finite, ~np.isnan(found[1]))
+    assert np.array_equal(found[0][finite].view(np.uint32), found[1][finite].view(np.uint32))
+
+
+def test_what_a_walk_and_a_change_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A room is filled once what was done before with it has ended, on whatever device; what rounding leaves out has
+    its memory before copies are ordered behind the device's work."""
+    made = model_parameters.ModelParameters({("weight",): torch.ones(200, dtype=torch.bfloat16).to(DEVICE)})
+    made.keep_exact()
+    told: list[tuple[str, int]] = []
+    real = staging.Staging
+
+    class Told(real):  # type: ignore[misc,valid-type]
+        def room(self, turn: int, *rest: Any) -> torch.Tensor:
+            told.append(("room", turn % 2))
+            return real.room(self, turn, *rest)
+
+        def wait(self, turn: int) -> None:
+            told.append(("wait", turn % 2))
+            real.wait(self, turn)
+
+        def begin(self, devices: Any) -> None:
+            told.append(("begin", len(made._residuals)))
+            real.begin(self, devices)
+
+    made._staging.__class__ = Told
+    base = np.ones(made.size, np.float32)
+    for walk in (lambda: list(made.pieces()), lambda: list(made.deltas(base)), lambda: made.subtract(base)):
+        told.clear()
+        walk()
+        for index, event in enumerate(told):
+            if event[0] == "room" and event != told[index - 1]:  # a second time for the same part, maybe
+                before = [what for what, turn in told[:index] if turn == event[1] and what != "begin"]
+                assert before[-1:] == ["wait"]
+    assert ("begin", 1) in told

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,24 @@ class Runtime:
 
 
 def _cuda(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.asked.append("synchronize"))
+    """Two GPUs, of which this process uses the second one."""
+
+    @contextlib.contextmanager
+    def device(number: int) -> Iterator[None]:
+        assert number == 1
+        yield
+
+    for name, stand_in in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "memory_reserved": lambda number: number << 20,
+        "current_device": lambda: 0,
+        "device": device,
+        "cudart": lambda: runtime,
+        "synchronize": lambda number: runtime.asked.append(f"synchronize {number}"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
 
 
 def test_a_buffers_memory_is_locked_while_the_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,11 +64,23 @@ def test_a_buffers_memory_is_locked_while_the_block_runs(monkeypatch: pytest.Mon
             ((_, address, nbytes, flags),) = runtime.asked
             assert (address, nbytes, flags) == (memory.data_ptr(), 12_000, 0)
             memory.copy_(torch.full((3, 1000), 2.0))
-        assert runtime.asked[1:] == ["synchronize", ("unregister", address)]
+        assert runtime.asked[1:] == ["synchronize 1", ("unregister", address)]
         assert (buffer.read() == 2).all()
         with pytest.raises(ZeroDivisionError), smb.torch.mapped(buffer):
             raise ZeroDivisionError
-        assert [each[0] for each in runtime.asked[3:] if each != "synchronize"] == ["register", "unregister"]
+        assert [each[0] for each in runtime.asked[3:] if each != "synchronize 1"] == ["register", "unregister"]
+
+
+def test_copies_are_waited_for_where_another_block_has_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to lock memory a second time; copies from and to it go on beside the host all the same."""
+    runtime = Runtime(failure=712)
+    with smb.LocalCluster(servers=1, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
+        buffer = client.create("b", 1000)
+        _cuda(monkeypatch, runtime)
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+        with smb.torch.mapped(buffer):
+            pass
+    assert runtime.asked[1:] == ["synchronize 1"]
 
 
 def test_what_cuda_refuses_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,17 +94,19 @@ def test_what_cuda_refuses_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert runtime.asked == [("register", memory.ctypes.data, 80, 0), "a launch that takes the error"]
 
 
-def test_a_states_memory_is_locked_once_it_goes_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_states_memory_is_locked_once_it_goes_to_a_gpu_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for tensors of the host's; once, and for as long as anything of the memory is in use."""
     runtime = Runtime()
     with smb.LocalCluster(servers=1, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
         state = StateBytes(client.create("b", tensors={"weight": ((100,), "float32")}))
         _cuda(monkeypatch, runtime)
-        address, there = state.bytes.ctypes.data, [SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)]
-        state.take({"weight": torch.ones(100)})
+        address, there = state.bytes.ctypes.data, [torch.ones(1), torch.ones(1, device="meta")]
+        for _ in range(3):
+            state.take({"weight": torch.ones(100)})
+        state.hold(there)
         assert not runtime.asked
         for _ in range(2):
-            state.hold(there)  # type: ignore[arg-type]
+            state.hold(there)
         assert runtime.asked == [("register", address, 400, 0)]
         kept = state.tensors["weight"]
         del state
