@@ -320,7 +320,7 @@ def test_publishing_from_a_device_and_to_one(client: smb.Client, monkeypatch: py
 
 
 def test_a_buffers_memory_and_a_device(client: smb.Client) -> None:
-    """A copy that nobody waits for has been made when the block ends, also where another block has locked the memory."""
+    """A copy that nobody waits for is made when the block ends, also where another block has locked the memory."""
     buffer = client.create("memory", 1000)
     values = torch.arange(1000, dtype=torch.float32).to(DEVICE)
     with smb.torch.mapped(buffer) as memory:
