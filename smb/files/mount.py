@@ -384,7 +384,7 @@ def serve(
             raw_fi=True,
             foreground=True,
             nothreads=False,
-            fsname=f"softmem:{client.address}",
+            fsname=f"softmem:{client.address}".replace(",", r"\,"),  # behind a bare comma comes another option
             subtype="smb",
             default_permissions=True,
             allow_other=allow_other,

@@ -17,7 +17,8 @@ parser.add_argument("--seed", type=int, default=None)
 parser.add_argument("--etcd", action="store_true", help="the coordinators' state in etcd, and two of them")
 given = parser.parse_args()
 seed = given.seed if given.seed is not None else secrets.randbits(32)
-print(f"seed {seed}: repeat with python -m tests.soak --minutes {given.minutes:g} --seed {seed}", flush=True)
+again = f"python -m tests.soak --minutes {given.minutes:g} --seed {seed}{' --etcd' if given.etcd else ''}"
+print(f"seed {seed}: repeat with {again}", flush=True)
 directory = Path(tempfile.mkdtemp(prefix="smb-soak-"))
 try:
     soak.soak(directory, given.minutes * 60, seed, etcd=given.etcd)

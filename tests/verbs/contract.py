@@ -123,6 +123,7 @@ LEFT_OUT = {
     "regressions/test_many_that_wait_for_a_leader.py": "is about the coordinator",
     "regressions/test_lying_health.py": "is about the coordinator",
     "regressions/test_memory_limit.py": "is about the control plane",
+    "regressions/test_mount_with_several_coordinators.py": "is about libfuse's options",
     "regressions/test_outcomes.py": _ELSEWHERE,
     "regressions/test_overlapping_views.py": "is about shared memory",
     "regressions/test_deferred_once.py": "is about shared memory",
