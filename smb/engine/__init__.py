@@ -7,7 +7,18 @@ alive.
 
 from __future__ import annotations
 
-from smb._direct import Place, Switch, take_interrupt
+from pathlib import Path
+
+try:
+    from smb._direct import Place, Switch, take_interrupt
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}: the compiled engine is not in {Path(__file__).parents[1]}. If this is a checkout of the project, "
+        f"and the package is installed elsewhere, start Python in another folder; or install the checkout where it "
+        f"is: pip install -e .",
+        name=error.name,
+    ) from None
+
 from smb.engine.arithmetic import (
     DELTA_PART_MAX,
     check_isa,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,16 @@ import smb
 import smb.train
 from smb.torch.shared_model import Shared, join
 
+_log = logging.getLogger("smb.train")
+
 
 class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Joins when training begins, and leaves with the shared model when it ends.
 
-    name, scheme and options are smb.torch.join's. The learning-rate schedule goes on where the group is, unless
-    schedule=False. `on_exchange` is called after each exchange (Shared.on_exchange). `shared` is what join returned. If
-    train() ends by an exception, the Trainer calls no callback: call close(). The Trainer's processes (DDP, FSDP2) are
-    one member, as with mesh=.
+    name, scheme and options are smb.torch.join's. The learning-rate schedule goes on where the group is, and training
+    ends when the group has done max_steps; with schedule=False all steps are this run's. `on_exchange` is called after
+    each exchange (Shared.on_exchange). `shared` is what join returned. If train() ends by an exception, the Trainer
+    calls no callback: call close(). The Trainer's processes (DDP, FSDP2) are one member, as with mesh=.
     """
 
     shared: Shared | None = None
@@ -42,10 +45,12 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._schedule = schedule
         self._on_exchange = on_exchange
         self._options = options
+        self._before = 0  # steps that the group had done when we joined, where the schedule goes on there
 
     def on_train_begin(
         self,
         args: Any,
+        state: Any,
         *_: Any,
         model: torch.nn.Module | None = None,
         optimizer: Any = None,
@@ -64,8 +69,23 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.shared = join(model, optimizer, self._name, scheme=self._scheme, **options)
         if self._on_exchange is not None:
             self.shared.on_exchange(self._on_exchange)
+        self._before = 0
         if self._schedule and lr_scheduler is not None:
             self.shared.catch_up(lr_scheduler)
+            self._before = self.shared._steps_so_far()
+            if self._before >= state.max_steps:
+                _log.warning(
+                    "training %r has done %d steps, and this run's schedule ends at %d (max_steps): it ends after one "
+                    "step. Ask for more, take another name, or let the schedule begin anew: schedule=False",
+                    self._name,
+                    self._before,
+                    state.max_steps,
+                )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 - Trainer's names
+        """End where the schedule does."""
+        if self.shared is not None and self._before + state.global_step >= state.max_steps:
+            control.should_training_stop = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Leave; the model is the shared one."""

@@ -8,17 +8,19 @@ by it, and then the member is gone.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import smb.train
 from smb.errors import Error, InvalidArgumentError, NotFoundError, UnavailableError
 from smb.torch.model_tensors import Check, Parts, Statistics, parts_of
-from smb.torch.ranks import Ranks
+from smb.torch.ranks import Ranks, keeps_alike
 from smb.torch.shards import ShardParameters
 from smb.torch.shared_model import Shared, values_of
 from smb.train import group as groups
@@ -32,12 +34,13 @@ from smb.train.parameters import Together, Values
 from smb.train.progress import Progress, progress_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from smb.buffer import Buffer
     from smb.client import Client
     from smb.lock import Lock
     from smb.train.group import Group
+
+
+_log = logging.getLogger("smb.train")
 
 
 class MeshParameters(Together):
@@ -368,6 +371,11 @@ class MeshShared(Shared):
         options: dict[str, Any],
         mesh: DeviceMesh,
     ) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise InvalidArgumentError(
+                f"smb.torch.join of {name!r}: mesh={mesh!r} is no DeviceMesh; make one: "
+                f'torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,))'
+            )
         self._ranks = Ranks(mesh)
         self._parted = False  # by all ranks together
         self._samples_left: list[int | None] = []  # samples of each step that the worker has not counted yet
@@ -379,6 +387,14 @@ class MeshShared(Shared):
             self._mesh = MeshParameters(client, self._ranks, self._shards, Statistics(parts.statistics))
             self._shards.verify = Check(model, optimizer, self._shards.given, parts.frozen)
         self._shards.meet(self._ranks)
+        if self._ranks.speaks and self._ranks.count > 1 and not _steps_alike(model, mesh):
+            _log.warning(
+                "training %r: mesh= has %d ranks, and the model is neither sharded nor in DistributedDataParallel. If "
+                "nothing else averages its gradients the ranks train apart, and only rank 0's steps count: wrap it, or "
+                "have each process join by itself, without mesh=",
+                name,
+                self._ranks.count,
+            )
         try:
             super().__init__(model, optimizer, name, scheme, settings, client, samples, options)
         except BaseException:
@@ -538,6 +554,15 @@ class MeshShared(Shared):
             self._open = False
             self._hook.remove()
             last.push(self._owned)
+
+
+def _steps_alike(model: torch.nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether it can be seen that the ranks' steps are one step."""
+    return (
+        keeps_alike(mesh)
+        or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        or any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in model.modules())
+    )
 
 
 def _part_of(batch: torch.Tensor, share: int, shares: int) -> torch.Tensor:

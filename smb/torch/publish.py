@@ -412,6 +412,11 @@ class Follower:
             )
         if self._about["part"]:
             here = {name: tensor for name, tensor in here.items() if name in tensors}
+        if meta := [name for name, tensor in here.items() if tensor.is_meta]:
+            raise InvalidArgumentError(
+                f"{asked}: {meta[0]!r} of the model is on the meta device, which holds no values: give it memory first "
+                f"(model.to_empty(device=...))"
+            )
         _check_same(
             asked,
             {name: local_of(tensor).shape for name, tensor in here.items()},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import pickle
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,7 +24,17 @@ def world() -> DeviceMesh | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     accelerator = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
-    return DeviceMesh("cpu" if accelerator is None else accelerator.type, torch.arange(dist.get_world_size()))
+    mesh = DeviceMesh("cpu" if accelerator is None else accelerator.type, torch.arange(dist.get_world_size()))
+    _of_frameworks.add(mesh)
+    return mesh
+
+
+_of_frameworks: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
+def keeps_alike(mesh: DeviceMesh) -> bool:
+    """Whether a framework that has several processes sees to it that these step alike: it wraps the model itself."""
+    return mesh in _of_frameworks
 
 
 _Key: TypeAlias = "tuple[str, tuple[int, ...]]"

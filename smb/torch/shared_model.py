@@ -28,7 +28,7 @@ import contextlib
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
@@ -253,6 +253,7 @@ class Shared:
         if self._overlap is not None:
             self._overlap.attach(self.worker, lambda: self.samples)
         self.worker.announce()
+        _say_idle(name, self._trained.entries)
 
     @property
     def scheme(self) -> smb.train.Scheme:
@@ -609,6 +610,19 @@ def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:
             f"join of training {buffer.name!r}: it has another model: {'; '.join(differences[:3])}"
             + (f", and {len(differences) - 3} more" if len(differences) > 3 else "")
             + f". Nothing was changed. Take another name, or fresh=True: it deletes {buffer.name!r} if nobody trains it"
+        )
+
+
+def _say_idle(name: str, entries: Sequence[Entry]) -> None:
+    """Say it where the optimizer has parameters that don't train."""
+    idle = sum(entry.count for entry in entries if not entry.tensor.requires_grad)
+    if idle:
+        _log.warning(
+            "training %r shares %d values, and %d of them require no gradients: they are shared since the optimizer "
+            "has them. Give it the others alone, and these cost nothing",
+            name,
+            sum(entry.count for entry in entries),
+            idle,
         )
 
 

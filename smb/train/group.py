@@ -367,7 +367,7 @@ def enter(
             settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
             group = _made(client, name, parameters, settings, placement, setup)
         else:
-            _compare(group, scheme, guards, lease, replicas)
+            _compare(group, scheme, guards, lease, replicas, placement.get("wire"))
         if group.weights.size != parameters.size:
             raise InvalidArgumentError(
                 f"join of group {name!r}: {parameters.size} values, and the shared model has {group.weights.size}"
@@ -529,7 +529,12 @@ def _delete(client: Client, name: str, others: Iterable[str] = ()) -> None:
 
 
 def _compare(
-    group: Group, scheme: Scheme | None, guards: Guards | None, lease: float | None, replicas: int | None
+    group: Group,
+    scheme: Scheme | None,
+    guards: Guards | None,
+    lease: float | None,
+    replicas: int | None,
+    wire: str | None,
 ) -> None:
     """Raise InvalidArgumentError if a joiner wants other settings than the group has."""
     wanted: dict[str, Json] = {}
@@ -541,8 +546,10 @@ def _compare(
         wanted["lease"] = float(lease)
     if replicas is not None:
         wanted["replicas"] = replicas
+    if wire is not None:
+        wanted["wire"] = wire
     has: dict[str, Json] = {"scheme": group.scheme.NAME, "lease": group.lease}
-    has["replicas"] = group.weights.info.replicas
+    has |= {"replicas": group.weights.info.replicas, "wire": group.weights.wire}
     has |= {f"{group.scheme.NAME}.{key}": value for key, value in group.scheme.settings().items()}
     has |= {f"guards.{key}": value for key, value in group.guards.settings().items()}
     if wanted.get("scheme", has["scheme"]) != has["scheme"]:
@@ -551,5 +558,5 @@ def _compare(
     if differing:
         raise InvalidArgumentError(
             f"join of group {group.name!r}: it runs with other settings: {'; '.join(differing)}; "
-            f"leave scheme=, guards=, lease= or replicas= out to adopt the group's"
+            f"leave these settings out to adopt the group's, or take another name"
         )

@@ -1,5 +1,5 @@
-"""A mount with several coordinators could not be made: libfuse was told their addresses, and took what is behind a comma
-for an option."""
+"""A mount with several coordinators could not be made: libfuse was told their addresses, and took what is behind a
+comma for an option."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from pathlib import Path
@@ -60,6 +61,10 @@ class Rank:
         self._mesh = DeviceMesh.from_group(dist.group.WORLD, DEVICE, mesh_dim_names=("data",))
         self._client = smb.connect(address)
         self._rank = rank
+        self._warnings: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("smb").addHandler(handler)
         self._shared: Any = None
         self._grid: Any = None
 
@@ -163,13 +168,18 @@ class Rank:
         found = {key: _whole(value).cpu().numpy().copy() for key, value in model.state_dict().items()}
         return loaded, follower.received_bytes, found, local
 
+    def warnings(self) -> list[str]:
+        """Return what was warned of so far."""
+        return self._warnings
+
     def join(self, member: int = 0, kind: str = "fsdp", lr: float = 0.1, norm: bool = False, **options: Any) -> str:
         """Make a model and join. `kind`: "fsdp", "ddp"; "columns": tensor parallel, whose shards do not follow each
-        other in memory; or "grid": that along one dimension of a mesh, and FSDP2 along the other."""
+        other in memory; "grid": that along one dimension of a mesh, and FSDP2 along the other; "one tensor": DDP of a
+        model that has one; or "alone": a model that nothing keeps alike."""
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        model: nn.Module = network().to(DEVICE)
+        model: nn.Module = (nn.Linear(6, 1, bias=False) if kind == "one tensor" else network()).to(DEVICE)
         if norm:
             model.append(nn.BatchNorm1d(1).to(DEVICE))  # type: ignore[operator]
         if kind == "columns":
@@ -178,7 +188,7 @@ class Rank:
             fully_shard(model, mesh=self._mesh)
         elif kind == "grid":
             self._shard_on_grid(model)
-        else:
+        elif kind != "alone":
             model = nn.parallel.DistributedDataParallel(model)
         self._model, self._member, self._done = model, member, 0
         self._optimizer = torch.optim.SGD(model.parameters(), lr=lr)

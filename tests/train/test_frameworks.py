@@ -70,7 +70,9 @@ def arguments(transformers: Any, path: Path, **options: Any) -> Any:
     ],
     ids=["plain", "accumulation-and-clipping", "bf16-and-checkpointing", "adafactor"],
 )
-def test_trainer(transformers: Any, connect: Connect, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_trainer(
+    transformers: Any, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
     """The Trainer trains with the group: exchanges by steps of the optimizer, events, and the shared model at the end;
     a later one's schedule goes on where the group is."""
     from smb.torch import hf
@@ -103,7 +105,19 @@ def test_trainer(transformers: Any, connect: Connect, tmp_path: Path, options: d
         train_dataset=Text(), callbacks=[hf.Callback("run", client=client), Rates()],
     )  # fmt: skip
     later.train()
-    assert rates[0] == pytest.approx(1e-2 * (10 - 8) / 10)
+    assert rates == pytest.approx([1e-2 * (10 - 8) / 10, 1e-2 * (10 - 9) / 10])  # it ends where the schedule does
+    assert smb.train.status(client, "run").round == 2
+    for schedule in (True, False):
+        caplog.clear()
+        rates.clear()
+        again = transformers.Trainer(
+            language_model(transformers, 1), arguments(transformers, tmp_path, max_steps=8, optim="sgd"),
+            train_dataset=Text(), callbacks=[hf.Callback("run", client=client, schedule=schedule), Rates()],
+        )  # fmt: skip
+        again.train()
+        assert ("'run' has done 8 steps, and this run's schedule ends at 8" in caplog.text) == schedule
+        assert rates[0] == (0 if schedule else 1e-2)
+        assert len(rates) == (1 if schedule else 8)
 
 
 def test_a_trainer_whose_join_fails(transformers: Any, connect: Connect, tmp_path: Path) -> None:

@@ -85,9 +85,12 @@ def test_settings_differ(client: smb.Client) -> None:
             smb.train.join(client, "run", _ones(), Plain(every=3))
         with pytest.raises(smb.InvalidArgumentError, match=r"norm_max is 5.0, not None"):
             smb.train.join(client, "run", _ones(), guards=smb.train.Guards())
+        with pytest.raises(smb.InvalidArgumentError, match="wire is 'exact', not 'int8'; leave these settings out"):
+            smb.train.join(client, "run", _ones(), wire="int8")
         with pytest.raises(smb.InvalidArgumentError, match="100"):
             smb.train.join(client, "run", _ones(99))
         smb.train.join(client, "run", _ones(), Plain(every=2), guards=smb.train.Guards(norm_max=5.0)).close()
+        smb.train.join(client, "run", _ones(), wire="exact").close()
 
 
 def test_what_cannot_join(client: smb.Client) -> None:

@@ -187,6 +187,29 @@ def test_state_and_batches(meshes: list[Mesh], connect: Any) -> None:
     mesh.ask("close")
 
 
+@pytest.mark.parametrize("scheme", ["bsp", "asp", "easgd"])
+def test_a_rank_without_a_tensor_of_its_own(meshes: list[Mesh], connect: Any, scheme: str) -> None:
+    """DDP of a model with one tensor on two ranks: the second one sends nothing, and steps as the first one does."""
+    mesh, client = meshes[0], connect()
+    assert mesh.ask("join", 0, "one tensor", scheme=scheme) == ["joined", "joined"]
+    before = smb.torch.shared_state_dict(client, "run")["weight"]
+    assert mesh.ask("step", 30) == [30, 30]
+    first, second = mesh.ask("values")
+    assert np.array_equal(first[0], second[0])
+    mesh.ask("close")
+    assert not np.allclose(smb.torch.shared_state_dict(client, "run")["weight"], before)
+    assert not [said for each in mesh.ask("warnings") for said in each if "train apart" in said]
+
+
+def test_ranks_that_nothing_keeps_alike(meshes: list[Mesh], connect: Any) -> None:
+    """The first rank says that the others' steps would be lost."""
+    assert meshes[1].ask("join", 0, "alone", scheme="bsp") == ["joined", "joined"]
+    meshes[1].ask("close")
+    first, second = meshes[1].ask("warnings")
+    assert [said for said in first if "mesh= has 2 ranks, and the model is neither sharded nor in" in said]
+    assert not [said for said in second if "neither sharded" in said]
+
+
 def test_running_statistics(meshes: list[Mesh], connect: Any) -> None:
     """They are the mean over the ranks and members, and every rank has them in the end."""
     mesh, client = meshes[0], connect()

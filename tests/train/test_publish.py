@@ -126,6 +126,9 @@ def test_what_is_not_the_published_state_is_refused(client: smb.Client) -> None:
     with pytest.raises(smb.InvalidArgumentError, match=r"load 'w': .*differ"):
         smb.torch.follow(client, "w").load(model)
     assert equal(model.state_dict(), before)
+    smb.torch.publish(client, "net", network())
+    with pytest.raises(smb.InvalidArgumentError, match=r"load 'net': '0.weight' .* on the meta device.*to_empty"):
+        smb.torch.follow(client, "net").load(network().to("meta"))
     client.create("plain", 3)
     client.create("single", tensors={"a": (3, "float32")})
     client.create("nameless", 3, versions=2)

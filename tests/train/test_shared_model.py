@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -282,6 +282,21 @@ def test_frozen_parameters_cost_nothing_and_must_be_the_same(connect: Connect) -
         models[0][0].weight.requires_grad_(False)
 
 
+def test_what_the_optimizer_has_is_shared_though_it_does_not_train(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may train later. It is said, as it costs as much as what trains."""
+    model = network(1)
+    model[0].requires_grad_(False)
+    frozen = sum(parameter.numel() for parameter in model[0].parameters())
+    shared = sum(parameter.numel() for parameter in model.parameters())
+    for optimizer, said in ((sgd(model), True), (sgd(model[3]), False)):
+        caplog.clear()
+        smb.torch.join(model, optimizer, f"run-{said}", scheme=Adding(), client=connect()).close()
+        assert (f"shares {shared} values, and {frozen} of them require no gradients" in caplog.text) == said
+        model[1].requires_grad_(False)
+
+
 def test_a_new_group_has_nothing_of_a_former_one(connect: Connect) -> None:
     """Where only the weights of a group were deleted, the next one of that name begins with its own statistics."""
     client = connect()
@@ -391,9 +406,7 @@ def test_settings_left_out_are_the_groups(connect: Connect) -> None:
     with smb.torch.join(model, sgd(model), "run", scheme="diloco", every=10, outer_lr=0.5, client=client):
         with smb.torch.join(other, sgd(other), "run", scheme="diloco", outer_lr=0.5, client=client) as shared:
             assert shared.scheme == smb.train.DiLoCo(every=10, outer_lr=0.5)
-        with pytest.raises(
-            smb.InvalidArgumentError, match=r"outer_lr is 0.5, not 0.7; leave scheme=, guards=, lease= or replicas="
-        ):
+        with pytest.raises(smb.InvalidArgumentError, match=r"outer_lr is 0.5, not 0.7; leave these settings out"):
             smb.torch.join(other, sgd(other), "run", scheme="diloco", outer_lr=0.7, client=client)
         with pytest.raises(smb.InvalidArgumentError, match=r"scheme is 'diloco', not 'bsp'"):
             smb.torch.join(other, sgd(other), "run", scheme="bsp", client=client)
@@ -418,6 +431,14 @@ def test_model_and_optimizer_swapped(connect: Connect) -> None:
     model = network()
     with pytest.raises(smb.InvalidArgumentError, match="first the model, then the optimizer, not SGD and Sequential"):
         smb.torch.join(sgd(model), model, "run", scheme=Adding(), client=connect())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mesh", ["cuda", 3, [0]])
+def test_what_is_no_mesh(connect: Connect, mesh: Any) -> None:
+    """It ended in AttributeError."""
+    model = network()
+    with pytest.raises(smb.InvalidArgumentError, match=r"join of 'run': mesh=.* is no DeviceMesh; make one: torch"):
+        smb.torch.join(model, sgd(model), "run", scheme=Adding(), mesh=mesh, client=connect())
 
 
 def test_no_room_for_the_state(connect: Connect) -> None:

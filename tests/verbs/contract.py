@@ -100,6 +100,7 @@ LEFT_OUT = {
     "regressions/test_who_leads_is_told_at_the_end.py": "is about the coordinator",
     "regressions/test_async_order.py": _ELSEWHERE,
     "regressions/test_call_inside_a_call.py": _ELSEWHERE,
+    "regressions/test_checkout_beside_an_installation.py": "is about imports",
     "regressions/test_close_beside_stopped_daemons.py": "tests/verbs/test_closing.py has it",
     "regressions/test_close_while_reconnecting.py": "tests/verbs/test_closing.py has it",
     "regressions/test_dead_attaching_link.py": "is about shared memory",

@@ -61,7 +61,7 @@ class Snapshot:
                 for part, there in self._parameters.parts(piece, begin):
                     found.add(part)
                     sent.append((part, there))
-                if piece.size == inbox.size == sent[0][0].size:
+                if sent and piece.size == inbox.size == sent[0][0].size:
                     inbox.write(piece)
                     break
                 under_way.append(self._parameters.write(inbox, piece, begin))
