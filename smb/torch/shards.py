@@ -138,7 +138,7 @@ class ShardParameters(ModelParameters):
         """Write them, exact."""
         for begin, piece in self.pieces():
             if not np.isfinite(piece).all():
-                raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")
+                raise InvalidArgumentError(f"join of training {weights.name!r}: the first values are not finite")
             for part, there in self.parts(piece, begin):
                 weights.write(part, there, wire="exact")
 

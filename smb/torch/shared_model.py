@@ -529,7 +529,7 @@ class Shared:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise InvalidArgumentError(f"the model has left group {self._name!r}; smb.torch.join it again")
+            raise InvalidArgumentError(f"the model has left training {self._name!r}; smb.torch.join it again")
 
 
 def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
@@ -631,7 +631,7 @@ def _compare_frozen(buffer: smb.Buffer, mark: dict[str, str] | None) -> None:
     theirs = buffer.metadata.get(FROZEN)
     if mark and theirs and mark["types"] == theirs["types"] and mark["values"] != theirs["values"]:
         raise InvalidArgumentError(
-            f"join of group of buffer {buffer.name!r}: the model's frozen parameters have other values than those of "
+            f"join of training {buffer.name!r}: the model's frozen parameters have other values than those of "
             f"who made the group: what is trained fits only one of the two. Load the same ones before joining"
         )
 

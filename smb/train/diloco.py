@@ -110,8 +110,8 @@ class DiLoCo(NesterovRounds):
         """Refuse what can't be cut into the fragments."""
         if self._streams and isinstance(parameters, Together):
             raise InvalidArgumentError(
-                f"join of group {name!r}: fragments, delay and mix are not there for the ranks of a mesh (mesh=) yet; "
-                f"leave them out, or join without a mesh"
+                f"join of training {name!r}: fragments, delay and mix are not there for the ranks of a mesh (mesh=) "
+                f"yet; leave them out, or join without a mesh"
             )
         self._cut(name, parameters.size, parameters.table)
 

@@ -108,7 +108,7 @@ class Group:
         old.leave()
         self.return_()
         _log.warning(
-            "group %r: member %d lost its lease and is back as member %d", self.name, old.slot, self.member.slot
+            "training %r: member %d lost its lease and is back as member %d", self.name, old.slot, self.member.slot
         )
 
     def return_(self) -> None:
@@ -153,7 +153,7 @@ class Group:
                         _delete(self.client, self.name, sorted(self._names))
                         return True
         except Error as error:
-            _log.warning("group %r: could not take away what a join that failed has made: %s", self.name, error)
+            _log.warning("training %r: could not take away what a join that failed has made: %s", self.name, error)
         return False
 
     def live(self, rows: t.Rows) -> list[int]:
@@ -201,7 +201,7 @@ class Group:
     def go_on(self) -> None:
         """Raise GivenUpError if this worker's step in the background was given up."""
         if self.given_up:
-            raise GivenUpError(f"group {self.name!r}: the exchange under way was given up: the worker is closed")
+            raise GivenUpError(f"training {self.name!r}: the exchange under way was given up: the worker is closed")
 
     # ---- weights
 
@@ -356,12 +356,12 @@ def enter(
     replicas: int | None = placement.get("replicas")
     copies = copies_of(client, name, replicas)
     if scheme is None and copies is None:
-        raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
+        raise _nobody(name)
     with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies or 1) as setup:
         group = _opened(client, name)
         if group is None:
             if scheme is None:
-                raise NotFoundError(f"join of group {name!r}: there is none; who joins first says which scheme")
+                raise _nobody(name)
             scheme.check(name, parameters)
             _check_lease(name, lease)
             settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
@@ -370,7 +370,7 @@ def enter(
             _compare(group, scheme, guards, lease, replicas, placement.get("wire"))
         if group.weights.size != parameters.size:
             raise InvalidArgumentError(
-                f"join of group {name!r}: {parameters.size} values, and the shared model has {group.weights.size}"
+                f"join of training {name!r}: {parameters.size} values, and the shared model has {group.weights.size}"
             )
         group.scheme.check(name, parameters)
         group.admit()
@@ -384,7 +384,7 @@ def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
         yield
     except OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"join of group {name!r}: scheme {scheme.NAME!r} keeps copies of the model on the memory servers, "
+            f"join of training {name!r}: scheme {scheme.NAME!r} keeps copies of the model on the memory servers, "
             f"{scheme.copies()}, of {format_bytes(model_bytes)} each; {error}"
         ) from error
 
@@ -493,7 +493,7 @@ def _opened(client: Client, name: str) -> Group | None:
 
 def _check_lease(name: str, lease: float | None) -> None:
     if lease is not None and not (math.isfinite(lease) and 0.05 <= lease <= 3600):
-        raise InvalidArgumentError(f"join of group {name!r}: lease={lease!r} s is not in 0.05 to 3600")
+        raise InvalidArgumentError(f"join of training {name!r}: lease={lease!r} s is not in 0.05 to 3600")
 
 
 def _made(
@@ -528,6 +528,13 @@ def _delete(client: Client, name: str, others: Iterable[str] = ()) -> None:
             client.delete(each, missing_ok=True)
 
 
+def _nobody(name: str) -> NotFoundError:
+    return NotFoundError(
+        f"join of training {name!r}: there is none; who joins first says which scheme, as "
+        f'scheme="diloco", every=500; those that there are: smb train ls'
+    )
+
+
 def _compare(
     group: Group,
     scheme: Scheme | None,
@@ -557,6 +564,6 @@ def _compare(
     differing = [f"{key} is {has.get(key)!r}, not {value!r}" for key, value in wanted.items() if has.get(key) != value]
     if differing:
         raise InvalidArgumentError(
-            f"join of group {group.name!r}: it runs with other settings: {'; '.join(differing)}; "
+            f"join of training {group.name!r}: it runs with other settings: {'; '.join(differing)}; "
             f"leave these settings out to adopt the group's, or take another name"
         )

@@ -107,7 +107,7 @@ class HostExchange(Exchange):
         placement = _placement(group.client, name)
         shared = np.empty(parameters.size, np.float32)
         group.read(shared)
-        start = ArrayParameters(shared, f"join of group {name!r}")
+        start = ArrayParameters(shared, f"join of training {name!r}")
         copies = group.weights.info.replicas
         self._host = groups.enter(
             group.client, name, start, BSP(), group.guards, group.lease, replicas=copies, **placement
@@ -196,7 +196,7 @@ class HostExchange(Exchange):
         if self._elastic is None:
             own = ArrayParameters(self._inner.snapshot.base, "hsgd")
             self._elastic = Elastic(self._group, self._alpha, own)
-            _log.info("group %r: worker %d is root of its host", self._host.name, self._host.member.slot)
+            _log.info("training %r: worker %d is root of its host", self._host.name, self._host.member.slot)
         elastic, model = self._elastic, self._inner.snapshot.base
         elastic.finish()
         if self._taken is None:  # else the last call failed in the middle, and this is its repetition

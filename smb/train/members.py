@@ -96,7 +96,7 @@ class Member:
             raise self.lost() from error
         except UnavailableError as error:
             raise UnavailableError(
-                f"member {self.slot} of group {self._table.buffer.name.removesuffix('/members')!r} can't renew its "
+                f"member {self.slot} of training {self._table.buffer.name.removesuffix('/members')!r} can't renew its "
                 f"lease: {error}. Start that server again, with the same --name, and go on; where it comes back by "
                 f"itself, smb.connect(timeout=) says how long to wait for it"
             ) from error
@@ -190,7 +190,9 @@ def admit(
             return member
         with contextlib.suppress(LockLostError):
             lock.release()
-    raise OutOfMemoryError(f"join of group {group!r}: all of its {t.SLOTS} slots are taken; let a member leave first")
+    raise OutOfMemoryError(
+        f"join of training {group!r}: all of its {t.SLOTS} slots are taken; let a member leave first"
+    )
 
 
 def _may_count(row: NDArray[np.int64], number: int) -> bool:
@@ -214,7 +216,7 @@ def reap(
         try:
             lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
         except (UnavailableError, TimeoutError) as error:
-            _log.warning("group %r: whether worker %s lives is not known now: %s", group, _who(table, slot), error)
+            _log.warning("training %r: whether worker %s lives is not known now: %s", group, _who(table, slot), error)
             break
         try:
             lock.acquire()
@@ -249,7 +251,7 @@ def lapsed(client: Client, group: str, lease: float, slots: Iterable[int], repli
             lock = lock_of(client, group, slot, lease, replicas)
             free = taken(lock)
         except Error as error:  # TimeoutError too: the coordinator hangs
-            _log.debug("nobody knows who of group %r is alive: %s", group, error)
+            _log.debug("nobody knows who of training %r is alive: %s", group, error)
             break
         if free:
             dead.add(slot)

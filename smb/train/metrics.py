@@ -54,7 +54,7 @@ class Collector:
         try:
             found = status(self._client, self._name)
         except Error as error:
-            _log.warning("no metrics of group %r: %s", self._name, error)
+            _log.warning("no metrics of training %r: %s", self._name, error)
             return
         yield from _of(found)
 

@@ -100,7 +100,7 @@ class Parameters(ABC):
         """Write the present values, exact. Raises InvalidArgumentError if they are not finite."""
         for begin, piece in self.pieces():
             if not np.isfinite(piece).all():
-                raise InvalidArgumentError(f"join of group {weights.name!r}: the first values are not finite")
+                raise InvalidArgumentError(f"join of training {weights.name!r}: the first values are not finite")
             weights.write(piece, self.origin + begin, wire="exact")
 
     def read(self, buffer: Buffer, out: Values) -> None:

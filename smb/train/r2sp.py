@@ -297,7 +297,7 @@ class Passer:
                 self._pass(turn, updated)
                 return
         except Error as error:
-            _log.warning("group %r: the turn could not be passed on: %s; tried again", self._name, error)
+            _log.warning("training %r: the turn could not be passed on: %s; tried again", self._name, error)
         with self._changed:
             self._due = turn, updated, due
             if self._thread is None:
@@ -335,9 +335,9 @@ class Passer:
             try:
                 self._pass(turn, updated)
             except NotFoundError as error:
-                _log.debug("group %r is gone: %s", self._name, error)
+                _log.debug("training %r is gone: %s", self._name, error)
             except Error as error:
-                _log.warning("group %r: the turn could not be passed on: %s; tried again", self._name, error)
+                _log.warning("training %r: the turn could not be passed on: %s; tried again", self._name, error)
                 with self._changed:
                     self._due, self._failure = (turn, updated, time.monotonic() + _RETRY_S), error
                     self._changed.notify_all()

@@ -100,8 +100,8 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
             with contextlib.suppress(NotFoundError):
                 groups.view(client, name)
                 raise AlreadyExistsError(
-                    f"load of {path}: there is a training {name!r}; delete it first (smb.train.delete), or take "
-                    f"another name"
+                    f"load of {path}: there is a training {name!r}; delete it first (smb train rm, smb.train.delete), "
+                    f"or take another name"
                 )
             made: list[str] = []
             try:

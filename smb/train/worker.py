@@ -64,7 +64,7 @@ def join(
     OutOfMemoryError if there are 48 members already, or no room for the scheme's copies of the model
     (docs/training.md). After an error nothing of this join stays.
     """
-    parameters = ArrayParameters(values, f"join of group {name!r}")
+    parameters = ArrayParameters(values, f"join of training {name!r}")
     if fresh:
         clear(client, name, parameters, scheme, lease, placement.get("replicas"))
     worker = Worker(enter(client, name, parameters, scheme, guards, lease, **placement), parameters)
@@ -183,7 +183,7 @@ class Worker:
         """
         self._check_open()
         if samples is not None and samples < 0:
-            raise InvalidArgumentError(f"step of group {self.name!r}: samples={samples!r} is less than 0")
+            raise InvalidArgumentError(f"step of training {self.name!r}: samples={samples!r} is less than 0")
         with self.there():
             self._step(samples)
 
@@ -214,7 +214,7 @@ class Worker:
         """Do what follows from how a step ended."""
         error = job.error
         if isinstance(error, MembershipLostError):
-            _log.warning("group %r: %s", self.name, error)
+            _log.warning("training %r: %s", self.name, error)
             self._rejoin()
         elif isinstance(error, RefusedContributionError):
             self._exchange.restart()
@@ -312,7 +312,7 @@ class Worker:
                 try:
                     self._exchange.flush()
                 except MembershipLostError as error:
-                    _log.warning("group %r: %s", self.name, error)
+                    _log.warning("training %r: %s", self.name, error)
                     self._rejoin()
                     self._failed = False
                     return True
@@ -355,7 +355,7 @@ class Worker:
             try:
                 self._exchange.flush()
             except MembershipLostError as error:
-                _log.warning("group %r: %s", self.name, error)
+                _log.warning("training %r: %s", self.name, error)
                 self._rejoin()
 
     def contribute_rest(self) -> None:
@@ -503,7 +503,7 @@ class Worker:
         try:
             self._exchange.close()
         except Error as error:
-            _log.warning("group %r: %s", self.name, error)
+            _log.warning("training %r: %s", self.name, error)
         return self._group.withdraw()
 
     def __enter__(self) -> Worker:
@@ -582,7 +582,7 @@ class Worker:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InvalidArgumentError(f"the worker has left group {self.name!r}; join again")
+            raise InvalidArgumentError(f"the worker has left training {self.name!r}; join again")
 
 
 @dataclasses.dataclass

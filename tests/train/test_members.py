@@ -153,9 +153,7 @@ def test_no_room(connect: Connect, scheme: smb.train.Scheme) -> None:
     one that fails leaves the first as it was."""
     client, values = connect(), np.zeros(MODEL_BYTES // 4, np.float32)
     needed = sum(scheme.copies())
-    says = (
-        rf"join of group 'run': scheme '{scheme.NAME}' keeps copies .*, {scheme.copies().group} \+ .* of 3 MiB each; "
-    )
+    says = rf"of training 'run': scheme '{scheme.NAME}' keeps copies .*, {scheme.copies().group} \+ .* of 3 MiB each; "
     for models in range(needed):
         _leave_room(client, models)
         with pytest.raises(smb.OutOfMemoryError, match=says):
@@ -200,8 +198,8 @@ def test_copies(connect: Connect, name: str) -> None:
 def test_a_server_is_away_for_long() -> None:
     """A lease that can't be renewed names the group, the server and what to do, and step goes on afterwards."""
     says = (
-        r"^member 0 of group 'run' can't renew its lease: .*memory server server-0 .*Start that server again, with the "
-        r"same --name"
+        r"^member 0 of training 'run' can't renew its lease: .*memory server server-0 .*Start that server again, with "
+        r"the same --name"
     )
     with (
         smb.LocalCluster(servers=1) as cluster,

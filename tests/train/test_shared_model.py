@@ -505,5 +505,5 @@ def test_its_own_client_closes_with_it(cluster: smb.LocalCluster, connect: Conne
         wait_for(lambda: threading.active_count() <= before, 10)
         assert not any(worker.alive for worker in smb.train.status(watcher, "run").workers)
         assert not optimizer._optimizer_step_post_hooks
-    with pytest.raises(smb.InvalidArgumentError, match=r"has left group 'run'; smb\.torch\.join it"):
+    with pytest.raises(smb.InvalidArgumentError, match=r"has left training 'run'; smb\.torch\.join it"):
         shared.state_dict()

@@ -437,7 +437,7 @@ class RoundExchange(Exchange):
         """Wait for what goes on in the background. If it failed, the others look by themselves, after a while."""
         ending, self._ending = self._ending, None
         if ending is not None and (error := ending.exception()) is not None:
-            _log.warning("group %r: after a round: %s", self._group.name, error)
+            _log.warning("training %r: after a round: %s", self._group.name, error)
 
     def _close_under(self, fences: dict[str, Lock], rows: t.Rows) -> bool:
         """Close it under the first of the locks, and the others. False: one of those is another's."""
@@ -481,7 +481,7 @@ class RoundExchange(Exchange):
             try:
                 self._group.client.delete(f"{self._group.name}/{_inbox(incarnation)}", missing_ok=True)
             except Error as error:
-                _log.debug("group %r: an inbox stays for now: %s", self._group.name, error)
+                _log.debug("training %r: an inbox stays for now: %s", self._group.name, error)
                 return
             self._over.pop(0)
 
