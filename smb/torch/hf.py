@@ -45,7 +45,7 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._schedule = schedule
         self._on_exchange = on_exchange
         self._options = options
-        self._before = 0  # steps that the group had done when we joined, where the schedule goes on there
+        self._ahead = 0  # steps that the group had done when we joined, and this run had not
 
     def on_train_begin(
         self,
@@ -69,22 +69,23 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.shared = join(model, optimizer, self._name, scheme=self._scheme, **options)
         if self._on_exchange is not None:
             self.shared.on_exchange(self._on_exchange)
-        self._before = 0
+        self._ahead = 0
         if self._schedule and lr_scheduler is not None:
             self.shared.catch_up(lr_scheduler)
-            self._before = self.shared._steps_so_far()
-            if self._before >= state.max_steps:
+            done = self.shared._steps_so_far()
+            self._ahead = done - state.global_step  # which is not 0 where the Trainer resumes from a checkpoint
+            if done >= state.max_steps:
                 _log.warning(
                     "training %r has done %d steps, and this run's schedule ends at %d (max_steps): it ends after one "
                     "step. Ask for more, take another name, or let the schedule begin anew: schedule=False",
                     self._name,
-                    self._before,
+                    done,
                     state.max_steps,
                 )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 - Trainer's names
         """End where the schedule does."""
-        if self.shared is not None and self._before + state.global_step >= state.max_steps:
+        if self.shared is not None and self._ahead + state.global_step >= state.max_steps:
             control.should_training_stop = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
