@@ -61,12 +61,12 @@ FORMS = (
     Form("etcd", "etcd ROUNDS=60", 14, 8),
     Form("soak", "soak MINUTES={half_min}", 26, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 14, 10),
-    Form("verbs", "verbs", 42, 30),
+    Form("verbs", "verbs", 34, 24),
     Form("ray", "ray", 6, 3),
     Form("docs", "docs", 5, 3),
     Form("wheel", "wheel-test", 6, 3),
     Form("container", "container-test", 7, 4),
-    Form("bare", "bare MATRIX=1", 36, 25),
+    Form("bare", "bare MATRIX=1", 20, 13),
     Form("perf", "perf PERF=--quick", 14, 9),
     Form("scaling", "scaling ARGS=--quick", 7, 4),
 )
