@@ -18,9 +18,10 @@ import pytest
 
 import smb
 import smb.train
+from smb.train import group, r2sp
 from smb.train import member_table as t
 from smb.train.exchange.background_send import Deltas
-from smb.train.exchange.rotation import gap_s, staleness_max
+from smb.train.exchange.rotation import Turn, gap_s, staleness_max
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
 from tests.support.daemons import stop, wait_for
@@ -33,6 +34,15 @@ WORKERS = 3
 
 def _clocks(client: smb.Client) -> list[int]:
     return [worker.contributions for worker in members(client)]
+
+
+def _state(client: smb.Client) -> str:
+    """Return whose turn it is, who is there, and how often all were woken: what a rotation that stands still needs."""
+    rows = group.view(client, "run").table.read()
+    told = [f"{worker.staleness} of {worker.contributions}" for worker in members(client)]
+    live = r2sp.live_members(rows)
+    turn = Turn.of(int(rows[0, r2sp._TURN]))
+    return f"{turn}, live {live}, tick {client.open('run/tick').version}, staleness {told}"
 
 
 def test_golden_trace(client: smb.Client, connect: Connect) -> None:
@@ -255,7 +265,10 @@ def test_members_come_and_go(cluster: smb.LocalCluster, connect: Connect) -> Non
             for _ in range(5):
                 third.step()
             assert third.status.staleness == 2
-        wait_for(lambda: [w.staleness for w in members(client)][:2] == [1, 1], "two again")
+        try:
+            wait_for(lambda: [w.staleness for w in members(client)][:2] == [1, 1], "two again")
+        except AssertionError as error:  # seen once in some hundred runs, and not explained yet
+            raise AssertionError(f"{error}; {_state(client)}; {_state(client)}") from None
         before = min(_clocks(client)[:2])
         wait_for(lambda: min(_clocks(client)[:2]) > before + 5, "going on")
         halt.set()
