@@ -35,8 +35,14 @@ def beside_bare_copies(quick: bool) -> Answer:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     elements = ELEMENTS // (4 if quick else 1)
-    rows = list(_moves(device, elements)) + list(_mapped(device, elements)) + list(_exchanges(device, elements))
-    rows += list(_publishing(device, elements)) + list(_steps(device, quick))
+    rows = []
+    for measured in (_moves, _mapped, _exchanges, _publishing):
+        for row in measured(device, elements):
+            print(row, flush=True)
+            rows.append(row)
+    for row in _steps(device, quick):
+        print(row, flush=True)
+        rows.append(row)
     slower = "deltas, device"  # in float32: an exchange takes the faster one
     ratios = {
         row["what"]: row["ratio"]

@@ -13,8 +13,8 @@ from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 
-# At once from one server, and to one: two, which fill a link, or as many as are small together. Each is a wait for its
-# clients; and where copies leave their server, little has one copy at a time.
+# At once from one server, and to one: two fill a link; of small ones there may be more, as long as they are small
+# together. Each is a wait for its clients. If copies leave their server, little of the data has one copy at a time.
 AT_ONCE = 2
 SMALL_BYTES = 32 << 20
 LEAST_BYTES = 1 << 20  # a segment counts as so many at least
@@ -44,12 +44,14 @@ class _Load:
 
     def add(self, server: str, segment: SegmentRecord) -> None:
         self._segments[server] += 1
-        self._bytes[server] += max(segment.file_bytes, LEAST_BYTES)
+        self._bytes[server] += self._weight(segment)
 
     def allows(self, server: str, segment: SegmentRecord) -> bool:
         """Whether one more may begin."""
-        together = self._bytes[server] + max(segment.file_bytes, LEAST_BYTES)
-        return self._segments[server] < AT_ONCE or together <= SMALL_BYTES
+        return self._segments[server] < AT_ONCE or self._bytes[server] + self._weight(segment) <= SMALL_BYTES
+
+    def _weight(self, segment: SegmentRecord) -> int:
+        return max(segment.file_bytes, LEAST_BYTES)
 
 
 def wishes(

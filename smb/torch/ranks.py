@@ -19,6 +19,9 @@ from smb.train.parameters import Values
 _FOREVER = datetime.timedelta(days=30)  # a round may take long; a dead rank's connections end at once
 
 
+_of_frameworks: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
 def world() -> DeviceMesh | None:
     """Return the processes of this program's torch.distributed as a mesh; None if there is but one."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -27,9 +30,6 @@ def world() -> DeviceMesh | None:
     mesh = DeviceMesh("cpu" if accelerator is None else accelerator.type, torch.arange(dist.get_world_size()))
     _of_frameworks.add(mesh)
     return mesh
-
-
-_of_frameworks: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def keeps_alike(mesh: DeviceMesh) -> bool:

@@ -47,7 +47,6 @@ class Staging:
         stream = self._stream(device)
         if stream is None:
             yield
-            torch.accelerator.synchronize(device)
             return
         try:
             with stream:
