@@ -45,7 +45,7 @@ demo: $(VENV)/demo-installed
 ifdef LATEST
 test:
 	@rm -rf build/newest
-	@$(MAKE) --no-print-directory lint c-test fuzz-short soak-short pytest LATEST= CONSTRAINTS= VENV=build/newest
+	@$(MAKE) --no-print-directory lint soak-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
 # Installing takes one processor, and the C tests need nothing of it: both run at once. The plain build's C tests are
@@ -116,12 +116,15 @@ verbs: $(VENV)/test-installed
 	$(if $(LONG),SMB_LONG=1) $(BIN)/python -m tests.verbs.run $(if $(VM),--vm) $(TESTS)
 
 # The fault tests with large numbers: hours on a small machine. One of them: make fault TESTS=tests/fault/test_random_kills.py
+# One test for each processor: most of them wait. -rP: seeds of what passed, too.
 fault: $(VENV)/test-installed
-	SMB_LONG=1 $(BIN)/pytest -s $(or $(TESTS),tests/fault tests/engine/model)
+	SMB_LONG=1 $(BIN)/pytest --numprocesses $(shell nproc) --dist worksteal -rP $(or $(TESTS),tests/fault tests/engine/model)
 
-# The other tests with large numbers, and those that `make test` leaves out. One of them: make long TESTS=tests/train/test_demo.py
+# The tests of other folders that are longer with SMB_LONG, or run with it alone. One of them: make long TESTS=tests/train/test_demo.py
+LONGER := '\b(SMB_)?LONG\b|fault\.long|device_cases|support\.kernels'
 long:
-	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$(addprefix tests/,unit api train files ops security regressions))"
+	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$$(grep -rlE $(LONGER) --include='test_*.py' \
+		$(addprefix tests/,unit api train files ops security regressions) | sort | tr '\n' ' '))"
 
 model: $(VENV)/test-installed spin
 	$(BIN)/python tests/engine/model/run_models.py
@@ -230,7 +233,7 @@ fuse3:
 SANITIZED := tests/engine/wire tests/engine/test_from_python.py tests/api tests/files tests/ops tests/train \
 	--ignore=tests/api/test_fork.py --ignore=tests/ops/browser --ignore=tests/ops/deploy
 sanitized: $(VENV)/test-installed
-	$(BIN)/python -m tests.support.builds sanitized $(or $(TESTS),$(SANITIZED))
+	$(BIN)/python -m tests.support.builds sanitized --numprocesses $(shell nproc) --dist loadfile $(or $(TESTS),$(SANITIZED))
 
 # Every long form in turn, each in a fresh clone of HEAD, a bound for each, a table at the end. Ctrl-C ends it, the same call goes on
 # from there. ARGS: --list, --only docs fuzz, --again.
