@@ -835,8 +835,9 @@ struct smb_request {
      * source; */
     const int64_t *indices;
     uint64_t count; /* offset and bytes are from the first to the last. No sink */
-    /* enum smb_wire; READ, WRITE and ACCUMULATE of float32: each piece is rounded so, also if it
-     * is local. The new values that an ACCUMULATE fetches are exact */
+    /* enum smb_wire; READ, WRITE, ACCUMULATE and the source of ACCUMULATE_FROM, of float32: each
+     * piece is rounded so, also if it is local. The new values that an ACCUMULATE fetches are
+     * exact */
     int wire;
     uint32_t timeout_ms;
 };

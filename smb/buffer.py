@@ -394,15 +394,20 @@ class Buffer:
         offset: int = 0,
         count: int | None = None,
         fence: Lock | None = None,
+        wire: str = "exact",
     ) -> None:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
         `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
         `offset` on (default: all that follow). A buffer with two copies (replicas=2) moves between servers: where the
         two lie apart the client reads `other`, at most 32 MiB at a time, and sends that along.
+
+        With `wire` other than "exact" the values of `other` are rounded first: to those that
+        other.read(offset, count, wire=wire) brings.
         """
         offset, count = self._arguments.range(offset, count, "accumulate_from")
         number = self._arguments.op(op, scale, "accumulate_from")
+        wires = self._arguments.wire(wire, "accumulate_from")
         self._check_beside(other, "accumulate_from")
         if other.info.versions > 1:
             raise InvalidArgumentError(
@@ -410,7 +415,9 @@ class Buffer:
                 f"read() it and accumulate"
             )
         itemsize = self._arguments.itemsize
-        request = Request(Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=number, scale=scale)
+        request = Request(
+            Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=number, scale=scale, wire=wires
+        )
         self._dispatcher.call(request, fence=fence, others=(other._dispatcher,))
 
     def apply(

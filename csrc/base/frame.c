@@ -76,7 +76,7 @@ static bool wire_is_sound(const struct smb_frame *frame)
         return frame->opcode == SMB_ACCUMULATE && !(frame->flags & SMB_FLAG_FETCH) &&
                smb_dtype_bytes(frame->dtype) > 0;
     bool carries = frame->opcode == SMB_READ || frame->opcode == SMB_WRITE ||
-                   frame->opcode == SMB_ACCUMULATE;
+                   frame->opcode == SMB_ACCUMULATE || frame->opcode == SMB_ACCUMULATE_FROM;
     return wire == SMB_WIRE_EXACT ||
            (smb_wire_is_dense(wire) && carries && frame->dtype == SMB_FLOAT32);
 }

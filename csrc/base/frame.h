@@ -41,7 +41,8 @@ enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
 enum smb_feature {
     SMB_FEATURE_INT4 = 1 << 0,
     SMB_FEATURE_BRINGS = 1 << 1, /* an APPLY may bring its gradient */
-    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS
+    SMB_FEATURE_ROUNDS = 1 << 2, /* an ACCUMULATE_FROM may round its source */
+    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_ROUNDS
 };
 
 enum smb_frame_flag {

@@ -204,7 +204,9 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
     inflight->opcode = frame.opcode;
     inflight->length = inflight->answer_bytes = (uint32_t)piece->bytes;
     inflight->buffer_offset = piece->buffer_offset;
-    if (request->wire != SMB_WIRE_EXACT && !make_encoded(stream, inflight))
+    if (request->opcode == SMB_ACCUMULATE_FROM)
+        inflight->wire = (uint8_t)request->wire; /* the server rounds */
+    else if (request->wire != SMB_WIRE_EXACT && !make_encoded(stream, inflight))
         return false;
     frame.flags |= (uint16_t)(request->wire << SMB_FLAG_WIRE_SHIFT);
     if (request->fenced) {

@@ -57,9 +57,11 @@ static int local_piece(struct local_work *work, const struct smb_piece *piece, u
                                        deadline_ns);
         if (status != SMB_OK)
             return status;
+        if (request->wire != SMB_WIRE_EXACT)
+            smb_kernel_round(request->wire, work->scratch, piece->bytes / 4, piece->buffer_offset,
+                             work->buffer->layout.chunk_bytes, work->scratch);
         change.source = work->scratch;
-    }
-    if (request->wire == SMB_WIRE_SPARSE) {
+    } else if (request->wire == SMB_WIRE_SPARSE) {
         uint32_t element = smb_dtype_bytes(work->buffer->dtype);
         struct smb_piece rest = *piece, touched;
         uint64_t first, entries;

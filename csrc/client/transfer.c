@@ -62,7 +62,7 @@ bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request
     if (request->wire != SMB_WIRE_EXACT &&
         (!smb_wire_is_dense(request->wire) || buffer->dtype != SMB_FLOAT32 ||
          (request->opcode != SMB_READ && request->opcode != SMB_WRITE &&
-          request->opcode != SMB_ACCUMULATE)))
+          request->opcode != SMB_ACCUMULATE && request->opcode != SMB_ACCUMULATE_FROM)))
         return false;
     switch (request->opcode) {
     case SMB_READ: return request->sink != NULL;
@@ -177,9 +177,11 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
 static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_request *request,
                           uint32_t *without)
 {
-    uint32_t feature = request->wire == SMB_WIRE_INT4 ? SMB_FEATURE_INT4
-                       : request_brings(request)      ? SMB_FEATURE_BRINGS
-                                                      : 0;
+    bool rounds = request->opcode == SMB_ACCUMULATE_FROM && request->wire != SMB_WIRE_EXACT;
+    uint32_t feature = rounds                           ? SMB_FEATURE_ROUNDS
+                       : request->wire == SMB_WIRE_INT4 ? SMB_FEATURE_INT4
+                       : request_brings(request)        ? SMB_FEATURE_BRINGS
+                                                        : 0;
     if (!feature)
         return true;
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {

@@ -345,9 +345,9 @@ static int missing(const struct gate_request *request, int status)
     return status == SMB_NOT_FOUND && copies ? SMB_APART : status;
 }
 
-/* Copies the source range into scratch: no chunk lock is waited for while another is held. Of a
- * source with two copies the bytes are kept until they may be told: those of a later try might
- * never be. */
+/* Copies the source range into scratch, rounded as the frame says: no chunk lock is waited for
+ * while another is held. Of a source with two copies the bytes are kept until they may be told:
+ * those of a later try might never be. */
 static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id,
                        uint64_t offset, uint8_t *scratch)
 {
@@ -369,6 +369,9 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
         status = smb_segment_apply(*source, &read, patience(request));
         if (status != SMB_OK)
             return missing(request, status);
+        int wire = smb_frame_wire(&request->frame);
+        if (wire != SMB_WIRE_EXACT)
+            smb_kernel_round(wire, scratch, read.bytes / 4, 0, SMB_CHUNK_BYTES_MAX, scratch);
     }
     if (!replica && !(replica = replica_at(*source)))
         return SMB_OK;
@@ -425,6 +428,7 @@ static int describe(struct smb_server *server, struct gate_request *request, con
         status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8),
                              scratch);
         change->source = scratch;
+        change->wire = SMB_WIRE_EXACT; /* read_source has rounded it */
         change->scale = smb_double_of(frame->argument);
         break;
     case SMB_APPLY:
@@ -450,6 +454,7 @@ static int prepare(struct gate_request *request, const uint8_t *payload,
     frame.flags &= SMB_FLAG_WIRE;
     if (frame.opcode == SMB_ACCUMULATE_FROM) {
         frame.opcode = SMB_ACCUMULATE;
+        frame.flags = 0;
         frame.payload = frame.length;
         payload = change->source;
     } else if (frame.opcode == SMB_APPLY) {

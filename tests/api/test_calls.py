@@ -243,6 +243,26 @@ def test_buffers_are_combined_where_they_are(client: smb.Client) -> None:
     np.testing.assert_array_equal(b.read(), 2 * y)
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+def test_a_source_is_rounded_as_a_read_rounds_it(client: smb.Client, wire: str) -> None:
+    """accumulate_from(wire=) adds what a read of that range with that wire brings, and leaves the source as it is.
+    Without wire= it adds the source as it is, whatever the buffers' own wire is."""
+    size = 5 * PAGE + 3
+    a = client.create("a", size, "float32", stripe=PAGE, wire=wire)
+    b = client.create("b", like=a)
+    y = np.random.default_rng(1).normal(size=size).astype(np.float32)
+    b.write(y, wire="exact")
+    a.accumulate_from(b, offset=7, count=size - 11, scale=-2.0, wire=wire)
+    rounded = b.read(7, size - 11, wire=wire)
+    assert not np.array_equal(rounded, y[7:-4])
+    x = np.zeros(size, np.float32)
+    x[7:-4] += np.float32(-2) * rounded
+    np.testing.assert_array_equal(a.read(wire="exact"), x)
+    np.testing.assert_array_equal(b.read(wire="exact"), y)
+    a.accumulate_from(b)
+    np.testing.assert_array_equal(a.read(wire="exact"), x + y)
+
+
 def test_buffers_combined_both_ways_at_once_do_not_lock_each_other(client: smb.Client) -> None:
     """a from b beside b from a, again and again: neither waits for the other's lock, and no addition is lost."""
     a = client.create("a", 200_000, "int64", stripe="64KiB")

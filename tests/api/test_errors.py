@@ -181,6 +181,7 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.accumulate([1], scale=1j), "no number"),  # type: ignore[arg-type]
     (lambda w: w.accumulate([1], scale=10**400), "no number"),
     (lambda w: w.accumulate_from([1.0]), "opened by the same client"),  # type: ignore[arg-type]
+    (lambda w: w.accumulate_from(w, wire="int9"), "no wire 'int9'; there are exact"),
     (lambda w: w.fetch_add(0, 1), "float32; counters need an int64 buffer"),
     (lambda w: w.compare_swap(0, 0, 1), "counters need an int64 buffer"),
 ]
@@ -197,6 +198,7 @@ def test_calls_that_cannot_be(client: smb.Client, call: Callable[[smb.Buffer], A
 
 
 BAD_INTEGER_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
+    (lambda c: c.accumulate_from(c, wire="int8"), "wire='int8' is for float32 buffers, and it is int64"),
     (lambda c: c.fetch_add(10, 1), "1 elements from element 10"),
     (lambda c: c.fetch_add(-1, 1), "element -1"),
     (lambda c: c.fetch_add(0, 2**63), "does not fit 64 bits"),

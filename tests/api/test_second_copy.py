@@ -158,13 +158,16 @@ def test_operands_of_other_buffers(
                     buffers[name].apply("elastic", buffers[source], alpha=scale, **given)
                     a[span] += np.float32(scale) * (b[span] - a[span])
             elif how in ("sum", "elastic", "min"):
-                buffers[name].accumulate_from(buffers[source], op=how, scale=scale, **given)
+                wire = str(rng.choice(["exact", "exact", "bfloat16", "int8", "int4"]))
+                rounded = buffers[source].read(first, last - first, wire=wire)
+                assert wire != "exact" or np.array_equal(rounded, b[span])
+                buffers[name].accumulate_from(buffers[source], op=how, scale=scale, wire=wire, **given)
                 s = np.float32(scale)
                 a[span] = {
                     "sum": lambda a, b, s: a + s * b,
                     "elastic": lambda a, b, s: a + s * (b - a),
                     "min": lambda a, b, s: np.minimum(a, s * b),
-                }[how](a[span], b[span], s)
+                }[how](a[span], rounded, s)
         for name, buffer in buffers.items():
             np.testing.assert_array_equal(buffer.read(), arrays[name], err_msg=name)
     copied = [client.open(name).layout.segments for name in arrays if name.endswith("2")]

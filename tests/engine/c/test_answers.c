@@ -304,8 +304,8 @@ static void answers_to_one_place(void)
     }
 }
 
-/* A server whose HELLO tells of no features gets no int4, and no gradient: it would close the
- * connection. What it knows it gets. */
+/* A server whose HELLO tells of no features gets no int4, no gradient and no rounding: it
+ * would close the connection. What it knows it gets. */
 static void no_feature_no_use_of_it(void)
 {
     struct answering self = in_order(UINT32_MAX);
@@ -335,6 +335,16 @@ static void no_feature_no_use_of_it(void)
                                .hyper = {.alpha = 0.5},
                                .timeout_ms = RIG_TIMEOUT_MS};
     smb_transfer(reached.buffer, &step, &outcome);
+    CHECK_EQ(outcome.status, SMB_VERSION);
+    CHECK(!outcome.sent);
+    struct smb_request rounded = {.opcode = SMB_ACCUMULATE_FROM,
+                                  .op = SMB_SUM,
+                                  .scale = 1.0,
+                                  .bytes = BYTES,
+                                  .other = reached.buffer,
+                                  .wire = SMB_WIRE_BFLOAT16,
+                                  .timeout_ms = RIG_TIMEOUT_MS};
+    smb_transfer(reached.buffer, &rounded, &outcome);
     CHECK_EQ(outcome.status, SMB_VERSION);
     CHECK(!outcome.sent);
     struct smb_request known = {.opcode = SMB_READ,

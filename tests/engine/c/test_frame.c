@@ -130,9 +130,10 @@ static void check_promises(const struct smb_frame *frame)
               body / entry <= frame->length / (entry - 4));
         return;
     }
-    CHECK(wire == SMB_WIRE_EXACT || (frame->dtype == SMB_FLOAT32 && smb_wire_is_dense(wire) &&
-                                     (frame->opcode == SMB_READ || frame->opcode == SMB_WRITE ||
-                                      frame->opcode == SMB_ACCUMULATE)));
+    CHECK(wire == SMB_WIRE_EXACT ||
+          (frame->dtype == SMB_FLOAT32 && smb_wire_is_dense(wire) &&
+           (frame->opcode == SMB_READ || frame->opcode == SMB_WRITE ||
+            frame->opcode == SMB_ACCUMULATE || frame->opcode == SMB_ACCUMULATE_FROM)));
     uint64_t elements = wire == SMB_WIRE_EXACT ? frame->length
                                                : smb_wire_bytes(wire, frame->length / 4);
     if (frame->flags & SMB_FLAG_REPLY) {
@@ -353,6 +354,12 @@ static void encoded_and_checked(void)
             CHECK_EQ(smb_frame_body(&frame), sound[i].payload);
             frame.opcode = SMB_WRITE, expect(frame, SMB_OK);
             frame.opcode = SMB_FILL, expect(frame, SMB_PROTOCOL);
+            /* An ACCUMULATE_FROM carries no elements: its source is rounded on the server. */
+            struct smb_frame from = frame;
+            from.opcode = SMB_ACCUMULATE_FROM, expect(from, SMB_PROTOCOL);
+            from.payload = SMB_TOKEN_BYTES + SMB_FROM_BYTES + (checked ? SMB_CHECKSUM_BYTES : 0);
+            expect(from, SMB_OK);
+            from.dtype = SMB_FLOAT64, from.length = 8, expect(from, SMB_PROTOCOL);
             /* The answer of READ is encoded, that of ACCUMULATE with FETCH is not. */
             frame.flags &= (uint16_t)~SMB_FLAG_FENCED;
             frame.opcode = SMB_READ, frame.payload = checked ? SMB_CHECKSUM_BYTES : 0,

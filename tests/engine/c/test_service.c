@@ -217,6 +217,56 @@ static void steps_pass_the_gate(void)
     rig_stop(&rig);
 }
 
+/* A source that is rounded on the servers has the values that a READ of that range brings, over
+ * every way and with every encoding. */
+static void sources_are_rounded_as_reads(void)
+{
+    struct rig rig;
+    struct random random = random_make(20261126);
+    static const int wires[] = {SMB_WIRE_BFLOAT16, SMB_WIRE_FLOAT16, SMB_WIRE_INT8, SMB_WIRE_INT4};
+    static float expected[STEP_FLOATS], source[STEP_FLOATS], rounded[STEP_FLOATS];
+    rig_start(&rig, LAYOUT, SMB_FLOAT32);
+    rig_add_buffer(&rig, 1);
+    for (int way = 0; way < WAYS; way++) {
+        struct reach reach;
+        reach_make(&reach, &rig, (enum way)way, 20);
+        struct smb_buffer *other = reach_buffer(&reach, &rig, (enum way)way, 1);
+        must(reach.buffer,
+             (struct smb_request){.opcode = SMB_READ, .bytes = sizeof expected, .sink = expected});
+        for (int i = 0; i < STEP_FLOATS; i++)
+            source[i] = (float)random_below(&random, 100000) / 127 - 300;
+        must(other,
+             (struct smb_request){.opcode = SMB_WRITE, .bytes = sizeof source, .source = source});
+        for (int round = 0; round < 40; round++) {
+            int wire = wires[round % 4];
+            uint64_t at = random_below(&random, STEP_FLOATS - 1),
+                     count = 2 + random_below(&random, STEP_FLOATS - at - 1);
+            struct smb_request read = {.opcode = SMB_READ,
+                                       .offset = 4 * at,
+                                       .bytes = 4 * count,
+                                       .sink = rounded,
+                                       .wire = wire};
+            must(other, read);
+            CHECK(memcmp(rounded, source + at, read.bytes) != 0);
+            must(reach.buffer, (struct smb_request){.opcode = SMB_ACCUMULATE_FROM,
+                                                    .op = SMB_SUM,
+                                                    .scale = -1.0,
+                                                    .offset = read.offset,
+                                                    .bytes = read.bytes,
+                                                    .other = other,
+                                                    .wire = wire});
+            for (uint64_t i = 0; i < count; i++)
+                expected[at + i] += -rounded[i];
+        }
+        must(reach.buffer,
+             (struct smb_request){.opcode = SMB_READ, .bytes = sizeof rounded, .sink = rounded});
+        CHECK(memcmp(rounded, expected, sizeof expected) == 0);
+        smb_buffer_destroy(other);
+        reach_end(&reach);
+    }
+    rig_stop(&rig);
+}
+
 /* What no step can be is not sent: other layouts, types, numbers, a buffer twice, a state missing
  * or too many is not looked at. */
 static void wrong_steps_are_not_sent(void)
@@ -760,6 +810,7 @@ int main(void)
         TEST(every_operation_by_both),
         TEST(every_operation_by_reference),
         TEST(steps_pass_the_gate),
+        TEST(sources_are_rounded_as_reads),
         TEST(wrong_steps_are_not_sent),
         TEST(threads_share_a_client),
         TEST(threads_share_a_client_by_both),
