@@ -37,10 +37,10 @@ from typing import ClassVar
 from smb.buffer import Buffer
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorPlace
-from smb.train.exchange.rounds import Outer, RoundExchange, RoundScheme
+from smb.train.exchange.rounds import EXACT, Outer, RoundExchange, RoundScheme
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import cut
-from smb.train.group import Group
+from smb.train.group import WIRE_BYTES, Group
 from smb.train.parameters import Parameters, Together
 from smb.train.scheme import Span, is_number, is_whole
 
@@ -77,13 +77,15 @@ class DiLoCo(NesterovRounds):
 
     fragments: parts of the model that are exchanged at times of their own, each once in `every` steps, in the
     background. delay: so many local steps later a worker takes the outcome over, and waits for it if it is not there.
-    mix: the share of its own values that a worker keeps then.
+    mix: the share of its own values that a worker keeps then. step_wire: how the servers' step travels to the workers,
+    as wire= of a buffer; "exact": they read the model, exact.
     """
 
     NAME: ClassVar[str] = "diloco"
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
+    step_wire: str = "exact"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,16 +104,23 @@ class DiLoCo(NesterovRounds):
                 f"{self.NAME}: mix={self.mix!r} is not from 0 to below 1; with 1 a worker would take nothing over"
             )
 
+        if self.step_wire not in WIRE_BYTES:
+            raise InvalidArgumentError(f"{self.NAME}: step_wire={self.step_wire!r} is none of {', '.join(WIRE_BYTES)}")
+
+    def step_wires(self) -> str:
+        """Return step_wire."""
+        return self.step_wire
+
     @property
     def _streams(self) -> bool:
-        return (self.fragments, self.delay, self.mix) != (1, 0, 0)
+        return (self.fragments, self.delay, self.mix, self.step_wire) != (1, 0, 0, EXACT)
 
     def check(self, name: str, parameters: Parameters) -> None:
         """Refuse what can't be cut into the fragments."""
         if self._streams and isinstance(parameters, Together):
             raise InvalidArgumentError(
-                f"join of training {name!r}: fragments, delay and mix are not there for the ranks of a mesh (mesh=) "
-                f"yet; leave them out, or join without a mesh"
+                f"join of training {name!r}: fragments, delay, mix and step_wire are not there for the ranks of a mesh "
+                f"(mesh=) yet; leave them out, or join without a mesh"
             )
         self._cut(name, parameters.size, parameters.table)
 

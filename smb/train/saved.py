@@ -1,7 +1,8 @@
 """A training in a file: weights, outer state, round, settings and metadata, exact; made while it goes on.
 
 The file is a .safetensors whatever its name is. Its tensors are the group's, by their names (a group of smb.train.join
-has one, "values"), running statistics too; the outer optimizer's momentum, if there is one, is "smb.outer.0".
+has one, "values"), running statistics too; the outer optimizer's momentum, if there is one, is "smb.outer.0", and its
+latest step, if workers read that, "smb.step".
 The rest of the group stands in its __metadata__, with a SHA-256 of all that follows the header. A file that is torn, or
 was changed, is not loaded.
 """
@@ -26,7 +27,7 @@ from smb.files.formats import HEADER_BYTES_MAX, parse_safetensors, safetensors_h
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.rounds import RoundScheme, momentum_name, state_copy
+from smb.train.exchange.rounds import RoundScheme, momentum_name, state_copy, step_name
 from smb.train.fragments import Span
 from smb.train.guards import Guards
 from smb.train.parameters import PIECE_ELEMENTS
@@ -35,7 +36,7 @@ from smb.train.scheme import scheme_of
 
 STATISTICS = "state"  # of smb.torch.join: NAME/state
 _KEY = "smb.train"
-_OUTER = "smb.outer.0"
+_OUTER = {"smb.outer.0": momentum_name, "smb.step": step_name}  # two copies each, which take turns
 _WHOLE = "values"
 _VERSION = 1
 _TRIES = 3  # without keeping rounds from being closed
@@ -139,10 +140,11 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         sources.append(_Source(_all(statistics), statistics.table, {each: each for each in statistics.table}))
         head_fields["statistics"] = {"size": statistics.size, "metadata": statistics.metadata}
     if isinstance(group.scheme, RoundScheme) and group.scheme.outer():
-        with contextlib.suppress(NotFoundError):  # nobody has trained yet
-            copies = [group.client.open(f"{group.name}/{momentum_name(copy)}") for copy in (0, 1)]
-            ranges = tuple((copies[copy], span) for copy, span in _good_states(group.spans, number))
-            sources.append(_Source(ranges, _whole(weights.size), {_WHOLE: _OUTER}))
+        for stored, name_of in _OUTER.items():
+            with contextlib.suppress(NotFoundError):  # nobody has trained yet, or the scheme has none
+                copies = [group.client.open(f"{group.name}/{name_of(copy)}") for copy in (0, 1)]
+                ranges = tuple((copies[copy], span) for copy, span in _good_states(group.spans, number))
+                sources.append(_Source(ranges, _whole(weights.size), {_WHOLE: stored}))
     forms: dict[str, tuple[tuple[int, ...], str]] = {}
     for source in sources:
         for each, stored in source.names.items():
@@ -265,10 +267,10 @@ def _make(
     for each, place in (weights.table or _whole(weights.size)).items():
         _fill(weights, place.offset // 4, file, *where[each])
     spans = scheme_of(head_fields["scheme"], head_fields["settings"]).spans(weights)
-    if _OUTER in where:
-        copies = [new(f"{name}/{momentum_name(copy)}", like=weights) for copy in (0, 1)]
+    for stored in _OUTER.keys() & where.keys():
+        copies = [new(f"{name}/{_OUTER[stored](copy)}", like=weights) for copy in (0, 1)]
         for copy, (offset, count) in _good_states(spans, head_fields["round"]):
-            _fill(copies[copy], offset, file, where[_OUTER][0] + 4 * offset, count)
+            _fill(copies[copy], offset, file, where[stored][0] + 4 * offset, count)
     if (kept := head_fields.get("statistics")) is not None:
         client.delete(f"{name}/{STATISTICS}", missing_ok=True)
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])

@@ -15,9 +15,12 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
+from smb.arrays.dtypes import WIRES
+from smb.feedback import _rounded
 from smb.train import DiLoCo, Guards, RefusedContributionError, fragments
 from smb.train import member_table as t
 from smb.train.exchange.rounds import RoundExchange
+from smb.train.exchange.snapshot import Snapshot
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import Span
 from smb.train.parameters import Together
@@ -33,8 +36,10 @@ Connect = Callable[..., smb.Client]
 class Reference:
     """The rule in plain numpy, for workers in step."""
 
-    def __init__(self, scheme: DiLoCo, workers: int) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: DiLoCo, workers: int, weights: smb.Buffer | None = None) -> None:
+        """`weights` are the group's: where a step is rounded depends on their chunks."""
+        self.scheme, self.buffer = scheme, weights
+        self.made = np.zeros(COUNT, np.float32)  # the servers' latest step of each fragment
         bounds = [number * COUNT // scheme.fragments for number in range(scheme.fragments + 1)]
         self.spans = [slice(begin, end) for begin, end in pairwise(bounds)]
         self.weights, self.momentum = start(), np.zeros(COUNT, np.float32)
@@ -55,12 +60,23 @@ class Reference:
             span = self.spans[self.rounds % scheme.fragments]
             counting = everyone if contribute is None else contribute
             deltas = [(self.values[worker][span] - self.bases[worker][span], 1.0) for worker in counting]
-            self.weights[span], self.momentum[span] = nesterov_round(
-                self.weights[span], self.momentum[span], deltas, scheme.outer_lr, scheme.outer_momentum
+            before = self.weights[span].copy()
+            if scheme.step_wire != "exact":  # what the rule adds to: what rounding has left of the former step
+                before = self.made[span] - self._rounded(span)
+            moved, self.momentum[span] = nesterov_round(
+                before, self.momentum[span], deltas, scheme.outer_lr, scheme.outer_momentum
             )
+            if scheme.step_wire != "exact":
+                self.made[span] = moved
+                moved = self.weights[span] + self._rounded(span)
+            self.weights[span] = moved
             self.rounds += 1
             self.sent = span, self.steps + scheme.delay
             self._take(everyone)
+
+    def _rounded(self, span: slice) -> Values:
+        assert self.buffer is not None
+        return _rounded(self.buffer, self.made[span].copy(), span.start, WIRES[self.scheme.step_wire])
 
     def _take(self, workers: Sequence[int]) -> None:
         if self.sent is None or self.steps < self.sent[1]:
@@ -82,13 +98,16 @@ class Reference:
         DiLoCo(every=3, fragments=3),
         DiLoCo(every=4, fragments=1, delay=3, mix=0.5),
         DiLoCo(every=2, mix=0.75),
+        DiLoCo(every=8, fragments=4, delay=1, mix=0.5, step_wire="int8"),
+        DiLoCo(every=2, step_wire="int4"),
     ],
-    ids=["4 late", "3 of 7", "3 at once", "1 late", "1 mixed"],
+    ids=["4 late", "3 of 7", "3 at once", "1 late", "1 mixed", "4 late int8", "1 int4"],
 )
 def test_as_the_reference(connect: Connect, transport: str, scheme: DiLoCo) -> None:
     """Three workers in step: after each step all have the values of the reference, and so has the group, to the bit."""
-    crew, reference = Crew(lambda: connect(transport), 3, scheme), Reference(scheme, 3)
-    for _ in range(2 * scheme.every + 2):
+    crew = Crew(lambda: connect(transport), 3, scheme)
+    reference = Reference(scheme, 3, crew.clients[0].open("run"))
+    for _ in range(4 * scheme.every + 2):
         crew.step_all()
         reference.step()
         for values, expected in zip(crew.values, reference.values, strict=True):
@@ -101,6 +120,21 @@ def test_as_the_reference(connect: Connect, transport: str, scheme: DiLoCo) -> N
     wait_for(lambda: {w.status.contributions for w in crew.workers} <= {done, done - 1}, "their records")
     assert {type(worker.exchange) for worker in crew.workers} == {FragmentExchange}
     crew.close()
+
+
+def test_the_model_is_read_once_and_then_by_its_steps(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With step_wire a worker that misses no round reads a byte for each parameter, and has the model to the bit."""
+    read: list[int] = []
+    fetch = Snapshot.fetch
+    monkeypatch.setattr(Snapshot, "fetch", lambda self, weights: (read.append(self.base.size), fetch(self, weights))[1])
+    values = start()
+    with smb.train.join(client, "run", values, DiLoCo(every=1, step_wire="int8"), wire="int4") as worker:
+        for step in range(5):
+            local_step(values, 0, step)
+            worker.step()
+            assert np.array_equal(values, worker.shared())
+        assert worker._group.member.get(t.BYTES) == 5 * round(COUNT * (0.5 + 4 / 64 + 1 + 4 / 256))
+    assert read == [COUNT]
 
 
 def test_one_fragment_at_once_is_plain_diloco(client: smb.Client) -> None:
@@ -180,10 +214,12 @@ def test_who_comes_too_late_is_dropped(connect: Connect) -> None:
         worker.close()
 
 
-def test_late_joiner(connect: Connect) -> None:
+@pytest.mark.parametrize("step_wire", ["exact", "int8"])
+def test_late_joiner(connect: Connect, step_wire: str) -> None:
     """Who joins in the middle gets the present weights of all fragments, and takes part from the next round on."""
-    scheme = DiLoCo(every=2, fragments=2, mix=0.5)
-    crew, reference = Crew(connect, 2, scheme), Reference(scheme, 2)
+    scheme = DiLoCo(every=2, fragments=2, mix=0.5, step_wire=step_wire)
+    crew = Crew(connect, 2, scheme)
+    reference = Reference(scheme, 2, crew.clients[0].open("run"))
     for _ in range(3):
         crew.step_all()
         reference.step()
@@ -193,9 +229,13 @@ def test_late_joiner(connect: Connect) -> None:
     crew.step_all()  # round 3, without it
     reference.step()
     assert np.array_equal(crew.values[0], reference.values[0])
-    with waiting(crew.step_all):
-        joiner.step()
-    assert joiner.contributions == 1
+    for contributions in range(1, 4):
+        with waiting(crew.step_all):
+            joiner.step()
+        assert joiner.contributions == contributions
+    exchange = joiner.exchange
+    assert isinstance(exchange, FragmentExchange)
+    assert np.array_equal(np.concatenate([snapshot.base for snapshot in exchange._snapshots]), joiner.shared())
     joiner.close()
     crew.close()
 
@@ -270,8 +310,9 @@ def test_refused(connect: Connect) -> None:
 def test_killed(cluster: smb.LocalCluster, connect: Connect, point: str) -> None:
     """The third member arrives last, so closes the round of the first fragment, and is killed at one step of that: the
     others finish it, with its contribution if it had been marked, and go on alone; no other fragment is touched."""
-    scheme = DiLoCo(every=2, fragments=2, mix=0.5)
-    crew, reference = Crew(connect, 2, scheme, lease=LEASE_S), Reference(scheme, 3)
+    scheme = DiLoCo(every=2, fragments=2, mix=0.5, step_wire="int8")
+    crew = Crew(connect, 2, scheme, lease=LEASE_S)
+    reference = Reference(scheme, 3, crew.clients[0].open("run"))
     name, _, count = point.partition(":")
     with in_process(take_part, cluster.address, 2, 1, name, int(count or 1)) as (process, messages):
         assert messages.get(timeout=60) == "joined"
@@ -281,7 +322,7 @@ def test_killed(cluster: smb.LocalCluster, connect: Connect, point: str) -> None
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
     reference.step(contribute=(0, 1) if point == "train-sent" else (0, 1, 2))
-    for _ in range(2):
+    for _ in range(4):
         assert np.array_equal(crew.values[0], reference.values[0])
         assert np.array_equal(crew.values[1], reference.values[1])
         assert np.array_equal(crew.workers[0].shared(), reference.weights)
@@ -318,10 +359,11 @@ def start_after(steps: int, worker: int) -> Values:
     return values
 
 
-@pytest.mark.parametrize("done", [3, 4])
-def test_a_run_resumes_where_it_was(client: smb.Client, tmp_path: Path, done: int) -> None:
-    """From a file it goes on to the bit as without it: every fragment has its own momentum again."""
-    scheme = DiLoCo(every=3, fragments=3, mix=0.5)
+@pytest.mark.parametrize(("done", "step_wire"), [(3, "exact"), (4, "exact"), (4, "int8"), (5, "int4")])
+def test_a_run_resumes_where_it_was(client: smb.Client, tmp_path: Path, done: int, step_wire: str) -> None:
+    """From a file it goes on to the bit as without it: every fragment has its own momentum again, and what rounding has
+    left of its step."""
+    scheme = DiLoCo(every=3, fragments=3, mix=0.5, step_wire=step_wire)
 
     def rounds(name: str, steps: range, values: Values) -> Values:
         with smb.train.join(client, name, values, scheme) as worker:

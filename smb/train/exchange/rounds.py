@@ -7,7 +7,8 @@ seconds have passed since. The first member to see that it is complete closes it
     claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
     decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by every closer of r
     build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
-             optimizer, whose momentum is v in round r: v' = mu v - that sum, next = weights + lr mu v - lr (1 + mu) v'
+             optimizer, whose momentum is v in round r: v' = mu v - that sum, next = weights + lr mu v - lr (1 + mu) v';
+             if steps travel in fewer bits, s' = s - rounded(s) + lr mu v - lr (1 + mu) v', next = weights + rounded(s')
     built    ROUND: -> (r, attempt + 1, built)
     copy     weights = next
     commit   ROUND: -> (r + 1, 0), and everybody is woken
@@ -60,6 +61,7 @@ from smb.train.parameters import Parameters
 from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
 
 _log = logging.getLogger("smb")
+EXACT = "exact"
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,15 @@ class RoundScheme(Scheme):
         """Return the optimizer on the servers, None if the mean is just added."""
         return None
 
+    def step_wires(self) -> str:
+        """Return how the servers' step travels to the members; "exact": they read the weights."""
+        return EXACT
+
     def copies(self) -> Copies:
-        """The weights and the next ones; an outer optimizer's momentum, twice; an inbox for each worker."""
-        return Copies(4 if self.outer() else 2, 1)
+        """The weights and the next ones; an outer optimizer's momentum, twice; its step, twice, if members read that;
+        an inbox for each worker.
+        """
+        return Copies(2 + 2 * bool(self.outer()) + 2 * (self.step_wires() != EXACT), 1)
 
     def first_clock(self, rows: t.Rows) -> int:
         """Nobody waits for who joins in the middle of a round, but for who is there before anybody's first one."""
@@ -152,6 +160,8 @@ class RoundExchange(Exchange):
             group.client.delete(f"{group.name}/{_inbox(member.former)}", missing_ok=True)
         self._next = group.buffer("next")
         self._momenta = [group.buffer(momentum_name(copy)) for copy in (0, 1)] if self._outer else []
+        self._step_wire = scheme.step_wires()
+        self._steps_made = [group.buffer(step_name(copy)) for copy in (0, 1)] if self._step_wire != EXACT else []
         # Last: it is nobody else's, so where there is no room for a further worker nothing of it stays.
         self._inbox = group.buffer(_inbox(member.incarnation))
         self._inboxes = {member.incarnation: self._inbox}
@@ -401,7 +411,8 @@ class RoundExchange(Exchange):
         """
         group = self._group
         self._end()
-        written = [group.weights, self._next, *([self._turns()[1]] if self._momenta else [])]
+        written = [group.weights, self._next]
+        written += [self._turns(pair)[1] for pair in (self._momenta, self._steps_made) if pair]
         fences = {buffer.name: buffer.lock(ttl=group.lease, timeout=0.0) for buffer in written}
         releases = [functools.partial(_release, fence) for fence in fences.values()]
         with contextlib.ExitStack() as held:
@@ -535,9 +546,9 @@ class RoundExchange(Exchange):
         """Make the next weights, and the next momentum, of sources that stay as they are."""
         offset, count = self._group.span(self._target)
 
-        def combine(buffer: Buffer, source: Buffer, op: str, scale: float = 1.0) -> None:
+        def combine(buffer: Buffer, source: Buffer, op: str, scale: float = 1.0, wire: str = EXACT) -> None:
             fence = fences[buffer.name]
-            buffer.accumulate_from(source, op=op, scale=scale, offset=offset, count=count, fence=fence)
+            buffer.accumulate_from(source, op=op, scale=scale, offset=offset, count=count, fence=fence, wire=wire)
 
         weights, following, outer = self._group.weights, self._next, self._outer
         total = sum(weight for _, weight in chosen)
@@ -548,31 +559,37 @@ class RoundExchange(Exchange):
                 combine(following, inbox, "sum", share)
                 failpoint("train-added")
             return
-        old, new = self._turns()
-        if not shares:
-            at_once(
-                [lambda: combine(new, old, "replace"), lambda: combine(following, weights, "replace")],
-                remote=self._group.remote,
-            )
-            return
+        old, new = self._turns(self._momenta)
+        former, step = self._turns(self._steps_made) if self._steps_made else (None, following)
 
         def make_momentum() -> None:
-            combine(new, old, "replace", outer.mu)
+            combine(new, old, "replace", outer.mu if shares else 1.0)
             for inbox, share in shares:
                 combine(new, inbox, "sum", -share)
                 failpoint("train-added")
 
         def begin_weights() -> None:
             combine(following, weights, "replace")
-            combine(following, old, "sum", outer.lr * outer.mu)
+            if shares and former is None:
+                combine(following, old, "sum", outer.lr * outer.mu)
 
-        at_once([make_momentum, begin_weights], remote=self._group.remote)
-        combine(following, new, "sum", -outer.lr * (1 + outer.mu))
+        def begin_step() -> None:
+            if former is not None:  # what rounding has left of the former one
+                combine(step, former, "replace")
+                combine(step, former, "sum", -1.0, self._step_wire)
+                if shares:
+                    combine(step, old, "sum", outer.lr * outer.mu)
 
-    def _turns(self) -> tuple[Buffer, Buffer]:
-        """Return the outer optimizer's momentum as it is in the target round, and where the next one is made."""
+        at_once([make_momentum, begin_weights, begin_step], remote=self._group.remote)
+        if shares:
+            combine(step, new, "sum", -outer.lr * (1 + outer.mu))
+        if former is not None:
+            combine(following, step, "sum", 1.0, self._step_wire)
+
+    def _turns(self, copies: list[Buffer]) -> tuple[Buffer, Buffer]:
+        """Return of two copies that take turns the one as it is in the target round, and where the next is made."""
         turn = state_copy(self._target, len(self._group.spans))
-        return self._momenta[turn], self._momenta[1 - turn]
+        return copies[turn], copies[1 - turn]
 
 
 def state_copy(number: int, fragments: int) -> int:
@@ -585,6 +602,11 @@ def state_copy(number: int, fragments: int) -> int:
 def momentum_name(copy: int) -> str:
     """Return how the buffer of that copy is named behind the group's name."""
     return f"outer/{copy}/0"
+
+
+def step_name(copy: int) -> str:
+    """Return how the buffer of that copy of the servers' step is named behind the group's name."""
+    return f"outer/{copy}/step"
 
 
 def _inbox(incarnation: int) -> str:

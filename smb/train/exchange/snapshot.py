@@ -39,6 +39,10 @@ class Snapshot:
         """Read the group's values as the next base, exact. The parameters stay as they are."""
         self._parameters.read(weights, self.base)
 
+    def fetch_step(self, step: Buffer, room: Values, wire: str) -> None:
+        """Read what the group's values have changed by since `base`, rounded as they were, into `room`, (n,)."""
+        step.read(self._parameters.origin, self.base.size, out=room, wire=wire)
+
     def adopt(self) -> None:
         """Make the parameters what was fetched."""
         self._parameters.fill(self.base)

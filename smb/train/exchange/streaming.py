@@ -29,7 +29,7 @@ from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error
 from smb.train import member_table as t
-from smb.train.exchange.rounds import RoundExchange
+from smb.train.exchange.rounds import EXACT, RoundExchange, state_copy
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.group import WIRE_BYTES, Group, wake
 from smb.train.guards import RefusedContributionError
@@ -62,6 +62,7 @@ class FragmentExchange(RoundExchange):
         self._take_at = 0  # the step after which it is taken over
         self._put = False
         self._read: list[int] = []  # fragments that are to be taken over; empty as long as that is not known
+        self._received = 0.0  # bytes that these took
 
     def _remember(self, parameters: Parameters, group: Group) -> None:
         self._snapshots = [Snapshot(parameters.part(*span), group.weights.wire) for span in group.spans]
@@ -159,17 +160,15 @@ class FragmentExchange(RoundExchange):
         if self._job.error is not None:
             raise self._job.error
         sent = self._snapshots[self._index].base.size
-        received = 0
         for index in self._read:
             snapshot = self._snapshots[index]
             snapshot.merge(self._mix, self._delta[: snapshot.base.size])
-            received += snapshot.base.nbytes
         self._based(self._read, self._round)
         self._job, self._read = None, []
         group = self._group
         group.count_samples(self._samples)
         self._samples = 0
-        group.member.add(t.BYTES, round(sent * WIRE_BYTES[group.weights.wire]) + received)
+        group.member.add(t.BYTES, round(sent * WIRE_BYTES[group.weights.wire] + self._received))
         self._report = _Background(group.member.report)
         refused, self._refused = self._refused, None
         if refused is not None:
@@ -219,8 +218,14 @@ class FragmentExchange(RoundExchange):
         if self._sent and not self._settle():
             return  # stopped
         behind = [index for index, good_for in enumerate(self._bases) if good_for < self._word >> t.ROUND_SHIFT]
-        self._round = self._group.read_by(
-            lambda weights: self._fetch(weights, behind), known=self._word, needs_us=self._needed()
+        stepped = self._read_by_step(behind)
+        if not stepped:
+            self._round = self._group.read_by(
+                lambda weights: self._fetch(weights, behind), known=self._word, needs_us=self._needed()
+            )
+        self._received = (
+            sum(self._snapshots[index].base.size for index in behind)
+            * WIRE_BYTES[self._step_wire if stepped else EXACT]
         )
         self._grace.opened(time.monotonic())
         self._end()
@@ -229,6 +234,31 @@ class FragmentExchange(RoundExchange):
     def _fetch(self, weights: Buffer, indices: Iterable[int]) -> None:
         for index in indices:
             self._snapshots[index].fetch(weights)
+
+    def _read_by_step(self, behind: list[int]) -> bool:
+        """Bring the base on by the servers' step instead of reading it anew, where that is all that is new. False: it
+        is as it was.
+        """
+        index, snapshot = self._index, self._snapshots[self._index]
+        if not self._steps_made or behind != [index] or self._bases[index] != self._closed_before(self._word):
+            return False
+        made = 1 - state_copy(self._bases[index], len(self._snapshots))
+        room = self._delta[: snapshot.base.size]  # what it held was written
+
+        def read(_: Buffer) -> None:
+            snapshot.fetch_step(self._steps_made[made], room, self._step_wire)
+
+        number = self._group.read_by(read, known=self._word, needs_us=self._needed())
+        if self._bases[index] != self._closed_before(number << t.ROUND_SHIFT):
+            return False  # a later round of this fragment was closed meanwhile
+        snapshot.base += room
+        self._round = number
+        return True
+
+    def _closed_before(self, word: int) -> int:
+        """Return the last round of the fragment under way that was closed before the open one of `word`."""
+        last = (word >> t.ROUND_SHIFT) - 1
+        return last - (last - self._index) % len(self._snapshots)
 
 
 class _Background:

@@ -15,7 +15,7 @@ from smb.train import ASP, BSP, EAMSGD, EASGD, HSGD, R2SP, SEASGD, SSP, AsyncDiL
 
 SCHEMES = (ASP, AsyncDiLoCo, BSP, DiLoCo, EAMSGD, EASGD, HSGD, LocalSGD, R2SP, SEASGD, SSP)
 WHOLE = {"every", "quorum", "staleness", "batch_size", "warmup", "skips", "fragments", "delay"}
-SAMPLE = dict.fromkeys(WHOLE, 2) | {"token_weights": True}  # what is fine; 0.5 for the others
+SAMPLE = dict.fromkeys(WHOLE, 2) | {"token_weights": True, "step_wire": "int8"}  # what is fine; 0.5 for the others
 
 
 def _makers() -> list[Any]:
