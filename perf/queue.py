@@ -1,23 +1,29 @@
 """An async call's cost beside its share of a large call, and how soon an urgent read comes through.
 
-    python -m perf.queue [--rounds 15] [--transports shm,tcp]
+    python -m perf.queue [--rounds 15] [--transports shm,tcp] [--remote]
 
-All is measured in turns within one run, on this machine, servers included: only the ratios travel.
+All is measured in turns within one run, on this machine, servers included: only the ratios travel. --remote: over TCP
+between two network namespaces of a veth pair (perf/netlab.py, needs root), as between two hosts.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 import smb
+from perf.lab_daemons import LabDaemons
+from perf.netlab import Host, Lab
 
 _SMALL, _PARTS, _LARGE, _LARGE_PARTS = 64 << 10, 64, 4 << 20, 8  # bytes, operations in flight
 _WARM_UP = 2  # rounds
@@ -52,10 +58,10 @@ def _one_round(name: str, whole: smb.Buffer, fine: smb.Buffer) -> dict[str, floa
     }
 
 
-def _measure(transport: str, rounds: int) -> None:
+def _measure(address: str, transport: str, rounds: int) -> None:
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     overtaken, windows = [], []
-    with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, transport=transport) as client:
+    with smb.connect(address, transport=transport) as client:
         whole = client.create("w", _LARGE * _LARGE_PARTS // 4)
         fine = client.create("fine", _SMALL * _PARTS // 4, stripe=_SMALL)  # one call of as many frames
         urgent = client.create("urgent", _SMALL // 4)
@@ -91,14 +97,36 @@ def _measure(transport: str, rounds: int) -> None:
     )
 
 
+def _between_hosts(rounds: int) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as place,
+        Lab([Host("server"), Host("client")], direct=True) as lab,
+    ):
+        directory = Path(place)
+        daemons = LabDaemons(lab, directory)
+        address = daemons.coordinator("server")
+        (directory / "memory").mkdir()
+        command = ["memserver", "--coordinator", address, "--capacity", "256MiB", "--name", "far"]
+        daemons.serve("server", [*command, "--memory-dir", str(directory / "memory")], name="memserver")
+        lab.run("client", [sys.executable, "-m", "perf.queue", "--at", address, "--rounds", str(rounds)])
+
+
 def main() -> None:
     """Measure over each transport."""
     parser = argparse.ArgumentParser(description="What async operations cost.")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--transports", default="shm,tcp")
+    parser.add_argument("--remote", action="store_true", help="between two network namespaces instead")
+    parser.add_argument("--at", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    for transport in arguments.transports.split(","):
-        _measure(transport, arguments.rounds)
+    if arguments.at:
+        _measure(arguments.at, "tcp", arguments.rounds)
+    elif arguments.remote:
+        _between_hosts(arguments.rounds)
+    else:
+        for transport in arguments.transports.split(","):
+            with smb.LocalCluster(servers=1) as cluster:
+                _measure(cluster.address, transport, arguments.rounds)
 
 
 if __name__ == "__main__":
