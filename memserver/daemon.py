@@ -6,6 +6,7 @@ makes and drops segments; one thread keeps the registration; the pages have thei
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -241,6 +242,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     )
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
+    gc.freeze()  # modules stay for good: neither the collector nor the process's end has to look at them
     notify("READY=1", f"STATUS=serving at {address}")
     return segments
 

@@ -121,6 +121,11 @@ class Daemon:
         """End it with SIGTERM and wait; with SIGKILL if that takes too long."""
         self._end(signal.SIGTERM)
 
+    def ask_to_end(self) -> None:
+        """Send SIGTERM, and wait for nothing."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
     def release(self) -> None:
         """End it as `terminate` does, for good: its ports are anybody's again."""
         try:
@@ -268,6 +273,8 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End all daemons and remove what they left. Doing it twice does nothing."""
+        for server in self.servers:
+            server.ask_to_end()
         for daemon in [*self.servers, *([self.coordinator] if hasattr(self, "coordinator") else [])]:
             with contextlib.suppress(ProcessLookupError):
                 daemon.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -126,6 +127,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     if options.ready_file is not None:
         write_ready_file(options.ready_file, address=address, metrics=pages.address, name="coordinator")
         leaving.callback(options.ready_file.unlink, missing_ok=True)
+    gc.freeze()  # modules stay for good: neither the collector nor the process's end has to look at them
     notify("READY=1", f"STATUS=serving at {address}")
     interval_s = watchdog_interval_s()
     if interval_s is not None:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import select
+import selectors
 import signal
 import socket
 import socketserver
@@ -201,7 +202,8 @@ class Pages:
         except OSError as error:
             raise _cannot_listen(address, error) from None
         self._server.set_app(_application(make_wsgi_app(registry), health, route, admit))
-        self._thread = threading.Thread(target=self._server.serve_forever, name="pages", daemon=True)
+        self._ended, self._end = os.pipe()
+        self._thread = threading.Thread(target=self._serve, name="pages", daemon=True)
         self._thread.start()
         self.address = format_address(host, self._server.server_port)
 
@@ -212,10 +214,19 @@ class Pages:
         self.close()
 
     def close(self) -> None:
-        """Stop serving. Blocks until the listening thread is gone, at most half a second."""
-        self._server.shutdown()
+        """Stop serving. Blocks until the listening thread is gone."""
+        os.close(self._end)
         self._thread.join()
+        os.close(self._ended)
         self._server.server_close()
+
+    def _serve(self) -> None:
+        """As the server's serve_forever, which looks twice a second whether it is to end."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            selector.register(self._ended, selectors.EVENT_READ)
+            while all(key.fileobj is self._server for key, _ in selector.select()):
+                self._server.handle_request()
 
 
 class _PageRequest(WSGIRequestHandler):
@@ -228,6 +239,7 @@ class _PageRequest(WSGIRequestHandler):
 class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
+    timeout = 0  # a client that goes away at once is not waited for
 
     def __init__(self, family: socket.AddressFamily, host: str, port: int) -> None:
         self.address_family = family

@@ -6,10 +6,11 @@ import json
 import re
 import sys
 import time
-from typing import IO, Any, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console  # a tenth of the time that a command takes to start, daemons' too
+    from rich.table import Table
 
 # Wider than any table: into a file or a pipe, nothing is folded or cut.
 _WIDTH_WITHOUT_TERMINAL = 4096
@@ -18,6 +19,8 @@ _PADDING = re.compile(" +$", re.MULTILINE)
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console that folds long cells on a terminal, and leaves them whole and unpadded elsewhere."""
+    from rich.console import Console
+
     out = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
     if out.is_terminal:
         return out
@@ -55,6 +58,8 @@ def counted(number: int, noun: str) -> str:
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     """Return an empty table with these columns; those named in right are numbers."""
+    from rich.table import Table
+
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
