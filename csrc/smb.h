@@ -804,12 +804,15 @@ int smb_buffer_add_lane(struct smb_buffer *buffer, uint32_t index, struct smb_li
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);
 void smb_buffer_destroy(struct smb_buffer *buffer);
 
+enum { SMB_SOURCES_MAX = 5 };
+
 /* One call. Range in bytes of the buffer, both multiples of the element size.
  *   READ            sink
  *   WRITE           source
  *   ACCUMULATE      source, op, scale; sink too if the new values are wanted
  *   FILL            argument: the element's bits in its low bytes
- *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers
+ *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers. Or op SMB_REPLACE, scale
+ *                   1 and several sources: the sum of each times its scale, added from the first on
  *   FETCH_ADD       8 bytes; argument: what to add; outcome.result: the old value
  *   COMPARE_SWAP    8 bytes; argument: new, expected: expected; outcome.result: the old value
  *   APPLY           op: the rule; hyper; other: the gradient, or source: its elements; states: as
@@ -826,6 +829,11 @@ struct smb_request {
     uint64_t argument;
     uint64_t expected;
     struct smb_buffer *other;
+    /* of ACCUMULATE_FROM, source_count > 0: in place of `other` and `wire` */
+    struct smb_buffer *sources[SMB_SOURCES_MAX];
+    double scales[SMB_SOURCES_MAX];
+    int wires[SMB_SOURCES_MAX];
+    uint32_t source_count;
     struct smb_buffer *states[2];
     struct smb_hyper hyper;
     /* of a lock of this buffer, if fenced: all segments are reached over links then */

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
@@ -20,6 +20,7 @@ from smb.call.sync_requests import wait_ms
 from smb.call.versions import Versions
 from smb.engine import (
     NOWHERE,
+    SOURCES_MAX,
     AskOpcode,
     EngineError,
     Opcode,
@@ -387,14 +388,14 @@ class Buffer:
 
     def accumulate_from(
         self,
-        other: Buffer,
+        other: Buffer | Sequence[Buffer],
         *,
         op: str = "sum",
-        scale: float = 1.0,
+        scale: float | Sequence[float] = 1.0,
         offset: int = 0,
         count: int | None = None,
         fence: Lock | None = None,
-        wire: str = "exact",
+        wire: str | Sequence[str] = "exact",
     ) -> None:
         """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
 
@@ -404,21 +405,41 @@ class Buffer:
 
         With `wire` other than "exact" the values of `other` are rounded first: to those that
         other.read(offset, count, wire=wire) brings.
+
+        With op="replace" `other` may be 2 to 5 buffers. The elements become the sum of each one's times its scale. They
+        are added in their order, each step rounded to the dtype. `scale` and `wire` are one for all, or one for each.
+        This buffer may be among them. Each chunk changes once, as a whole.
         """
-        offset, count = self._arguments.range(offset, count, "accumulate_from")
-        number = self._arguments.op(op, scale, "accumulate_from")
-        wires = self._arguments.wire(wire, "accumulate_from")
-        self._check_beside(other, "accumulate_from")
-        if other.info.versions > 1:
+        asked = self._arguments.asked("accumulate_from")
+        others = tuple(other) if isinstance(other, Sequence) else (other,)
+        scales, wires = _each(scale, len(others)), _each(wire, len(others))
+        if len(others) != 1 and (op != "replace" or not 2 <= len(others) <= SOURCES_MAX):
             raise InvalidArgumentError(
-                f"{self._arguments.asked('accumulate_from')}: {other!r} has several copies that take turns; "
-                f"read() it and accumulate"
+                f"{asked}: op='replace' sums 2 to {SOURCES_MAX} buffers, and asked is op={op!r} of {len(others)}"
             )
+        if not len(scales) == len(wires) == len(others):
+            raise InvalidArgumentError(
+                f"{asked}: {len(others)} buffers with {len(scales)} scales and {len(wires)} wires; give one for each "
+                f"buffer, or one for all"
+            )
+        offset, count = self._arguments.range(offset, count, "accumulate_from")
+        numbers = [
+            self._arguments.op("sum" if index else op, each, "accumulate_from") for index, each in enumerate(scales)
+        ]
+        encodings = [self._arguments.wire(each, "accumulate_from") for each in wires]
+        for each in others:
+            self._check_beside(each, "accumulate_from")
+            if each.info.versions > 1:
+                raise InvalidArgumentError(
+                    f"{asked}: {each!r} has several copies that take turns; read() it and accumulate"
+                )
         itemsize = self._arguments.itemsize
-        request = Request(
-            Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=number, scale=scale, wire=wires
-        )
-        self._dispatcher.call(request, fence=fence, others=(other._dispatcher,))
+        request = Request(Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=numbers[0])
+        if len(others) > 1:
+            request = request._replace(sources=tuple(zip(scales, encodings, strict=True)))
+        else:
+            request = request._replace(scale=scales[0], wire=encodings[0])
+        self._dispatcher.call(request, fence=fence, others=tuple(each._dispatcher for each in others))
 
     def apply(
         self,
@@ -839,6 +860,11 @@ class Buffer:
 
 
 _MASK = 2**64 - 1
+
+
+def _each(value: Any, count: int) -> tuple[Any, ...]:
+    """Return one for each of several buffers."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * count
 
 
 def _elements(array: Any) -> int | None:

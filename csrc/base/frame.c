@@ -94,6 +94,19 @@ static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t paylo
            (wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4));
 }
 
+/* Of ACCUMULATE_FROM: the replaced elements are one source's, or a sum of several. */
+static bool sources_are_sound(const struct smb_frame *frame, uint32_t payload)
+{
+    double scale = smb_double_of(frame->argument);
+    if (payload == SMB_FROM_BYTES)
+        return smb_op_accepts(frame->dtype, frame->op, scale);
+    uint32_t count = payload < 8 || payload % SMB_SOURCE_BYTES != 8
+                         ? 0
+                         : (payload - 8) / SMB_SOURCE_BYTES;
+    return count >= 2 && count <= SMB_SOURCES_MAX && frame->op == SMB_REPLACE && scale == 1.0 &&
+           smb_frame_wire(frame) == SMB_WIRE_EXACT;
+}
+
 static bool reply_is_sound(const struct smb_frame *frame)
 {
     if (frame->status >= SMB_STATUS_COUNT || frame->length > SMB_CHUNK_BYTES_MAX ||
@@ -156,9 +169,7 @@ static bool request_is_sound(const struct smb_frame *frame)
     case SMB_ACCUMULATE:
         return elements_fit(frame, smb_frame_wire(frame), payload) &&
                smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
-    case SMB_ACCUMULATE_FROM:
-        return payload == SMB_FROM_BYTES &&
-               smb_op_accepts(frame->dtype, frame->op, smb_double_of(frame->argument));
+    case SMB_ACCUMULATE_FROM: return sources_are_sound(frame, payload);
     case SMB_APPLY:
         return (payload == SMB_APPLY_BYTES || payload == SMB_APPLY_BYTES + frame->length) &&
                smb_rule_states(frame->op) >= 0 && frame->dtype == SMB_FLOAT32;

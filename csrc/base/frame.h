@@ -40,9 +40,9 @@ enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
  * ones send 0. */
 enum smb_feature {
     SMB_FEATURE_INT4 = 1 << 0,
-    SMB_FEATURE_BRINGS = 1 << 1, /* an APPLY may bring its gradient */
-    SMB_FEATURE_ROUNDS = 1 << 2, /* an ACCUMULATE_FROM may round its source */
-    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_ROUNDS
+    SMB_FEATURE_BRINGS = 1 << 1,  /* an APPLY may bring its gradient */
+    SMB_FEATURE_SOURCES = 1 << 2, /* an ACCUMULATE_FROM may have several sources, and round them */
+    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_SOURCES
 };
 
 enum smb_frame_flag {
@@ -59,14 +59,17 @@ enum smb_frame_flag {
         SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
 };
 
-/* Payloads. ACCUMULATE_FROM: where to read. APPLY: the segments of the gradient and of the state
- * (0: none), then the words of struct smb_hyper, as float64; if it brings its gradient, that
- * segment is 0 and the elements follow the words. Requests that wait: four words
+/* Payloads. ACCUMULATE_FROM: where to read; of several sources a word with the wire of each, 3 bits
+ * from the lowest on, then segment and scale (float64) of each. APPLY: the segments of the gradient
+ * and of the state (0: none), then the words of struct smb_hyper, as float64; if it brings its
+ * gradient, that segment is 0 and the elements follow the words. Requests that wait: four words
  * (sync.h). AUTHORIZE: rights and generation (32 bits each), expiry, proof (access.h). The payload
  * of a fenced change follows its token. The token's lowest bit says which of the segment's locks it
  * is of (enum sync_lock). */
 enum {
     SMB_FROM_BYTES = 16,
+    SMB_SOURCE_BYTES = 16,
+    SMB_SOURCE_WIRE_BITS = 3,
     SMB_SYNC_WORDS = 4,
     SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS,
     SMB_TOKEN_BYTES = 8,
@@ -155,6 +158,13 @@ static inline uint32_t smb_frame_body(const struct smb_frame *frame)
 static inline bool smb_frame_brings(const struct smb_frame *frame)
 {
     return frame->opcode == SMB_APPLY && smb_frame_body(frame) > SMB_APPLY_BYTES;
+}
+
+/* Of a sound ACCUMULATE_FROM: how many sources it has, if several; else 0. */
+static inline uint32_t smb_frame_sources(const struct smb_frame *frame)
+{
+    uint32_t body = smb_frame_body(frame);
+    return body > SMB_FROM_BYTES ? (body - 8) / SMB_SOURCE_BYTES : 0;
 }
 
 void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES]);

@@ -64,7 +64,7 @@ struct stream {
     uint32_t segment_index;
     uint64_t segment_id;
     /* of the other buffers' segments: ACCUMULATE_FROM, APPLY */
-    uint64_t source_ids[SMB_APPLY_SEGMENTS];
+    uint64_t source_ids[SMB_SOURCES_MAX];
     uint32_t epoch;
     uint8_t dtype;
 };

@@ -191,6 +191,19 @@ static bool put_elements(struct smb_link *link, const struct smb_request *reques
     return true;
 }
 
+static void put_sources(const struct stream *stream, struct inflight *inflight)
+{
+    const struct smb_request *request = stream->request;
+    uint64_t wires = 0;
+    for (uint32_t i = 0; i < request->source_count; i++)
+        wires |= (uint64_t)request->wires[i] << SMB_SOURCE_WIRE_BITS * i;
+    inflight_put_small(inflight, wires);
+    for (uint32_t i = 0; i < request->source_count; i++) {
+        inflight_put_small(inflight, stream->source_ids[i]);
+        inflight_put_small(inflight, smb_bits_of(request->scales[i]));
+    }
+}
+
 static bool make_piece(struct smb_link *link, struct stream *stream, struct inflight *inflight)
 {
     const struct smb_request *request = stream->request;
@@ -227,6 +240,10 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
     case SMB_ACCUMULATE_FROM:
         frame.op = (uint8_t)request->op;
         frame.argument = smb_bits_of(request->scale);
+        if (request->source_count > 0) {
+            put_sources(stream, inflight);
+            break;
+        }
         inflight_put_small(inflight, stream->source_ids[0]);
         inflight_put_small(inflight, piece->segment_offset);
         break;

@@ -31,6 +31,36 @@ static void local_failed(struct local_work *work, struct smb_piece piece, int st
     work->cursor.position = work->cursor.end;
 }
 
+/* A source's elements, as they would arrive. */
+static int local_source(struct local_work *work, const struct smb_piece *piece,
+                        struct smb_buffer *source, int wire, uint64_t deadline_ns, void *to)
+{
+    struct smb_change read = {
+        .opcode = SMB_READ, .offset = piece->segment_offset, .bytes = piece->bytes, .sink = to};
+    int status = smb_segment_apply(source->places[work->index].segment, &read, deadline_ns);
+    if (status == SMB_OK && wire != SMB_WIRE_EXACT)
+        smb_kernel_round(wire, to, piece->bytes / 4, piece->buffer_offset,
+                         work->buffer->layout.chunk_bytes, to);
+    return status;
+}
+
+/* That of several, into the scratch's first half. */
+static int local_sum(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
+{
+    const struct smb_request *request = work->request;
+    const struct smb_buffer *buffer = work->buffer;
+    uint8_t *sum = work->scratch, *one = sum + buffer->layout.chunk_bytes;
+    for (uint32_t i = 0; i < request->source_count; i++) {
+        int status = local_source(work, piece, request->sources[i], request->wires[i], deadline_ns,
+                                  one);
+        if (status != SMB_OK)
+            return status;
+        smb_kernel_apply(buffer->dtype, i == 0 ? SMB_REPLACE : SMB_SUM, sum, one,
+                         piece->bytes / smb_dtype_bytes(buffer->dtype), request->scales[i]);
+    }
+    return SMB_OK;
+}
+
 static int local_piece(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
 {
     const struct smb_request *request = work->request;
@@ -49,17 +79,12 @@ static int local_piece(struct local_work *work, const struct smb_piece *piece, u
         .streaming = request->bytes >= STREAMING_BYTES || work->whole_bytes >= STREAMING_BYTES,
     };
     if (request->opcode == SMB_ACCUMULATE_FROM) {
-        struct smb_change read = {.opcode = SMB_READ,
-                                  .offset = piece->segment_offset,
-                                  .bytes = piece->bytes,
-                                  .sink = work->scratch};
-        int status = smb_segment_apply(request->other->places[work->index].segment, &read,
-                                       deadline_ns);
+        int status = request->source_count > 0
+                         ? local_sum(work, piece, deadline_ns)
+                         : local_source(work, piece, request->other, request->wire, deadline_ns,
+                                        work->scratch);
         if (status != SMB_OK)
             return status;
-        if (request->wire != SMB_WIRE_EXACT)
-            smb_kernel_round(request->wire, work->scratch, piece->bytes / 4, piece->buffer_offset,
-                             work->buffer->layout.chunk_bytes, work->scratch);
         change.source = work->scratch;
     } else if (request->wire == SMB_WIRE_SPARSE) {
         uint32_t element = smb_dtype_bytes(work->buffer->dtype);

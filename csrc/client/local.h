@@ -18,7 +18,8 @@ struct local_work {
     bool walking;
     struct smb_cursor cursor;
     uint64_t bytes_here; /* done on this segment */
-    /* one chunk: of ACCUMULATE_FROM the source, else the piece as it would travel */
+    /* one chunk: of ACCUMULATE_FROM the source, else the piece as it would travel; two chunks of
+     * several sources */
     uint8_t *scratch;
 };
 

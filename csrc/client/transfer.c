@@ -20,11 +20,16 @@ static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)
 
 /* The other buffers that a request names, and how many: ACCUMULATE_FROM, APPLY. */
 static int others_of(const struct smb_request *request,
-                     const struct smb_buffer *others[SMB_APPLY_SEGMENTS])
+                     const struct smb_buffer *others[SMB_SOURCES_MAX])
 {
     int states = request->opcode == SMB_APPLY ? smb_rule_states(request->op) : 0, count = 0;
     if (request->opcode != SMB_APPLY && request->opcode != SMB_ACCUMULATE_FROM)
         return 0;
+    if (request->opcode == SMB_ACCUMULATE_FROM && request->source_count > 0) {
+        for (; count < (int)request->source_count; count++)
+            others[count] = request->sources[count];
+        return count;
+    }
     if (!request_brings(request))
         others[count++] = request->other;
     for (int i = 0; i < states; i++)
@@ -34,7 +39,7 @@ static int others_of(const struct smb_request *request,
 
 static bool others_are_sound(const struct smb_buffer *buffer, const struct smb_request *request)
 {
-    const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
+    const struct smb_buffer *others[SMB_SOURCES_MAX];
     int count = others_of(request, others);
     for (int i = 0; i < count; i++) {
         if (!others[i] || others[i]->dtype != buffer->dtype ||
@@ -46,6 +51,22 @@ static bool others_are_sound(const struct smb_buffer *buffer, const struct smb_r
         if (others[i] == buffer && request->opcode == SMB_APPLY)
             return false;
     }
+    return true;
+}
+
+/* Of ACCUMULATE_FROM. */
+static bool sources_are_sound(const struct smb_buffer *buffer, const struct smb_request *request)
+{
+    if (request->source_count == 0)
+        return smb_op_accepts(buffer->dtype, request->op, request->scale);
+    if (request->source_count < 2 || request->source_count > SMB_SOURCES_MAX ||
+        request->op != SMB_REPLACE || request->scale != 1.0 || request->wire != SMB_WIRE_EXACT)
+        return false;
+    for (uint32_t i = 0; i < request->source_count; i++)
+        if (!smb_op_accepts(buffer->dtype, i == 0 ? SMB_REPLACE : SMB_SUM, request->scales[i]) ||
+            (request->wires[i] != SMB_WIRE_EXACT &&
+             (!smb_wire_is_dense(request->wires[i]) || buffer->dtype != SMB_FLOAT32)))
+            return false;
     return true;
 }
 
@@ -72,8 +93,8 @@ bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request
                smb_op_accepts(buffer->dtype, request->op, request->scale);
     case SMB_FILL: return request->sink == NULL;
     case SMB_ACCUMULATE_FROM:
-        return request->sink == NULL && others_are_sound(buffer, request) &&
-               smb_op_accepts(buffer->dtype, request->op, request->scale);
+        return request->sink == NULL && sources_are_sound(buffer, request) &&
+               others_are_sound(buffer, request);
     case SMB_APPLY:
         return request->sink == NULL && buffer->dtype == SMB_FLOAT32 &&
                smb_rule_accepts(request->op, &request->hyper) && others_are_sound(buffer, request);
@@ -96,7 +117,7 @@ static struct stream make_stream(const struct smb_buffer *buffer, const struct s
                             .segment_id = place->segment_id,
                             .epoch = place->epoch,
                             .dtype = (uint8_t)buffer->dtype};
-    const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
+    const struct smb_buffer *others[SMB_SOURCES_MAX];
     int sources = others_of(request, others), first = request_brings(request);
     for (int s = 0; s < sources; s++)
         stream.source_ids[first + s] = others[s]->places[index].segment_id;
@@ -155,7 +176,7 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
 static bool places_are_set(const struct smb_buffer *buffer, const struct smb_request *request,
                            uint32_t *missing)
 {
-    const struct smb_buffer *others[SMB_APPLY_SEGMENTS];
+    const struct smb_buffer *others[SMB_SOURCES_MAX];
     int count = others_of(request, others);
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
         const struct place *place = &buffer->places[i];
@@ -177,8 +198,9 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
 static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_request *request,
                           uint32_t *without)
 {
-    bool rounds = request->opcode == SMB_ACCUMULATE_FROM && request->wire != SMB_WIRE_EXACT;
-    uint32_t feature = rounds                           ? SMB_FEATURE_ROUNDS
+    bool sources = request->opcode == SMB_ACCUMULATE_FROM &&
+                   (request->wire != SMB_WIRE_EXACT || request->source_count > 0);
+    uint32_t feature = sources                          ? SMB_FEATURE_SOURCES
                        : request->wire == SMB_WIRE_INT4 ? SMB_FEATURE_INT4
                        : request_brings(request)        ? SMB_FEATURE_BRINGS
                                                         : 0;
@@ -415,9 +437,9 @@ int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
     bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
     /* A piece of entries is larger than one of elements: by 4 for each, of which the smallest has 1
      * byte. */
+    uint32_t times = request->wire == SMB_WIRE_SPARSE ? 5U : request->source_count > 0 ? 2U : 1U;
     if (needs_scratch)
-        transfer->work.scratch = aligned_alloc(
-            4096, buffer->layout.chunk_bytes * (request->wire == SMB_WIRE_SPARSE ? 5U : 1U));
+        transfer->work.scratch = aligned_alloc(4096, (size_t)buffer->layout.chunk_bytes * times);
     if (!transfer->streams || (needs_scratch && !transfer->work.scratch)) {
         transfer_end(transfer);
         return outcome->status = SMB_OUT_OF_MEMORY;

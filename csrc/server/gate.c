@@ -86,13 +86,15 @@ static bool is_of_epoch(struct smb_server *server, const struct gate_request *re
 int gate_admit(struct smb_server *server, const struct smb_frame *frame,
                struct gate_request *request)
 {
+    uint64_t gathered[SMB_SOURCES_MAX];
+    memcpy(gathered, request->gathered, sizeof gathered);
     *request = (struct gate_request){.frame = *frame,
                                      .record_hint = request->record_hint,
                                      .grants = request->grants,
                                      .fed = request->fed,
                                      .feeds = request->feeds,
-                                     .gathered = request->gathered,
                                      .begun_ns = request->begun_ns};
+    memcpy(request->gathered, gathered, sizeof gathered);
     struct smb_segment *segment;
     int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);
     if (status != SMB_OK)
@@ -345,13 +347,11 @@ static int missing(const struct gate_request *request, int status)
     return status == SMB_NOT_FOUND && copies ? SMB_APART : status;
 }
 
-/* Copies the source range into scratch, rounded as the frame says: no chunk lock is waited for
- * while another is held. Of a source with two copies the bytes are kept until they may be told:
- * those of a later try might never be. */
-static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id,
-                       uint64_t offset, uint8_t *scratch)
+/* A source that may be read here, to request->others. */
+static int find_source(struct smb_server *server, struct gate_request *request, int number,
+                       uint64_t id)
 {
-    struct smb_segment **source = &request->others[0];
+    struct smb_segment **source = &request->others[number];
     int status = *source ? SMB_OK : find(server, request, id, SMB_RIGHT_READ, source);
     if (status != SMB_OK)
         return missing(request, status);
@@ -363,21 +363,94 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
     if (replica && server->guarded &&
         !replica_serves(replica, grants_find(request->grants, id)->epoch, false))
         return SMB_APART; /* its reader learns the epoch where it asks the source itself */
-    if (!replica || !request->gathered) {
+    return SMB_OK;
+}
+
+/* Whether the source's bytes in scratch may be told. */
+static int may_use(struct gate_request *request, int number)
+{
+    struct replica *replica = replica_at(request->others[number]);
+    return replica ? replica_check_read(replica, request->gathered[number] - 1, request->begun_ns)
+                   : SMB_OK;
+}
+
+/* Copies the source range into scratch, rounded as the frame says: no chunk lock is waited for
+ * while another is held. Of a source with two copies the bytes are kept until they may be told:
+ * those of a later try might never be. */
+static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id,
+                       uint64_t offset, uint8_t *scratch)
+{
+    int status = find_source(server, request, 0, id);
+    if (status != SMB_OK)
+        return status;
+    struct smb_segment *source = request->others[0];
+    if (!replica_at(source) || !request->gathered[0]) {
         struct smb_change read = {
             .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
-        status = smb_segment_apply(*source, &read, patience(request));
+        status = smb_segment_apply(source, &read, patience(request));
         if (status != SMB_OK)
             return missing(request, status);
         int wire = smb_frame_wire(&request->frame);
         if (wire != SMB_WIRE_EXACT)
             smb_kernel_round(wire, scratch, read.bytes / 4, 0, SMB_CHUNK_BYTES_MAX, scratch);
+        struct replica *replica = replica_at(source);
+        request->gathered[0] = replica ? 1 + replica_newest_of(replica, offset) : 0;
     }
-    if (!replica && !(replica = replica_at(*source)))
-        return SMB_OK;
-    if (!request->gathered)
-        request->gathered = 1 + replica_newest_of(replica, offset);
-    return replica_check_read(replica, request->gathered - 1, request->begun_ns);
+    return may_use(request, 0);
+}
+
+/* Adds a source's range, rounded, to what is in scratch; the first one takes its place. Under the
+ * source's chunk lock, and no other. */
+static int add_source(struct gate_request *request, int number, int wire, double scale,
+                      uint8_t *scratch)
+{
+    enum { BLOCK = 4 * SMB_WIRE_BLOCK };
+    struct smb_segment *source = request->others[number];
+    const struct smb_frame *frame = &request->frame;
+    int op = number == 0 ? SMB_REPLACE : SMB_SUM;
+    if (!smb_op_accepts(frame->dtype, op, scale) ||
+        (wire != SMB_WIRE_EXACT && (!smb_wire_is_dense(wire) || frame->dtype != SMB_FLOAT32)))
+        return SMB_INVALID;
+    if (smb_segment_deleted(source) || !smb_segment_holds(source, frame->offset, frame->length))
+        return missing(request, SMB_NOT_FOUND);
+    int status = smb_segment_lock(source, frame->offset, patience(request));
+    if (status != SMB_OK)
+        return missing(request, status);
+    const uint8_t *from = (const uint8_t *)smb_segment_data(source) + frame->offset;
+    if (wire == SMB_WIRE_EXACT) {
+        smb_kernel_apply(frame->dtype, op, scratch, from,
+                         frame->length / smb_dtype_bytes(frame->dtype), scale);
+    } else {
+        for (uint32_t done = 0, left = frame->length / 4; left > 0;) {
+            float rounded[BLOCK];
+            uint32_t count = left < BLOCK ? left : BLOCK;
+            smb_kernel_round(wire, from + 4 * done, count, 0, SMB_CHUNK_BYTES_MAX, rounded);
+            smb_kernel_apply(SMB_FLOAT32, op, scratch + 4 * done, rounded, count, scale);
+            done += count, left -= count;
+        }
+    }
+    struct replica *replica = replica_at(source);
+    request->gathered[number] = 1 + (replica ? replica_newest_of(replica, frame->offset) : 0);
+    smb_segment_unlock(source, frame->offset);
+    return smb_segment_still_there(source);
+}
+
+/* The sum of several sources into scratch, once: it is kept for further tries. */
+static int read_sources(struct smb_server *server, struct gate_request *request,
+                        const uint8_t *payload, uint8_t *scratch)
+{
+    int count = (int)smb_frame_sources(&request->frame), status = SMB_OK;
+    uint64_t wires = smb_load64(payload);
+    bool kept = request->gathered[count - 1] != 0;
+    for (int s = 0; s < count && status == SMB_OK; s++)
+        status = find_source(server, request, s, smb_load64(payload + 8 + SMB_SOURCE_BYTES * s));
+    for (int s = 0; s < count && status == SMB_OK && !kept; s++) {
+        double scale = smb_double_of(smb_load64(payload + 16 + SMB_SOURCE_BYTES * s));
+        status = add_source(request, s, wires >> SMB_SOURCE_WIRE_BITS * s & 7, scale, scratch);
+    }
+    for (int s = 0; s < count && status == SMB_OK; s++)
+        status = may_use(request, s);
+    return status;
 }
 
 /* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or
@@ -425,10 +498,11 @@ static int describe(struct smb_server *server, struct gate_request *request, con
                                   .argument = frame->argument};
     switch (frame->opcode) {
     case SMB_ACCUMULATE_FROM:
-        status = read_source(server, request, smb_load64(payload), smb_load64(payload + 8),
-                             scratch);
+        status = smb_frame_sources(frame) > 0 ? read_sources(server, request, payload, scratch)
+                                              : read_source(server, request, smb_load64(payload),
+                                                            smb_load64(payload + 8), scratch);
         change->source = scratch;
-        change->wire = SMB_WIRE_EXACT; /* read_source has rounded it */
+        change->wire = SMB_WIRE_EXACT; /* it is rounded */
         change->scale = smb_double_of(frame->argument);
         break;
     case SMB_APPLY:
@@ -585,7 +659,7 @@ void gate_done(struct gate_request *request)
     if (request->segment)
         smb_segment_release(request->segment);
     request->segment = NULL;
-    for (int i = 0; i < SMB_APPLY_SEGMENTS; i++) {
+    for (int i = 0; i < SMB_SOURCES_MAX; i++) {
         if (request->others[i])
             smb_segment_release(request->others[i]);
         request->others[i] = NULL;

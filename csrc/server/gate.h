@@ -16,8 +16,8 @@ struct smb_server;
 struct gate_request {
     struct smb_frame frame;
     struct smb_segment *segment; /* a reference while the request is in hand */
-    /* references too. ACCUMULATE_FROM: the source; APPLY: gradient, then state */
-    struct smb_segment *others[SMB_APPLY_SEGMENTS];
+    /* references too. ACCUMULATE_FROM: the sources; APPLY: gradient, then state */
+    struct smb_segment *others[SMB_SOURCES_MAX];
     struct record *record; /* of the change's lane, while it is carried out */
     uint32_t record_hint;
     /* what its connection has shown; not looked at unless the server is guarded */
@@ -30,7 +30,8 @@ struct gate_request {
     uint64_t begun_ns;       /* a read: when it came */
     struct forward *forward; /* what is to go to the backup */
     uint64_t order;          /* what its answer waits for; 0: nothing */
-    uint64_t gathered;       /* 1 + what the source's bytes in `scratch` wait for; 0: none there */
+    /* 1 + what each source's bytes in `scratch` wait for; 0: none there */
+    uint64_t gathered[SMB_SOURCES_MAX];
 };
 
 /* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the

@@ -109,7 +109,8 @@ enum step input_next_request(struct connection *connection)
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
     connection->retried = connection->from_kept = false;
-    connection->awaits = connection->request.gathered = 0;
+    connection->awaits = 0;
+    memset(connection->request.gathered, 0, sizeof connection->request.gathered);
     connection->copied = false;
     connection->payload_have = is_record ? frame.payload : 0;
     return connection->admitted == SMB_PROTOCOL ? connection_refuse(connection, SMB_PROTOCOL)

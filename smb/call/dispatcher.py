@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from smb import engine
+from smb.arrays.dtypes import OPS
 from smb.buffer_info import BufferInfo
 from smb.call.arguments import Arguments
 from smb.call.outcomes import Failed, error_of, outcome_of, ranges_of
@@ -128,7 +129,8 @@ class Dispatcher:
                 if ended is None:
                     self.session.check_open()
                     handle, theirs = self._handles(request, others, deadline)
-                    if others and request.source == NOWHERE and self._lies_apart(others[0]):
+                    sources = others if request.sources else others[:1]
+                    if sources and request.source == NOWHERE and any(map(self._lies_apart, sources)):
                         return self._bring(request, others, [self._elements(request)], fence, deadline)
                     done = handle.transfer(request, deadline.left_ms(), theirs)
                     self._raise_interrupt(request, done, touched=touched)
@@ -313,10 +315,10 @@ class Dispatcher:
         deadline: Deadline,
     ) -> int:
         """Do what is left of a call, `parts`, whose source does not lie on this buffer's servers: read it, and send it
-        along. Each chunk's is read at one instant and used at a later one, as servers do it. The rest of the call was
-        applied.
+        along; of several sources their sum. Each chunk's is read at one instant and used at a later one, as servers do
+        it. The rest of the call was applied.
         """
-        source, itemsize = others[0], self.arguments.itemsize
+        itemsize = self.arguments.itemsize
         chunk = self.info.layout.chunk_bytes
         most = max(1, _BROUGHT_BYTES // chunk) * chunk // itemsize
         left = [piece for part in parts for piece in _cut(part, most)]
@@ -325,15 +327,19 @@ class Dispatcher:
             piece = left[0]
             begun = False
             try:
-                values = np.empty(len(piece), self.info.dtype)
                 offset, nbytes = piece.start * itemsize, len(piece) * itemsize
-                memory = engine.memory_of(values.view(np.uint8))
-                source.call(Request(Opcode.READ, offset, nbytes, sink=memory), deadline=deadline)
-                begun = True
-                change = request._replace(offset=offset, nbytes=nbytes, source=memory, token=0)
-                if request.opcode is Opcode.ACCUMULATE_FROM:
+                read = Request(Opcode.READ, offset, nbytes)
+                change = request._replace(offset=offset, nbytes=nbytes, token=0, sources=())
+                if request.sources:
+                    memory = self._sum_of(request, others, read, deadline)
+                    change = change._replace(opcode=Opcode.WRITE, op=0)
+                else:
+                    memory = self._read_for(others[0], read, deadline)
+                if request.opcode is Opcode.ACCUMULATE_FROM and not request.sources:
                     change = change._replace(opcode=Opcode.ACCUMULATE)
-                self.call(change, fence=fence, others=others[1:], deadline=deadline)
+                begun = True
+                rest = () if request.sources else others[1:]
+                self.call(change._replace(source=memory), fence=fence, others=rest, deadline=deadline)
             except BaseException as error:
                 what = "whose source lies on other servers and is brought"
                 self._account_for(error, request, left, touched, begun, what)
@@ -341,6 +347,22 @@ class Dispatcher:
             touched = True
             del left[0]
         return 0
+
+    def _read_for(self, source: Dispatcher, read: Request, deadline: Deadline) -> Any:
+        """Return memory with what a read of a source brings."""
+        values = np.empty(read.nbytes, np.uint8)
+        memory = engine.memory_of(values)
+        source.call(read._replace(sink=memory), deadline=deadline)
+        return memory
+
+    def _sum_of(self, request: Request, others: tuple[Dispatcher, ...], read: Request, deadline: Deadline) -> Any:
+        """Return memory with the sum of several sources, computed as servers do it."""
+        number, count = self.arguments.dtype.number, read.nbytes // self.arguments.itemsize
+        total = engine.memory_of(np.empty(read.nbytes, np.uint8))
+        for index, (source, (scale, wire)) in enumerate(zip(others, request.sources, strict=True)):
+            values = self._read_for(source, read._replace(wire=wire), deadline)
+            engine.apply_op(number, OPS["sum" if index else "replace"], total, values, count, scale)
+        return total
 
     def _account_for(
         self, error: BaseException, request: Request, left: list[range], touched: bool, begun: bool, what: str

@@ -21,6 +21,8 @@ except ModuleNotFoundError as error:
 
 from smb.engine.arithmetic import (
     DELTA_PART_MAX,
+    SOURCES_MAX,
+    apply_op,
     check_isa,
     crc32c,
     delta_apply,
@@ -59,10 +61,10 @@ from smb.engine.links import LATEST, EngineClient, Link, PendingRequest, Reply, 
 __all__ = [
     "DEFAULT_CHUNK_BYTES", "DELTA_PART_MAX", "HELLO", "KINDS", "LANES_FURTHER_MAX", "LATEST", "NOWHERE",
     "PAGE_BYTES", "RECORD_BYTES",
-    "SEGMENTS_MAX", "TRANSPORTS", "AskOpcode", "AsyncOperations", "BufferHandle", "ClientCounters",
+    "SEGMENTS_MAX", "SOURCES_MAX", "TRANSPORTS", "AskOpcode", "AsyncOperations", "BufferHandle", "ClientCounters",
     "EngineClient", "EngineError", "Lane", "Latency", "Link", "Opcode", "Outcome", "PartState", "PendingRequest",
     "Place", "Reply", "Request", "Segment", "Status", "Switch", "Taken", "Tls", "Token", "Told", "UnknownParts",
-    "Window", "address_of", "check_isa", "crc32c", "delta_apply", "delta_encode", "direct", "direct_call",
+    "Window", "address_of", "apply_op", "check_isa", "crc32c", "delta_apply", "delta_encode", "direct", "direct_call",
     "isa_names", "latencies_of", "layout_piece", "memory_at", "memory_of", "op_accepts", "round_as_sent",
     "segment_bytes", "segment_file_bytes", "state_sum", "status_name", "take_interrupt", "unmap",
 ]  # fmt: skip

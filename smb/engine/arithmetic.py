@@ -32,6 +32,14 @@ def op_accepts(dtype_number: int, op: int, scale: float) -> bool:
     return bool(lib.smb_op_accepts(dtype_number, op, scale))
 
 
+SOURCES_MAX = int(lib.SMB_SOURCES_MAX)  # of one accumulate_from
+
+
+def apply_op(dtype_number: int, op: int, target: Any, source: Any, count: int, scale: float) -> None:
+    """Combine `count` elements at `source` into those at `target`, as a server does it."""
+    check(lib.smb_kernel_apply(dtype_number, op, target, source, count, scale))
+
+
 def crc32c(data: Any, crc: int = 0) -> int:
     """Return the CRC-32C of contiguous bytes that follow those of which `crc` is it."""
     memory = memoryview(data)

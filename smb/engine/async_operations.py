@@ -57,7 +57,7 @@ class AsyncOperations:
         timeout_ms for each part after it began. EngineError INVALID where smb_transfer is to do or refuse it,
         DISCONNECTED once stopped, BUSY if there are too many. It is told of by its tag.
         """
-        opcode, offset, nbytes, source, sink, op, scale, _, _, wire, token, _, _ = request
+        opcode, offset, nbytes, source, sink, op, scale, _, _, wire, token, *_ = request
         check(
             lib.smb_async_submit(
                 self.pointer, window.pointer, handle.pointer, opcode, offset, nbytes, source, sink, op, scale, wire,

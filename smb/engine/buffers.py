@@ -79,7 +79,9 @@ class BufferHandle:
         Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
         """
         outcome = ffi.new("struct smb_outcome *")
-        opcode, offset, nbytes, source, sink, op, scale, argument, expected, wire, token, indices, hyper = request
+        opcode, offset, nbytes, source, sink, op, scale, argument, expected, wire, token, indices, hyper, sources = (
+            request
+        )
         if not (wire or token or others or hyper):  # without a struct, which takes as long to fill as a small call
             status = lib.smb_call(
                 self.pointer, opcode, offset, nbytes, source, sink, op, scale, argument, expected, timeout_ms, outcome
@@ -95,7 +97,12 @@ class BufferHandle:
         if indices is not None:
             raw.indices, raw.count = ffi.cast("int64_t *", memory_of(indices)), indices.size
         states = others
-        if others and source == ffi.NULL:
+        if sources:
+            raw.source_count, states = len(sources), ()
+            for index, (each_scale, each_wire) in enumerate(sources):
+                raw.sources[index] = others[index].pointer
+                raw.scales[index], raw.wires[index] = each_scale, each_wire
+        elif others and source == ffi.NULL:
             raw.other, states = others[0].pointer, others[1:]
         for index, state in enumerate(states):
             raw.states[index] = state.pointer

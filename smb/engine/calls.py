@@ -32,6 +32,7 @@ class Request(NamedTuple):
     token: int = 0  # of a lock: refused once the lock is another's; every segment is reached over a link then
     indices: Any = None  # int64 array of the elements, of a sparse accumulate
     hyper: Mapping[str, float] | None = None
+    sources: tuple[tuple[float, int], ...] = ()  # scale and wire of each other buffer, if they are several to be summed
 
 
 class UnknownParts:

@@ -263,6 +263,30 @@ def test_a_source_is_rounded_as_a_read_rounds_it(client: smb.Client, wire: str) 
     np.testing.assert_array_equal(a.read(wire="exact"), x + y)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int64"])
+def test_several_buffers_are_summed_where_they_are(client: smb.Client, dtype: str) -> None:
+    """accumulate_from of several is numpy's sum of them, from the first on, in one call; this buffer may be one."""
+    size = 5 * PAGE + 3
+    buffers = [client.create("0", size, dtype, stripe=PAGE)]
+    buffers += [client.create(str(number), like="0") for number in range(1, 5)]
+    random = np.random.default_rng(1)
+    arrays = [random.integers(-1000, 1000, size).astype(buffers[0].dtype) for _ in buffers]
+    for buffer, array in zip(buffers, arrays, strict=True):
+        buffer.write(array)
+    scales = [3, -1, 2, 5, 7] if dtype == "int64" else [0.5, -1.0, 2.25, 1 / 3, 1e-3]
+    kind = buffers[0].dtype.type
+    total = (kind(scales[0]) * arrays[0]).astype(kind)
+    for scale, array in zip(scales[1:], arrays[1:], strict=True):
+        total = (total + (kind(scale) * array).astype(kind)).astype(kind)
+    buffers[0].accumulate_from(buffers, op="replace", scale=scales, offset=7, count=size - 11)
+    arrays[0][7:-4] = total[7:-4]
+    for buffer, array in zip(buffers, arrays, strict=True):
+        np.testing.assert_array_equal(buffer.read(), array)
+    with buffers[1].lock() as lock:
+        buffers[1].accumulate_from(buffers[2:4], op="replace", fence=lock)
+    np.testing.assert_array_equal(buffers[1].read(), (arrays[2] + arrays[3]).astype(kind))
+
+
 def test_buffers_combined_both_ways_at_once_do_not_lock_each_other(client: smb.Client) -> None:
     """a from b beside b from a, again and again: neither waits for the other's lock, and no addition is lost."""
     a = client.create("a", 200_000, "int64", stripe="64KiB")

@@ -182,6 +182,12 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.accumulate([1], scale=10**400), "no number"),
     (lambda w: w.accumulate_from([1.0]), "opened by the same client"),  # type: ignore[arg-type]
     (lambda w: w.accumulate_from(w, wire="int9"), "no wire 'int9'; there are exact"),
+    (lambda w: w.accumulate_from([w, w]), "op='replace' sums 2 to 5 buffers, and asked is op='sum' of 2"),
+    (lambda w: w.accumulate_from([w] * 6, op="replace"), "asked is op='replace' of 6"),
+    (lambda w: w.accumulate_from([], op="replace"), "asked is op='replace' of 0"),
+    (lambda w: w.accumulate_from([w, w], op="replace", scale=[1.0]), "2 buffers with 1 scales and 2 wires"),
+    (lambda w: w.accumulate_from([w, w], op="replace", scale=[1, "2"]), "scale='2' is no number"),
+    (lambda w: w.accumulate_from([w, w], op="replace", wire=["exact", "int9"]), "no wire 'int9'"),
     (lambda w: w.fetch_add(0, 1), "float32; counters need an int64 buffer"),
     (lambda w: w.compare_swap(0, 0, 1), "counters need an int64 buffer"),
 ]

@@ -148,7 +148,7 @@ def test_operands_of_other_buffers(
             first, last = sorted(int(at) for at in rng.integers(0, SIZE + 1, 2))
             a, b, span = arrays[name], arrays[source], slice(first, last)
             scale = float(np.float32(rng.normal()))
-            how = str(rng.choice(["sum", "elastic", "min", "sgd", "step"]))
+            how = str(rng.choice(["sum", "elastic", "min", "sgd", "step", "several"]))
             given = {"offset": first, "count": last - first}
             if how in ("sgd", "step") and name.endswith("2"):
                 if how == "sgd":
@@ -157,6 +157,19 @@ def test_operands_of_other_buffers(
                 else:
                     buffers[name].apply("elastic", buffers[source], alpha=scale, **given)
                     a[span] += np.float32(scale) * (b[span] - a[span])
+            elif how == "several":
+                third = str(rng.choice(list(arrays)))
+                if {name, third} == {"beside1", "apart1"}:
+                    continue
+                rounded = buffers[third].read(first, last - first, wire="int8")
+                buffers[name].accumulate_from(
+                    [buffers[source], buffers[third]],
+                    op="replace",
+                    scale=[scale, -2.0],
+                    wire=["exact", "int8"],
+                    **given,
+                )
+                a[span] = np.float32(scale) * b[span] + np.float32(-2) * rounded
             elif how in ("sum", "elastic", "min"):
                 wire = str(rng.choice(["exact", "exact", "bfloat16", "int8", "int4"]))
                 rounded = buffers[source].read(first, last - first, wire=wire)

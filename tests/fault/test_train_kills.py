@@ -31,7 +31,7 @@ CLOSING = [
     "train-claimed",
     "train-decided",
     "train-added:1",
-    "train-added:3",
+    "train-added:2",
     "train-computed",
     "train-built",
     "train-copied",

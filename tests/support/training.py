@@ -60,10 +60,11 @@ def nesterov_round(
 ) -> tuple[Values, Values]:
     """(weights, momentum) after a round of DiLoCo."""
     total = sum(weight for _, weight in deltas)
-    before, momentum = momentum, np.float32(mu) * momentum
+    moved, momentum = weights + np.float32(-lr * mu**2) * momentum, np.float32(mu) * momentum
     for delta, weight in deltas:
         momentum += np.float32(-weight / total) * delta
-    return weights + np.float32(lr * mu) * before + np.float32(-lr * (1 + mu)) * momentum, momentum
+        moved += np.float32(lr * (1 + mu) * (weight / total)) * delta
+    return moved, momentum
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

@@ -5,7 +5,7 @@ workers and K memory servers; L and M are the rates of a worker's and a server's
 of a few bytes, H the steps from one exchange to the next. A worker alone moves V = min(L, K M, K B / round trip),
 B bytes under way to each server, over all connections to it.
 If all move at one time, each moves U = min(V, K M / N). n is the number of calls that wait for each other (counted at a
-server: tests/train/test_plan_calls.py), and N - 1 more in rounds.
+server: tests/train/test_plan_calls.py), and one more in rounds for each four workers beyond three.
 
     bsp, localsgd, diloco, asyncdiloco   C + (n a + w S/U + combine + S/U) / H
     asp, ssp                             cycle(C + n a + e; S/V)                push and pull in one round trip
@@ -13,12 +13,12 @@ server: tests/train/test_plan_calls.py), and N - 1 more in rounds.
     easgd                                cycle(H C + n a; w S/V, S/V) / H
     seasgd                               (max(H C, w S/U) + S/U + n a) / H      the addition hides (ShmCaffe, 2018)
 
-combine is what servers do when a round is closed: passes over S/K bytes at COMBINE_PER_S, one for each contribution and
-some for state. e is a chunk from each server at V: the last one comes back when it has arrived whole. cycle(Z; D, ...)
-is a closed network of N workers that compute for Z and then take the servers' links for D each, shared fairly: mean
-value analysis (Reiser, Lavenberg 1980), exact for processor sharing. Rounds and SEASGD are in step: all send at one
-time. So is asyncdiloco, measured with workers of equal speed: who comes while a round is closed waits for that. SSP's
-waits for the slowest are not in it, nor are unequal workers.
+combine is what servers do when a round is closed: S/K bytes of each buffer that a sum reads, at COMBINE_PER_S: each
+contribution, and some for state. e is a chunk from each server at V: the last one comes back when it has arrived whole.
+cycle(Z; D, ...) is a closed network of N workers that compute for Z and then take the servers' links for D each, shared
+fairly: mean value analysis (Reiser, Lavenberg 1980), exact for processor sharing. Rounds and SEASGD are in step: all
+send at one time. So is asyncdiloco, measured with workers of equal speed: who comes while a round is closed waits for
+that. SSP's waits for the slowest are not in it, nor are unequal workers.
 
 With overlap, smb.train.partition plans within a step. Its rates are those at which the exchange without overlap moves
 its bytes, others' queueing included. No iteration is shorter than all workers' bytes take over the servers' links.
@@ -33,6 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from smb.engine import SOURCES_MAX
 from smb.errors import InvalidArgumentError
 from smb.tools.plan.network import CHUNK_BYTES, CONNECTION_BYTES, Network
 from smb.tools.plan.spec import Spec
@@ -43,12 +44,12 @@ from smb.transport.reconnect import connections_for
 
 # Calls of one exchange with one worker, who closes its own rounds. Of a round some go at one time over a network, and
 # some in the background (tests/train/test_round_trips.py counts those that wait): all are counted here, to be safe.
-CALLS = {"bsp": 18, "localsgd": 18, "diloco": 23, "asyncdiloco": 25, "asp": 4, "ssp": 5, "r2sp": 12, "easgd": 6,
+CALLS = {"bsp": 17, "localsgd": 17, "diloco": 20, "asyncdiloco": 22, "asp": 4, "ssp": 5, "r2sp": 12, "easgd": 6,
          "seasgd": 5}  # fmt: skip
-# Passes over a model's bytes at the servers when a round is closed, beside one for each contribution.
-_PASSES = {"bsp": 2, "localsgd": 2, "diloco": 5, "asyncdiloco": 5}
-COMBINE_PER_S = 2e9  # bytes of a model that one server adds in a second, measured over loopback
-_IN_ROUNDS = tuple(_PASSES)
+# Buffers that the servers read to close a round: (for state, for each contribution).
+_READ = {"bsp": (2, 1), "localsgd": (2, 1), "diloco": (4, 2), "asyncdiloco": (4, 2)}
+COMBINE_PER_S = 3.3e9  # bytes of a buffer that one server takes into a sum in a second, measured over loopback
+_IN_ROUNDS = tuple(_READ)
 _FUSED = ("asp", "ssp", "r2sp")
 EVERY_STEP = ("bsp", "asp", "ssp", "r2sp")
 SCHEMES = (*EVERY_STEP, "easgd", "seasgd", "localsgd", "diloco", "asyncdiloco")
@@ -199,9 +200,12 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
     parts: defaultdict[str, float] = defaultdict(float, {COMPUTING: computing, CALLING: calls})
 
     if scheme in _IN_ROUNDS:
-        parts[CALLING] += (workers - 1) * question.network.call_s  # the closer adds one contribution after the other
-        passes = _PASSES[scheme] + workers
-        parts[COMBINING] += passes * question.spec.nbytes / question.servers_of(workers) / COMBINE_PER_S
+        # A call sums SOURCES_MAX buffers at most: the model, the momentum and contributions.
+        parts[CALLING] += math.ceil(max(0, workers + 2 - SOURCES_MAX) / (SOURCES_MAX - 1)) * question.network.call_s
+        state, each = _READ[scheme]
+        parts[COMBINING] += (
+            (state + each * workers) * question.spec.nbytes / question.servers_of(workers) / COMBINE_PER_S
+        )
         parts[of.limit_together] += (pushed + pulled) / of.together
         return parts
     if fused:

@@ -7,8 +7,9 @@ seconds have passed since. The first member to see that it is complete closes it
     claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
     decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by every closer of r
     build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
-             optimizer, whose momentum is v in round r: v' = mu v - that sum, next = weights + lr mu v - lr (1 + mu) v';
-             if steps travel in fewer bits, s' = s - rounded(s) + lr mu v - lr (1 + mu) v', next = weights + rounded(s')
+             optimizer, whose momentum is v in round r: v' = mu v - that sum, next = weights + step, where
+             step = lr mu v - lr (1 + mu) v' = - lr mu^2 v + lr (1 + mu) that sum;
+             if steps travel in fewer bits, s' = s - rounded(s) + step, next = weights + rounded(s')
     built    ROUND: -> (r, attempt + 1, built)
     copy     weights = next
     commit   ROUND: -> (r + 1, 0), and everybody is woken
@@ -41,6 +42,7 @@ import numpy as np
 
 from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
+from smb.engine import SOURCES_MAX
 from smb.errors import (
     Error,
     InvalidArgumentError,
@@ -62,13 +64,14 @@ from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
 
 _log = logging.getLogger("smb")
 EXACT = "exact"
+Term = tuple[Buffer, float, str]  # of a sum: a buffer, its scale, and how its elements are rounded
 
 
 @dataclass(frozen=True)
 class Outer:
     """The servers' step by Nesterov's rule, with the negative mean of the deltas as the gradient g: v' = mu v + g, and
-    the weights change by - lr (g + mu v') = lr mu v - lr (1 + mu) v'. So it takes sums alone, which buffers of two
-    copies do, too."""
+    the weights change by - lr (g + mu v') = - lr mu^2 v - lr (1 + mu) g. So it takes sums alone, which buffers of two
+    copies do, too, and both at one time."""
 
     lr: float
     mu: float
@@ -546,45 +549,39 @@ class RoundExchange(Exchange):
         """Make the next weights, and the next momentum, of sources that stay as they are."""
         offset, count = self._group.span(self._target)
 
-        def combine(buffer: Buffer, source: Buffer, op: str, scale: float = 1.0, wire: str = EXACT) -> None:
-            fence = fences[buffer.name]
-            buffer.accumulate_from(source, op=op, scale=scale, offset=offset, count=count, fence=fence, wire=wire)
+        def combine(target: Buffer, *terms: Term) -> None:
+            """Make it the sum of the terms, in as many calls as that takes."""
+            left = list(terms)
+            while left:
+                now, left = left[:SOURCES_MAX], left[SOURCES_MAX:]
+                buffers, scales, wires = zip(*now, strict=True)
+                target.accumulate_from(
+                    buffers, op="replace", scale=scales, wire=wires, offset=offset, count=count,
+                    fence=fences[target.name],
+                )  # fmt: skip
+                failpoint("train-added")
+                left = [(target, 1.0, EXACT), *left] if left else []
 
         weights, following, outer = self._group.weights, self._next, self._outer
         total = sum(weight for _, weight in chosen)
         shares = [(inbox, weight / total) for inbox, weight in chosen]
         if outer is None:
-            combine(following, weights, "replace")
-            for inbox, share in shares:
-                combine(following, inbox, "sum", share)
-                failpoint("train-added")
+            combine(following, (weights, 1.0, EXACT), *((inbox, share, EXACT) for inbox, share in shares))
             return
         old, new = self._turns(self._momenta)
-        former, step = self._turns(self._steps_made) if self._steps_made else (None, following)
-
-        def make_momentum() -> None:
-            combine(new, old, "replace", outer.mu if shares else 1.0)
-            for inbox, share in shares:
-                combine(new, inbox, "sum", -share)
-                failpoint("train-added")
-
-        def begin_weights() -> None:
-            combine(following, weights, "replace")
-            if shares and former is None:
-                combine(following, old, "sum", outer.lr * outer.mu)
-
-        def begin_step() -> None:
-            if former is not None:  # what rounding has left of the former one
-                combine(step, former, "replace")
-                combine(step, former, "sum", -1.0, self._step_wire)
-                if shares:
-                    combine(step, old, "sum", outer.lr * outer.mu)
-
-        at_once([make_momentum, begin_weights, begin_step], remote=self._group.remote)
-        if shares:
-            combine(step, new, "sum", -outer.lr * (1 + outer.mu))
-        if former is not None:
-            combine(following, step, "sum", 1.0, self._step_wire)
+        momentum: list[Term] = [(old, outer.mu if shares else 1.0, EXACT)]
+        momentum += [(inbox, -share, EXACT) for inbox, share in shares]
+        moves: list[Term] = [(old, -outer.lr * outer.mu**2, EXACT)] if shares else []
+        moves += [(inbox, outer.lr * (1 + outer.mu) * share, EXACT) for inbox, share in shares]
+        if not self._steps_made:
+            moved = functools.partial(combine, following, (weights, 1.0, EXACT), *moves)
+            at_once([lambda: combine(new, *momentum), moved], remote=self._group.remote)
+            return
+        former, step = self._turns(self._steps_made)
+        rest: tuple[Term, Term] = (former, 1.0, EXACT), (former, -1.0, self._step_wire)
+        moved = functools.partial(combine, step, *rest, *moves)
+        at_once([lambda: combine(new, *momentum), moved], remote=self._group.remote)
+        combine(following, (weights, 1.0, EXACT), (step, 1.0, self._step_wire))
 
     def _turns(self, copies: list[Buffer]) -> tuple[Buffer, Buffer]:
         """Return of two copies that take turns the one as it is in the target round, and where the next is made."""

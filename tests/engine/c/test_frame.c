@@ -288,6 +288,22 @@ static void each_rule(void)
     frame = request(SMB_ACCUMULATE), frame.argument = smb_bits_of(0.5), expect(frame, SMB_PROTOCOL);
     frame.dtype = SMB_FLOAT64, expect(frame, SMB_OK);
     frame = request(SMB_ACCUMULATE_FROM), frame.payload = 8, expect(frame, SMB_PROTOCOL);
+    for (uint32_t bytes = 0; bytes < 200; bytes++) {
+        bool several = bytes == 40 || bytes == 56 || bytes == 72 || bytes == 88;
+        frame = request(SMB_ACCUMULATE_FROM), frame.payload = bytes;
+        expect(frame, bytes == SMB_FROM_BYTES ? SMB_OK : SMB_PROTOCOL);
+        frame.op = SMB_REPLACE, frame.argument = smb_bits_of(1.0);
+        expect(frame, several || bytes == SMB_FROM_BYTES ? SMB_OK : SMB_PROTOCOL);
+        if (several)
+            CHECK_EQ(smb_frame_sources(&frame), (bytes - 8) / SMB_SOURCE_BYTES);
+        frame.argument = smb_bits_of(2.0);
+        expect(frame, bytes == SMB_FROM_BYTES ? SMB_OK : SMB_PROTOCOL);
+        frame.argument = smb_bits_of(1.0), frame.dtype = SMB_FLOAT32;
+        frame.flags = SMB_WIRE_INT8 << SMB_FLAG_WIRE_SHIFT;
+        expect(frame, bytes == SMB_FROM_BYTES ? SMB_OK : SMB_PROTOCOL);
+        frame.flags = SMB_FLAG_FENCED, frame.payload += SMB_TOKEN_BYTES;
+        expect(frame, several || bytes == SMB_FROM_BYTES ? SMB_OK : SMB_PROTOCOL);
+    }
     for (int rule = 0; rule < 256; rule++)
         frame = request(SMB_APPLY), frame.op = (uint8_t)rule,
         expect(frame, rule >= 1 && rule <= 6 ? SMB_OK : SMB_PROTOCOL);

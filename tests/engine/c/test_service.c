@@ -267,6 +267,74 @@ static void sources_are_rounded_as_reads(void)
     rig_stop(&rig);
 }
 
+/* A sum of several sources is what the kernels make of their arrays, over every way: random ranges,
+ * scales and encodings, the target among the sources. A wrong one is not sent. */
+static void sums_of_several_sources(void)
+{
+    struct rig rig;
+    struct random random = random_make(20261127);
+    static float arrays[SMB_SOURCES_MAX][STEP_FLOATS], total[STEP_FLOATS], one[STEP_FLOATS];
+    rig_start(&rig, LAYOUT, SMB_FLOAT32);
+    for (int number = 1; number < SMB_SOURCES_MAX; number++)
+        rig_add_buffer(&rig, number);
+    for (int way = 0; way < WAYS; way++) {
+        struct reach reach;
+        struct smb_buffer *buffers[SMB_SOURCES_MAX];
+        struct smb_outcome outcome;
+        reach_make(&reach, &rig, (enum way)way, 20);
+        for (int number = 0; number < SMB_SOURCES_MAX; number++) {
+            buffers[number] = number ? reach_buffer(&reach, &rig, (enum way)way, number)
+                                     : reach.buffer;
+            for (int i = 0; i < STEP_FLOATS; i++)
+                arrays[number][i] = (float)random_below(&random, 100000) / 127 - 300;
+            must(buffers[number], (struct smb_request){.opcode = SMB_WRITE,
+                                                       .bytes = sizeof *arrays,
+                                                       .source = arrays[number]});
+        }
+        for (int round = 0; round < 40; round++) {
+            uint64_t at = random_below(&random, STEP_FLOATS),
+                     count = 1 + random_below(&random, STEP_FLOATS - at);
+            struct smb_request sum = {.opcode = SMB_ACCUMULATE_FROM,
+                                      .op = SMB_REPLACE,
+                                      .scale = 1.0,
+                                      .offset = 4 * at,
+                                      .bytes = 4 * count,
+                                      .source_count = 2 + (uint32_t)random_below(&random, 4)};
+            for (uint32_t s = 0; s < sum.source_count; s++) {
+                int number = (int)random_below(&random, SMB_SOURCES_MAX);
+                sum.sources[s] = buffers[number];
+                sum.scales[s] = (double)random_below(&random, 100) / 7 - 7;
+                sum.wires[s] = round % 2 ? SMB_WIRE_EXACT : (int)random_below(&random, 4);
+                must(buffers[number], (struct smb_request){.opcode = SMB_READ,
+                                                           .offset = sum.offset,
+                                                           .bytes = sum.bytes,
+                                                           .sink = one,
+                                                           .wire = sum.wires[s]});
+                smb_kernel_apply(SMB_FLOAT32, s == 0 ? SMB_REPLACE : SMB_SUM, total, one, count,
+                                 sum.scales[s]);
+            }
+            must(buffers[0], sum);
+            memcpy(arrays[0] + at, total, 4 * count);
+            sum.wires[1] = SMB_WIRE_SPARSE;
+            CHECK_EQ(smb_transfer(buffers[0], &sum, &outcome), SMB_INVALID);
+            sum.wires[1] = SMB_WIRE_EXACT, sum.op = SMB_SUM;
+            CHECK_EQ(smb_transfer(buffers[0], &sum, &outcome), SMB_INVALID);
+            sum.op = SMB_REPLACE, sum.sources[1] = NULL;
+            CHECK_EQ(smb_transfer(buffers[0], &sum, &outcome), SMB_INVALID);
+            sum.sources[1] = buffers[0], sum.source_count = SMB_SOURCES_MAX + 1;
+            CHECK_EQ(smb_transfer(buffers[0], &sum, &outcome), SMB_INVALID);
+            CHECK(!outcome.sent);
+        }
+        must(buffers[0],
+             (struct smb_request){.opcode = SMB_READ, .bytes = sizeof one, .sink = one});
+        CHECK(memcmp(one, arrays[0], sizeof one) == 0);
+        for (int number = 1; number < SMB_SOURCES_MAX; number++)
+            smb_buffer_destroy(buffers[number]);
+        reach_end(&reach);
+    }
+    rig_stop(&rig);
+}
+
 /* What no step can be is not sent: other layouts, types, numbers, a buffer twice, a state missing
  * or too many is not looked at. */
 static void wrong_steps_are_not_sent(void)
@@ -811,6 +879,7 @@ int main(void)
         TEST(every_operation_by_reference),
         TEST(steps_pass_the_gate),
         TEST(sources_are_rounded_as_reads),
+        TEST(sums_of_several_sources),
         TEST(wrong_steps_are_not_sent),
         TEST(threads_share_a_client),
         TEST(threads_share_a_client_by_both),

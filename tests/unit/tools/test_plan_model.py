@@ -78,7 +78,7 @@ def test_constants_are_those_of_the_scaling_model() -> None:
         ("bsp", 1, 1, 0.2 + 1 + 1 + 3 * 100e6 / COMBINE_PER_S),
         ("bsp", 4, 2, 0.2 + 2 + 2 + 6 * 50e6 / COMBINE_PER_S),
         ("bsp", 4, 8, 0.2 + 1 + 1 + 6 * 12.5e6 / COMBINE_PER_S),
-        ("diloco", 2, 1, (10 * 0.2 + 2 + 2 + 7 * 100e6 / COMBINE_PER_S) / 10),
+        ("diloco", 2, 1, (10 * 0.2 + 2 + 2 + 8 * 100e6 / COMBINE_PER_S) / 10),
         ("r2sp", 8, 1, 8 * (1 + 262144 / 100e6)),
         ("asp", 1, 1, 0.2 + 1 + 262144 / 100e6),
         ("easgd", 1, 1, (10 * 0.2 + 1 + 1) / 10),
@@ -93,10 +93,12 @@ def test_by_hand(scheme: str, workers: int, servers: int, seconds: float) -> Non
 
 
 def test_calls_wait_for_each_other() -> None:
-    """So many round trips for each exchange, and one more for each further contribution of a round."""
+    """So many round trips for each exchange, and one more for each four contributions of a round beyond three."""
     far = Question(SPEC, dataclasses.replace(NETWORK, rtt_s=0.1, call_s=0.1), servers=8)
     assert parts_s(far, "bsp", 1)[CALLING] == pytest.approx(0.1 * CALLS["bsp"])
-    assert parts_s(far, "bsp", 4)[CALLING] == pytest.approx(0.1 * (CALLS["bsp"] + 3))
+    assert parts_s(far, "bsp", 3)[CALLING] == pytest.approx(0.1 * CALLS["bsp"])
+    assert parts_s(far, "bsp", 4)[CALLING] == pytest.approx(0.1 * (CALLS["bsp"] + 1))
+    assert parts_s(far, "bsp", 8)[CALLING] == pytest.approx(0.1 * (CALLS["bsp"] + 2))
     assert parts_s(far, "asp", 4)[CALLING] == pytest.approx(0.1 * CALLS["asp"])
 
 
