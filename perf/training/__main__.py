@@ -11,7 +11,20 @@ from collections.abc import Callable
 
 from perf.netlab import LabError
 from perf.scaling.report import Answer, save
-from perf.training import device, diloco, divided, overlap, peers, predicted, r2sp, race, seasgd, streaming, together
+from perf.training import (
+    device,
+    diloco,
+    distant,
+    divided,
+    overlap,
+    peers,
+    predicted,
+    r2sp,
+    race,
+    seasgd,
+    streaming,
+    together,
+)
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "diloco": diloco.bytes_versus_accuracy,
@@ -19,6 +32,7 @@ EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "seasgd": seasgd.how_many_servers,
     "race": race.bytes_and_loss,
     "streaming": streaming.how_hidden,
+    "distant": distant.rate_lost,
     "predicted": predicted.how_near,
     "overlap": overlap.behind_the_passes,
     "together": together.how_much_better,
