@@ -401,14 +401,15 @@ class Buffer:
 
         `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
         `offset` on (default: all that follow). A buffer with two copies (replicas=2) moves between servers: where the
-        two lie apart the client reads `other`, at most 32 MiB at a time, and sends that along.
+        two lie apart the client reads `other`, at most 32 MiB of each at a time, and sends that along.
 
         With `wire` other than "exact" the values of `other` are rounded first: to those that
         other.read(offset, count, wire=wire) brings.
 
         With op="replace" `other` may be 2 to 5 buffers. The elements become the sum of each one's times its scale. They
         are added in their order, each step rounded to the dtype. `scale` and `wire` are one for all, or one for each.
-        This buffer may be among them. Each chunk changes once, as a whole.
+        This buffer may be among them. Each chunk changes once, as a whole. As with write(), changes of others between
+        the reading of a chunk and its change are lost: hold a lock where there may be any.
         """
         asked = self._arguments.asked("accumulate_from")
         others = tuple(other) if isinstance(other, Sequence) else (other,)
@@ -864,6 +865,8 @@ _MASK = 2**64 - 1
 
 def _each(value: Any, count: int) -> tuple[Any, ...]:
     """Return one for each of several buffers."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * count
 
 

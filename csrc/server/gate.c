@@ -411,7 +411,9 @@ static int add_source(struct gate_request *request, int number, int wire, double
     if (!smb_op_accepts(frame->dtype, op, scale) ||
         (wire != SMB_WIRE_EXACT && (!smb_wire_is_dense(wire) || frame->dtype != SMB_FLOAT32)))
         return SMB_INVALID;
-    if (smb_segment_deleted(source) || !smb_segment_holds(source, frame->offset, frame->length))
+    if (!smb_segment_holds(source, frame->offset, frame->length))
+        return SMB_INVALID;
+    if (smb_segment_deleted(source))
         return missing(request, SMB_NOT_FOUND);
     int status = smb_segment_lock(source, frame->offset, patience(request));
     if (status != SMB_OK)
@@ -432,7 +434,7 @@ static int add_source(struct gate_request *request, int number, int wire, double
     struct replica *replica = replica_at(source);
     request->gathered[number] = 1 + (replica ? replica_newest_of(replica, frame->offset) : 0);
     smb_segment_unlock(source, frame->offset);
-    return smb_segment_still_there(source);
+    return missing(request, smb_segment_still_there(source));
 }
 
 /* The sum of several sources into scratch, once: it is kept for further tries. */
@@ -442,6 +444,8 @@ static int read_sources(struct smb_server *server, struct gate_request *request,
     int count = (int)smb_frame_sources(&request->frame), status = SMB_OK;
     uint64_t wires = smb_load64(payload);
     bool kept = request->gathered[count - 1] != 0;
+    if (wires >> SMB_SOURCE_WIRE_BITS * count != 0)
+        return SMB_INVALID;
     for (int s = 0; s < count && status == SMB_OK; s++)
         status = find_source(server, request, s, smb_load64(payload + 8 + SMB_SOURCE_BYTES * s));
     for (int s = 0; s < count && status == SMB_OK && !kept; s++) {

@@ -202,7 +202,9 @@ class Pages:
         except OSError as error:
             raise _cannot_listen(address, error) from None
         self._server.set_app(_application(make_wsgi_app(registry), health, route, admit))
-        self._ended, self._end = os.pipe()
+        # No end of a pipe that we close: a process forked from this one holds that, too.
+        self._end = os.eventfd(0, os.EFD_CLOEXEC)
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="pages", daemon=True)
         self._thread.start()
         self.address = format_address(host, self._server.server_port)
@@ -214,17 +216,20 @@ class Pages:
         self.close()
 
     def close(self) -> None:
-        """Stop serving. Blocks until the listening thread is gone."""
-        os.close(self._end)
+        """Stop serving. Blocks until the listening thread is gone. Twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        os.eventfd_write(self._end, 1)
         self._thread.join()
-        os.close(self._ended)
+        os.close(self._end)
         self._server.server_close()
 
     def _serve(self) -> None:
         """As the server's serve_forever, which looks twice a second whether it is to end."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
-            selector.register(self._ended, selectors.EVENT_READ)
+            selector.register(self._end, selectors.EVENT_READ)
             while all(key.fileobj is self._server for key, _ in selector.select()):
                 self._server.handle_request()
 

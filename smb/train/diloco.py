@@ -104,7 +104,7 @@ class DiLoCo(NesterovRounds):
                 f"{self.NAME}: mix={self.mix!r} is not from 0 to below 1; with 1 a worker would take nothing over"
             )
 
-        if self.step_wire not in WIRE_BYTES:
+        if not isinstance(self.step_wire, str) or self.step_wire not in WIRE_BYTES:
             raise InvalidArgumentError(f"{self.NAME}: step_wire={self.step_wire!r} is none of {', '.join(WIRE_BYTES)}")
 
     def step_wires(self) -> str:

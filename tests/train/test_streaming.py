@@ -161,10 +161,12 @@ def test_nobody_is_waited_for_until_it_is_taken_over(connect: Connect) -> None:
     crew.close()
 
 
-def test_who_falls_behind_skips_fragments(connect: Connect) -> None:
+@pytest.mark.parametrize("step_wire", ["exact", "int8"])
+def test_who_falls_behind_skips_fragments(connect: Connect, step_wire: str) -> None:
     """Two of three close rounds without the third one; it takes over all that they closed, and counts again."""
-    scheme = DiLoCo(every=3, fragments=3, mix=0.5, quorum=2)
-    crew, reference = Crew(connect, 3, scheme), Reference(scheme, 3)
+    scheme = DiLoCo(every=3, fragments=3, mix=0.5, quorum=2, step_wire=step_wire)
+    crew = Crew(connect, 3, scheme)
+    reference = Reference(scheme, 3, crew.clients[0].open("run"))
     for _ in range(2):
         together(lambda: crew.step(0), lambda: crew.step(1))
         reference.step(present=(0, 1))
@@ -177,14 +179,22 @@ def test_who_falls_behind_skips_fragments(connect: Connect) -> None:
     fragment = reference.spans[2]
     local_step(reference.values[1], 1, 2)
     deltas = [(reference.values[1][fragment] - start()[fragment], 1.0), (third[fragment] - start()[fragment], 1.0)]
-    reference.weights[fragment], _ = nesterov_round(
-        reference.weights[fragment], np.zeros_like(third[fragment]), deltas, 0.7, 0.9
-    )
+    nothing = np.zeros_like(third[fragment])
+    before = reference.weights[fragment] if step_wire == "exact" else nothing
+    reference.weights[fragment], _ = _closed(reference, fragment, nesterov_round(before, nothing, deltas, 0.7, 0.9))
     half = np.float32(0.5)
     assert np.array_equal(crew.values[2], half * reference.weights + half * third)
     assert (crew.workers[2].status.dropped, crew.workers[2].contributions) == (0, 1)
     for worker in crew.workers:
         worker.close()
+
+
+def _closed(reference: Reference, span: slice, made: tuple[Values, Values]) -> tuple[Values, Values]:
+    """The weights and the momentum after a round, of what the rule makes of the weights, or of nothing."""
+    if reference.scheme.step_wire == "exact":
+        return made
+    reference.made[span] = made[0]
+    return reference.weights[span] + reference._rounded(span), made[1]
 
 
 def test_who_comes_too_late_is_dropped(connect: Connect) -> None:

@@ -50,6 +50,7 @@ class FragmentExchange(RoundExchange):
         self._late_counts = False
         self._every, self._delay, self._mix = scheme.every, scheme.delay, scheme.mix
         self._bases = [0] * len(self._snapshots)
+        self._unknown: set[int] = set()  # fragments whose base was read anew, and may be of a later round than that
         self._since = [0] * len(self._snapshots)  # samples so far when the base was taken over
         self._all_samples = 0
         self._round = 0  # the open one, when the weights were read last
@@ -187,6 +188,7 @@ class FragmentExchange(RoundExchange):
         """Note that these fragments' bases are what they were while round `number` was open."""
         self._round = number
         for index in indices:
+            self._unknown.discard(index)
             self._bases[index] = number + (index - number) % len(self._bases)
             self._since[index] = self._all_samples
 
@@ -218,7 +220,7 @@ class FragmentExchange(RoundExchange):
         if self._sent and not self._settle():
             return  # stopped
         behind = [index for index, good_for in enumerate(self._bases) if good_for < self._word >> t.ROUND_SHIFT]
-        stepped = self._read_by_step(behind)
+        stepped = self._is_step_all(behind) and self._read_by_step()
         if not stepped:
             self._round = self._group.read_by(
                 lambda weights: self._fetch(weights, behind), known=self._word, needs_us=self._needed()
@@ -233,15 +235,24 @@ class FragmentExchange(RoundExchange):
 
     def _fetch(self, weights: Buffer, indices: Iterable[int]) -> None:
         for index in indices:
+            self._unknown.add(index)
             self._snapshots[index].fetch(weights)
 
-    def _read_by_step(self, behind: list[int]) -> bool:
-        """Bring the base on by the servers' step instead of reading it anew, where that is all that is new. False: it
-        is as it was.
+    def _is_step_all(self, behind: list[int]) -> bool:
+        """Whether the servers' latest step is all that this worker lacks."""
+        index = self._index
+        return (
+            bool(self._steps_made)
+            and behind == [index]
+            and index not in self._unknown
+            and self._bases[index] == self._closed_before(self._word)
+        )
+
+    def _read_by_step(self) -> bool:
+        """Bring the base on by the servers' step instead of reading it anew. False: a later round of this fragment was
+        closed meanwhile, and the base is as it was.
         """
         index, snapshot = self._index, self._snapshots[self._index]
-        if not self._steps_made or behind != [index] or self._bases[index] != self._closed_before(self._word):
-            return False
         made = 1 - state_copy(self._bases[index], len(self._snapshots))
         room = self._delta[: snapshot.base.size]  # what it held was written
 
@@ -250,7 +261,8 @@ class FragmentExchange(RoundExchange):
 
         number = self._group.read_by(read, known=self._word, needs_us=self._needed())
         if self._bases[index] != self._closed_before(number << t.ROUND_SHIFT):
-            return False  # a later round of this fragment was closed meanwhile
+            self._word = number << t.ROUND_SHIFT
+            return False
         snapshot.base += room
         self._round = number
         return True

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -57,7 +58,29 @@ def test_pages_serve_metrics_and_health() -> None:
         assert caught.value.code == 503
         with pytest.raises(errors.UnavailableError, match="Address already in use"):
             Pages(pages.address, registry, lambda: health)
-    Pages(pages.address, registry, lambda: health).close()
+    again = Pages(pages.address, registry, lambda: health)
+    again.close()
+    again.close()
+
+
+def test_pages_end_beside_a_forked_process() -> None:
+    """A process that was forked meanwhile has the same descriptors, and lives on: PyTorch's data loaders, say."""
+    pages = Pages("127.0.0.1:0", CollectorRegistry(), lambda: {"ok": True})
+    stay, leave = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(leave)
+        os.read(stay, 1)
+        os._exit(0)
+    try:
+        closing_thread = threading.Thread(target=pages.close, daemon=True)
+        closing_thread.start()
+        closing_thread.join(30)
+        assert not closing_thread.is_alive()
+    finally:
+        os.close(leave)
+        os.waitpid(child, 0)
+        os.close(stay)
 
 
 def test_an_address_is_checked_before_it_is_used() -> None:
