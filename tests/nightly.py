@@ -49,9 +49,9 @@ class Form:
 
 FORMS = (
     Form("test", "test", 28, 20),
-    Form("latest", "test LATEST=1", 46, 30),
+    Form("latest", "test LATEST=1", 36, 24),
     Form("matrix", "matrix", 18, 10),
-    Form("sanitized", "sanitized", 48, 30),
+    Form("sanitized", "sanitized", 32, 20),
     Form("c-test", "c-test SMB_LONG=1", 5, 2),
     Form("aarch64", "c-test ARCH=aarch64 VM=1", 10, 5),
     Form("fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s}", 20, 5),  # each of four targets; the last fifth is the compiler's
