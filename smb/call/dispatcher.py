@@ -234,12 +234,19 @@ class Dispatcher:
     ) -> tuple[BufferHandle, list[BufferHandle]]:
         """Return the handles of this buffer and of the others: through the servers where the request takes that."""
         moves = others and any(each.info.movable for each in (self, *others))
-        if request.token or request.opcode is Opcode.APPLY or moves:
+        # A server sends away whoever has mapped a segment before the coordinator says that the segment moves.
+        alike = all(other._mapped(deadline) == self._mapped(deadline) for other in others)
+        if request.token or request.opcode is Opcode.APPLY or moves or not alike:
             handles = self._gated(deadline), [other._gated(deadline) for other in others]
             if moves:
                 self._show(others, deadline)
             return handles
         return self.ensure(deadline), [other.ensure(deadline) for other in others]
+
+    def _mapped(self, deadline: Deadline) -> list[bool]:
+        """Return which of its segments are reached by a mapping."""
+        self.ensure(deadline)
+        return [path.segment is not None for path in self.paths]
 
     def _show(self, others: tuple[Dispatcher, ...], deadline: Deadline) -> None:
         """Show the tokens of the others' segments on this buffer's links: segments with two copies have links of their
