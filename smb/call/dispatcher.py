@@ -226,7 +226,7 @@ class Dispatcher:
         return future
 
     def _check_fence(self, request: Request, fence: Fence) -> None:
-        if fence.owner is not self:
+        if getattr(fence, "owner", None) is not self:
             raise InvalidArgumentError(f"{self._asked(request)}: fence= takes a lock made by its own lock()")
 
     def _handles(

@@ -182,6 +182,7 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.accumulate([1], scale=10**400), "no number"),
     (lambda w: w.accumulate_from([1.0]), "opened by the same client"),  # type: ignore[arg-type]
     (lambda w: w.accumulate_from(w, wire="int9"), "no wire 'int9'; there are exact"),
+    (lambda w: w.write(np.ones(10, np.float32), fence="x"), "fence= takes a lock made by its own lock()"),  # type: ignore[arg-type]
     (lambda w: w.accumulate_from([w, w]), "op='replace' sums 2 to 5 buffers, and asked is op='sum' of 2"),
     (lambda w: w.accumulate_from([w] * 6, op="replace"), "asked is op='replace' of 6"),
     (lambda w: w.accumulate_from([], op="replace"), "asked is op='replace' of 0"),

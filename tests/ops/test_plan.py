@@ -37,7 +37,7 @@ def test_a_table(tmp_path: Path) -> None:
     assert [row[2].rstrip("*:") for row in rows[4:8]] == ["none", "forward", "both", "none"]
     assert rows[7][3] == "100"
     assert [row[0] for row in rows[8:]] == ["1", "8"]
-    assert "* not in smb yet" in answer.output
+    assert "* an exchange behind the passes of a step: overlap=" in answer.output
 
 
 def test_json_can_be_planned_again(tmp_path: Path) -> None:

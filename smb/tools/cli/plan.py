@@ -194,7 +194,7 @@ def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -
     out.print()
     out.print(_advice(advised))
     if any(row.overlap != "none" for row in found):
-        out.print("\n* not in smb yet: an exchange behind the passes of a step", soft_wrap=True)
+        out.print("\n* an exchange behind the passes of a step: overlap= of smb.torch.join", soft_wrap=True)
     out.print("predicted by a model, see docs/plan.md; schemes differ in what a step is worth, too", soft_wrap=True)
 
 
