@@ -234,7 +234,7 @@ class Dispatcher:
     ) -> tuple[BufferHandle, list[BufferHandle]]:
         """Return the handles of this buffer and of the others: through the servers where the request takes that."""
         moves = others and any(each.info.movable for each in (self, *others))
-        # A server sends away whoever has mapped a segment before the coordinator says that the segment moves.
+        # A server sends away each client that has mapped a segment before the coordinator says that the segment moves.
         alike = all(other._mapped(deadline) == self._mapped(deadline) for other in others)
         if request.token or request.opcode is Opcode.APPLY or moves or not alike:
             handles = self._gated(deadline), [other._gated(deadline) for other in others]
