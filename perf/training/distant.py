@@ -60,8 +60,8 @@ def rate_lost(quick: bool) -> Answer:
         ),
         rows=rows,
         limit=(
-            f"The goal was 10 % for members at 20 and 200 ms. Streaming lost {worst:.1f} % at most. At 200 ms an "
-            "exchange is some 20 round trips, TCP's slow start among them: a shorter delay= does not hide it."
+            f"The goal was 10 % for members at 20 and 200 ms. Streaming lost {worst:.1f} % at most. An exchange that "
+            "takes longer than `delay` steps is waited for."
         ),
     )
 

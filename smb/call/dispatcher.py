@@ -234,19 +234,24 @@ class Dispatcher:
     ) -> tuple[BufferHandle, list[BufferHandle]]:
         """Return the handles of this buffer and of the others: through the servers where the request takes that."""
         moves = others and any(each.info.movable for each in (self, *others))
-        # A server sends away each client that has mapped a segment before the coordinator says that the segment moves.
-        alike = all(other._mapped(deadline) == self._mapped(deadline) for other in others)
-        if request.token or request.opcode is Opcode.APPLY or moves or not alike:
+        if request.token or request.opcode is Opcode.APPLY or moves or not self._reached_alike(others, deadline):
             handles = self._gated(deadline), [other._gated(deadline) for other in others]
             if moves:
                 self._show(others, deadline)
             return handles
         return self.ensure(deadline), [other.ensure(deadline) for other in others]
 
-    def _mapped(self, deadline: Deadline) -> list[bool]:
-        """Return which of its segments are reached by a mapping."""
-        self.ensure(deadline)
-        return [path.segment is not None for path in self.paths]
+    def _reached_alike(self, others: tuple[Dispatcher, ...], deadline: Deadline) -> bool:
+        """Whether on each server the segments of all buffers are reached by one kind of path. A server may send clients
+        away from the mapping of one segment before the coordinator says that this segment moves.
+        """
+        if not others:
+            return True
+        kinds = set()
+        for each in (self, *others):
+            each.ensure(deadline)
+            kinds.add(tuple(path.segment is not None for path in each.paths))
+        return len(kinds) == 1
 
     def _show(self, others: tuple[Dispatcher, ...], deadline: Deadline) -> None:
         """Show the tokens of the others' segments on this buffer's links: segments with two copies have links of their

@@ -48,7 +48,9 @@ CALLS = {"bsp": 17, "localsgd": 17, "diloco": 20, "asyncdiloco": 22, "asp": 4, "
          "seasgd": 5}  # fmt: skip
 # Buffers that the servers read to close a round: (for state, for each contribution).
 _READ = {"bsp": (2, 1), "localsgd": (2, 1), "diloco": (4, 2), "asyncdiloco": (4, 2)}
-COMBINE_PER_S = 3.3e9  # bytes of a buffer that one server takes into a sum in a second, measured over loopback
+# Bytes of a buffer that one server takes into a sum in a second: 2e9 were measured for single additions over loopback,
+# of which a source in a sum takes 0.6 of the time (docs/decisions/0037).
+COMBINE_PER_S = 3.3e9
 _IN_ROUNDS = tuple(_READ)
 _FUSED = ("asp", "ssp", "r2sp")
 EVERY_STEP = ("bsp", "asp", "ssp", "r2sp")
