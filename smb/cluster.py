@@ -92,9 +92,7 @@ class Daemon:
         environment = {name: value for name, value in os.environ.items() if name not in taken_away}
         environment |= {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+            self._process = _launch(command, environment, log)
 
     def wait_ready(self, deadline: float) -> None:
         """Wait until it serves. Raises UnavailableError with the end of its log if it ends or the deadline passes."""
@@ -291,6 +289,12 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _launch(command: list[str], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603 - our own module
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+    )
 
 
 def _sweep() -> None:

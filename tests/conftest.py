@@ -13,9 +13,11 @@ import smb
 import smb.cluster
 from smb.config.parse import OWNER_VARIABLE
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
+from tests.support import stem
 from tests.support.transports import EACH_WAY, SLOWNESS
 
 smb.cluster._START_S *= SLOWNESS
+smb.cluster._launch = stem.launch  # type: ignore[assignment]
 
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("busy", deadline=None)

@@ -22,6 +22,7 @@ from smb.rpc.coordinator_client import Coordinator
 from smb.security.credentials import is_loopback, load_directory
 from smb.security.lab_ca import Authority, Holder, make_set
 from smb.security.roles import Role
+from tests.support import stem
 from tests.support.daemons import wait_for
 
 ConnectAs = Callable[..., smb.Client]
@@ -298,8 +299,9 @@ def test_a_buffer_that_leaves_the_namespace_is_lost(connect_as: ConnectAs) -> No
         team.open("team/moved")
 
 
-def test_no_secret_is_told(certificates: Path, tmp_path: Path) -> None:
+def test_no_secret_is_told(certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither logs, nor pages, nor errors, nor command lines have a key, a session's secret or a token in them."""
+    monkeypatch.setattr(smb.cluster, "_launch", stem.program)  # a fork has its stem's command line
     with smb.LocalCluster(servers=2, capacity="16MiB", credentials=certificates, log_level="debug") as cluster:
         seen = ""
         with smb.connect(cluster.address, transport="tcp", credentials=certificates / "client") as client:
@@ -320,7 +322,9 @@ def test_no_secret_is_told(certificates: Path, tmp_path: Path) -> None:
             for page in ("metrics", "healthz"):
                 with urllib.request.urlopen(f"http://{daemon.metrics}/{page}", timeout=5) as answer:
                     seen += answer.read().decode()
-            seen += Path(f"/proc/{daemon.pid}/cmdline").read_text()
+            line = Path(f"/proc/{daemon.pid}/cmdline").read_text()
+            assert "--credentials" in line
+            seen += line
             environment = Path(f"/proc/{daemon.pid}/environ").read_text()
             seen += environment
         logs = [daemon.log for daemon in (cluster.coordinator, *cluster.servers)]

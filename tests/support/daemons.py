@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 import smb
 from smb.config.parse import OWNER_VARIABLE
+from tests.support import stem
 from tests.support.builds import daemons_build
 from tests.support.transports import SLOWNESS
 
@@ -139,9 +139,7 @@ class Daemon:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
         environment |= {OWNER_VARIABLE: str(os.getpid()), **variables}
         with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command, stderr=out, stdout=out, env=environment, cwd=variables.get("PYTHONPATH")
-            )
+            self.process = stem.launch(command, environment, out, cwd=variables.get("PYTHONPATH"), new_session=False)
         self.pid = self.process.pid
 
     @property

@@ -1,0 +1,243 @@
+"""Daemons as forks of a process that has imported them: most tests begin with one, and importing is most of its start.
+
+A stem is a child of the tests' process: a Python that imports the daemons' modules, and then forks for each daemon that
+is to run. The fork goes on as `python -m MODULE` does: a process of its own, with arguments, environment, output
+and session of its own. Its command line alone is the stem's. `launch` starts a program where the environment, or what
+else a program inherits, is not that of a stem.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import resource
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from smb.config.parse import OWNER_VARIABLE
+
+MODULES = ("memserver", "smb.tools.cli.main")
+IMPORTED = ("memserver.cli", "smb.tools.cli.main", "smb.tools.cli.coordinator", "smb.coordinator.process")
+_MESSAGE_BYTES = 1 << 17
+_STEMS_MAX = 2
+_POLL_S = 0.005
+_FREE = (OWNER_VARIABLE, "SMB_COORDINATOR", "PYTEST_CURRENT_TEST")  # variables that are read when they are needed
+_NEVER = "SMB_FAILPOINT"  # each such daemon is another one
+
+
+def launch(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    out: IO[bytes],
+    *,
+    cwd: str | None = None,
+    new_session: bool = True,
+) -> subprocess.Popen[bytes] | Forked:
+    """Start `python -m MODULE ARGUMENT ...`, a daemon, with its output to a file."""
+    stem = _stem_for(command, environment, cwd)
+    if stem is None:
+        return program(command, environment, out, cwd=cwd, new_session=new_session)
+    return stem.fork(command, environment, out, new_session)
+
+
+def program(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    out: IO[bytes],
+    *,
+    cwd: str | None = None,
+    new_session: bool = True,
+) -> subprocess.Popen[bytes]:
+    """As launch, with a new program in any case."""
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, cwd=cwd,
+        start_new_session=new_session,
+    )  # fmt: skip
+
+
+class Forked:
+    """A fork, to tests as a program is by its subprocess.Popen."""
+
+    def __init__(self, stem: _Stem, pid: int, args: Sequence[str]) -> None:
+        self.pid = pid
+        self.args = list(args)
+        self.returncode: int | None = None
+        self._stem = stem
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._stem.ask({"wait": self.pid})["code"]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for it; return the exit code. Raises subprocess.TimeoutExpired."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(_POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class _Stem:
+    """The tests' side of a stem."""
+
+    def __init__(self, environment: Mapping[str, str], cwd: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *IMPORTED],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, cwd=cwd,
+                pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        self._socket = ours
+        self._lock = threading.Lock()
+        self.ask({})  # it is there
+
+    def fork(self, command: Sequence[str], environment: Mapping[str, str], out: IO[bytes], new_session: bool) -> Forked:
+        request = {"words": list(command[2:]), "environment": dict(environment), "session": new_session}
+        return Forked(self, self.ask(request, out.fileno())["pid"], command)
+
+    def ask(self, request: dict[str, Any], *descriptors: int) -> dict[str, Any]:
+        """Send a request; return the answer."""
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer = self._socket.recv(_MESSAGE_BYTES)
+        assert answer, f"the stem ended: {self._process.wait()}"
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def end(self) -> None:
+        """Let it end. Its forks go on."""
+        self._socket.close()
+        self._process.wait()
+
+
+_stems: dict[Any, _Stem] = {}
+_seen: set[Any] = set()
+_owner = 0
+_guard = threading.Lock()
+
+
+def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str | None) -> _Stem | None:
+    """Return the stem for these circumstances: it is made when they come for the second time."""
+    global _owner
+    program, option, module = command[:3]
+    if (program, option) != (sys.executable, "-m") or module not in MODULES or _NEVER in environment:
+        return None
+    where = cwd or str(Path.cwd())
+    key = (where, tuple(sorted(item for item in environment.items() if item[0] not in _FREE)), _circumstances())
+    with _guard:
+        if _owner not in (0, os.getpid()):  # a fork of the tests' process: its stems are not ours
+            return None
+        _owner = os.getpid()
+        if key not in _stems:
+            first = key not in _seen
+            _seen.add(key)
+            if first or len(_stems) == _STEMS_MAX:
+                return None
+            _stems[key] = _Stem(environment, where)
+        return _stems[key]
+
+
+def _circumstances() -> Any:
+    """Return what a program inherits beside its variables."""
+    spaces = [Path(f"/proc/thread-self/ns/{name}").readlink() for name in ("net", "mnt", "pid")]
+    limits = [resource.getrlimit(number) for number in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)]
+    return *spaces, *limits, *sorted(os.sched_getaffinity(0))
+
+
+@atexit.register
+def _end_all() -> None:
+    if _owner == os.getpid():
+        for stem in _stems.values():
+            stem.end()
+
+
+# ---- the stem itself
+
+
+def _serve(requests: socket.socket) -> dict[str, Any]:
+    """Answer requests until there are no more; then it ends. Returns in a fork alone, with what that is to run."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 1)
+        if not message:
+            os._exit(0)
+        request: dict[str, Any] = json.loads(message)
+        answer: dict[str, Any] = {}
+        if "wait" in request:
+            pid, status = os.waitpid(request["wait"], os.WNOHANG)
+            answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+        elif "words" in request:
+            with contextlib.ExitStack() as closing:
+                for descriptor in descriptors:
+                    closing.callback(os.close, descriptor)
+                pid = os.fork()
+                if pid == 0:
+                    closing.pop_all()
+                    requests.close()
+                    request["out"] = descriptors[0]
+                    return request
+                answer = {"pid": pid}
+        requests.send(json.dumps(answer).encode())
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Be what `python -m` would have made."""
+    if request["session"]:
+        os.setsid()
+    for number in (1, 2):
+        os.dup2(request["out"], number)
+    os.close(request["out"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    module, *arguments = request["words"]
+    sys.argv[:] = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _main() -> None:
+    sys.path[0:1] = [""] if not os.environ.get("PYTHONSAFEPATH") else []  # as -m; not this file's directory
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts threads, which no fork has
+    descriptor, *modules = sys.argv[1:]
+    for module in modules:
+        __import__(module)
+    for module in MODULES:
+        sys.modules.pop(module, None)  # it runs as __main__
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, f"{modules} start threads"
+    gc.freeze()
+    _become(_serve(socket.socket(fileno=int(descriptor))))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,105 @@
+"""Daemons that are forked are to a test what programs are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import stem
+from tests.support.daemons import wait_for
+
+Start = Callable[..., "subprocess.Popen[bytes] | stem.Forked"]
+COORDINATOR = ("coordinator", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+
+
+@pytest.fixture(autouse=True)
+def _stems_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(stem, "_stems", {})
+    monkeypatch.setattr(stem, "_seen", set())
+    yield
+    for each in stem._stems.values():
+        each.end()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start `smb` with arguments; the output goes to a file of that number."""
+    started: list[subprocess.Popen[bytes] | stem.Forked] = []
+
+    def launch(*arguments: str, **variables: str) -> subprocess.Popen[bytes] | stem.Forked:
+        command = [sys.executable, "-m", "smb.tools.cli.main", *arguments]
+        with (tmp_path / str(len(started))).open("wb") as out:
+            started.append(stem.launch(command, os.environ | variables, out))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["certs"], 2), (["coordinator"], 1)])
+def test_a_fork_says_and_returns_what_the_program_does(
+    start: Start, tmp_path: Path, arguments: list[str], code: int
+) -> None:
+    """The first of its kind is a program, the others are forks of one process."""
+    if arguments == ["coordinator"]:
+        arguments = [*COORDINATOR, "--state", "/proc/none"]
+    processes = [start(*arguments) for _ in range(3)]
+    assert [isinstance(each, stem.Forked) for each in processes] == [False, True, True]
+    assert [each.wait(60) for each in processes] == [code] * 3
+    said = [(tmp_path / str(number)).read_text() for number in range(3)]
+    if code != 1:  # with the time
+        assert said[0]
+        assert said[1:] == said[:1] * 2
+    else:
+        assert all("/proc/none" in each for each in said)
+
+
+def test_a_fork_is_a_process_of_its_own(start: Start, tmp_path: Path) -> None:
+    """A session, descriptors and signals as the program's; its end is seen, and told once it is there."""
+    processes = []
+    for number in range(2):
+        ready = tmp_path / f"ready{number}"
+        processes.append(start(*COORDINATOR, "--state", str(tmp_path / f"state{number}"), "--ready-file", str(ready)))
+        wait_for(ready.exists, "a coordinator")
+    program, fork = processes
+    assert isinstance(fork, stem.Forked)
+    assert [os.getsid(each.pid) for each in processes] == [program.pid, fork.pid]
+
+    def looks(pid: int) -> tuple[list[str], set[str], str]:
+        links = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
+        kinds = sorted("socket" if each.startswith("socket") else Path(each).name.rstrip("012") for each in links)
+        status = Path(f"/proc/{pid}/status").read_text()
+        masks = {line for line in status.splitlines() if line.startswith(("SigIgn", "SigBlk", "SigCgt"))}
+        return kinds, masks, str(Path(f"/proc/{pid}/cwd").readlink())
+
+    wait_for(lambda: looks(program.pid) == looks(fork.pid), "the same descriptors and signals")
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(0.01)
+    assert fork.poll() is None
+    fork.terminate()
+    assert fork.wait(20) == 0
+    assert fork.poll() == 0
+    fork.kill()  # nothing: it has ended
+    third = start(*COORDINATOR, "--state", str(tmp_path / "state2"), "--ready-file", str(tmp_path / "ready2"))
+    wait_for((tmp_path / "ready2").exists, "a coordinator")
+    third.send_signal(signal.SIGKILL)
+    assert third.wait(20) == -signal.SIGKILL
+
+
+def test_other_circumstances_are_those_of_a_program(start: Start) -> None:
+    """A failpoint, a variable that counts, and modules that are no daemon's; who owns a daemon does not count."""
+    for _ in range(2):
+        assert not isinstance(start("--version", SMB_FAILPOINT="train-sent"), stem.Forked)
+    assert not isinstance(start("--version"), stem.Forked)
+    assert isinstance(start("--version", SMB_OWNER_PID="1"), stem.Forked)
+    assert not isinstance(start("--version", PYTHONHASHSEED="1"), stem.Forked)
+    assert stem._stem_for([sys.executable, "-m", "json.tool"], os.environ, None) is None
+    assert stem._stem_for(["ip", "netns", "exec", "x"], os.environ, None) is None
