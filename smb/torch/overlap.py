@@ -11,6 +11,7 @@ module's parameters are taken over before it runs; what is called without its mo
 
 The first steps exchange without overlap, and are measured: which modules are called, in which order, how long each
 layer computes, how fast the link is. Then smb.train.overlap_plan picks the parts, and picks anew if measurements move.
+If steps then take longer than without overlap, as where a host's processors do both, there is none until they move.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Overlap:
         self._measured: Measured | None = None
         self.plan: Plan | None = None  # by which exchanges go; None while the first steps are measured
         self._steps = 0  # exchanged
+        self._stepped_at = 0.0  # when the last step was over
         # The parts, by module and by parameter.
         self._pulls: dict[torch.nn.Module, list[int]] = {}
         self._pulls_of: dict[torch.Tensor, set[int]] = {}
@@ -138,11 +140,15 @@ class Overlap:
         if self._began:
             self._began = False
             self._flow.make_rest()
+            if overlap := self._learn():
+                self.wait()  # parts are cut anew only where none is under way
+                self._replan(overlap)
         else:
             if self._settle() or self._recovered():
                 self._clock.forget()
                 return
-            self._learn()
+            if overlap := self._learn():
+                self._replan(overlap)
             self._begin()
             self._flow.make_rest()
         if self._now == "none":
@@ -250,7 +256,9 @@ class Overlap:
                 self._begin()
                 self._began = True
                 self._left = self._counted()
+        began = time.perf_counter()
         self._gradients.step(parameter)
+        self._clock.optimized_one(time.perf_counter() - began)
         if self._began:
             for number in self._pushes_of.get(parameter, ()):
                 self._left[number] -= 1
@@ -335,8 +343,10 @@ class Overlap:
         if flow.pulled.messages and flow.pushed.messages:
             measured.closed(max(0.0, flow.pulled.first - flow.pushed.last))
 
-    def _learn(self) -> None:
-        """Between two exchanges: measure, and plan where it is time to."""
+    def _learn(self) -> str:
+        """After a step: measure. Return the most overlap of a plan that it is time to make, "" where it is not."""
+        now, before = time.perf_counter(), self._stepped_at
+        self._stepped_at = now
         measured = self._measured
         if measured is None:
             if self._steps:
@@ -344,29 +354,36 @@ class Overlap:
                     self._find_layers()
                 with contextlib.suppress(Error):  # then later: the optimizer has stepped, and must not step again
                     self._measured = Measured(self._places, *self._probed())
-            return
+            return ""
+        measured.stepped(now - before, overlapped=self._now != "none")
         if self._clock.tells(learning=self.plan is None):
             measured.computed(*self._clock.by_layer(self._layer, self._layer_of_module, len(self._places)))
         if self.plan is None:
-            if self._steps >= _LEARNING and measured.ready:
-                self._replan(measured)
-        elif self._steps % _LOOK_EVERY == 0 and measured.outdated(self.plan):
-            self._replan(measured)
+            return self._asked if self._steps >= _LEARNING and measured.ready else ""
+        if self._steps % _LOOK_EVERY:
+            return ""
+        if measured.beaten:
+            return "none"
+        return self._asked if measured.outdated(self.plan) else ""
 
-    def _replan(self, measured: Measured) -> None:
-        scheme = self._worker.scheme
+    def _replan(self, overlap: str) -> None:
+        measured, worker = self._measured, self._worker
+        assert measured is not None
+        beaten = self.plan is not None and overlap == "none"
         self.plan = plan_of(
             self._places,
             measured.layers(),
             measured.channel(),
-            SCHEMES[scheme.NAME],
+            SCHEMES[worker.scheme.NAME],
             measured.closing_s(),
-            self._asked,
+            overlap,
         )
+        measured.planned()
         self._now = self.plan.chosen.overlap
         self._trained.recut()
         self._index()
-        _news.info("training %r: %s", self._worker.name, self.plan)
+        why = ": steps took longer than without" if beaten else ""
+        _news.info("training %r: %s%s", worker.name, self.plan, why)
 
     def _find_layers(self) -> None:
         """Divide the parameters over the modules that are called, in the order of their first call. Those of a module
@@ -514,6 +531,10 @@ class _Clock:
     def optimized(self) -> None:
         """Take note of its end."""
         self._optimizer += self._passed()
+
+    def optimized_one(self, seconds: float) -> None:
+        """Take note of its step for one parameter, in the backward pass."""
+        self._optimizer += seconds
 
     def _passed(self) -> float:
         if self._on_device and self._learning:

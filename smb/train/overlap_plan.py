@@ -15,6 +15,7 @@ from smb.train.parameters import Run
 from smb.train.partition import FUSED, Channel, Layer, Prediction, outdated, pick, predict
 
 _WINDOW = 9  # measurements of which the median counts
+_BEATEN, _BEATEN_OF = 1.1, 3  # a step longer than without overlap by this factor; medians of so many, at least
 _RATE_MAX, _START_MIN = 1e12, 1e-7  # bytes a second, seconds: what clocks can tell
 
 
@@ -140,6 +141,7 @@ class Measured:
         self._push: deque[float] = deque(maxlen=_WINDOW)
         self._pull: deque[float] = deque(maxlen=_WINDOW)
         self._closing: deque[float] = deque(maxlen=_WINDOW)
+        self._steps: dict[bool, deque[float]] = {each: deque(maxlen=_WINDOW) for each in (False, True)}  # overlapped?
 
     def computed(self, forward_s: Sequence[float], backward_s: Sequence[float], optimizer_s: float) -> None:
         """Take note of a step's computing: by layer, and of the optimizer's step over all."""
@@ -157,6 +159,22 @@ class Measured:
     def closed(self, seconds: float) -> None:
         """Take note of the time from a round's last push to its first pull."""
         self._closing.append(seconds)
+
+    def stepped(self, seconds: float, *, overlapped: bool) -> None:
+        """Take note of the time from one step to the next, all included."""
+        self._steps[overlapped].append(seconds)
+
+    def planned(self) -> None:
+        """Forget the steps of the former plan."""
+        self._steps[True].clear()
+
+    @property
+    def beaten(self) -> bool:
+        """Whether steps take longer with the plan's overlap than they took without any, whatever was predicted."""
+        without, overlapped = self._steps[False], self._steps[True]
+        if min(len(without), len(overlapped)) < _BEATEN_OF:
+            return False
+        return statistics.median(overlapped) > _BEATEN * statistics.median(without)
 
     @property
     def ready(self) -> bool:

@@ -152,6 +152,35 @@ def test_bsp_comes_to_the_same_to_the_bit(connect: Connect, monkeypatch: pytest.
     assert expected[0][-1] < expected[0][0]
 
 
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_plans_are_made_anew(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overlap: str
+) -> None:
+    """If measurements move; without overlap if steps have become longer by it. The losses stay those of "none"."""
+    monkeypatch.setattr(overlap_of, "_LOOK_EVERY", 4)
+    force(monkeypatch, "slices")
+    caplog.set_level("INFO", "smb.train")
+    expected, _ = trace(connect, "none", "none", "bsp", steps=14)
+    looks: dict[int, list[str]] = {}
+
+    def look(what: str, at: int) -> Callable[[Any], bool]:
+        def found(measured: Any, *_: Any) -> bool:
+            seen = looks.setdefault(id(measured), [])
+            seen.append(what)
+            return seen.count(what) == at
+
+        return found
+
+    monkeypatch.setattr(overlap_of.Measured, "outdated", look("outdated", 1))
+    monkeypatch.setattr(overlap_of.Measured, "beaten", property(look("beaten", 2)))
+    losses, _ = trace(connect, overlap, overlap, "bsp", steps=14)
+    assert losses == expected
+    made = [message for message in caplog.messages if f"training '{overlap}': overlap" in message]
+    assert len(made) == 2 * 3
+    assert sum("overlap 'none'" in message for message in made) == 2
+    assert sum(message.endswith("steps took longer than without") for message in made) == 2
+
+
 WORKERS = 3
 
 

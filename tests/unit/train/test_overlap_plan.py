@@ -114,3 +114,20 @@ def test_medians_and_what_moved() -> None:
     assert not measured(places, 0.115, 0.9e6).outdated(made)
     assert measured(places, 0.13, 1e6).outdated(made)
     assert measured(places, 0.1, 0.7e6).outdated(made)
+
+
+def test_a_plan_is_beaten_by_steps_without_overlap() -> None:
+    """By medians of three or more, and by more than a tenth; of the present plan alone."""
+    found = Measured([Place((Run(0, 0, 100),))], 0.001, 0.0001)
+    for seconds in (0.10, 0.10, 9.0):
+        found.stepped(seconds, overlapped=False)
+    for seconds in (0.12, 0.12):
+        found.stepped(seconds, overlapped=True)
+    assert not found.beaten
+    found.stepped(0.01, overlapped=True)
+    assert found.beaten
+    found.planned()
+    for _ in range(3):
+        assert not found.beaten
+        found.stepped(0.109, overlapped=True)
+    assert not found.beaten
