@@ -38,6 +38,9 @@ def test_a_table(tmp_path: Path) -> None:
     assert rows[7][3] == "100"
     assert [row[0] for row in rows[8:]] == ["1", "8"]
     assert "* an exchange behind the passes of a step: overlap=" in answer.output
+    late = ("--fragments", "4", "--delay", "5", "--step-wire", "int8")
+    answer = plan(str(SPEC), *LINK, "--schemes", "diloco", "--every", "100", *late)
+    assert "DiLoCo in 4 fragments, taken over 5 steps later; its step int8" in answer.output.splitlines()
 
 
 def test_json_can_be_planned_again(tmp_path: Path) -> None:
@@ -119,6 +122,8 @@ def test_a_cluster_is_measured() -> None:
         ((str(SPEC), *LINK, "--workers", "0"), "--workers 0: numbers from 1"),
         ((str(SPEC), *LINK, "--schemes", "adam"), "no scheme 'adam' is planned; there are: bsp, asp"),
         ((str(SPEC), *LINK, "--wire", "int3"), "wire='int3' is none of exact"),
+        ((str(SPEC), *LINK, "--step-wire", "int3"), "step_wire='int3' is none of exact"),
+        ((str(SPEC), *LINK, "--fragments", "51"), "fragments=51 is no whole number in 1 to every=50"),
         ((str(SPEC), *LINK, "--batch", "8", "--global-batch", "8"), "not both"),
         (("model.txt", *LINK), "model.txt: neither a script (.py) nor a spec (.toml, .json)"),
         (("no.toml", *LINK), "no.toml: No such file"),

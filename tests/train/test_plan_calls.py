@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import smb
 import smb.train
-from smb.tools.plan.model import CALLS, EVERY_STEP
+from smb.tools.plan.model import CALLS, CALLS_FOR_STEP, EVERY_STEP
 
 STEPS = 10
 
@@ -33,12 +34,19 @@ def operations(client: smb.Client) -> float:
     return sum(float(value) for value in re.findall(r"^smb_server_operations_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("scheme", CALLS)
-def test_calls_of_an_exchange(client: smb.Client, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "settings", "calls"),
+    [
+        *((name, {} if name in EVERY_STEP else {"every": 1}, calls) for name, calls in CALLS.items()),
+        ("diloco", {"every": 1, "step_wire": "int8"}, CALLS["diloco"] + CALLS_FOR_STEP),
+    ],
+    ids=[*CALLS, "step"],
+)
+def test_calls_of_an_exchange(client: smb.Client, scheme: str, settings: dict[str, Any], calls: int) -> None:
     """Of one worker alone. R2SP's turn goes in the background, at times of its own; renewals come in between."""
-    settings = {} if scheme in EVERY_STEP else {"every": 1}
     values = np.zeros(1000, np.float32)
-    with smb.train.join(client, f"calls-{scheme}", values, smb.train.scheme_of(scheme, settings)) as worker:
+    name = f"calls-{scheme}-{len(settings)}"
+    with smb.train.join(client, name, values, smb.train.scheme_of(scheme, settings)) as worker:
         for _ in range(25):  # of R2SP's first rotations some are measured
             values += 1e-3
             worker.step(samples=1)
@@ -49,4 +57,4 @@ def test_calls_of_an_exchange(client: smb.Client, scheme: str) -> None:
             worker.step(samples=1)
         worker.flush()
         found = (operations(client) - before) / STEPS
-    assert found == pytest.approx(CALLS[scheme], abs=1.0)
+    assert found == pytest.approx(calls, abs=1.0)

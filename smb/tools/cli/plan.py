@@ -10,7 +10,7 @@ import typer
 
 from smb.errors import Error, InvalidArgumentError
 from smb.tools.cli.options import Coordinator, Json, usage_errors
-from smb.tools.cli.output import console, format_duration, print_json, table
+from smb.tools.cli.output import console, counted, format_duration, print_json, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,6 +58,16 @@ def plan(
         str,
         typer.Option("--wire", metavar="NAME", help="How contributions travel: exact, bfloat16, float16, int8, int4."),
     ] = "exact",
+    fragments: Annotated[
+        int, typer.Option("--fragments", min=1, metavar="N", help="Of DiLoCo: parts with exchanges of their own.")
+    ] = 1,
+    delay: Annotated[
+        int,
+        typer.Option("--delay", min=0, metavar="STEPS", help="Of DiLoCo: until an exchange is taken over."),
+    ] = 0,
+    step_wire: Annotated[
+        str, typer.Option("--step-wire", metavar="NAME", help="Of DiLoCo: how the step travels back, as --wire.")
+    ] = "exact",
     batch: Annotated[
         int | None,
         typer.Option("--batch", min=1, metavar="N", help="Samples of a worker's step. [default: the spec's; 32]"),
@@ -82,7 +92,9 @@ def plan(
     """
     with usage_errors():
         counts = _numbers(workers)
-    question = _question(what, link, server_link, rtt, servers, every, wire, batch, global_batch, coordinator)
+    settings: dict[str, Any] = {"batch": batch, "global_batch": global_batch, "every": every, "wire": wire}
+    settings |= {"fragments": fragments, "delay": delay, "step_wire": step_wire}
+    question = _question(what, link, server_link, rtt, servers, coordinator, settings)
     from smb.tools.plan.model import SCHEMES, advice, rows
 
     chosen = tuple(dict.fromkeys(schemes.split(","))) if schemes else SCHEMES
@@ -106,11 +118,8 @@ def _question(
     server_link: str | None,
     rtt: str | None,
     servers: str,
-    every: int,
-    wire: str,
-    batch: int | None,
-    global_batch: int | None,
     coordinator: str | None,
+    settings: dict[str, Any],
 ) -> Question:
     from smb.tools.plan import network
     from smb.tools.plan.model import Question, check_settings
@@ -124,7 +133,6 @@ def _question(
         if link is None and (server_link or rtt):
             raise InvalidArgumentError("--server-link and --rtt go with --link; without it the network is measured")
         told = network.told(link, server_link, rtt or _RTT) if link is not None else None
-        settings: dict[str, Any] = {"batch": batch, "global_batch": global_batch, "every": every, "wire": wire}
         settings["servers"] = None if servers == _EACH else int(servers)
         check_settings(**settings)  # before anything is measured
         spec = None
@@ -136,7 +144,7 @@ def _question(
         from smb.tools.plan.script import measure_script
 
         with usage_errors():
-            spec = measure_script(what, batch or 32)
+            spec = measure_script(what, settings["batch"] or 32)
     if told is None:
         assert coordinator
         told = network.measured(coordinator)
@@ -171,6 +179,9 @@ def _to_json(question: Question, found: Sequence[Row], advised: Sequence[Advice]
         "network": dataclasses.asdict(question.network),
         "servers": question.servers or _EACH,
         "wire": question.wire,
+        "fragments": question.fragments,
+        "delay": question.delay,
+        "step_wire": question.step_wire,
         "predictions": [dataclasses.asdict(row) for row in found],
         "advice": [each.to_json() for each in advised],
     }
@@ -189,7 +200,14 @@ def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -
     servers = (
         "a memory server on each worker's host" if question.servers is None else f"memory servers: {question.servers}"
     )
-    out.print(f"network: {question.network.source}; {servers}; contributions {question.wire}\n", soft_wrap=True)
+    out.print(f"network: {question.network.source}; {servers}; contributions {question.wire}", soft_wrap=True)
+    if (question.fragments, question.delay, question.step_wire) != (1, 0, "exact"):
+        out.print(
+            f"DiLoCo in {counted(question.fragments, 'fragment')}, taken over {counted(question.delay, 'step')} later; "
+            f"its step {question.step_wire}",
+            soft_wrap=True,
+        )
+    out.print()
     out.print(_predictions(found))
     out.print()
     out.print(_advice(advised))

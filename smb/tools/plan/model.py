@@ -8,11 +8,14 @@ If all move at one time, each moves U = min(V, K M / N). n is the number of call
 server: tests/train/test_plan_calls.py), and one more in rounds for each four workers beyond three.
 
     bsp, localsgd, diloco, asyncdiloco   C + (n a + w S/U + combine + S/U) / H
+    diloco in P fragments                C + max(0, P n a + w S/U + combine + v S/U - P d C) / H
     asp, ssp                             cycle(C + n a + e; S/V)                push and pull in one round trip
     r2sp                                 max(C + x, N x),  x = n a + e + S/V    one after the other (Chen et al. 2019)
     easgd                                cycle(H C + n a; w S/V, S/V) / H
     seasgd                               (max(H C, w S/U) + S/U + n a) / H      the addition hides (ShmCaffe, 2018)
 
+v is the share of the model's bytes that DiLoCo's workers read: 1, or with step_wire less. Behind a delay of d steps the
+exchange of a fragment hides.
 combine is what servers do when a round is closed: S/K bytes of each buffer that a sum reads, at COMBINE_PER_S: each
 contribution, and some for state. e is a chunk from each server at V: the last one comes back when it has arrived whole.
 cycle(Z; D, ...) is a closed network of N workers that compute for Z and then take the servers' links for D each, shared
@@ -37,7 +40,8 @@ from smb.engine import SOURCES_MAX
 from smb.errors import InvalidArgumentError
 from smb.tools.plan.network import CHUNK_BYTES, CONNECTION_BYTES, Network
 from smb.tools.plan.spec import Spec
-from smb.train import scheme_of
+from smb.train import DiLoCo, scheme_of
+from smb.train.exchange.rounds import EXACT
 from smb.train.group import WIRE_BYTES
 from smb.train.partition import FUSED, OVERLAPS, ROUNDS, Channel, pick, predict
 from smb.transport.reconnect import connections_for
@@ -48,6 +52,7 @@ CALLS = {"bsp": 17, "localsgd": 17, "diloco": 20, "asyncdiloco": 22, "asp": 4, "
          "seasgd": 5}  # fmt: skip
 # Buffers that the servers read to close a round: (for state, for each contribution).
 _READ = {"bsp": (2, 1), "localsgd": (2, 1), "diloco": (4, 2), "asyncdiloco": (4, 2)}
+_READ_FOR_STEP, CALLS_FOR_STEP = 3, 3  # more of both, where DiLoCo's workers read the step
 # Bytes of a buffer that one server takes into a sum in a second: 2e9 were measured for single additions over loopback,
 # of which a source in a sum takes 0.6 of the time (docs/decisions/0037).
 COMBINE_PER_S = 3.3e9
@@ -62,7 +67,16 @@ COMPUTING, OWN_LINK, SERVERS, CALLING, COMBINING = "computing", "worker's link",
 WINDOW = "what connections hold"
 
 
-def check_settings(servers: int | None, batch: int | None, global_batch: int | None, every: int, wire: str) -> None:
+def check_settings(
+    servers: int | None,
+    batch: int | None,
+    global_batch: int | None,
+    every: int,
+    wire: str,
+    fragments: int = 1,
+    delay: int = 0,
+    step_wire: str = "exact",
+) -> None:
     """Raise InvalidArgumentError for what no Question has."""
     for name, value in (("servers", servers), ("batch", batch), ("global batch", global_batch), ("every", every)):
         if value is not None and value < 1:
@@ -71,12 +85,14 @@ def check_settings(servers: int | None, batch: int | None, global_batch: int | N
         raise InvalidArgumentError(f"wire={wire!r} is none of {', '.join(WIRE_BYTES)}")
     if batch is not None and global_batch is not None:
         raise InvalidArgumentError("tell a worker's batch or that of all together, not both")
+    DiLoCo(every=every, fragments=fragments, delay=delay, step_wire=step_wire)
 
 
 @dataclass(frozen=True)
 class Question:
     """The inputs. servers: None is one on each worker's host. batch: of one worker; global_batch: of all together,
-    instead. every: of the schemes that have it. wire: how contributions travel."""
+    instead. every: of the schemes that have it. wire: how contributions travel. fragments, delay, step_wire: of DiLoCo.
+    """
 
     spec: Spec
     network: Network
@@ -85,9 +101,12 @@ class Question:
     global_batch: int | None = None
     every: int = 50
     wire: str = "exact"
+    fragments: int = 1
+    delay: int = 0
+    step_wire: str = "exact"
 
     def __post_init__(self) -> None:
-        check_settings(self.servers, self.batch, self.global_batch, self.every, self.wire)
+        check_settings(**{name: value for name, value in vars(self).items() if name not in ("spec", "network")})
 
     def batch_of(self, workers: int) -> float:
         """Return the samples of a worker's step."""
@@ -196,7 +215,7 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
     fused = scheme in _FUSED
     of = shares(question, workers, fused=fused)
     pulled = question.spec.nbytes * of.crossing
-    pushed = pulled * _wire_share(question)
+    pushed = pulled * _share(question.wire)
     computing = every * question.spec.compute.seconds(question.batch_of(workers))
     calls = CALLS[scheme] * question.network.call_s
     parts: defaultdict[str, float] = defaultdict(float, {COMPUTING: computing, CALLING: calls})
@@ -205,10 +224,21 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
         # A call sums SOURCES_MAX buffers at most: the model, the momentum and contributions.
         parts[CALLING] += math.ceil(max(0, workers + 2 - SOURCES_MAX) / (SOURCES_MAX - 1)) * question.network.call_s
         state, each = _READ[scheme]
+        if scheme == "diloco":
+            if question.step_wire != EXACT:
+                state += _READ_FOR_STEP
+                parts[CALLING] += CALLS_FOR_STEP * question.network.call_s
+            parts[CALLING] *= question.fragments
+            pulled *= _share(question.step_wire)
         parts[COMBINING] += (
             (state + each * workers) * question.spec.nbytes / question.servers_of(workers) / COMBINE_PER_S
         )
         parts[of.limit_together] += (pushed + pulled) / of.together
+        if scheme == "diloco" and question.delay:
+            exchange_s = sum(parts.values()) - computing
+            hidden_s = min(exchange_s, computing / every * question.delay * question.fragments)
+            for name in parts.keys() - {COMPUTING}:
+                parts[name] *= 1 - hidden_s / exchange_s
         return parts
     if fused:
         parts[of.limit] += min(pulled, CHUNK_BYTES * question.servers_of(workers)) / of.alone
@@ -252,7 +282,7 @@ def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdic
     rate = of.together / of.crossing
     if fused:
         rate = nbytes / (sum(parts.values()) - parts[COMPUTING] - parts[CALLING])
-    channel = Channel(rate / _wire_share(question), rate, call_s, call_s - question.network.rtt_s)
+    channel = Channel(rate / _share(question.wire), rate, call_s, call_s - question.network.rtt_s)
     layers = question.spec.layers_at(question.batch_of(workers))
     # The calls that carry parameters are in the channel.
     calls = parts[CALLING] - (1 if fused else 2) * call_s
@@ -290,10 +320,13 @@ def _row(
     # As many samples in one process: the whole batch at once where it is divided, the same batch where it is not.
     alone = question.global_batch or batch
     speedup = workers * batch / iteration_s * compute.seconds(alone) / alone
+    sent = question.spec.nbytes / every * _share(question.wire)
     received = question.spec.nbytes / every
-    sent = received * _wire_share(question)
-    settings = {} if scheme in EVERY_STEP else {"every": every}
-    copies = scheme_of(scheme, dict[str, Any](settings)).copies()
+    settings: dict[str, Any] = {} if scheme in EVERY_STEP else {"every": every}
+    if scheme == "diloco":
+        received *= _share(question.step_wire)
+        settings["step_wire"] = question.step_wire
+    copies = scheme_of(scheme, settings).copies()
     return Row(
         workers=workers,
         scheme=scheme,
@@ -312,8 +345,8 @@ def _row(
     )
 
 
-def _wire_share(question: Question) -> float:
-    return WIRE_BYTES[question.wire] / WIRE_BYTES["exact"]
+def _share(wire: str) -> float:
+    return WIRE_BYTES[wire] / WIRE_BYTES[EXACT]
 
 
 def advice(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES) -> Advice:
@@ -334,10 +367,11 @@ def advice(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES)
 
 
 def _efficient_every(question: Question, workers: int) -> int:
-    """The least `every` at which computing is 95 % of DiLoCo's time."""
-    parts = parts_s(dataclasses.replace(question, every=1), "diloco", workers)
-    exchange = sum(parts.values()) - parts[COMPUTING]
-    return max(1, math.ceil(exchange / parts[COMPUTING] * _EFFICIENT / (1 - _EFFICIENT)))
+    """The least `every` at which computing is 95 % of DiLoCo's time, and that takes its fragments and delay."""
+    parts = parts_s(question, "diloco", workers)
+    exposed = sum(parts.values()) - parts[COMPUTING]  # in `every` steps, however many those are
+    steps = math.ceil(exposed / (parts[COMPUTING] / question.every) * _EFFICIENT / (1 - _EFFICIENT))
+    return max(steps, question.fragments, question.delay * question.fragments + 1)
 
 
 def _servers_enough(question: Question, scheme: str, workers: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from smb.tools.plan import network
 from smb.tools.plan.model import (
     CALLING,
     CALLS,
+    CALLS_FOR_STEP,
     COMBINE_PER_S,
     COMPUTING,
     OWN_LINK,
@@ -139,6 +141,26 @@ def test_fewer_bits_and_bytes() -> None:
     assert exact.server_bytes == (2 + 4) * 100 * MB
 
 
+def test_diloco_by_fragments_and_in_fewer_bits() -> None:
+    """Two workers, a server; by hand. An exchange hides behind its delay, as far as that goes; others are as before."""
+    share = (1 + 4 / 256) / 4
+    row = rows(Question(SPEC, NETWORK, every=10, step_wire="int8"), 2, ("diloco",))[0]
+    assert row.iteration_s == pytest.approx((10 * 0.2 + 2 + 2 * share + 11 * 100e6 / COMBINE_PER_S) / 10)
+    assert (row.sent_bytes, row.received_bytes) == (pytest.approx(10e6), pytest.approx(10e6 * share))
+    assert row.server_bytes == (6 + 2) * 100 * MB
+    exposed = 2 + 2 + 8 * 100e6 / COMBINE_PER_S - 2 * 3 * 0.2
+    late = rows(Question(SPEC, NETWORK, every=10, fragments=2, delay=3), 2, ("diloco",))[0]
+    assert late.iteration_s == pytest.approx((10 * 0.2 + exposed) / 10)
+    hidden = Question(SPEC, NETWORK, servers=8, every=1000, fragments=2, delay=300)
+    assert step_s(hidden, "diloco", 2) == pytest.approx(0.2)
+    for scheme in ("localsgd", "asyncdiloco", "easgd"):
+        assert step_s(hidden, scheme, 2) == step_s(Question(SPEC, NETWORK, servers=8, every=1000), scheme, 2)
+    far = dataclasses.replace(NETWORK, call_s=0.1)
+    assert parts_s(Question(SPEC, far, fragments=4), "diloco", 1)[CALLING] == pytest.approx(0.4 * CALLS["diloco"])
+    calls = CALLS["diloco"] + CALLS_FOR_STEP
+    assert parts_s(Question(SPEC, far, step_wire="int4"), "diloco", 1)[CALLING] == pytest.approx(0.1 * calls)
+
+
 def test_a_server_on_each_workers_host() -> None:
     """One worker's bytes go over no link; more workers have more servers, and of N bytes (N-1)/N cross."""
     beside = Question(SPEC, NETWORK, servers=None)
@@ -178,13 +200,26 @@ def test_advice() -> None:
             assert step_s(Question(SPEC, NETWORK, servers=count), scheme, workers) <= 1.05 * many
             assert count == 1 or step_s(Question(SPEC, NETWORK, servers=count - 1), scheme, workers) > 1.05 * many
         assert told.connections == 2 * workers
+    for asked in (
+        Question(SPEC, NETWORK, fragments=8),
+        Question(SPEC, NETWORK, every=100, fragments=8, delay=10),
+        Question(SPEC, NETWORK, step_wire="int4"),
+    ):
+        every = advice(asked, 8).diloco_every
+        parts = parts_s(dataclasses.replace(asked, every=every), "diloco", 8)
+        assert parts[COMPUTING] >= 0.95 * sum(parts.values())
+    assert advice(Question(SPEC, NETWORK, servers=8, every=10_000, fragments=2, delay=4000), 2).diloco_every == 8001
     assert advice(Question(SPEC, dataclasses.replace(NETWORK, rtt_s=1.0)), 1).connections_to_fill == 48
 
 
 def test_questions_that_are_refused() -> None:
-    for bad in ({"servers": 0}, {"every": 0}, {"batch": 0}, {"wire": "int3"}, {"batch": 1, "global_batch": 2}):
+    bad: tuple[dict[str, Any], ...] = (
+        *({"servers": 0}, {"every": 0}, {"batch": 0}, {"wire": "int3"}, {"batch": 1, "global_batch": 2}),
+        *({"every": 4, "fragments": 5}, {"every": 8, "fragments": 2, "delay": 4}, {"step_wire": "int3"}),
+    )
+    for each in bad:
         with pytest.raises(InvalidArgumentError):
-            Question(SPEC, NETWORK, **bad)
+            Question(SPEC, NETWORK, **each)
     with pytest.raises(InvalidArgumentError, match="0 workers"):
         rows(Question(SPEC, NETWORK), 0)
     assert set(SCHEMES) == set(CALLS)
