@@ -96,7 +96,7 @@ class DiLoCo(NesterovRounds):
             )
         if not is_whole(self.delay, 0) or self.delay * self.fragments >= self.every:
             raise InvalidArgumentError(
-                f"{self.NAME}: delay={self.delay!r} is no whole number of steps below every/fragments="
+                f"{self.NAME}: delay={self.delay!r} is no whole number of steps from 0 to below every/fragments="
                 f"{self.every / self.fragments:g}: what one exchange gives is taken over before the next begins"
             )
         if not (is_number(self.mix) and 0 <= self.mix < 1):

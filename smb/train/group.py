@@ -353,6 +353,7 @@ def enter(
     None adopts what the group has. The values stay as they are. Raises InvalidArgumentError, NotFoundError,
     OutOfMemoryError.
     """
+    _check_scheme(name, scheme)
     replicas: int | None = placement.get("replicas")
     copies = copies_of(client, name, replicas)
     if scheme is None and copies is None:
@@ -439,6 +440,7 @@ def clear(
     """
     if scheme is None:
         raise InvalidArgumentError(f"join of training {name!r} with fresh=True: say which scheme; nothing was deleted")
+    _check_scheme(name, scheme)
     scheme.check(name, parameters)
     _check_lease(name, lease)
     with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies_of(client, name, replicas) or 1):
@@ -491,6 +493,14 @@ def _opened(client: Client, name: str) -> Group | None:
     return group if group.table.get(0, t.READY) else None
 
 
+def _check_scheme(name: str, scheme: object) -> None:
+    if scheme is not None and not isinstance(scheme, Scheme):
+        raise InvalidArgumentError(
+            f"join of training {name!r}: {scheme!r} is no scheme: pass one with its settings, such as "
+            f"smb.train.DiLoCo(every=500); smb.torch.join also takes a name"
+        )
+
+
 def _check_lease(name: str, lease: float | None) -> None:
     if lease is not None and not (math.isfinite(lease) and 0.05 <= lease <= 3600):
         raise InvalidArgumentError(f"join of training {name!r}: lease={lease!r} s is not in 0.05 to 3600")
@@ -530,8 +540,8 @@ def _delete(client: Client, name: str, others: Iterable[str] = ()) -> None:
 
 def _nobody(name: str) -> NotFoundError:
     return NotFoundError(
-        f"join of training {name!r}: there is none; who joins first says which scheme, as "
-        f'scheme="diloco", every=500; those that there are: smb train ls'
+        f"join of training {name!r}: there is none; who joins first says which scheme, as smb.train.DiLoCo(every=500), "
+        f'or scheme="diloco", every=500 for smb.torch.join; those that there are: smb train ls'
     )
 
 

@@ -10,6 +10,7 @@ was changed, is not loaded.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -63,6 +64,8 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
     NotFoundError, InvalidArgumentError (no group), OSError.
     """
     group, target = groups.view(client, name), Path(path)
+    if not target.parent.is_dir():  # else the error would name the file that is written first
+        raise FileNotFoundError(errno.ENOENT, "no such directory", str(target.parent))
     part = target.with_name(f"{target.name}.part-{os.getpid()}")
     try:
         for attempt in range(2 * _TRIES):
@@ -85,8 +88,9 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
 def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
     """Make a training of a file, in any cluster, under any name; return its round. Workers that join go on from there.
 
-    `placement` is servers=, stripe=, wire= and replicas= of Client.create. Raises AlreadyExistsError if there is a
-    training of that name (smb.train.delete), InvalidArgumentError for a file that is not whole or no training, OSError.
+    `placement` is servers=, stripe=, wire= and replicas= of Client.create; wire= is the saved training's where it is
+    left out. Raises AlreadyExistsError if there is a training of that name (smb.train.delete), InvalidArgumentError for
+    a file that is not whole or no training, OSError.
     """
     with Path(path).open("rb") as file:
         head_fields, table, ranges, start = _head(file, str(path))
@@ -97,6 +101,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 f"load of {path}: its bytes are not those that were saved: it is torn, or changed"
             )
         metadata = {**head_fields["metadata"], groups.METADATA: groups.settings_of(scheme, guards, lease)}
+        placement = {"wire": head_fields.get("wire", "exact"), **placement}
         with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement.get("replicas", 1)):
             with contextlib.suppress(NotFoundError):
                 groups.view(client, name)
@@ -129,6 +134,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         "settings": group.scheme.settings(),
         "guards": group.guards.settings(),
         "lease": group.lease,
+        "wire": weights.wire,
         "round": number,
         "steps": progress_of(group.table.read()).steps,
         "samples": progress_of(group.table.read()).samples,
@@ -217,8 +223,11 @@ def _head(file: IO[bytes], path: str) -> tuple[dict[str, Any], TensorTable, list
     if not 0 < size <= HEADER_BYTES_MAX:
         raise InvalidArgumentError(f"load of {path}: this is no saved training")
     file.seek(0)
+    start = file.read(8 + size)
+    if len(start) < 8 + size:
+        raise InvalidArgumentError(f"load of {path}: the file ends within its header: it is torn, or no saved training")
     try:
-        table, metadata, ranges = parse_safetensors(file.read(8 + size))
+        table, metadata, ranges = parse_safetensors(start)
         head_fields = json.loads(metadata[_KEY])  # type: ignore[index]
         version = head_fields["version"]
     except (KeyError, TypeError, ValueError) as error:  # InvalidArgumentError is a ValueError

@@ -475,8 +475,10 @@ class Worker:
 
     def _left_out(self) -> str:
         """Return which steps are in no exchange, in a line."""
-        steps = f"{self._unsent} local step{' is' if self._unsent == 1 else 's are'}"
-        scheme = self.scheme
+        scheme, parts = self.scheme, len(self._group.spans)
+        of = f" of one of {parts} fragments, and fewer of the others," if parts > 1 else ""
+        one = self._unsent == 1
+        steps = f"{self._unsent} local step{'' if one else 's'}{of} {'is' if one else 'are'}"
         return (
             f"left training {self.name!r}: {steps} not in its model, those since the last exchange; {scheme.NAME} "
             f"exchanges whole rounds of {scheme.interval()} steps"

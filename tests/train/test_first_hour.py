@@ -151,6 +151,10 @@ def test_fresh_that_could_not_begin_deletes_nothing(connect: Connect) -> None:
     """No scheme, or more fragments than there is to cut: the former training was gone by then."""
     client = connect()
     smb.train.join(client, "run", values(2) + 1, smb.train.SEASGD()).close()
+    for wrong in ("diloco", smb.train.BSP):
+        for options in ({}, {"fresh": True}):
+            with pytest.raises(smb.InvalidArgumentError, match=r"is no scheme: pass one .* smb\.train\.DiLoCo"):
+                smb.train.join(client, "run", values(2), wrong, **options)  # type: ignore[arg-type]
     with pytest.raises(smb.InvalidArgumentError, match="fresh=True: say which scheme; nothing was deleted"):
         smb.train.join(client, "run", values(2), fresh=True)
     cut = smb.train.DiLoCo(every=4, fragments=3)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import smb
 import smb.torch
 import smb.train
-from smb.tools.cli.main import app
+from smb.tools.cli.main import app, main
 from smb.train import BSP, DiLoCo, parameters
 from smb.train import group as groups
 from smb.train import member_table as t
@@ -54,7 +54,10 @@ def test_a_run_resumes_where_it_was(client: smb.Client, tmp_path: Path, wire: st
         smb.train.load(client, "run", file)
     smb.train.delete(client, "run")
     with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as elsewhere:
-        assert smb.train.load(elsewhere, "again", file, servers=2, wire=wire) == 3
+        assert smb.train.load(elsewhere, "again", file, servers=2) == 3
+        assert elsewhere.open("again").wire == wire
+        assert smb.train.load(elsewhere, "other", file, wire="float16") == 3
+        assert elsewhere.open("other").wire == "float16"
         status = smb.train.status(elsewhere, "again")
         assert (status.round, status.scheme, status.lease) == (3, "diloco", 3)
         assert np.array_equal(_rounds(elsewhere, "again", range(3, 6)), expected)
@@ -74,8 +77,11 @@ def test_torn_and_foreign_files_are_not_loaded(client: smb.Client, tmp_path: Pat
     (tmp_path / "text").write_bytes(b"no such thing")
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "other").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    for name in ("changed", "short", "text", "empty", "other"):
-        with pytest.raises(smb.InvalidArgumentError, match=f"{name}: "):
+    (tmp_path / "head").write_bytes(whole[:100])
+    torn, foreign = "it is torn", "this is no saved training"
+    reasons = {"changed": torn, "short": torn, "head": torn, "text": foreign, "empty": foreign, "other": foreign}
+    for name, reason in reasons.items():
+        with pytest.raises(smb.InvalidArgumentError, match=f"{name}: .*{reason}"):
             smb.train.load(client, "new", tmp_path / name)
     assert not [info.name for info in client.list() if info.name.startswith("new")]
     with pytest.raises(smb.NotFoundError):
@@ -236,6 +242,28 @@ def test_save_and_load_by_commands(
     assert runner.invoke(app, ["train", "save", "run", str(file)]).exit_code == 0
     assert runner.invoke(app, ["train", "load", "copy", str(file)]).exit_code == 0
     assert np.array_equal(smb.train.shared(client, "copy"), weights)
+
+
+@pytest.mark.parametrize("words", [["save", "run", "FILE"], ["load", "copy", "FILE"]], ids=["save", "load"])
+def test_a_path_that_is_not_there_is_told_in_a_line(
+    client: smb.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    """By the command: a line that names the path, and exit code 1."""
+    _rounds(client, "run", range(1), start())
+    monkeypatch.setenv("SMB_COORDINATOR", client.address)
+    path = tmp_path / "no" / "run.safetensors"
+    monkeypatch.setattr("sys.argv", ["smb", "train", *(str(path) if word == "FILE" else word for word in words)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert str(path.parent) in lines[0]
+    assert "no such" in lines[0].lower()
 
 
 @pytest.mark.parametrize(("scheme", "copies"), [(DiLoCo(every=1), 1.0), (smb.train.EASGD(every=1), 1.0)])

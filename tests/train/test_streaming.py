@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,6 +136,35 @@ def test_the_model_is_read_once_and_then_by_its_steps(client: smb.Client, monkey
             assert np.array_equal(values, worker.shared())
         assert worker._group.member.get(t.BYTES) == 5 * round(COUNT * (0.5 + 4 / 64 + 1 + 4 / 256))
     assert read == [COUNT]
+
+
+@pytest.mark.parametrize("meanwhile", [1, 2])
+def test_rounds_that_close_while_a_step_is_read(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, meanwhile: int
+) -> None:
+    """By then that step is not all that the worker lacks, and its memory may be a later one's: it reads the model."""
+    crew = Crew(connect, 2, DiLoCo(every=1, quorum=1, step_wire="int8"))
+    for number in (0, 1):
+        crew.step(number)
+    fetch, slow = Snapshot.fetch_step, crew.workers[1].exchange
+    assert isinstance(slow, FragmentExchange)
+    overtaken: list[Snapshot] = []
+
+    def overtake(snapshot: Snapshot, *args: Any) -> None:
+        if snapshot is slow._snapshots[0] and not overtaken:
+            overtaken.append(snapshot)
+            for _ in range(meanwhile):
+                crew.step(0)
+        fetch(snapshot, *args)
+
+    monkeypatch.setattr(Snapshot, "fetch_step", overtake)
+    crew.step(1)
+    assert overtaken
+    assert smb.train.status(crew.clients[0], "run").round == 3 + meanwhile
+    assert np.array_equal(crew.values[1], crew.workers[0].shared())
+    crew.step(1)
+    assert np.array_equal(crew.values[1], crew.workers[0].shared())
+    crew.close()
 
 
 def test_one_fragment_at_once_is_plain_diloco(client: smb.Client) -> None:
@@ -359,6 +389,28 @@ def test_close_leaves_what_is_marked_and_waits_for_nobody(connect: Connect) -> N
     assert np.array_equal(crew.values[1], reference.values[1])
     assert np.array_equal(crew.values[0], start_after(2, 0))
     crew.workers[1].close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "steps", "told"),
+    [
+        (DiLoCo(every=5, step_wire="int8"), 7, "2 local steps are not"),
+        (DiLoCo(every=6, fragments=2), 4, "4 local steps of one of 2 fragments, and fewer of the others, are not"),
+        (DiLoCo(every=6, fragments=2), 7, "4 local steps of one of 2 fragments, and fewer of the others, are not"),
+        (DiLoCo(every=5, step_wire="int8"), 5, ""),
+    ],
+    ids=["rest", "first", "later", "none"],
+)
+def test_close_says_what_is_not_sent(
+    client: smb.Client, caplog: pytest.LogCaptureFixture, scheme: DiLoCo, steps: int, told: str
+) -> None:
+    """As plain DiLoCo does: of fragments the number is that of the one that was sent longest ago."""
+    with smb.train.join(client, "run", start(), scheme) as worker, caplog.at_level("INFO", "smb.train"):
+        for _ in range(steps):
+            worker.step()
+        worker.close()
+    left = [message for message in caplog.messages if message.startswith("left training")]
+    assert [told in message for message in left] == [True] * bool(told)
 
 
 def start_after(steps: int, worker: int) -> Values:

@@ -114,6 +114,11 @@ def main() -> None:
     except Error as error:
         print_error(error)
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print_error(f"{error.filename}: {error.strerror}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -111,8 +111,9 @@ class FragmentExchange(RoundExchange):
             self._job = _Background(self._exchange_fragment)
 
     def contribute_rest(self) -> int:
-        """Nothing: of each fragment other steps are not sent yet, and its momentum is as in DiLoCo."""
-        return 0
+        """Contribute nothing, as DiLoCo. Return how many steps are not sent of what was sent longest ago."""
+        oldest = max(0, self._exchanges - len(self._snapshots) + 1)
+        return self._steps - oldest * self._every // len(self._snapshots)
 
     def close(self) -> None:
         """Wait until the delta that is under way is marked, and take the inbox away unless it may still count."""
