@@ -23,10 +23,9 @@ PERIOD = 251
 DEADLINE_S = 60.0 * SLOWNESS
 TIMEOUT_S = 30.0 * SLOWNESS  # of one call
 TURN = 1 << 32  # what is accumulated to a counter beside its tickets: the low half stays theirs
-# Each with a fresh interpreter; where that takes 10 s to import us, a fork of one that did.
-_context = multiprocessing.get_context("spawn" if SLOWNESS == 1 else "forkserver")
-if SLOWNESS != 1:
-    multiprocessing.set_forkserver_preload(["tests.support.clients"])
+# Forks of a process that has imported us: that takes half a second, and 10 s in a virtual machine.
+_context = multiprocessing.get_context("forkserver")
+multiprocessing.set_forkserver_preload(["tests.support.clients"])
 
 
 def pattern(offset: int, count: int, dtype: str) -> np.ndarray[Any, Any]:
