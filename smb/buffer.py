@@ -414,10 +414,6 @@ class Buffer:
         asked = self._arguments.asked("accumulate_from")
         others = tuple(other) if isinstance(other, Sequence) else (other,)
         scales, wires = _each(scale, len(others)), _each(wire, len(others))
-        if len(others) != 1 and (op != "replace" or not 2 <= len(others) <= SOURCES_MAX):
-            raise InvalidArgumentError(
-                f"{asked}: op='replace' sums 2 to {SOURCES_MAX} buffers, and asked is op={op!r} of {len(others)}"
-            )
         if not len(scales) == len(wires) == len(others):
             raise InvalidArgumentError(
                 f"{asked}: {len(others)} buffers with {len(scales)} scales and {len(wires)} wires; give one for each "
@@ -427,6 +423,10 @@ class Buffer:
         numbers = [
             self._arguments.op("sum" if index else op, each, "accumulate_from") for index, each in enumerate(scales)
         ]
+        if len(others) != 1 and (op != "replace" or not 2 <= len(others) <= SOURCES_MAX):
+            raise InvalidArgumentError(
+                f"{asked}: op='replace' sums 2 to {SOURCES_MAX} buffers, and asked is op={op!r} of {len(others)}"
+            )
         encodings = [self._arguments.wire(each, "accumulate_from") for each in wires]
         for each in others:
             self._check_beside(each, "accumulate_from")
@@ -792,8 +792,13 @@ class Buffer:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: the other must be a buffer opened by the same client, not {other!r}"
             )
+        if self.dtype != other.dtype:
+            raise InvalidArgumentError(
+                f"{self._arguments.asked(call)}: {other!r} has no elements of {self.dtype.name}; "
+                f"make it with like={self.name!r}"
+            )
         moves = self.info.movable or other.info.movable
-        if _placement(self.layout, moves) != _placement(other.layout, moves) or self.dtype != other.dtype:
+        if _placement(self.layout, moves) != _placement(other.layout, moves):
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: {other!r} does not lie on the same servers in the same way; "
                 f"make it with like={self.name!r}"

@@ -21,7 +21,8 @@ PRIORITY_MAX = 2**31 - 1  # either way
 
 
 class Queue:
-    """Async operations on a client's buffers, the most urgent first. Made by Client.queue; also a context manager.
+    """Async operations on a client's buffers, the most urgent first. Made by Client.queue; also a context manager: the
+    block's end waits for all of them; left by an exception it is close().
 
     At most `credit` bytes of its operations are in flight; what waits is sorted. Of the operations that wait, the one
     with the largest `priority` goes first, and of equal ones the one that was asked for first. Operations of one client
@@ -95,7 +96,7 @@ class Queue:
 
     def close(self) -> None:
         """Cancel what has not begun, and wait for what has. Closing twice does nothing."""
-        self._session.calls.cancel(self._window)
+        self._session.calls.end(self._window, cancel=True)
 
     def __enter__(self) -> Queue:
         return self
@@ -103,7 +104,7 @@ class Queue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._session.calls.end(self._window, cancel=error is not None)
 
     def __repr__(self) -> str:
         return f"<smb.Queue of {self.credit} bytes{', closed' if self._window.closed else ''}>"

@@ -220,12 +220,12 @@ class AsyncCalls:
             self._leave(self._calls.pop(tag))
         return True
 
-    def cancel(self, window: Window) -> None:
-        """Take no more calls of a queue, cancel those that have not begun, and wait for the others."""
+    def end(self, window: Window, *, cancel: bool) -> None:
+        """Take no more calls of a queue, and wait for its calls; `cancel` those that have not begun."""
         with self._lock:
             window.closed = True
             futures = [call.future for call in (*self._calls.values(), *self._running) if call.window is window]
-        left = [future for future in futures if not future.cancel()]
+        left = [future for future in futures if not (cancel and future.cancel())]
         if not getattr(_here, "inside", False):
             wait_for(left)
 

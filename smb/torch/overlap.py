@@ -10,8 +10,9 @@ Invariant: a parameter changes between its gradient and the next use of it, neve
 module's parameters are taken over before it runs; what is called without its module is found by its gradient.
 
 The first steps exchange without overlap, and are measured: which modules are called, in which order, how long each
-layer computes, how fast the link is. Then smb.train.overlap_plan picks the parts, and picks anew if measurements move.
-If steps then take longer than without overlap, as where a host's processors do both, there is none until they move.
+layer computes, how fast the link is. Then smb.train.overlap_plan picks the parts. Some steps are made by them, some
+without overlap, and the faster way stays: what is predicted does not know who else needs a host's processors. After
+twice as many steps it is planned anew if measurements have moved.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _INSTEAD = {
     "localsgd": "it exchanges seldom; scheme='diloco' in fragments (fragments=) would hide behind whole steps",
 }
 _LEARNING = 4  # steps without overlap; the first one, which warms up, is not measured
-_LOOK_EVERY = 20  # steps from one look at whether the plan is outdated to the next
+_COMPARED = 20  # steps by a new plan, and as many without overlap, before the faster way stays
 _CHANGES = "changes {} in its step, which it would do once for each parameter"
 _PROBES, _PROBES_AT_ONCE = 5, 16  # small reads that tell what a message costs
 
@@ -104,6 +105,10 @@ class Overlap:
         self._measured: Measured | None = None
         self.plan: Plan | None = None  # by which exchanges go; None while the first steps are measured
         self._steps = 0  # exchanged
+        self._compared: Plan | None = (
+            None  # a plan that is not yet known to be faster than none; self.plan is one of both
+        )
+        self._next_at = 0  # the step after which to look at the plan
         self._stepped_at = 0.0  # when the last step was over
         # The parts, by module and by parameter.
         self._pulls: dict[torch.nn.Module, list[int]] = {}
@@ -140,15 +145,18 @@ class Overlap:
         if self._began:
             self._began = False
             self._flow.make_rest()
-            if overlap := self._learn():
-                self.wait()  # parts are cut anew only where none is under way
-                self._replan(overlap)
+            if self._learn():
+                # Parts are cut anew only where none is under way. An error is for the next step: this one is done.
+                self._worker.join_step()
+                if not self._worker.failed:
+                    self.wait()
+                    self._replan()
         else:
             if self._settle() or self._recovered():
                 self._clock.forget()
                 return
-            if overlap := self._learn():
-                self._replan(overlap)
+            if self._learn():
+                self._replan()
             self._begin()
             self._flow.make_rest()
         if self._now == "none":
@@ -187,9 +195,15 @@ class Overlap:
         self._clock.module(module if self._own[module] or module in self._needed else None)
         if not self._places:
             self._called.setdefault(module)
-        if self._began and torch._C._current_graph_task_id() != -1:  # checkpointing computes a part once more
-            self._clock.resume()
-            return
+        if torch._C._current_graph_task_id() != -1:  # checkpointing computes a part once more
+            if self._began:
+                self._clock.resume()
+                return
+        elif self._asked == "both" and self._gradients.waiting:
+            raise _refused(
+                "a module was called between backward() and optimizer.step(): gradient accumulation, several losses, a "
+                "look at the model, or a step that was left out"
+            )
         if self._pending and self._worker.unfinished:
             self._again()  # a pass failed here: this is the first module of the next one
         if self._pending:
@@ -325,8 +339,12 @@ class Overlap:
 
     def _recovered(self) -> bool:
         """Finish what a failed exchange has left. True if this worker joined again."""
-        if not self._worker.recover():
-            return False
+        try:
+            if not self._worker.recover():
+                return False
+        except smb.train.RefusedContributionError:
+            self._pending.clear()
+            raise
         self._pending.clear()
         return True
 
@@ -343,8 +361,8 @@ class Overlap:
         if flow.pulled.messages and flow.pushed.messages:
             measured.closed(max(0.0, flow.pulled.first - flow.pushed.last))
 
-    def _learn(self) -> str:
-        """After a step: measure. Return the most overlap of a plan that it is time to make, "" where it is not."""
+    def _learn(self) -> bool:
+        """After a step: measure. Return whether it is time for another plan."""
         now, before = time.perf_counter(), self._stepped_at
         self._stepped_at = now
         measured = self._measured
@@ -354,36 +372,50 @@ class Overlap:
                     self._find_layers()
                 with contextlib.suppress(Error):  # then later: the optimizer has stepped, and must not step again
                     self._measured = Measured(self._places, *self._probed())
-            return ""
+            return False
         measured.stepped(now - before, overlapped=self._now != "none")
         if self._clock.tells(learning=self.plan is None):
             measured.computed(*self._clock.by_layer(self._layer, self._layer_of_module, len(self._places)))
         if self.plan is None:
-            return self._asked if self._steps >= _LEARNING and measured.ready else ""
-        if self._steps % _LOOK_EVERY:
-            return ""
-        if measured.beaten:
-            return "none"
-        return self._asked if measured.outdated(self.plan) else ""
+            if self._steps == 2 * _LEARNING and not measured.ready:
+                _news.warning("training %r: no overlap, as no module of the model is called", self._worker.name)
+            return self._steps >= _LEARNING and measured.ready
+        if self._steps < self._next_at:
+            return False
+        if self._compared is None and not measured.outdated(self.plan):
+            self._next_at += _COMPARED
+            return False
+        return True
 
-    def _replan(self, overlap: str) -> None:
-        measured, worker = self._measured, self._worker
+    def _replan(self) -> None:
+        """Make a plan; some steps later go without overlap; some steps later decide which of both stays."""
+        measured, name, compared = self._measured, self._worker.name, self._compared
         assert measured is not None
-        beaten = self.plan is not None and overlap == "none"
-        self.plan = plan_of(
-            self._places,
-            measured.layers(),
-            measured.channel(),
-            SCHEMES[worker.scheme.NAME],
-            measured.closing_s(),
-            overlap,
-        )
-        measured.planned()
+        self._next_at = self._steps + _COMPARED
+        if compared is None:
+            self.plan = self._planned(measured, self._asked)
+            _news.info("training %r: %s", name, self.plan)
+            if self.plan.chosen.overlap != "none":
+                self._compared = self.plan
+            else:
+                self._next_at = max(self._next_at, 2 * self._steps)
+        elif self.plan is compared:
+            self.plan = self._planned(measured, "none")
+        else:
+            with_s, without_s = (measured.step_s(overlapped=each) for each in (True, False))
+            self.plan = compared if with_s <= without_s else self._planned(measured, "none")
+            self._compared, self._next_at = None, 2 * self._steps
+            _news.info(
+                "training %r: a step took %.1f ms with overlap %r and %.1f ms without: overlap %r from here on",
+                *(name, 1e3 * with_s, compared.chosen.overlap, 1e3 * without_s, self.plan.chosen.overlap),
+            )
         self._now = self.plan.chosen.overlap
         self._trained.recut()
         self._index()
-        why = ": steps took longer than without" if beaten else ""
-        _news.info("training %r: %s%s", worker.name, self.plan, why)
+
+    def _planned(self, measured: Measured, overlap: str) -> Plan:
+        exchange = SCHEMES[self._worker.scheme.NAME]
+        return plan_of(self._places, measured.layers(), measured.channel(), exchange, measured.closing_s(), overlap)
 
     def _find_layers(self) -> None:
         """Divide the parameters over the modules that are called, in the order of their first call. Those of a module
@@ -634,6 +666,11 @@ class _Gradients:
         changed = [key for key, value in now.items() if value is not before.get(key) and value != before.get(key)]
         if changed:
             raise _refused(f"the optimizer {type(self._optimizer).__name__} {how.format(', '.join(changed))}")
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients are there that the script has not stepped with."""
+        return bool(self._used)
 
     def hide(self) -> None:
         """Take gradients that were stepped with away for the script's own step: it has nothing left to do for them."""

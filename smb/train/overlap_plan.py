@@ -15,7 +15,6 @@ from smb.train.parameters import Run
 from smb.train.partition import FUSED, Channel, Layer, Prediction, outdated, pick, predict
 
 _WINDOW = 9  # measurements of which the median counts
-_BEATEN, _BEATEN_OF = 1.1, 3  # a step longer than without overlap by this factor; medians of so many, at least
 _RATE_MAX, _START_MIN = 1e12, 1e-7  # bytes a second, seconds: what clocks can tell
 
 
@@ -48,9 +47,13 @@ class Plan:
         return (
             f"overlap {self.chosen.overlap!r}, {self.chosen.schedule}, {count} part{'' if count == 1 else 's'}; passes "
             f"{computing:.1f} ms, predicted {1e3 * self.chosen.iteration_s:.1f} ms, without overlap "
-            f"{1e3 * self.without.iteration_s:.1f} ms; link {self.channel.push_per_s / 1e6:.1f} and "
-            f"{self.channel.pull_per_s / 1e6:.1f} MB/s, start-up {1e3 * self.channel.start_s:.2f} ms"
+            f"{1e3 * self.without.iteration_s:.1f} ms; link {_shown(self.channel.push_per_s)} and "
+            f"{_shown(self.channel.pull_per_s)}, start-up {1e3 * self.channel.start_s:.2f} ms"
         )
+
+
+def _shown(rate: float) -> str:
+    return f"{rate / 1e6:.1f} MB/s" if rate < _RATE_MAX else "no limit"
 
 
 def whole(places: Sequence[Place]) -> Cut:
@@ -164,17 +167,9 @@ class Measured:
         """Take note of the time from one step to the next, all included."""
         self._steps[overlapped].append(seconds)
 
-    def planned(self) -> None:
-        """Forget the steps of the former plan."""
-        self._steps[True].clear()
-
-    @property
-    def beaten(self) -> bool:
-        """Whether steps take longer with the plan's overlap than they took without any, whatever was predicted."""
-        without, overlapped = self._steps[False], self._steps[True]
-        if min(len(without), len(overlapped)) < _BEATEN_OF:
-            return False
-        return statistics.median(overlapped) > _BEATEN * statistics.median(without)
+    def step_s(self, *, overlapped: bool) -> float:
+        """Return the median of the latest steps with overlap, or without."""
+        return statistics.median(self._steps[overlapped])
 
     @property
     def ready(self) -> bool:

@@ -161,7 +161,7 @@ class ArrayParameters(Parameters):
 
     def __init__(self, values: Values, asked: str) -> None:
         if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.ndim != 1 or not values.size:
-            raise InvalidArgumentError(f"{asked}: values must be a numpy array, float32, of one dimension")
+            raise InvalidArgumentError(f"{asked}: values must be a numpy array, float32, of one dimension, not empty")
         if not (values.flags.c_contiguous and values.flags.writeable):
             raise InvalidArgumentError(f"{asked}: values must be contiguous and writable: they are changed in place")
         self.size = values.size

@@ -66,6 +66,8 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
     group, target = groups.view(client, name), Path(path)
     if not target.parent.is_dir():  # else the error would name the file that is written first
         raise FileNotFoundError(errno.ENOENT, "no such directory", str(target.parent))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "this is a directory", str(target))
     part = target.with_name(f"{target.name}.part-{os.getpid()}")
     try:
         for attempt in range(2 * _TRIES):
@@ -92,6 +94,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
     left out. Raises AlreadyExistsError if there is a training of that name (smb.train.delete), InvalidArgumentError for
     a file that is not whole or no training, OSError.
     """
+    groups.check_placement(f"load of {path}", placement)
     with Path(path).open("rb") as file:
         head_fields, table, ranges, start = _head(file, str(path))
         scheme = scheme_of(head_fields["scheme"], head_fields["settings"])
@@ -228,11 +231,13 @@ def _head(file: IO[bytes], path: str) -> tuple[dict[str, Any], TensorTable, list
         raise InvalidArgumentError(f"load of {path}: the file ends within its header: it is torn, or no saved training")
     try:
         table, metadata, ranges = parse_safetensors(start)
-        head_fields = json.loads(metadata[_KEY])  # type: ignore[index]
+        if not isinstance(metadata, dict) or _KEY not in metadata:
+            raise ValueError("it says nothing of a training")
+        head_fields = json.loads(metadata[_KEY])
         version = head_fields["version"]
     except (KeyError, TypeError, ValueError) as error:  # InvalidArgumentError is a ValueError
         raise InvalidArgumentError(
-            f"load of {path}: this is no saved training: it was not written by smb.train.save ({error!r})"
+            f"load of {path}: this is no saved training: it was not written by smb.train.save ({error})"
         ) from None
     if version != _VERSION:
         raise InvalidArgumentError(f"load of {path}: it is of version {version}, and this is smb for {_VERSION}")

@@ -46,7 +46,8 @@ class GroupStatus:
     """A training: its scheme and settings, the open round (0 without rounds), and everyone who is or was in a slot.
 
     samples: of all who ever took part, those whose slots others have now too. epochs: how many epochs of Shared.batches
-    are done, None without. done: nobody has a batch of a further one, and who asked for one found none.
+    are done, None without. done: nobody has a batch of a further one, and who asked for one found none. wire: how
+    contributions travel.
     """
 
     name: str
@@ -60,6 +61,7 @@ class GroupStatus:
     samples: int
     epochs: int | None
     done: bool
+    wire: str
 
 
 def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
@@ -115,4 +117,5 @@ def status(client: Client, name: str) -> GroupStatus:
         samples=progress_of(rows).samples,
         epochs=epochs,
         done=done,
+        wire=group.weights.wire,
     )

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+import operator
 import struct
 import threading
 import time
@@ -92,6 +93,7 @@ class Worker:
         self._unsent = 0  # local steps that the last contribute_rest() could not send
         self._job: _Job | None = None  # a step in the background
         self._failed = False  # the last step in the background did, and may have left something unsent
+        self._refusal: RefusedContributionError | None = None  # after it the shared model is not taken over yet
         self._looking = t.Table(group.table.buffer)  # with rows of its own: others look while a step is under way
         try:
             parameters.seated(group)
@@ -182,8 +184,12 @@ class Worker:
         was deleted; close() succeeds then.
         """
         self._check_open()
-        if samples is not None and samples < 0:
-            raise InvalidArgumentError(f"step of training {self.name!r}: samples={samples!r} is less than 0")
+        try:
+            known = samples is None or operator.index(samples) >= 0
+        except TypeError:
+            known = False
+        if not known:
+            raise InvalidArgumentError(f"step of training {self.name!r}: samples={samples!r} is no number from 0 on")
         with self.there():
             self._step(samples)
 
@@ -191,6 +197,7 @@ class Worker:
         if self._away:
             self._rejoin()
             return
+        self._start_over()
         job = self._noted(samples)
         self._run(job)
         self._ended(job)
@@ -217,8 +224,8 @@ class Worker:
             _log.warning("training %r: %s", self.name, error)
             self._rejoin()
         elif isinstance(error, RefusedContributionError):
-            self._exchange.restart()
-            raise error
+            self._refusal = error
+            self._start_over()
         elif isinstance(error, Error):
             self._group.member.add(t.STEPS, -1)  # it is called again
             raise error
@@ -226,6 +233,15 @@ class Worker:
             raise error
         if self._listeners and self._moved() > job.moved:
             self._tell(self._moved() - job.moved, job.seconds)
+
+    def _start_over(self) -> None:
+        """If a contribution was refused, take the shared model over, and raise that. If this fails it is repeated first
+        of all: the exchange may have read a newer model by then, which the parameters are not.
+        """
+        if self._refusal is not None:
+            self._exchange.restart()
+            refusal, self._refusal = self._refusal, None
+            raise refusal
 
     # ---- a step in the background, for parameters that move by parts (exchange/parts.py)
 
@@ -259,7 +275,7 @@ class Worker:
     @property
     def unfinished(self) -> bool:
         """Whether a step has failed, as `settle` said, and `recover` was not called. No call."""
-        return self._failed or self._away
+        return self._failed or self._away or self._refusal is not None
 
     def join_step(self) -> None:
         """Wait for a step in the background, and leave it to `settle` to say how it ended."""
@@ -308,6 +324,7 @@ class Worker:
                 self._rejoin()
                 self._failed = False
                 return True
+            self._start_over()
             if self._failed:
                 try:
                     self._exchange.flush()
@@ -368,14 +385,15 @@ class Worker:
         ):  # schemes that step in the background exchange each step
             return
         with self.there():
+            self._start_over()
             try:
                 self._unsent = max(self._unsent, self._exchange.contribute_rest())
             except MembershipLostError as error:
                 _log.warning("training %r: %s", self.name, error)
                 self._rejoin()
-            except RefusedContributionError:
-                self._exchange.restart()
-                raise
+            except RefusedContributionError as error:
+                self._refusal = error
+                self._start_over()
 
     def finish(self) -> None:
         """Finish what is under way, and contribute the rest, as far as the scheme can: the first part of close().
@@ -475,12 +493,11 @@ class Worker:
 
     def _left_out(self) -> str:
         """Return which steps are in no exchange, in a line."""
-        scheme, parts = self.scheme, len(self._group.spans)
-        of = f" of one of {parts} fragments, and fewer of the others," if parts > 1 else ""
-        one = self._unsent == 1
-        steps = f"{self._unsent} local step{'' if one else 's'}{of} {'is' if one else 'are'}"
+        scheme, one = self.scheme, self._unsent == 1
+        most, of = ("up to ", "each fragment's") if len(self._group.spans) > 1 else ("", "the")
+        steps = f"{most}{self._unsent} local step{' is' if one else 's are'}"
         return (
-            f"left training {self.name!r}: {steps} not in its model, those since the last exchange; {scheme.NAME} "
+            f"left training {self.name!r}: {steps} not in its model, those since {of} last exchange; {scheme.NAME} "
             f"exchanges whole rounds of {scheme.interval()} steps"
         )
 
@@ -573,6 +590,7 @@ class Worker:
         self._exchange = self._group.scheme.run(self._group, self._parameters)
         self._exchange.restart()
         self._away = self._seated = False
+        self._refusal = None
 
     def _sits(self) -> bool:
         """Whether an earlier call has taken a slot that is ours still, and could not go on from there."""

@@ -135,6 +135,30 @@ def test_close_cancels_what_has_not_begun(
     assert buffer.read().sum() == 30
 
 
+def test_the_end_of_a_block_waits_for_all(
+    path: smb.Client, held: tuple[smb.Buffer, Future[bool], threading.Event]
+) -> None:
+    """Nothing that was asked for is dropped; unless an exception leaves the block, as it does close()."""
+    buffer, first, gate = held
+    dropped: list[Future[None]] = []
+
+    def leave() -> None:
+        with path.queue() as queue:
+            dropped.extend(queue.write(buffer, np.ones(_PART, np.float32), number * _PART) for number in range(8))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        leave()
+    assert len(dropped) == 8
+    assert all(future.cancelled() for future in dropped)
+    with path.queue() as queue:
+        futures = [queue.accumulate(buffer, np.ones(_PART, np.float32), number * _PART) for number in range(8)]
+        threading.Timer(0.05, gate.set).start()  # the end of the block waits by then, or soon
+    assert all(future.done() and not future.cancelled() for future in futures)
+    assert first.result()
+    assert (buffer.read(0, 8 * _PART) == 1).all()
+
+
 def test_close_beside_a_call(path: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that had found the queue open, and comes to the engine once close() has returned, is refused."""
     buffer, queue = path.create("w", 10), path.queue()

@@ -124,6 +124,7 @@ def test_a_cluster_is_measured() -> None:
         ((str(SPEC), *LINK, "--wire", "int3"), "wire='int3' is none of exact"),
         ((str(SPEC), *LINK, "--step-wire", "int3"), "step_wire='int3' is none of exact"),
         ((str(SPEC), *LINK, "--fragments", "51"), "fragments=51 is no whole number in 1 to every=50"),
+        ((str(SPEC), *LINK, "--fragments", "2", "--schemes", "bsp,asp"), "are of diloco, which --schemes leaves out"),
         ((str(SPEC), *LINK, "--batch", "8", "--global-batch", "8"), "not both"),
         (("model.txt", *LINK), "model.txt: neither a script (.py) nor a spec (.toml, .json)"),
         (("no.toml", *LINK), "no.toml: No such file"),

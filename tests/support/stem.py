@@ -1,9 +1,9 @@
 """Daemons as forks of a process that has imported them: most tests begin with one, and importing is most of its start.
 
 A stem is a child of the tests' process: a Python that imports the daemons' modules, and then forks for each daemon that
-is to run. The fork goes on as `python -m MODULE` does: a process of its own, with arguments, environment, output
-and session of its own. Its command line alone is the stem's. `launch` starts a program where the environment, or what
-else a program inherits, is not that of a stem.
+is to run. The fork goes on as `python -m MODULE` does: a process of its own, with arguments, environment, output and
+session of its own. In /proc its start is the stem's. `launch` starts a program where the environment, or
+what else a program inherits, is not that of a stem.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class _Stem:
             )  # fmt: skip
         self._socket = ours
         self._lock = threading.Lock()
+        self._number = 0
         self.ask({})  # it is there
 
     def fork(self, command: Sequence[str], environment: Mapping[str, str], out: IO[bytes], new_session: bool) -> Forked:
@@ -129,14 +130,19 @@ class _Stem:
     def ask(self, request: dict[str, Any], *descriptors: int) -> dict[str, Any]:
         """Send a request; return the answer."""
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            answer = self._socket.recv(_MESSAGE_BYTES)
-        assert answer, f"the stem ended: {self._process.wait()}"
-        found: dict[str, Any] = json.loads(answer)
-        return found
+            self._number += 1
+            message = json.dumps({**request, "number": self._number}).encode()
+            socket.send_fds(self._socket, [message], descriptors)
+            while True:
+                answer = self._socket.recv(_MESSAGE_BYTES)
+                assert answer, f"the stem ended: {self._process.wait()}"
+                found: dict[str, Any] = json.loads(answer)
+                if found["number"] == self._number:  # else of a call that a time-out or Ctrl-C has left
+                    return found
 
     def end(self) -> None:
         """Let it end. Its forks go on."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # forks of the tests' process may have it, too
         self._socket.close()
         self._process.wait()
 
@@ -207,7 +213,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
                     request["out"] = descriptors[0]
                     return request
                 answer = {"pid": pid}
-        requests.send(json.dumps(answer).encode())
+        requests.send(json.dumps({**answer, "number": request["number"]}).encode())
 
 
 def _become(request: dict[str, Any]) -> None:
@@ -226,7 +232,8 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _main() -> None:
-    sys.path[0:1] = [""] if not os.environ.get("PYTHONSAFEPATH") else []  # as -m; not this file's directory
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path.cwd())  # as -m has it, not this file's directory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts threads, which no fork has
     descriptor, *modules = sys.argv[1:]

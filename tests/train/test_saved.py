@@ -242,28 +242,39 @@ def test_save_and_load_by_commands(
     assert runner.invoke(app, ["train", "save", "run", str(file)]).exit_code == 0
     assert runner.invoke(app, ["train", "load", "copy", str(file)]).exit_code == 0
     assert np.array_equal(smb.train.shared(client, "copy"), weights)
+    assert runner.invoke(app, ["train", "load", "fewer", str(file), "--wire", "int8"]).exit_code == 0
+    assert smb.train.status(client, "fewer").wire == "int8"
+    assert "int8" in runner.invoke(app, ["train", "stat", "fewer"]).output
+    with pytest.raises(smb.InvalidArgumentError, match="there is no fresh="):
+        smb.train.load(client, "other", file, fresh=True)
 
 
-@pytest.mark.parametrize("words", [["save", "run", "FILE"], ["load", "copy", "FILE"]], ids=["save", "load"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["save", "run", "no/run.safetensors"], "no: no such directory"),
+        (["save", "run", "."], ".: this is a directory"),
+        (["load", "copy", "no/run.safetensors"], "no/run.safetensors: No such file or directory"),
+    ],
+    ids=["save", "directory", "load"],
+)
 def test_a_path_that_is_not_there_is_told_in_a_line(
     client: smb.Client,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
+    told: str,
 ) -> None:
     """By the command: a line that names the path, and exit code 1."""
     _rounds(client, "run", range(1), start())
     monkeypatch.setenv("SMB_COORDINATOR", client.address)
-    path = tmp_path / "no" / "run.safetensors"
-    monkeypatch.setattr("sys.argv", ["smb", "train", *(str(path) if word == "FILE" else word for word in words)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["smb", "train", *words])
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert str(path.parent) in lines[0]
-    assert "no such" in lines[0].lower()
+    assert capsys.readouterr().err == f"smb: {told}\n"
 
 
 @pytest.mark.parametrize(("scheme", "copies"), [(DiLoCo(every=1), 1.0), (smb.train.EASGD(every=1), 1.0)])

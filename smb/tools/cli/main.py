@@ -117,7 +117,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        print_error(f"{error.filename}: {error.strerror}")
+        print_error(f"{error.filename2 or error.filename}: {error.strerror}")
         sys.exit(1)
 
 

@@ -92,6 +92,10 @@ def plan(
     """
     with usage_errors():
         counts = _numbers(workers)
+    if plot:
+        from smb.tools.plan.plot import check_plotting
+
+        check_plotting()  # before anything is measured
     settings: dict[str, Any] = {"batch": batch, "global_batch": global_batch, "every": every, "wire": wire}
     settings |= {"fragments": fragments, "delay": delay, "step_wire": step_wire}
     question = _question(what, link, server_link, rtt, servers, coordinator, settings)
@@ -100,6 +104,8 @@ def plan(
     chosen = tuple(dict.fromkeys(schemes.split(","))) if schemes else SCHEMES
     if foreign := [name for name in chosen if name not in SCHEMES]:
         raise typer.BadParameter(f"no scheme {foreign[0]!r} is planned; there are: {', '.join(SCHEMES)}")
+    if (fragments, delay, step_wire) != (1, 0, "exact") and "diloco" not in chosen:
+        raise typer.BadParameter("--fragments, --delay and --step-wire are of diloco, which --schemes leaves out")
     found = [row for count in counts for row in rows(question, count, chosen)]
     advised = [advice(question, count, chosen) for count in counts]
     if plot:
@@ -159,9 +165,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _draw(question: Question, most: int, schemes: Sequence[str], path: Path) -> None:
-    from smb.tools.plan.plot import check_plotting, draw
+    from smb.tools.plan.plot import draw
 
-    check_plotting()
     try:
         draw(question, most, schemes, path)
     except (OSError, ValueError) as error:
@@ -197,6 +202,11 @@ def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -
         f"{format_duration(compute.fixed_s)} + {format_duration(compute.sample_s)} * b",
         soft_wrap=True,
     )
+    if compute.sample_s == 0:
+        out.print(
+            "a step takes as long with more samples: where that is not so, measure again on an idle machine",
+            soft_wrap=True,
+        )
     servers = (
         "a memory server on each worker's host" if question.servers is None else f"memory servers: {question.servers}"
     )

@@ -114,6 +114,7 @@ def stat(name: Name, coordinator: Coordinator = None, as_json: Json = False) -> 
         ("scheme", f"{found.scheme}({settings})"),
         ("guards", guards),
         ("lease", f"{found.lease:g} s"),
+        ("wire", found.wire),
         ("round", _round(found)),
         ("epochs", _epochs(found)),
         ("samples", _samples(found)),
@@ -150,7 +151,7 @@ def rm(
             if (
                 alive
                 and not yes
-                and not typer.confirm(f"{counted(alive, 'worker')} of {name!r} may be alive. Delete it?")
+                and not typer.confirm(f"{counted(alive, 'worker')} of {name!r} may be alive. Delete it (or --yes)?")
             ):
                 raise typer.Exit(1)
             delete(client, name)

@@ -30,7 +30,15 @@ def save(name: Name, file: File, coordinator: Coordinator = None) -> None:
     console().print(f"training {name!r}, round {number}: {file}")
 
 
-def load(name: Name, file: File, coordinator: Coordinator = None) -> None:
+def load(
+    name: Name,
+    file: File,
+    wire: Annotated[
+        str | None,
+        typer.Option("--wire", metavar="NAME", help="How contributions travel. [default: as in the saved training]"),
+    ] = None,
+    coordinator: Coordinator = None,
+) -> None:
     """Make a training of a file.
 
     `smb train save` wrote it. A worker that joins NAME goes on from there.
@@ -40,5 +48,5 @@ def load(name: Name, file: File, coordinator: Coordinator = None) -> None:
     import smb.train
 
     with connect(coordinator) as client:
-        number = smb.train.load(client, name, file)
+        number = smb.train.load(client, name, file, **({"wire": wire} if wire else {}))
     console().print(f"training {name!r}, round {number}, from {file}")

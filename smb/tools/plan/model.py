@@ -221,13 +221,13 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
     parts: defaultdict[str, float] = defaultdict(float, {COMPUTING: computing, CALLING: calls})
 
     if scheme in _IN_ROUNDS:
-        # A call sums SOURCES_MAX buffers at most: the model, the momentum and contributions.
-        parts[CALLING] += math.ceil(max(0, workers + 2 - SOURCES_MAX) / (SOURCES_MAX - 1)) * question.network.call_s
         state, each = _READ[scheme]
+        summed = workers + 2  # buffers of the largest sum: contributions, momentum, and the model
+        if scheme == "diloco" and question.step_wire != EXACT:
+            state, summed = state + _READ_FOR_STEP, summed + 1  # the step's rest instead, twice
+            parts[CALLING] += CALLS_FOR_STEP * question.network.call_s
+        parts[CALLING] += math.ceil(max(0, summed - SOURCES_MAX) / (SOURCES_MAX - 1)) * question.network.call_s
         if scheme == "diloco":
-            if question.step_wire != EXACT:
-                state += _READ_FOR_STEP
-                parts[CALLING] += CALLS_FOR_STEP * question.network.call_s
             parts[CALLING] *= question.fragments
             pulled *= _share(question.step_wire)
         parts[COMBINING] += (

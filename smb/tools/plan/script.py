@@ -14,6 +14,7 @@ import itertools
 import runpy
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,12 +35,24 @@ _SECONDS_MAX = 20.0  # for the steps of one batch; then 3 do
 def measure_script(path: Path, batch: int) -> Spec:
     """Run a script's model at `batch` and twice that; return it as a spec. Takes 19 steps at most.
 
-    Raises InvalidArgumentError for what is no such script, Error if PyTorch is missing. The script's own errors go on.
+    Raises InvalidArgumentError for what is no such script, Error if PyTorch is missing, and Error with the script's
+    line for what it raises itself.
     """
     if find_spec("torch") is None:
         raise Error("measuring a script needs PyTorch, which is not installed: python -m pip install 'torch>=2.7'")
     if not path.is_file():
         raise InvalidArgumentError(f"{path}: no such file")
+    try:
+        return _run(path, batch)
+    except Error:
+        raise
+    except Exception as error:
+        last = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)][-1:]
+        where = f"{path}, line {last[0]}" if last else str(path)
+        raise Error(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _run(path: Path, batch: int) -> Spec:
     # Not as __main__: a script's own training stays asleep.
     found = runpy.run_path(str(path), run_name="smb_plan")
     if missing := [name for name in _NEEDED if not callable(found.get(name))]:
@@ -62,7 +75,10 @@ def _measure(found: dict[str, Any], name: str, batch: int) -> Spec:
 
     def step(data: Any) -> None:
         optimizer.zero_grad()
-        found["loss"](model, data).backward()
+        loss: Any = found["loss"](model, data)
+        if getattr(loss, "shape", None) not in ((), (1,)):
+            raise InvalidArgumentError(f"loss() returned no scalar, but {getattr(loss, 'shape', type(loss).__name__)}")
+        loss.backward()
         optimizer.step()
         finish()
 

@@ -50,7 +50,7 @@ class FragmentExchange(RoundExchange):
         self._late_counts = False
         self._every, self._delay, self._mix = scheme.every, scheme.delay, scheme.mix
         self._bases = [0] * len(self._snapshots)
-        self._unknown: set[int] = set()  # fragments whose base was read anew, and may be of a later round than that
+        self._sent_at = [0] * len(self._snapshots)  # the step after which each was sent last
         self._since = [0] * len(self._snapshots)  # samples so far when the base was taken over
         self._all_samples = 0
         self._round = 0  # the open one, when the weights were read last
@@ -97,6 +97,7 @@ class FragmentExchange(RoundExchange):
         for snapshot in self._snapshots:
             snapshot.adopt()
         self._based(range(len(self._snapshots)), number)
+        self._sent_at = [self._steps] * len(self._snapshots)
         self._samples = 0
         self._repeated = False
 
@@ -112,8 +113,7 @@ class FragmentExchange(RoundExchange):
 
     def contribute_rest(self) -> int:
         """Contribute nothing, as DiLoCo. Return how many steps are not sent of what was sent longest ago."""
-        oldest = max(0, self._exchanges - len(self._snapshots) + 1)
-        return self._steps - oldest * self._every // len(self._snapshots)
+        return self._steps - min(self._sent_at)
 
     def close(self) -> None:
         """Wait until the delta that is under way is marked, and take the inbox away unless it may still count."""
@@ -150,6 +150,7 @@ class FragmentExchange(RoundExchange):
             self._refused, self._tokens = error, 0.0
             self._take_at = self._steps
         self._exchanges += 1
+        self._sent_at[self._index] = self._steps
         self._put, self._read = False, []
         self._job = _Background(self._exchange_fragment)
 
@@ -189,7 +190,6 @@ class FragmentExchange(RoundExchange):
         """Note that these fragments' bases are what they were while round `number` was open."""
         self._round = number
         for index in indices:
-            self._unknown.discard(index)
             self._bases[index] = number + (index - number) % len(self._bases)
             self._since[index] = self._all_samples
 
@@ -236,18 +236,12 @@ class FragmentExchange(RoundExchange):
 
     def _fetch(self, weights: Buffer, indices: Iterable[int]) -> None:
         for index in indices:
-            self._unknown.add(index)
             self._snapshots[index].fetch(weights)
 
     def _is_step_all(self, behind: list[int]) -> bool:
         """Whether the servers' latest step is all that this worker lacks."""
         index = self._index
-        return (
-            bool(self._steps_made)
-            and behind == [index]
-            and index not in self._unknown
-            and self._bases[index] == self._closed_before(self._word)
-        )
+        return bool(self._steps_made) and behind == [index] and self._bases[index] == self._closed_before(self._word)
 
     def _read_by_step(self) -> bool:
         """Bring the base on by the servers' step instead of reading it anew. False: a later round of this fragment was

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -103,3 +105,53 @@ def test_other_circumstances_are_those_of_a_program(start: Start) -> None:
     assert not isinstance(start("--version", PYTHONHASHSEED="1"), stem.Forked)
     assert stem._stem_for([sys.executable, "-m", "json.tool"], os.environ, None) is None
     assert stem._stem_for(["ip", "netns", "exec", "x"], os.environ, None) is None
+
+
+def test_an_answer_that_nobody_took_is_not_the_next_ones(start: Start) -> None:
+    """A test's time-out may come between a request and its answer."""
+    start("--version")
+    fork = start("--version")
+    assert isinstance(fork, stem.Forked)
+    socket.send_fds(fork._stem._socket, [b'{"wait": %d, "number": 0}' % fork.pid], [])
+    assert isinstance(start("--version"), stem.Forked)
+
+
+def test_it_ends_beside_forks_of_the_tests(start: Start) -> None:
+    """They have its socket, too."""
+    start("--version")
+    fork = start("--version")
+    assert isinstance(fork, stem.Forked)
+    assert fork.wait(60) == 0
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        for key in list(stem._stems):
+            stem._stems.pop(key).end()
+    finally:
+        ended = os.waitpid(child, os.WNOHANG)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (0, 0)
+
+
+@pytest.mark.parametrize("safe", ["1", ""])
+def test_it_imports_what_a_program_would(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, safe: str
+) -> None:
+    """From PYTHONPATH, in its order; from the working directory first where a program would."""
+    (tmp_path / "first").mkdir()
+    for place in (tmp_path, tmp_path / "first"):
+        (place / "memserver.py").write_text(f"print({str(place)!r})\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stem, "IMPORTED", ())
+    command = [sys.executable, "-m", "memserver"]
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "first"), "PYTHONSAFEPATH": safe}
+    for number in range(2):
+        with (tmp_path / f"out{number}").open("wb") as out:
+            process = stem.launch(command, variables, out)
+        assert process.wait(60) == 0
+        assert isinstance(process, stem.Forked) == bool(number)
+    first, second = [(tmp_path / f"out{number}").read_text() for number in range(2)]
+    assert first == second != ""

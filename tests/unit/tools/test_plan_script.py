@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from smb.errors import InvalidArgumentError
+from smb.errors import Error, InvalidArgumentError
 from smb.tools.plan import script
 from smb.tools.plan.script import measure_script
 
@@ -108,6 +108,20 @@ def optimizer(model):
 """
     )
     assert measure_script(file, 10).compute.fixed_s == pytest.approx(0.560)
+
+
+def test_a_scripts_own_errors_name_its_line(tmp_path: Path) -> None:
+    """One that is no Python, one that raises, and a loss that is no scalar."""
+    file = tmp_path / "mine.py"
+    model = "import torch\ndef model(): return torch.nn.Linear(2, 2)\ndef batch(n): return torch.ones(n, 2)\n"
+    for text, error in (
+        ("def model(:\n", r"mine\.py: SyntaxError: .*line 1"),
+        (model + "def loss(m, b):\n    return m(b[:, :1]).sum()\n", r"mine\.py, line 5: RuntimeError: mat1 and mat2"),
+        (model + "def loss(m, b): return m(b)\n", r"loss\(\) returned no scalar, but torch\.Size\(\[8, 2\]\)"),
+    ):
+        file.write_text(text)
+        with pytest.raises(Error, match=error):
+            measure_script(file, 8)
 
 
 @pytest.mark.parametrize(

@@ -116,18 +116,11 @@ def test_medians_and_what_moved() -> None:
     assert measured(places, 0.1, 0.7e6).outdated(made)
 
 
-def test_a_plan_is_beaten_by_steps_without_overlap() -> None:
-    """By medians of three or more, and by more than a tenth; of the present plan alone."""
+def test_steps_with_overlap_and_without() -> None:
+    """Medians of the latest nine each."""
     found = Measured([Place((Run(0, 0, 100),))], 0.001, 0.0001)
-    for seconds in (0.10, 0.10, 9.0):
+    for seconds in (5.0, 5.0, 0.1, 0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0):
         found.stepped(seconds, overlapped=False)
-    for seconds in (0.12, 0.12):
-        found.stepped(seconds, overlapped=True)
-    assert not found.beaten
-    found.stepped(0.01, overlapped=True)
-    assert found.beaten
-    found.planned()
-    for _ in range(3):
-        assert not found.beaten
-        found.stepped(0.109, overlapped=True)
-    assert not found.beaten
+    found.stepped(0.2, overlapped=True)
+    assert found.step_s(overlapped=False) == 0.1
+    assert found.step_s(overlapped=True) == 0.2
