@@ -33,7 +33,7 @@ _MESSAGE_BYTES = 1 << 17
 _STEMS_MAX = 2
 _POLL_S = 0.005
 _FREE = (OWNER_VARIABLE, "SMB_COORDINATOR", "PYTEST_CURRENT_TEST")  # variables that are read when they are needed
-_NEVER = "SMB_FAILPOINT"  # each such daemon is another one
+_NEVER = {"SMB_FAILPOINT", "SMB_ENGINE_FAILPOINT"}  # each such daemon is another one
 
 
 def launch(
@@ -157,7 +157,7 @@ def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str |
     """Return the stem for these circumstances: it is made when they come for the second time."""
     global _owner
     program, option, module = command[:3]
-    if (program, option) != (sys.executable, "-m") or module not in MODULES or _NEVER in environment:
+    if (program, option) != (sys.executable, "-m") or module not in MODULES or _NEVER & environment.keys():
         return None
     where = cwd or str(Path.cwd())
     key = (where, tuple(sorted(item for item in environment.items() if item[0] not in _FREE)), _circumstances())
