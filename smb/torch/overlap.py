@@ -165,6 +165,7 @@ class Overlap:
 
     def wait(self) -> None:
         """Wait for the exchange under way, and take all of it over. Raises what the exchange does."""
+        self._tell_refusal()
         self._take_all()
         self._settle()
 
@@ -199,11 +200,13 @@ class Overlap:
             if self._began:
                 self._clock.resume()
                 return
-        elif self._asked == "both" and self._gradients.waiting:
-            raise _refused(
-                "a module was called between backward() and optimizer.step(): gradient accumulation, several losses, a "
-                "look at the model, or a step that was left out"
-            )
+        else:
+            self._tell_refusal()
+            if self._asked == "both" and self._gradients.waiting:
+                raise _refused(
+                    "a module was called between backward() and optimizer.step(): gradient accumulation, several "
+                    "losses, a look at the model, or a step that was left out, or failed and was not called again"
+                )
         if self._pending and self._worker.unfinished:
             self._again()  # a pass failed here: this is the first module of the next one
         if self._pending:
@@ -236,10 +239,15 @@ class Overlap:
             self._steps_inside += 1
             return
         if not self._began:
-            self._take_all()
-            self._worker.join_step()
-            if not self._worker.lost:
-                self._settle()  # here, so that a step that raises has changed nothing, and may be called again
+            try:
+                self._tell_refusal()
+                self._take_all()
+                self._worker.join_step()
+                if not self._worker.lost:
+                    self._settle()  # here, so that a step that raises has changed nothing, and may be called again
+            except smb.train.RefusedContributionError:
+                self._gradients.forget()  # they are not of the model that the parameters are now
+                raise
         if self._asked == "both":
             self._gradients.check_step(args, options)
             if self._now == "both":
@@ -336,6 +344,11 @@ class Overlap:
         else:
             self._count()
         return rejoined
+
+    def _tell_refusal(self) -> None:
+        """Take the shared model over after a refusal, where that failed, and raise the refusal."""
+        if self._worker.refused:
+            self._recovered()
 
     def _recovered(self) -> bool:
         """Finish what a failed exchange has left. True if this worker joined again."""
@@ -670,7 +683,11 @@ class _Gradients:
     @property
     def waiting(self) -> bool:
         """Whether gradients are there that the script has not stepped with."""
-        return bool(self._used)
+        return any(each in self._groups for each in self._used)  # not what another optimizer steps
+
+    def forget(self) -> None:
+        """Leave the gradients that are there out."""
+        self._used, self._sums = {}, {}
 
     def hide(self) -> None:
         """Take gradients that were stepped with away for the script's own step: it has nothing left to do for them."""

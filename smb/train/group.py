@@ -44,7 +44,7 @@ from smb.train.scheme import Json, Scheme, Span, Values, scheme_of
 METADATA = "smb.train"
 LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
-_PLACEMENT = {"servers", "stripe", "wire", "replicas", "metadata"}
+_PLACEMENT = {"servers", "stripe", "wire", "replicas"}
 _SETUP_S = 30.0
 WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}  # of an element
 
@@ -355,7 +355,6 @@ def enter(
     OutOfMemoryError.
     """
     _check_scheme(name, scheme)
-    check_placement(f"join of training {name!r}", placement)
     replicas: int | None = placement.get("replicas")
     copies = copies_of(client, name, replicas)
     if scheme is None and copies is None:
@@ -504,7 +503,7 @@ def _check_scheme(name: str, scheme: object) -> None:
 
 
 def check_placement(asked: str, placement: dict[str, Any]) -> None:
-    """Raise InvalidArgumentError for arguments that are none of Client.create's."""
+    """Raise InvalidArgumentError for what says nothing of where a training's buffers lie."""
     if foreign := placement.keys() - _PLACEMENT:
         hint = "; overlap= is smb.torch.join's" if "overlap" in foreign else ""
         raise InvalidArgumentError(

@@ -23,7 +23,7 @@ from smb.config.log import TRAINING
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
 from smb.train import member_table as t
-from smb.train.group import Group, clear, enter, room
+from smb.train.group import Group, check_placement, clear, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
 from smb.train.parameters import ArrayParameters, Parameters, Together, Values
@@ -65,6 +65,7 @@ def join(
     OutOfMemoryError if there are 48 members already, or no room for the scheme's copies of the model
     (docs/training.md). After an error nothing of this join stays.
     """
+    check_placement(f"join of training {name!r}", placement)
     parameters = ArrayParameters(values, f"join of training {name!r}")
     if fresh:
         clear(client, name, parameters, scheme, lease, placement.get("replicas"))
@@ -184,12 +185,7 @@ class Worker:
         was deleted; close() succeeds then.
         """
         self._check_open()
-        try:
-            known = samples is None or operator.index(samples) >= 0
-        except TypeError:
-            known = False
-        if not known:
-            raise InvalidArgumentError(f"step of training {self.name!r}: samples={samples!r} is no number from 0 on")
+        self._check_samples(samples)
         with self.there():
             self._step(samples)
 
@@ -250,6 +246,7 @@ class Worker:
         no other call but those that look (status, progress, members) is made. Call `recover` before.
         """
         self._check_open()
+        self._check_samples(samples)
         assert self._job is None
         assert not self._failed
         job = self._noted(samples)
@@ -266,6 +263,13 @@ class Worker:
     def lost(self) -> bool:
         """Whether a step in the background has ended because this worker's membership was lost. No call."""
         return self._job is not None and isinstance(self._job.error, MembershipLostError)
+
+    @property
+    def refused(self) -> bool:
+        """Whether a contribution was refused, and the shared model could not be taken over then; `recover` does. No
+        call.
+        """
+        return self._refusal is not None
 
     @property
     def failed(self) -> bool:
@@ -599,6 +603,14 @@ class Worker:
                 self._group.member.check()
                 return True
         return False
+
+    def _check_samples(self, samples: int | None) -> None:
+        try:
+            known = samples is None or operator.index(samples) >= 0
+        except TypeError:
+            known = False
+        if not known:
+            raise InvalidArgumentError(f"step of training {self.name!r}: samples={samples!r} is no number from 0 on")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -152,7 +152,7 @@ def test_fresh_that_could_not_begin_deletes_nothing(connect: Connect) -> None:
     client = connect()
     smb.train.join(client, "run", values(2) + 1, smb.train.SEASGD()).close()
     with pytest.raises(smb.InvalidArgumentError, match=r"there is no overlap=; .* overlap= is smb\.torch\.join's"):
-        smb.train.join(client, "run", values(2), smb.train.BSP(), overlap="both")
+        smb.train.join(client, "run", values(2), smb.train.BSP(), fresh=True, overlap="both")
     with smb.train.join(client, "samples", values(2), smb.train.BSP()) as worker:
         for samples in ("3", -1, 2.5):
             with pytest.raises(smb.InvalidArgumentError, match="is no number from 0 on"):

@@ -458,6 +458,52 @@ def test_a_refused_contribution(connect: Connect, overlap: str) -> None:
         assert all(torch.equal(found[name], each) for name, each in model.named_parameters())
 
 
+@pytest.mark.parametrize("asks", ["wait", "module", "step"])
+def test_a_refusal_is_told_though_the_model_could_not_be_read(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, overlap: str, asks: str
+) -> None:
+    """The call that finds it fails with what kept it from reading; the next one says why the values are others."""
+    model = Network(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with smb.torch.join(model, optimizer, "run", scheme="asp", client=connect(), overlap=overlap) as shared:
+        for number in range(4):
+            step(model, optimizer, 0, number)
+        exchange: Any = shared.worker.exchange
+        restart = exchange.restart
+
+        def away() -> None:
+            monkeypatch.setattr(exchange, "restart", restart)
+            raise smb.UnavailableError("away, says the test")
+
+        monkeypatch.setattr(exchange, "restart", away)
+        optimizer.zero_grad()
+        (loss_of(model, 0, 5) * float("nan")).backward()
+        optimizer.step()
+        with pytest.raises(smb.UnavailableError):
+            shared.wait()
+        call: Any = {"wait": shared.wait, "module": lambda: loss_of(model, 0, 6), "step": optimizer.step}[asks]
+        with pytest.raises(smb.train.RefusedContributionError, match="NaN"):
+            call()
+        assert all(each.isfinite().all() for each in model.parameters())
+        for number in range(4):
+            assert np.isfinite(step(model, optimizer, 0, number))
+        shared.wait()
+        assert shared.worker.status.refused == 1
+
+
+def test_a_second_optimizer_of_ones_own(connect: Connect, overlap: str) -> None:
+    """Its parameters have gradients that the joined one's step leaves: no reason to refuse the next call."""
+    model = Network(1)
+    inner = [each for name, each in model.named_parameters() if name.startswith("middle.0")]
+    optimizer = torch.optim.SGD([each for each in model.parameters() if all(each is not one for one in inner)], lr=0.1)
+    other = torch.optim.SGD(inner, lr=0.1)
+    with smb.torch.join(model, optimizer, "run", scheme="asp", client=connect(), overlap=overlap):
+        for number in range(6):
+            other.zero_grad()
+            step(model, optimizer, 0, number)
+            other.step()
+
+
 def lose(member: Any) -> None:
     raise member.lost()
 

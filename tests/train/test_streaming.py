@@ -417,30 +417,45 @@ def test_close_says_what_is_not_sent(
 def test_a_refused_worker_that_cant_read_the_model_reads_it_first_of_all(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """The others close a round while it reads, and the last look at the table fails: its base is newer than it knows,
-    and its values are not. Its next call reads again, and says that it was refused; then it goes on."""
+    """A round is closed while it reads after its refusal, and its last look at the table fails: what it has read is
+    newer than it knows, and its values are older. Its next call reads again and says that it was refused."""
     crew = Crew(connect, 2, DiLoCo(every=1, quorum=1, **settings))
     for number in (0, 1):
         crew.step(number)
-    group, get, looks = crew.workers[1]._group, type(crew.workers[1]._group.table).get, 0
+    refused, table = crew.workers[1].exchange, crew.workers[1]._group.table
+    restart, get = refused.restart, type(table).get
+    looks = 0
 
-    def look(table: t.Table, row: int, field: int) -> int:
+    def look(found: t.Table, row: int, field: int) -> int:
         nonlocal looks
-        if table is group.table and field == t.ROUND:
-            looks += 1
-            if looks == 3:  # of the new contribution; before the model is read; after it
-                raise smb.UnavailableError("away, says the test")
-            if looks == 2:
-                found = get(table, row, field)
-                crew.step(0)
-                return found
-        return get(table, row, field)
+        if found is not table or field != t.ROUND:
+            return get(found, row, field)
+        looks += 1
+        if looks == 2:
+            raise smb.UnavailableError("away, says the test")
+        before = get(found, row, field)
+        crew.step(0)  # before the model is read
+        return before
 
-    crew.values[1][0] = np.nan
-    monkeypatch.setattr(type(group.table), "get", look)
-    with pytest.raises(smb.UnavailableError):
-        crew.step(1)
-    monkeypatch.undo()
+    def restart_once() -> None:
+        monkeypatch.setattr(type(table), "get", look)
+        try:
+            restart()
+        finally:
+            monkeypatch.setattr(type(table), "get", get)
+            monkeypatch.setattr(refused, "restart", restart)
+
+    monkeypatch.setattr(refused, "restart", restart_once)
+
+    def refuse() -> None:
+        crew.values[1][0] = np.nan
+        with pytest.raises(smb.UnavailableError, match="says the test"):
+            crew.step(1)
+
+    with waiting(refuse):
+        wait_for(lambda: 1 in crew.marked(), "the one without weight")
+        crew.step(0)
+    assert looks == 2
     with pytest.raises(RefusedContributionError):
         crew.workers[1].step()
     for _ in range(3):

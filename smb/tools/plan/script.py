@@ -75,10 +75,10 @@ def _measure(found: dict[str, Any], name: str, batch: int) -> Spec:
 
     def step(data: Any) -> None:
         optimizer.zero_grad()
-        loss: Any = found["loss"](model, data)
-        if getattr(loss, "shape", None) not in ((), (1,)):
+        loss = found["loss"](model, data)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise InvalidArgumentError(f"loss() returned no scalar, but {getattr(loss, 'shape', type(loss).__name__)}")
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         finish()
 
