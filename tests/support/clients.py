@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import os
 import queue
 import socket
 import time
@@ -28,6 +29,19 @@ _context = multiprocessing.get_context("forkserver")
 multiprocessing.set_forkserver_preload(["tests.support.clients"])
 
 
+def _process(target: Callable[..., object], *given: Any, daemon: bool = True, **options: Any) -> Any:
+    """A process that is not started; with this one's environment, which the forks' parent has as of its start."""
+    return _context.Process(target=_as_here, args=(dict(os.environ), target, given, options), daemon=daemon)
+
+
+def _as_here(
+    environment: dict[str, str], target: Callable[..., object], given: Sequence[Any], options: dict[str, Any]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*given, **options)
+
+
 def pattern(offset: int, count: int, dtype: str) -> np.ndarray[Any, Any]:
     """(i mod 251) + 1 of the element's place in the buffer: a piece that goes elsewhere is noticed."""
     return (np.arange(offset, offset + count) % PERIOD + 1).astype(dtype)
@@ -41,7 +55,7 @@ def run_together(*tasks: tuple[Any, ...]) -> list[Any]:
     barrier = _context.Barrier(len(tasks))
     results: Any = _context.Queue()
     processes = [
-        _context.Process(target=_run, args=(results, number, function, barrier, given))
+        _process(_run, results, number, function, barrier, given, daemon=False)
         for number, (function, *given) in enumerate(tasks)
     ]
     for process in processes:
@@ -176,7 +190,7 @@ def add_forever(address: str, transport: str, name: str, running: Any) -> None:
 
 def spawn(task: Callable[..., None], *arguments: Any) -> Any:
     """Start a process that the test kills; arguments may hold what make_event gives."""
-    process = _context.Process(target=task, args=arguments, daemon=True)
+    process = _process(task, *arguments)
     process.start()
     return process
 
@@ -193,7 +207,7 @@ def in_process(function: Callable[..., Any], *given: Any, **options: Any) -> Ite
     Yields the process and the queue of what it tells.
     """
     messages: Any = _context.Queue()
-    process = _context.Process(target=function, args=(messages, *given), kwargs=options, daemon=True)
+    process = _process(function, messages, *given, **options)
     process.start()
     try:
         yield process, messages
@@ -248,10 +262,8 @@ class Adders:
             for name in (*(f"lane-{i}" for i in range(len(ways))), "common"):
                 client.create(name, count, "int64", stripe="64KiB")
         self.processes = [
-            _context.Process(
-                target=_add_until,
-                args=(address, way, number, count, timeout, self._stop, self._progress[number], self._failures),
-                daemon=True,
+            _process(
+                _add_until, address, way, number, count, timeout, self._stop, self._progress[number], self._failures
             )
             for number, way in enumerate(ways)
         ]

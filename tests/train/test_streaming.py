@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -424,7 +425,7 @@ def test_a_refused_worker_that_cant_read_the_model_reads_it_first_of_all(
         crew.step(number)
     refused, table = crew.workers[1].exchange, crew.workers[1]._group.table
     restart, get = refused.restart, type(table).get
-    looks = 0
+    looks, first = 0, threading.Event()
 
     def look(found: t.Table, row: int, field: int) -> int:
         nonlocal looks
@@ -434,6 +435,7 @@ def test_a_refused_worker_that_cant_read_the_model_reads_it_first_of_all(
         if looks == 2:
             raise smb.UnavailableError("away, says the test")
         before = get(found, row, field)
+        assert first.wait(60)
         crew.step(0)  # before the model is read
         return before
 
@@ -455,6 +457,7 @@ def test_a_refused_worker_that_cant_read_the_model_reads_it_first_of_all(
     with waiting(refuse):
         wait_for(lambda: 1 in crew.marked(), "the one without weight")
         crew.step(0)
+        first.set()
     assert looks == 2
     with pytest.raises(RefusedContributionError):
         crew.workers[1].step()
