@@ -105,9 +105,7 @@ class Overlap:
         self._measured: Measured | None = None
         self.plan: Plan | None = None  # by which exchanges go; None while the first steps are measured
         self._steps = 0  # exchanged
-        self._compared: Plan | None = (
-            None  # a plan that is not yet known to be faster than none; self.plan is one of both
-        )
+        self._compared: Plan | None = None  # a plan as long as it is compared with none; self.plan is one of both
         self._next_at = 0  # the step after which to look at the plan
         self._stepped_at = 0.0  # when the last step was over
         # The parts, by module and by parameter.

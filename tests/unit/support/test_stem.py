@@ -116,6 +116,7 @@ def test_an_answer_that_nobody_took_is_not_the_next_ones(start: Start) -> None:
     assert isinstance(start("--version"), stem.Forked)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_it_ends_beside_forks_of_the_tests(start: Start) -> None:
     """They have its socket, too."""
     start("--version")
