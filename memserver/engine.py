@@ -92,6 +92,7 @@ class ReplicaStatus:
     """This server's copy of a segment that has two; see struct smb_replica_status."""
 
     segment_id: int
+    group_id: int  # of the segments that move together; what follows is of all of them
     epoch: int
     role: int
     paired: bool
@@ -271,14 +272,18 @@ class Engine:
             )
         return int(left[0]) / 1e9
 
-    def create_segment(self, path: Path, form: SegmentForm, *, replicated: bool = False) -> None:
-        """Make the file and serve it. Blocks while its pages are zeroed. `replicated`: once it has been given a role.
+    def create_segment(self, path: Path, form: SegmentForm, *, group_id: int | None = None) -> None:
+        """Make the file and serve it. Blocks while its pages are zeroed. `group_id`, of a segment with two copies: it
+        moves with those that were made with this number, 0: alone. Nobody is let in before that has a role.
 
         Raises OutOfMemoryError (capacity or file system), InvalidArgumentError, AlreadyExistsError, UnavailableError;
         nothing is left behind then.
         """
-        create = lib.smb_server_create_replica if replicated else lib.smb_server_create_segment
-        status = create(self._server, os.fsencode(path), form.id, form.epoch, form.dtype, form.nbytes, form.chunk_bytes)
+        name, cut = os.fsencode(path), (form.epoch, form.dtype, form.nbytes, form.chunk_bytes)
+        if group_id is None:
+            status = lib.smb_server_create_segment(self._server, name, form.id, *cut)
+        else:
+            status = lib.smb_server_create_replica(self._server, name, form.id, group_id, *cut)
         _check(status, f"make a segment of {form.nbytes} bytes at {path}")
 
     def adopt_segment(self, path: Path) -> SegmentForm:
@@ -318,7 +323,7 @@ class Engine:
         _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
 
     def set_replica(self, segment_id: int, epoch: int, role: int, peer: str, *, copying: bool = False) -> None:
-        """Give this server its role in such a segment, from that epoch on. `peer`: the server of the other copy; empty:
+        """Give this server its role in such a segment, and in its group, from that epoch on. `peer`: the server of the other copy; empty:
         there is none. `copying`: its backup is to be copied to. Raises NotFoundError, InvalidArgumentError.
         """
         name = peer.encode()
@@ -403,7 +408,7 @@ class Engine:
             found = lib.smb_server_replicas(self._server, raw, most)
         return [
             ReplicaStatus(
-                each.segment, each.epoch, each.role, bool(each.paired), bool(each.dialled), each.broken_ms,
+                each.segment, each.group, each.epoch, each.role, bool(each.paired), bool(each.dialled), each.broken_ms,
                 each.unconfirmed, each.queued_bytes, status_name(each.refused) if each.refused else "",
             )
             for each in raw[0:found]

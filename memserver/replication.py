@@ -163,6 +163,7 @@ class Replication:
         """Return what has been broken for a while, and whether all works now."""
         broken, works = [], True
         unreachable: set[str] = set()  # in this round: one try for each server
+        dialled: set[int] = set()  # groups: their members have one connection
         lease_out = time.clock_gettime(time.CLOCK_BOOTTIME) >= self._serving_until_s
         for status in self._engine.replicas():
             part = parts.get(status.segment_id)
@@ -172,7 +173,9 @@ class Replication:
                 continue  # a copy that was given up
             works = works and status.broken_ms == 0
             self._complain(part, status)
-            if status.role == PRIMARY and not status.dialled and part.data_address not in unreachable:
+            dialled |= {status.group_id} if status.dialled else set()
+            if status.role == PRIMARY and status.group_id not in dialled and part.data_address not in unreachable:
+                dialled.add(status.group_id)
                 self._dial(part, status, unreachable)
             if part.copying and status.broken_ms >= COPY_BROKEN_MS and self._copier.give_up(part.segment_id):
                 continue

@@ -57,10 +57,11 @@ class Segments:
         replicate: Callable[[], object] | None = None,
         *,
         anew: bool = False,
+        group_id: int = 0,
     ) -> None:
         """Make it; the same again is no error. Blocks while its memory is zeroed. Tokens of its lock are higher than
         `token_floor`. `replicate`, of a segment with two copies, gives it its role; it may be made again in a later
-        epoch. `anew`: what is here of an earlier one goes.
+        epoch. `group_id`: it moves with those of that number; 0: alone. `anew`: what is here of an earlier one goes.
 
         Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (it is there and different), NotFoundError (it
         was dropped).
@@ -83,7 +84,7 @@ class Segments:
             if held is not None:
                 self._engine.delete_segment(form.id)
                 self.on_drop(form.id)
-            self._make(form, replicated=replicate is not None)
+            self._make(form, None if replicate is None else group_id)
             if token_floor:  # before anybody else has heard of it
                 self._engine.raise_token(form.id, token_floor)
             if replicate is not None:
@@ -171,7 +172,7 @@ class Segments:
         """Return the bytes of capacity that are taken."""
         return self._engine.counters().segment_bytes
 
-    def _make(self, form: SegmentForm, *, replicated: bool) -> None:
+    def _make(self, form: SegmentForm, group_id: int | None) -> None:
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
         if file_bytes == 0:
             raise InvalidArgumentError(f"no segment has {form.nbytes} bytes in chunks of {form.chunk_bytes}")
@@ -180,7 +181,7 @@ class Segments:
         try:
             self._check_limit(file_bytes)
             try:
-                self._engine.create_segment(self._place.segment_path(form.id), form, replicated=replicated)
+                self._engine.create_segment(self._place.segment_path(form.id), form, group_id=group_id)
             except OutOfMemoryError:
                 raise OutOfMemoryError(self._no_room(file_bytes)) from None
         finally:

@@ -75,6 +75,7 @@ struct header {
     _Atomic uint64_t bytes[32];
     _Atomic uint64_t ended_evictions; /* of completion records whose session had ended */
     _Atomic uint32_t binding;         /* enum segment_binding; 0 in older files */
+    uint64_t group; /* of two copies: those that it moves with; 0, as in older files: none */
 };
 _Static_assert(sizeof(struct header) <= SYNC_OFFSET &&
                    SYNC_OFFSET + sizeof(struct sync_words) <= PAGE,

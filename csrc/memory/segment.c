@@ -211,8 +211,9 @@ void smb_segment_mark_deleted(struct smb_segment *segment)
     atomic_store_explicit(&segment->header->state, STATE_DELETED, memory_order_release);
 }
 
-void smb_segment_mark_replicated(struct smb_segment *segment)
+void smb_segment_mark_replicated(struct smb_segment *segment, uint64_t group)
 {
+    segment->header->group = group;
     segment->header->format_version = FORMAT_REPLICATED;
 }
 
@@ -220,6 +221,11 @@ bool smb_segment_replicated(const struct smb_segment *segment)
 {
     return segment->header->format_version == FORMAT_REPLICATED ||
            mapping_state(segment) == STATE_GATED;
+}
+
+uint64_t smb_segment_group(const struct smb_segment *segment)
+{
+    return segment->header->group ? segment->header->group : segment->id;
 }
 
 bool smb_segment_gate(struct smb_segment *segment)
@@ -232,7 +238,7 @@ bool smb_segment_gate(struct smb_segment *segment)
                                                  memory_order_release, memory_order_relaxed))
         return before == STATE_GATED;
     FAILPOINT("segment.gated");
-    smb_segment_mark_replicated(segment);
+    smb_segment_mark_replicated(segment, 0);
     return true;
 }
 

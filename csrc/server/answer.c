@@ -258,15 +258,13 @@ static bool take_feeder(struct connection *connection, struct replica *replica)
 static enum step answer_feed(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
-    if (!request->fed || connection->session != request->frame.segment)
-        return connection_refuse(connection, SMB_PROTOCOL);
     struct replica *replica = replica_at(request->segment);
+    if (!request->fed || connection->session != replica_group_id(replica))
+        return connection_refuse(connection, SMB_PROTOCOL);
     if (!connection->feeds) {
         if (connection->loop->server->guarded && !take_feeder(connection, replica))
             return handshake_refuse(connection, &request->frame, SMB_DENIED);
-        connection->feeds = true;
-        connection->feeds_segment = request->feeds = request->frame.segment;
-        replica_feed_begins(replica, connection);
+        connection->feeds = request->feeds = replica_feed_begins(replica, connection);
     }
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     output_put(connection, &reply);
@@ -276,14 +274,9 @@ static enum step answer_feed(struct connection *connection)
 
 void answer_end_feed(struct connection *connection)
 {
-    struct smb_segment *segment = connection->feeds ? server_find(connection->loop->server,
-                                                                  connection->feeds_segment)
-                                                    : NULL;
-    if (!segment)
-        return;
-    if (replica_at(segment))
-        replica_feed_ends(replica_at(segment), connection);
-    smb_segment_release(segment);
+    if (connection->feeds)
+        replica_feed_ends(connection->feeds, connection);
+    connection->feeds = connection->request.feeds = NULL;
 }
 
 static enum step answer_refused(struct connection *connection)

@@ -64,8 +64,8 @@ struct connection {
     bool greeted;
     /* it speaks for its session: greeted, and a token of it shown where tokens are asked for */
     bool proven;
-    bool feeds; /* it brings a primary's changes: frames of many sessions (replica.h) */
-    uint64_t feeds_segment;
+    /* it brings a primary's changes of these segments: frames of many sessions (replica.h); NULL */
+    struct replica_group *feeds;
     /* the request in hand was carried out, and its data is in `tail`: it waits for this order */
     uint64_t awaits;
     bool copied;    /* so, of a read */

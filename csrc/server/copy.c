@@ -9,6 +9,7 @@
 #include "memory/chunk.h"
 #include "memory/format.h"
 #include "memory/sync.h"
+#include "server/registry.h"
 #include "server/replica_state.h"
 
 enum {
@@ -19,16 +20,17 @@ enum {
 /* With the lock: as the next part of the copy. */
 static void append_part(struct replica *replica, struct forward *part)
 {
-    smb_store64(part->frame + SEQUENCE_AT, ++replica->copy.sequence);
-    replica_append(replica, part);
-    replica->copy.order = part->order;
+    struct copy *copy = &replica->group->copy;
+    smb_store64(part->frame + SEQUENCE_AT, ++copy->sequence);
+    group_append(replica, part);
+    copy->order = part->order;
 }
 
 /* A part to be appended; NULL: no memory. With the lock. */
 static struct forward *make_part(struct replica *replica, struct smb_frame frame)
 {
     uint32_t payload = frame.op == SMB_COPIED_RECORD ? RECORD_BYTES : frame.length;
-    struct forward *made = feed_make(&replica->feed, SMB_FRAME_BYTES + payload);
+    struct forward *made = feed_make(&replica->group->feed, SMB_FRAME_BYTES + payload);
     frame.opcode = SMB_COPY;
     frame.session = replica->id;
     frame.lane = REPLICA_LANE;
@@ -39,20 +41,19 @@ static struct forward *make_part(struct replica *replica, struct smb_frame frame
 
 void copy_tell_evictions(struct replica *replica)
 {
-    struct copy *copy = &replica->copy;
     uint64_t evictions, ended;
     records_evicted(replica->records, &evictions, &ended);
-    if (evictions == copy->evictions && ended == copy->ended_evictions)
+    if (evictions == replica->evictions && ended == replica->ended_evictions)
         return;
-    copy->evictions = evictions;
-    copy->ended_evictions = ended;
+    replica->evictions = evictions;
+    replica->ended_evictions = ended;
     struct forward *part = make_part(
         replica,
         (struct smb_frame){.op = SMB_COPIED_COUNTERS, .argument = evictions, .offset = ended});
     if (part)
         append_part(replica, part);
     else
-        copy->failed = true; /* the copy would not know */
+        replica->group->copy.failed = true; /* the copy would not know */
 }
 
 void copy_make_note(struct replica *replica, struct forward *forward, const uint64_t *result)
@@ -68,14 +69,14 @@ void copy_make_note(struct replica *replica, struct forward *forward, const uint
                              .segment = replica->id,
                              .offset = result != NULL,
                              .argument = result ? *result : 0};
-    feed_replace(&replica->feed, forward, &note);
+    feed_replace(&replica->group->feed, forward, &note);
 }
 
 /* With the lock. Whether that copy is under way. */
-static bool copies(const struct replica *replica, uint32_t epoch)
+static bool copies(const struct replica_group *group, uint32_t epoch)
 {
-    return replica_is_primary(replica) && replica->copy.under_way && !replica->copy.failed &&
-           atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch;
+    return group_is_primary(group) && group->copy.under_way && !group->copy.failed &&
+           atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch;
 }
 
 struct image {
@@ -88,152 +89,186 @@ struct image {
 static void append_image(void *argument, const uint8_t bytes[RECORD_BYTES])
 {
     struct image *image = argument;
+    struct replica_group *group = image->replica->group;
     memcpy(image->part->frame + SMB_FRAME_BYTES, bytes, RECORD_BYTES);
-    pthread_mutex_lock(&image->replica->lock);
-    if (copies(image->replica, image->epoch)) {
+    pthread_mutex_lock(&group->lock);
+    if (copies(group, image->epoch)) {
         append_part(image->replica, image->part);
         image->part = NULL;
     }
-    pthread_mutex_unlock(&image->replica->lock);
+    pthread_mutex_unlock(&group->lock);
 }
 _Static_assert((int)SMB_COPIED_RECORD_BYTES == (int)RECORD_BYTES, "one travels as it is");
 
 /* This and the next two: the lock is held, and given back. */
 static int copy_record(struct replica *replica, uint32_t epoch)
 {
-    uint32_t place = replica->copy.places[replica->copy.places_done];
+    struct replica_group *group = replica->group;
+    uint32_t place = replica->places[replica->places_done];
     struct image image = {.replica = replica,
                           .epoch = epoch,
                           .part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_RECORD})};
-    pthread_mutex_unlock(&replica->lock);
+    pthread_mutex_unlock(&group->lock);
     if (!image.part)
         return SMB_OUT_OF_MEMORY;
     int status = records_image(replica->records, place, append_image, &image);
-    pthread_mutex_lock(&replica->lock);
+    pthread_mutex_lock(&group->lock);
     if (image.part)
-        feed_free(&replica->feed, image.part);
-    if (status != SMB_BUSY && copies(replica, epoch))
-        replica->copy.places_done++;
-    pthread_mutex_unlock(&replica->lock);
+        feed_free(&group->feed, image.part);
+    if (status != SMB_BUSY && copies(group, epoch))
+        replica->places_done++;
+    pthread_mutex_unlock(&group->lock);
     return status == SMB_NOT_FOUND ? SMB_OK : status;
 }
 
-static int copy_chunk(struct replica *replica, struct smb_segment *segment, uint32_t epoch)
+/* Of all members at once: no change of several of them finds one copied and another one not. */
+static int copy_chunk(struct replica_group *group, struct smb_segment *const *members, int count,
+                      uint32_t epoch)
 {
-    uint64_t offset = replica->copy.chunks_done * replica->chunk_bytes;
-    uint64_t left = replica->data_bytes - offset;
-    uint32_t length = (uint32_t)(left < replica->chunk_bytes ? left : replica->chunk_bytes);
-    struct forward *part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_CHUNK,
-                                                                 .dtype = (uint8_t)replica->dtype,
-                                                                 .offset = offset,
-                                                                 .length = length});
-    pthread_mutex_unlock(&replica->lock);
-    if (!part)
-        return SMB_OUT_OF_MEMORY;
-    int status = smb_segment_lock(segment, offset, SMB_TRY);
-    bool locked = status == SMB_OK;
-    if (locked)
-        memcpy(part->frame + SMB_FRAME_BYTES, (const uint8_t *)smb_segment_data(segment) + offset,
-               length);
-    pthread_mutex_lock(&replica->lock);
-    if (locked && !copies(replica, epoch))
-        status = SMB_STALE_EPOCH;
-    if (status == SMB_OK) {
-        append_part(replica, part);
-        replica->copy.chunks_done++;
-    } else {
-        feed_free(&replica->feed, part);
+    struct forward *parts[GROUP_MEMBERS_MAX] = {0};
+    const struct replica *first = replica_at(members[0]);
+    uint64_t offset = group->copy.chunks_done * first->chunk_bytes;
+    uint64_t left = first->data_bytes - offset;
+    uint32_t length = (uint32_t)(left < first->chunk_bytes ? left : first->chunk_bytes);
+    int status = SMB_OK;
+    for (int i = 0; i < count && status == SMB_OK; i++) {
+        struct replica *replica = replica_at(members[i]);
+        parts[i] = make_part(replica, (struct smb_frame){.op = SMB_COPIED_CHUNK,
+                                                         .dtype = (uint8_t)replica->dtype,
+                                                         .offset = offset,
+                                                         .length = length});
+        if (!parts[i])
+            status = SMB_OUT_OF_MEMORY;
     }
-    feed_send(&replica->feed);
-    replica_unlock(replica);
-    if (locked)
-        smb_segment_unlock(segment, offset);
+    pthread_mutex_unlock(&group->lock);
+    if (status == SMB_OK)
+        status = smb_segment_lock_each(members, count, offset, SMB_TRY);
+    bool locked = status == SMB_OK;
+    for (int i = 0; i < count && locked; i++)
+        memcpy(parts[i]->frame + SMB_FRAME_BYTES,
+               (const uint8_t *)smb_segment_data(members[i]) + offset, length);
+    pthread_mutex_lock(&group->lock);
+    if (locked && !copies(group, epoch))
+        status = SMB_STALE_EPOCH;
+    for (int i = 0; i < count; i++) {
+        if (status == SMB_OK)
+            append_part(replica_at(members[i]), parts[i]);
+        else if (parts[i])
+            feed_free(&group->feed, parts[i]);
+    }
+    if (status == SMB_OK)
+        group->copy.chunks_done++;
+    feed_send(&group->feed);
+    group_unlock(group);
+    for (int i = 0; i < count && locked; i++)
+        smb_segment_unlock(members[i], offset);
     FAILPOINT("replica.copied");
     return status;
 }
 
 static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
 {
-    pthread_mutex_unlock(&replica->lock);
+    struct replica_group *group = replica->group;
+    pthread_mutex_unlock(&group->lock);
     uint32_t *places = malloc((records + 1) * sizeof *places);
     if (!places)
         return SMB_OUT_OF_MEMORY;
     uint32_t count = records_places(replica->records, places);
-    pthread_mutex_lock(&replica->lock);
-    if (copies(replica, epoch) && !replica->copy.places) {
-        replica->copy.places = places;
-        replica->copy.place_count = count;
+    pthread_mutex_lock(&group->lock);
+    if (copies(group, epoch) && !replica->places) {
+        replica->places = places;
+        replica->place_count = count;
         copy_tell_evictions(replica);
         places = NULL;
     }
-    pthread_mutex_unlock(&replica->lock);
+    pthread_mutex_unlock(&group->lock);
     free(places);
     /* Changes of these words go there since the copy is under way; here is what they were. */
     sync_show(replica->sync, smb_boot_ns());
     return SMB_OK;
 }
 
-/* One part more. */
-static int copy_part(struct replica *replica, struct smb_segment *segment, uint32_t epoch)
+/* One part more. The first of the members stands for all. */
+static int copy_part(struct replica_group *group, struct smb_segment *const *members, int count,
+                     uint32_t epoch)
 {
-    pthread_mutex_lock(&replica->lock);
-    struct copy *copy = &replica->copy;
-    uint64_t chunks = format_chunk_count(replica->data_bytes, (uint32_t)replica->chunk_bytes);
+    pthread_mutex_lock(&group->lock);
+    struct copy *copy = &group->copy;
+    const struct replica *first = replica_at(members[0]);
+    uint64_t chunks = format_chunk_count(first->data_bytes, (uint32_t)first->chunk_bytes);
     bool sent = copy->counted;
-    bool confirmed = atomic_load_explicit(&replica->confirmed, memory_order_relaxed) >= copy->order;
-    if (copies(replica, epoch) && !copy->whole &&
-        (copy->settling || replica->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
+    bool confirmed = atomic_load_explicit(&group->confirmed, memory_order_relaxed) >= copy->order;
+    if (copies(group, epoch) && !copy->whole &&
+        (copy->settling || group->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
          (sent && !confirmed))) {
         uint64_t until_ns = smb_now_ns() + (uint64_t)COPY_WAIT_MS * 1000000U;
         struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
                                  .tv_nsec = (long)(until_ns % 1000000000U)};
-        pthread_cond_clockwait(&replica->room, &replica->lock, CLOCK_MONOTONIC, &until);
-        pthread_mutex_unlock(&replica->lock);
+        pthread_cond_clockwait(&group->room, &group->lock, CLOCK_MONOTONIC, &until);
+        pthread_mutex_unlock(&group->lock);
         return SMB_BUSY;
     }
-    if (!copies(replica, epoch)) {
-        pthread_mutex_unlock(&replica->lock);
+    if (!copies(group, epoch)) {
+        pthread_mutex_unlock(&group->lock);
         return SMB_STALE_EPOCH;
     }
-    if (!copy->places)
-        return begin_copy(replica, smb_segment_records(segment).count, epoch);
-    if (copy->places_done < copy->place_count)
-        return copy_record(replica, epoch);
+    for (int i = 0; i < count; i++) {
+        struct replica *replica = replica_at(members[i]);
+        if (!replica->places)
+            return begin_copy(replica, smb_segment_records(members[i]).count, epoch);
+        if (replica->places_done < replica->place_count)
+            return copy_record(replica, epoch);
+    }
     if (copy->chunks_done < chunks)
-        return copy_chunk(replica, segment, epoch);
+        return copy_chunk(group, members, count, epoch);
     if (!copy->counted) {
-        copy_tell_evictions(replica);
+        for (int i = 0; i < count; i++)
+            copy_tell_evictions(replica_at(members[i]));
         copy->counted = true;
-        feed_send(&replica->feed);
-        replica_unlock(replica);
+        feed_send(&group->feed);
+        group_unlock(group);
         return SMB_OK;
     }
     copy->whole = true;
-    pthread_mutex_unlock(&replica->lock);
+    pthread_mutex_unlock(&group->lock);
     return SMB_EXISTS;
+}
+
+/* Another member stands for the group: it copies. */
+static int look_at_copy(struct replica_group *group, uint32_t epoch)
+{
+    pthread_mutex_lock(&group->lock);
+    int status = !copies(group, epoch) ? SMB_STALE_EPOCH
+                 : group->copy.whole   ? SMB_EXISTS
+                                       : SMB_BUSY;
+    pthread_mutex_unlock(&group->lock);
+    return status;
 }
 
 int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint64_t bytes,
                     uint64_t *copied, uint64_t *total)
 {
-    struct smb_segment *segment;
+    struct smb_segment *segment, *members[GROUP_MEMBERS_MAX];
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
         return SMB_NOT_FOUND;
-    int status = SMB_OK;
+    struct replica_group *group = replica->group;
+    int count = group_hold_members(group, members), status = SMB_OK;
     uint64_t before = 0, now = 0;
     for (bool first = true; status == SMB_OK; first = false) {
-        pthread_mutex_lock(&replica->lock);
-        now = replica->copy.chunks_done * replica->chunk_bytes;
-        pthread_mutex_unlock(&replica->lock);
+        pthread_mutex_lock(&group->lock);
+        now = group->copy.chunks_done * replica->chunk_bytes;
+        pthread_mutex_unlock(&group->lock);
         if (first)
             before = now;
         if (now >= before + bytes)
             break;
-        status = copy_part(replica, segment, epoch);
+        status = count > 0 && members[0] == segment ? copy_part(group, members, count, epoch)
+                                                    : look_at_copy(group, epoch);
     }
     *total = replica->data_bytes;
     *copied = now < *total ? now : *total;
+    group_release_members(members, count);
     smb_segment_release(segment);
     return status;
 }
@@ -244,15 +279,18 @@ int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epo
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
         return SMB_NOT_FOUND;
-    pthread_mutex_lock(&replica->lock);
-    int status = replica_is_primary(replica) && replica->copy.under_way && !replica->copy.whole &&
-                         atomic_load_explicit(&replica->epoch, memory_order_relaxed) == epoch
-                     ? SMB_OK
-                     : SMB_STALE_EPOCH;
-    if (status == SMB_OK)
-        replica_stop_forwarding(replica,
-                                SMB_OK); /* nobody is made the primary from a part of a copy */
-    replica_unlock(replica);
+    struct replica_group *group = replica->group;
+    pthread_mutex_lock(&group->lock);
+    struct copy *copy = &group->copy;
+    bool ours = group_is_primary(group) &&
+                atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch;
+    int status = ours && (copy->given_up || (copy->under_way && !copy->whole)) ? SMB_OK
+                                                                               : SMB_STALE_EPOCH;
+    if (status == SMB_OK) {
+        group_stop_forwarding(group, SMB_OK); /* nobody is made the primary from a part of a copy */
+        copy->given_up = true;                /* another member may ask */
+    }
+    group_unlock(group);
     smb_segment_release(segment);
     return status;
 }

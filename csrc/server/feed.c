@@ -48,8 +48,8 @@ struct forward *feed_make(struct feed *feed, uint32_t bytes)
         made->room = bytes;
     }
     made->next = NULL;
-    made->order = made->asked_ns = 0;
-    made->was_sent = false;
+    made->order = made->segment = made->asked_ns = 0;
+    made->was_sent = made->left_out = false;
     made->bytes = bytes;
     feed->queued_bytes += bytes;
     return made;
@@ -102,6 +102,12 @@ void feed_enter_epoch(struct feed *feed, uint32_t epoch)
         stamp(forward, epoch);
 }
 
+void feed_leave_out(struct feed *feed, uint64_t segment)
+{
+    for (struct forward *forward = feed->first; forward; forward = forward->next)
+        forward->left_out = forward->left_out || forward->segment == segment;
+}
+
 void feed_clear(struct feed *feed)
 {
     feed_disconnect(feed);
@@ -115,14 +121,14 @@ void feed_clear(struct feed *feed)
 
 /* ---- the connection -------------------------------------------------------------------------- */
 
-void feed_connect(struct feed *feed, struct channel channel, uint64_t segment, uint32_t epoch,
-                  uint64_t instance)
+void feed_connect(struct feed *feed, struct channel channel, uint64_t group, uint64_t segment,
+                  uint32_t epoch, uint64_t instance)
 {
     feed_disconnect(feed);
     struct smb_frame hello = {
-        .opcode = SMB_HELLO, .session = segment, .lane = REPLICA_LANE, .segment = 0};
+        .opcode = SMB_HELLO, .session = group, .lane = REPLICA_LANE, .segment = 0};
     struct smb_frame begin = {.opcode = SMB_REPLICATE,
-                              .session = segment,
+                              .session = group,
                               .lane = REPLICA_LANE,
                               .segment = segment,
                               .epoch = epoch};
@@ -220,9 +226,11 @@ static int take_answer(struct feed *feed, struct forward **confirmed)
     *confirmed = NULL;
     if (smb_frame_parse(feed->in, &reply) != SMB_OK || !(reply.flags & SMB_FLAG_REPLY))
         return SMB_PROTOCOL;
-    if (reply.status != SMB_OK)
+    bool greeted = feed->greeting_answered == FEED_GREETING_FRAMES;
+    bool gone = greeted && reply.status == SMB_NOT_FOUND && feed->first && feed->first->left_out;
+    if (reply.status != SMB_OK && !gone)
         return reply.status;
-    if (feed->greeting_answered < FEED_GREETING_FRAMES) {
+    if (!greeted) {
         if (reply.opcode == SMB_HELLO && reply.segment != feed->instance)
             return SMB_NOT_FOUND; /* another run of it */
         if (++feed->greeting_answered == FEED_GREETING_FRAMES)

@@ -33,12 +33,12 @@ static uint32_t right_for(int opcode)
     }
 }
 
-/* Of a guarded server. Another server's connection has the right to the segment that it feeds, once
- * REPLICATE has said which one that is; a client's to those of which it has shown a token. */
+/* Of a guarded server. Another server's connection has the right to the segments that it feeds, once
+ * REPLICATE has said which those are; a client's to those of which it has shown a token. */
 static bool has_right(const struct gate_request *request, uint64_t id, uint32_t right)
 {
     if (request->fed)
-        return request->feeds ? request->feeds == id : request->frame.opcode == SMB_REPLICATE;
+        return request->feeds || request->frame.opcode == SMB_REPLICATE;
     const struct grant *grant = request->grants ? grants_find(request->grants, id) : NULL;
     return grant && (grant->rights & right) != 0 && grant->expires_ns > smb_now_ns();
 }
@@ -53,6 +53,11 @@ static int find(struct smb_server *server, const struct gate_request *request, u
     struct smb_segment *found = server_find(server, id);
     if (!found)
         return SMB_NOT_FOUND;
+    if (request->feeds &&
+        !(replica_at(found) && replica_is_of(replica_at(found), request->feeds))) {
+        smb_segment_release(found);
+        return SMB_DENIED;
+    }
     *segment = found;
     return SMB_OK;
 }
@@ -289,7 +294,7 @@ static int make_change(struct smb_server *server, struct gate_request *request,
         if (smb_segment_deleted(targets[i]))
             return SMB_NOT_FOUND;
         /* a server that one of them moved to might not have the others */
-        if (count > 1 && smb_segment_bind(targets[i]) != SMB_OK)
+        if (count > 1 && !replica_at(segment) && smb_segment_bind(targets[i]) != SMB_OK)
             return SMB_INVALID;
     }
     if (journal) {
@@ -319,7 +324,7 @@ static int make_change(struct smb_server *server, struct gate_request *request,
     FAILPOINT("gate.changed");
     record_note(request->record, frame->sequence, has_result(change->opcode), change->result);
     if (request->forward) {
-        status = replica_enqueue(replica_at(segment), request->forward, change->offset,
+        status = replica_enqueue(targets, count, request->forward, change->offset,
                                  has_result(change->opcode) ? &change->result : NULL,
                                  &request->order);
         request->forward = NULL;
@@ -457,6 +462,22 @@ static int read_sources(struct smb_server *server, struct gate_request *request,
     return status;
 }
 
+/* Whether the state can change with the weights: both have one copy, or both move together, so that
+ * the backup makes the step in both. */
+static int follows(struct smb_server *server, const struct gate_request *request,
+                   const struct smb_segment *state, uint64_t id)
+{
+    const struct replica *replica = replica_at(request->segment), *other = replica_at(state);
+    if (!replica && !other)
+        return SMB_OK;
+    if (!replica || !replica_moves_with(replica, other))
+        return SMB_INVALID;
+    if (server->guarded && !request->fed &&
+        !replica_serves(other, grants_find(request->grants, id)->epoch, false))
+        return SMB_STALE_EPOCH;
+    return SMB_OK;
+}
+
 /* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or
  * each other. */
 static int read_step(struct smb_server *server, struct gate_request *request, const uint8_t *words,
@@ -477,8 +498,8 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
         int status = id == 0 || *state ? SMB_OK : find(server, request, id, SMB_RIGHT_WRITE, state);
         if (status != SMB_OK)
             return missing(request, status);
-        if (*state && replica_at(*state))
-            return SMB_INVALID; /* its backup would not hear of it */
+        if (*state && (status = follows(server, request, *state, id)) != SMB_OK)
+            return status;
         change->states[i] = *state;
     }
     return brings ? SMB_OK : read_source(server, request, gradient, frame->offset, scratch);

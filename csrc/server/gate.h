@@ -11,6 +11,7 @@
 #include "server/grants.h"
 
 struct forward;
+struct replica_group;
 struct smb_server;
 
 struct gate_request {
@@ -24,9 +25,10 @@ struct gate_request {
     const struct grants *grants;
     bool retried; /* was deferred before */
     /* of a segment with two copies (replica.h) */
-    bool alone;              /* it had one copy, and was not gated, when this was begun */
-    bool fed;                /* from the primary, for its backup */
-    uint64_t feeds;          /* for this segment its connection was taken as its primary's; 0 */
+    bool alone; /* it had one copy, and was not gated, when this was begun */
+    bool fed;   /* from the primary, for its backup */
+    /* for these segments its connection was taken as their primary's; NULL */
+    struct replica_group *feeds;
     uint64_t begun_ns;       /* a read: when it came */
     struct forward *forward; /* what is to go to the backup */
     uint64_t order;          /* what its answer waits for; 0: nothing */

@@ -69,7 +69,7 @@ enum step input_next_request(struct connection *connection)
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
     if (connection->greeted &&
         (((frame.session != connection->session || frame.lane != connection->lane) &&
-          !(connection->feeds && frame.segment == connection->feeds_segment)) ||
+          !connection->feeds) ||
          checksum != connection->checksums))
         return connection_refuse(connection, SMB_PROTOCOL);
     connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;

@@ -92,7 +92,7 @@ static int publish(struct smb_server *server, struct smb_segment *segment, const
 }
 
 static int create(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch,
-                  int dtype, uint64_t data_bytes, uint32_t chunk_bytes, bool replicated)
+                  int dtype, uint64_t data_bytes, uint32_t chunk_bytes, const uint64_t *group)
 {
     uint64_t file_bytes = smb_segment_file_bytes(data_bytes, chunk_bytes);
     if (file_bytes == 0)
@@ -102,8 +102,8 @@ static int create(struct smb_server *server, const char *path, uint64_t id, uint
         return status;
     struct smb_segment *segment;
     status = smb_segment_create(path, id, epoch, dtype, data_bytes, chunk_bytes, &segment);
-    if (status == SMB_OK && replicated)
-        smb_segment_mark_replicated(segment); /* before anybody can find it */
+    if (status == SMB_OK && group)
+        smb_segment_mark_replicated(segment, *group); /* before anybody can find it */
     if (status == SMB_OK) {
         status = publish(server, segment, path, false);
         if (status != SMB_OK) {
@@ -119,13 +119,14 @@ static int create(struct smb_server *server, const char *path, uint64_t id, uint
 int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id,
                               uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes)
 {
-    return create(server, path, id, epoch, dtype, data_bytes, chunk_bytes, false);
+    return create(server, path, id, epoch, dtype, data_bytes, chunk_bytes, NULL);
 }
 
 int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
-                              uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes)
+                              uint64_t group, uint32_t epoch, int dtype, uint64_t data_bytes,
+                              uint32_t chunk_bytes)
 {
-    return create(server, path, id, epoch, dtype, data_bytes, chunk_bytes, true);
+    return create(server, path, id, epoch, dtype, data_bytes, chunk_bytes, &group);
 }
 
 int smb_server_adopt_segment(struct smb_server *server, const char *path,

@@ -1,77 +1,112 @@
-/* replica_state.h: the struct of a replica, for replica.c and copy.c alone. replica.h says what
- * guards it.
+/* replica_state.h: the structs of replicas and their groups, for replica.c, group.c and copy.c
+ * alone. replica.h says what guards them.
  */
 #ifndef SMB_REPLICA_STATE_H
 #define SMB_REPLICA_STATE_H
 
 #include "memory/records.h"
 #include "server/feed.h"
+#include "server/group.h"
 #include "server/replica.h"
 
 struct wait;
 
-/* How far a copy is that is being made, for a server that is to be the backup. Chunks are copied
- * in their order; the changes of those before `chunks_done` are forwarded, of the others only
- * that they were made. docs/decisions/0025, "A new copy". */
+/* How far a copy of a group is that is being made, for a server that is to be the backup. Chunks
+ * are copied in their order, each of all members at once; the changes of those before `chunks_done`
+ * are forwarded, of the others only that they were made. docs/decisions/0025, "A new copy". */
 struct copy {
     bool under_way;
     bool settling; /* changes that were prepared before it began have not ended */
     bool failed;
     bool whole;        /* was said */
+    bool given_up;     /* in this epoch */
     uint64_t sequence; /* of its last frame */
     uint64_t order;    /* of its last frame */
-    uint32_t *places;  /* of the records that there were */
-    uint32_t place_count, places_done;
     uint64_t chunks_done;
-    uint64_t evictions, ended_evictions; /* as sent */
-    bool counted;                        /* they were sent after all else */
+    bool counted; /* evicted records were counted after all else */
 };
 
-struct replica {
+/* Segments that move together: docs/decisions/0038. Most have one member. It lives as long as any
+ * of them. */
+struct replica_group {
     struct smb_server *server;
     uint64_t id;
-    uint64_t chunk_bytes, data_bytes;
-    uint32_t dtype;
+    struct replica_group *next; /* in the server's list: forward_lock */
+    uint32_t references;        /* likewise */
     pthread_mutex_t lock;
-    pthread_cond_t room;  /* for a copy: less is queued, or it has ended */
-    uint32_t in_progress; /* changes and refusals between replica_prepare and replica_done */
-    struct copy copy;     /* primary: of a backup that is being made */
+    struct replica *members; /* those that are served */
+    pthread_cond_t room;     /* for a copy: less is queued, or it has ended */
+    uint32_t in_progress;    /* changes and refusals between replica_prepare and replica_done */
+    struct copy copy;        /* primary: of a backup that is being made */
     uint64_t copied; /* backup: the last part of a copy that was made here; its feeder's loop */
-    struct records *records;
-    struct sync *sync;
-    /* a change of its words was not queued for want of memory: nothing after it may be confirmed in
-     * this epoch */
+    /* a change of a lock's words was not queued for want of memory: nothing after it may be
+     * confirmed in this epoch */
     bool words_lost;
     _Atomic int role; /* enum smb_replica_role */
     _Atomic uint32_t epoch;
     _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */
     _Atomic bool yields; /* primary: its lease does not count: it may be replaced at any moment */
     _Atomic uint64_t order, confirmed;
-    _Atomic uint64_t *chunk_orders; /* of each chunk the last change; written under its lock too */
-    uint64_t asked_at_ns;           /* when the last question that was confirmed was asked */
-    bool asking;                    /* one is on its way */
-    struct feed feed;               /* to the backup */
-    bool told_works;                /* what was told last: there is a connection that works */
+    uint64_t asked_at_ns;                /* when the last question that was confirmed was asked */
+    bool asking;                         /* one is on its way */
+    struct feed feed;                    /* to the backup */
+    uint64_t fed_by;                     /* the member by which its connection was made */
+    bool told_works;                     /* what was told last: there is a connection that works */
     struct wait *waiting, *waiting_last; /* by order */
     char peer[SMB_SERVER_NAME_BYTES];    /* the server of the other copy, in this epoch */
     const struct connection *feeder;     /* backup: the primary's, compared only */
 };
 
-static inline bool is_paired(const struct replica *replica)
+/* One segment of a group. */
+struct replica {
+    struct replica_group *group;
+    struct replica *next; /* of the group's members */
+    bool left;            /* it is served no more; the group's lock */
+    uint64_t id;
+    uint64_t chunk_bytes, data_bytes;
+    uint32_t dtype;
+    struct records *records;
+    struct sync *sync;
+    _Atomic uint64_t *chunk_orders; /* of each chunk the last change; written under its lock too */
+    /* of the copy that is being made: the records that there were, and what was sent */
+    uint32_t *places;
+    uint32_t place_count, places_done;
+    uint64_t evictions, ended_evictions;
+};
+
+static inline bool is_paired(const struct replica_group *group)
 {
-    return atomic_load_explicit(&replica->paired, memory_order_acquire);
+    return atomic_load_explicit(&group->paired, memory_order_acquire);
 }
 
+/* ---- group.c --------------------------------------------------------------------------------- */
+
+/* Takes the segment in. SMB_INVALID: it is cut in another way than the others, or these are as many
+ * as may be. */
+int group_join(struct smb_server *server, uint64_t id, struct replica *replica);
+/* It is served no more; the group may go on. It keeps its reference until group_release. */
+void group_leave(struct replica *replica);
+struct replica_group *group_hold(struct replica_group *group);
+void group_release(struct replica_group *group);
+/* References to the members that are served now; returns how many. */
+int group_hold_members(struct replica_group *group, struct smb_segment *members[GROUP_MEMBERS_MAX]);
+void group_release_members(struct smb_segment *const *members, int count);
 /* With the lock: the next in order. */
-void replica_append(struct replica *replica, struct forward *forward);
-/* Fills the header in; the body is whoever made it's. */
-void replica_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame);
+void group_append(struct replica *replica, struct forward *forward);
 /* Instead of plain unlocking, after what may have made or broken a connection. */
-void replica_unlock(struct replica *replica);
+void group_unlock(struct replica_group *group);
 /* With the lock. Nothing is forwarded any more. Waiting requests are answered. A primary goes on
  * alone: as the only copy it has all that it tells of. Any other status sends clients elsewhere. */
-void replica_stop_forwarding(struct replica *replica, int status);
+void group_stop_forwarding(struct replica_group *group, int status);
+bool group_is_primary(const struct replica_group *group);
 /* A reference to the segment with it; NULL: not here, or it has one copy. */
 struct replica *replica_of(struct smb_server *server, uint64_t id, struct smb_segment **segment);
+
+/* ---- replica.c ------------------------------------------------------------------------------- */
+
+/* Fills the header in; the body is whoever made it's. */
+void replica_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame);
+/* With the lock. What the last copy has left is forgotten. */
+void replica_forget_copy(struct replica *replica);
 
 #endif

@@ -9,7 +9,7 @@
 #include "memory/journal.h"
 #include "server/counters.h"
 #include "server/loop.h"
-#include "server/replica.h"
+#include "server/group.h"
 #include "server/waits.h"
 
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls)
@@ -68,7 +68,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
 void smb_server_destroy(struct smb_server *server)
 {
     waits_stop(server);
-    replica_stop_forwarder(server);
+    group_stop_forwarder(server);
     for (int i = 0; i < server->loop_count; i++)
         loop_stop(&server->loops[i]);
     for (int i = 0; i < server->loop_count; i++)

@@ -21,6 +21,7 @@
 #include "memory/sync.h"
 #include "server/counters.h"
 #include "server/grants.h"
+#include "server/group.h"
 #include "server/listener.h"
 #include "server/registry.h"
 #include "server/strangers.h"
@@ -84,9 +85,10 @@ struct smb_server {
     struct connection *lanes;
     struct past *pasts; /* lanes_lock */
     uint32_t past_count;
-    /* replica.c: one thread, from the first segment with two copies on */
+    /* group.c: one thread, from the first segment with two copies on */
     pthread_mutex_t roles_lock;   /* one change of roles at a time; before all others */
-    pthread_mutex_t forward_lock; /* after a replica's lock */
+    pthread_mutex_t forward_lock; /* after a group's lock */
+    struct replica_group *groups[GROUP_BUCKETS]; /* forward_lock */
     pthread_cond_t replica_changed;
     uint64_t replica_changes; /* of roles and connections; forward_lock */
     pthread_t forwarder;

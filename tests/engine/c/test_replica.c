@@ -8,114 +8,19 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "base/frame.h"
 #include "lab.h"
-#include "rig.h"
+#include "pair.h"
 #include "base/clock.h"
 #include "memory/change.h"
 #include "memory/segment.h"
 #include "memory/sync.h"
 #include "server/replica.h"
 
-enum {
-    ID = 77,
-    BESIDE = 78,
-    CHUNK = 4096,
-    CHUNKS = 5,
-    ELEMENTS = CHUNKS * CHUNK / 8,
-    CLIENTS = 4,
-    ROUNDS = 150
-};
-
-struct pair {
-    struct smb_server *servers[2];
-    uint16_t ports[2];
-    struct smb_tls *inside; /* what the primary shows the backup; NULL: it speaks no TLS */
-};
-
-static void set_role(struct pair *pair, int server, uint32_t epoch, int role, bool paired)
-{
-    CHECK_EQ(smb_server_set_replica(pair->servers[server], ID, epoch, role, paired, false, "peer"),
-             SMB_OK);
-}
-
-/* A connection from the primary to the backup, in place of the one before. */
-static int feed(struct pair *pair, uint32_t epoch)
-{
-    int fd = raw_connect(pair->ports[1]);
-    CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
-    return smb_server_feed(pair->servers[0], ID, epoch, fd, 1001, pair->inside,
-                           "server-0.server.smb");
-}
-
-static struct smb_replica_status status_of(struct pair *pair, int server)
-{
-    struct smb_replica_status found;
-    CHECK_EQ(smb_server_replicas(pair->servers[server], &found, 1), 1);
-    return found;
-}
+enum { BESIDE = 78, ELEMENTS = SEGMENT_BYTES / 8, CLIENTS = 4, ROUNDS = 150 };
 
 static void start(struct pair *pair)
 {
-    pair->inside = NULL;
-    for (int i = 0; i < 2; i++) {
-        CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 2, (uint64_t)1 << 30, &pair->servers[i]),
-                 SMB_OK);
-        CHECK_EQ(smb_server_listen_tcp(pair->servers[i], "127.0.0.1", 0, &pair->ports[i]), SMB_OK);
-        CHECK_EQ(smb_server_create_replica(pair->servers[i], scratch_path(i ? "b" : "a"), ID, 1,
-                                           SMB_INT64, ELEMENTS * 8, CHUNK),
-                 SMB_OK);
-        smb_server_serve_until(pair->servers[i], UINT64_MAX);
-    }
-    set_role(pair, 1, 1, SMB_REPLICA_BACKUP, true);
-    set_role(pair, 0, 1, SMB_REPLICA_PRIMARY, true);
-}
-
-static void stop(struct pair *pair)
-{
-    for (int i = 0; i < 2; i++)
-        smb_server_destroy(pair->servers[i]);
-}
-
-struct user {
-    struct smb_client *client;
-    struct smb_link *link;
-    struct smb_buffer *buffer;
-};
-
-static struct smb_buffer *buffer_over(const struct user *user, uint64_t id)
-{
-    static const struct smb_layout layout = {ELEMENTS * 8, CHUNKS * CHUNK, CHUNK, 1};
-    struct smb_buffer *buffer;
-    CHECK_EQ(smb_buffer_create(user->client, &layout, SMB_INT64, &buffer), SMB_OK);
-    CHECK_EQ(smb_buffer_set_link(buffer, 0, id, 1, user->link), SMB_OK);
-    return buffer;
-}
-
-static struct user use_of(struct pair *pair, uint64_t session, uint64_t id)
-{
-    struct user user;
-    uint64_t instance;
-    CHECK_EQ(smb_client_create(session, &user.client), SMB_OK);
-    CHECK_EQ(smb_client_connect_tcp(user.client, "127.0.0.1", pair->ports[0],
-                                    SMB_LANE_OF_SEGMENTS + 1, RIG_TIMEOUT_MS, &user.link,
-                                    &instance),
-             SMB_OK);
-    smb_link_set_epoch(user.link, 1);
-    user.buffer = buffer_over(&user, id);
-    return user;
-}
-
-static struct user use(struct pair *pair, uint64_t session)
-{
-    return use_of(pair, session, ID);
-}
-
-static void leave(struct user *user)
-{
-    smb_buffer_destroy(user->buffer);
-    smb_link_close(user->link);
-    smb_client_destroy(user->client);
+    pair_start(pair, SMB_INT64, 1);
 }
 
 static struct smb_request addition(const int64_t *ones)
@@ -133,18 +38,6 @@ static const int64_t *ones(void)
     for (int i = 0; i < ELEMENTS; i++)
         made[i] = 1;
     return made;
-}
-
-static bool copies_are_equal(struct pair *pair)
-{
-    struct smb_segment *segments[2];
-    for (int i = 0; i < 2; i++)
-        CHECK_EQ(smb_server_hold_segment(pair->servers[i], ID, &segments[i]), SMB_OK);
-    bool equal = memcmp(smb_segment_data(segments[0]), smb_segment_data(segments[1]),
-                        ELEMENTS * 8) == 0;
-    for (int i = 0; i < 2; i++)
-        smb_segment_release(segments[i]);
-    return equal;
 }
 
 struct worker {
@@ -258,92 +151,6 @@ static void a_busy_chunk_can_be_read(void)
     stop(&pair);
 }
 
-/* Frames of one lane by hand, so that many are on their way at once. */
-struct raw {
-    int fd;
-    uint64_t session, sequence;
-};
-
-static struct smb_frame raw_receive(struct raw *raw)
-{
-    uint8_t bytes[SMB_FRAME_BYTES];
-    struct smb_frame reply;
-    CHECK_EQ(recv(raw->fd, bytes, sizeof bytes, MSG_WAITALL), sizeof bytes);
-    CHECK_EQ(smb_frame_parse(bytes, &reply), SMB_OK);
-    return reply;
-}
-
-static void raw_send(struct raw *raw, struct smb_frame frame)
-{
-    static const uint8_t zeros[CHUNK];
-    uint8_t bytes[SMB_FRAME_BYTES];
-    frame.session = raw->session;
-    frame.lane = SMB_LANE_OF_SEGMENTS + 1;
-    smb_frame_encode(&frame, bytes);
-    CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
-    if (frame.payload > 0)
-        CHECK_EQ(write(raw->fd, zeros, frame.payload), frame.payload);
-}
-
-/* The lane's next request, with words for its payload. */
-static void raw_send_words(struct raw *raw, struct smb_frame frame, uint64_t a, uint64_t b)
-{
-    uint8_t bytes[SMB_FRAME_BYTES + SMB_SYNC_BYTES] = {0};
-    frame.session = raw->session;
-    frame.lane = SMB_LANE_OF_SEGMENTS + 1;
-    frame.sequence = ++raw->sequence;
-    smb_frame_encode(&frame, bytes);
-    smb_store64(bytes + SMB_FRAME_BYTES, a);
-    smb_store64(bytes + SMB_FRAME_BYTES + 8, b);
-    CHECK_EQ(write(raw->fd, bytes, SMB_FRAME_BYTES + frame.payload),
-             SMB_FRAME_BYTES + frame.payload);
-}
-
-static struct raw raw_begin(struct pair *pair, int server, uint64_t session)
-{
-    struct raw raw = {.fd = raw_connect(pair->ports[server]), .session = session};
-    raw_send(&raw, (struct smb_frame){.opcode = SMB_HELLO});
-    CHECK_EQ(raw_receive(&raw).status, SMB_OK);
-    return raw;
-}
-
-static bool heard(const struct raw *raw)
-{
-    uint8_t byte;
-    return recv(raw->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 1;
-}
-
-/* Clients that follow the segment, as Python's would: where it is, in which epoch. */
-struct place {
-    struct pair *pair;
-    _Atomic uint32_t epoch;
-    _Atomic int server;
-    _Atomic bool over;
-};
-
-struct follower {
-    struct place *place;
-    struct user user;
-};
-
-static void *follow(void *argument)
-{
-    struct follower *follower = argument;
-    struct place *place = follower->place;
-    while (!atomic_load(&place->over)) {
-        uint64_t id, instance;
-        if (smb_client_wait_down(follower->user.client, 20, &id) != SMB_OK)
-            continue;
-        int server = atomic_load(&place->server);
-        smb_link_set_epoch(follower->user.link, atomic_load(&place->epoch));
-        while (!atomic_load(&place->over) &&
-               smb_link_resume_tcp(follower->user.link, "127.0.0.1", place->pair->ports[server],
-                                   1000 + (uint64_t)server, RIG_TIMEOUT_MS, &instance) != SMB_OK)
-            server = atomic_load(&place->server);
-    }
-    return NULL;
-}
-
 struct mover {
     struct place *place;
     const int64_t *ones;
@@ -377,57 +184,6 @@ static void *move(void *argument)
     pthread_join(thread, NULL);
     leave(&follower.user);
     return NULL;
-}
-
-/* That server's copy is gone, and it gets an empty segment. */
-static void lose(struct pair *pair, int lost)
-{
-    CHECK_EQ(smb_server_delete_segment(pair->servers[lost], ID), SMB_OK);
-    CHECK_EQ(smb_server_create_replica(pair->servers[lost], scratch_path(lost ? "b" : "a"), ID, 1,
-                                       SMB_INT64, ELEMENTS * 8, CHUNK),
-             SMB_OK);
-}
-
-static void connect_copy(struct pair *pair, int from, uint32_t epoch)
-{
-    int fd = raw_connect(pair->ports[1 - from]);
-    CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
-    CHECK_EQ(smb_server_feed(pair->servers[from], ID, epoch, fd, 1001 - (uint64_t)from, NULL, NULL),
-             SMB_OK);
-}
-
-/* As the coordinator and Python do it: epoch, roles, parts, over connections that break, and the
- * next epoch once the copy has all. */
-static void make_copy(struct pair *pair, int from, uint32_t epoch)
-{
-    uint64_t copied = 0, total = 0;
-    int status = SMB_OK;
-    CHECK_EQ(smb_server_set_replica(pair->servers[1 - from], ID, epoch, SMB_REPLICA_BACKUP, true,
-                                    false, "peer"),
-             SMB_OK);
-    CHECK_EQ(smb_server_set_replica(pair->servers[from], ID, epoch, SMB_REPLICA_PRIMARY, true, true,
-                                    "peer"),
-             SMB_OK);
-    /* not before all is there */
-    CHECK_EQ(smb_server_set_replica(pair->servers[from], ID, epoch + 1, SMB_REPLICA_PRIMARY, true,
-                                    false, "peer"),
-             SMB_INVALID);
-    for (int part = 0; status != SMB_EXISTS; part++) {
-        if (part % 3 == 0)
-            connect_copy(pair, from, epoch);
-        status = smb_server_copy(pair->servers[from], ID, epoch, CHUNK, &copied, &total);
-        CHECK(status == SMB_OK || status == SMB_BUSY || status == SMB_EXISTS);
-    }
-    CHECK_EQ(copied, ELEMENTS * 8);
-    CHECK_EQ(total, copied);
-    CHECK_EQ(smb_server_abandon_copy(pair->servers[from], ID, epoch), SMB_STALE_EPOCH);
-    CHECK_EQ(smb_server_set_replica(pair->servers[from], ID, epoch + 1, SMB_REPLICA_PRIMARY, true,
-                                    false, "peer"),
-             SMB_OK);
-    CHECK_EQ(smb_server_set_replica(pair->servers[1 - from], ID, epoch + 1, SMB_REPLICA_BACKUP,
-                                    true, false, "peer"),
-             SMB_OK);
-    connect_copy(pair, from, epoch + 1);
 }
 
 /* Round after round a server is lost, the other goes on, and what is lost is copied anew while
@@ -616,7 +372,7 @@ static void operands_are_forwarded(void)
     start(&pair);
     make_beside(&pair);
     struct user user = use(&pair, 9), source = use_of(&pair, 10, BESIDE);
-    struct smb_buffer *beside = buffer_over(&user, BESIDE);
+    struct smb_buffer *beside = buffer_over(&user, &pair, BESIDE);
     struct raw raw = raw_begin(&pair, 0, 20);
     must(source.buffer, addition(ones()));
     for (uint64_t chunk = 0; chunk < CHUNKS; chunk++)
@@ -652,7 +408,8 @@ static void a_source_is_told_as_a_read_is(void)
     start(&pair);
     make_beside(&pair);
     struct user user = use(&pair, 9), other = use_of(&pair, 10, BESIDE);
-    struct smb_buffer *copies = buffer_over(&other, ID), *gone = buffer_over(&user, BESIDE + 1);
+    struct smb_buffer *copies = buffer_over(&other, &pair, ID),
+                      *gone = buffer_over(&user, &pair, BESIDE + 1);
     struct raw writer = raw_begin(&pair, 0, 20), adder = raw_begin(&pair, 0, 21);
     struct smb_frame fill = {.opcode = SMB_FILL,
                              .dtype = SMB_INT64,
@@ -958,7 +715,7 @@ static void locks_and_versions(void)
 
 static void start_with_one_copy(struct pair *pair)
 {
-    pair->inside = NULL;
+    *pair = (struct pair){.dtype = SMB_INT64, .members = 1};
     for (int i = 0; i < 2; i++) {
         CHECK_EQ(smb_server_create(1000 + (uint64_t)i, 2, (uint64_t)1 << 30, &pair->servers[i]),
                  SMB_OK);
@@ -1074,7 +831,7 @@ static void a_segment_with_one_copy_moves(void)
     }
     for (int i = 0; i < USERS; i++)
         WAIT_UNTIL(atomic_load(&users[i].done) >= 50);
-    CHECK_EQ(smb_server_create_replica(pair.servers[1], scratch_path("b"), ID, 3, SMB_INT64,
+    CHECK_EQ(smb_server_create_replica(pair.servers[1], scratch_path("b"), ID, 0, 3, SMB_INT64,
                                        ELEMENTS * 8, CHUNK),
              SMB_OK);
     CHECK_EQ(smb_server_let_move(pair.servers[0], ID), SMB_OK);

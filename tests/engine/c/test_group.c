@@ -1,0 +1,423 @@
+/* Segments that move together: steps that change several of them as one, with a second copy. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "memory/segment.h"
+#include "pair.h"
+#include "server/group.h"
+
+enum {
+    FIRST_MOMENT = ID + 1,
+    SECOND_MOMENT = ID + 2,
+    MEMBERS = 3,
+    GRADIENT = 200,
+    ELEMENTS = SEGMENT_BYTES / 4,
+    CLIENTS = 4,
+    ROUNDS = 60
+};
+
+/* A segment with one copy, and beside it another group's. */
+static void start(struct pair *pair)
+{
+    pair_start(pair, SMB_FLOAT32, MEMBERS);
+    CHECK_EQ(smb_server_create_segment(pair->servers[0], scratch_path("g"), GRADIENT, 1,
+                                       SMB_FLOAT32, SEGMENT_BYTES, CHUNK),
+             SMB_OK);
+    struct smb_segment *gradient;
+    CHECK_EQ(smb_server_hold_segment(pair->servers[0], GRADIENT, &gradient), SMB_OK);
+    for (int i = 0; i < ELEMENTS; i++)
+        ((float *)smb_segment_data(gradient))[i] = 1;
+    smb_segment_release(gradient);
+}
+
+struct stepper {
+    struct user user;
+    struct smb_buffer *gradient, *first, *second;
+};
+
+static struct stepper stepper_of(struct pair *pair, uint64_t session)
+{
+    struct stepper made = {.user = use(pair, session)};
+    made.gradient = buffer_over(&made.user, pair, GRADIENT);
+    made.first = buffer_over(&made.user, pair, FIRST_MOMENT);
+    made.second = buffer_over(&made.user, pair, SECOND_MOMENT);
+    return made;
+}
+
+static void end(struct stepper *stepper)
+{
+    smb_buffer_destroy(stepper->gradient);
+    smb_buffer_destroy(stepper->first);
+    smb_buffer_destroy(stepper->second);
+    leave(&stepper->user);
+}
+
+/* With a gradient of ones the momentum counts the steps, and the weights lose one, two, three and
+ * so on: every number below 2^24 is exact, in whichever order the steps come. */
+static struct smb_request step_of(const struct stepper *stepper)
+{
+    return (struct smb_request){.opcode = SMB_APPLY,
+                                .op = SMB_RULE_MOMENTUM,
+                                .bytes = SEGMENT_BYTES,
+                                .other = stepper->gradient,
+                                .states = {stepper->first},
+                                .hyper = {.scale = 1, .lr = 1, .mu = 1},
+                                .timeout_ms = RIG_TIMEOUT_MS};
+}
+
+static struct smb_request adam_of(const struct stepper *stepper, uint64_t step)
+{
+    struct smb_request request = step_of(stepper);
+    request.op = SMB_RULE_ADAM;
+    request.states[1] = stepper->second;
+    request.hyper = (struct smb_hyper){
+        .scale = 1, .lr = 0.125, .step = step, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8};
+    return request;
+}
+
+static const float *data_of(struct pair *pair, int server, uint64_t id)
+{
+    struct smb_segment *segment;
+    CHECK_EQ(smb_server_hold_segment(pair->servers[server], id, &segment), SMB_OK);
+    const float *data = smb_segment_data(segment);
+    smb_segment_release(segment); /* it is served: its memory stays */
+    return data;
+}
+
+static void check_steps(struct pair *pair, int server, int64_t steps)
+{
+    const float *weights = data_of(pair, server, ID);
+    const float *momentum = data_of(pair, server, FIRST_MOMENT);
+    for (int i = 0; i < ELEMENTS; i++) {
+        CHECK_EQ((int64_t)momentum[i], steps);
+        CHECK_EQ((int64_t)weights[i], -steps * (steps + 1) / 2);
+    }
+}
+
+struct worker {
+    struct pair *pair;
+    uint64_t session;
+    _Atomic int done;
+};
+
+static void *work(void *argument)
+{
+    struct worker *worker = argument;
+    struct stepper stepper = stepper_of(worker->pair, worker->session);
+    for (int i = 0; i < ROUNDS; i++) {
+        must(stepper.user.buffer, step_of(&stepper));
+        atomic_fetch_add(&worker->done, 1);
+    }
+    end(&stepper);
+    return NULL;
+}
+
+/* Several clients' steps reach all segments of the backup as one and once, over connections that
+ * are replaced all the while. */
+static void steps_are_forwarded(void)
+{
+    struct pair pair;
+    struct worker workers[CLIENTS];
+    pthread_t threads[CLIENTS];
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    for (int i = 0; i < CLIENTS; i++) {
+        workers[i] = (struct worker){.pair = &pair, .session = 10 + (uint64_t)i};
+        CHECK_EQ(pthread_create(&threads[i], NULL, work, &workers[i]), 0);
+    }
+    for (int at = 5; at < ROUNDS; at += 5) {
+        WAIT_UNTIL(atomic_load(&workers[0].done) >= at);
+        CHECK_EQ(feed(&pair, 1), SMB_OK);
+    }
+    for (int i = 0; i < CLIENTS; i++)
+        pthread_join(threads[i], NULL);
+    for (int server = 0; server < 2; server++)
+        check_steps(&pair, server, CLIENTS * ROUNDS);
+    struct stepper stepper = stepper_of(&pair, 9);
+    for (uint64_t step = 1; step <= 20; step++)
+        must(stepper.user.buffer, adam_of(&stepper, step));
+    CHECK(data_of(&pair, 1, SECOND_MOMENT)[0] > 0);
+    CHECK(copies_are_equal(&pair));
+    CHECK_EQ(status_of(&pair, 0).unconfirmed, 0);
+    end(&stepper);
+    stop(&pair);
+}
+
+/* A step that the backup does not have is seen in no segment: not in the weights, and not in what
+ * changed with them. Sent again, it counts once. */
+static void no_part_of_a_step_is_told_before_the_backup_has_it(void)
+{
+    struct pair pair;
+    uint64_t ids[] = {ID, FIRST_MOMENT};
+    start(&pair);
+    struct raw stepper = raw_begin(&pair, 0, 20), readers[2];
+    struct smb_frame step = {.opcode = SMB_APPLY,
+                             .op = SMB_RULE_MOMENTUM,
+                             .dtype = SMB_FLOAT32,
+                             .epoch = 1,
+                             .session = 20,
+                             .lane = SMB_LANE_OF_SEGMENTS + 1,
+                             .segment = ID,
+                             .sequence = 1,
+                             .length = CHUNK,
+                             .payload = SMB_APPLY_BYTES};
+    struct smb_hyper hyper = {.scale = 1, .lr = 1, .mu = 1};
+    uint8_t bytes[SMB_FRAME_BYTES + SMB_APPLY_BYTES] = {0};
+    smb_frame_encode(&step, bytes);
+    smb_store64(bytes + SMB_FRAME_BYTES, GRADIENT);
+    smb_store64(bytes + SMB_FRAME_BYTES + 8, FIRST_MOMENT);
+    smb_store_hyper(bytes + SMB_FRAME_BYTES + 8 * SMB_APPLY_SEGMENTS, &hyper);
+    CHECK_EQ(write(stepper.fd, bytes, sizeof bytes), sizeof bytes);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 1);
+    for (int i = 0; i < 2; i++) {
+        readers[i] = raw_begin(&pair, 0, 21 + (uint64_t)i);
+        raw_send(&readers[i], (struct smb_frame){.opcode = SMB_READ,
+                                                 .dtype = SMB_FLOAT32,
+                                                 .epoch = 1,
+                                                 .segment = ids[i],
+                                                 .length = 4});
+    }
+    struct smb_server_counters counters;
+    do
+        smb_server_counters(pair.servers[0], &counters);
+    while (counters.deferred_now < 2);
+    CHECK(!heard(&stepper) && !heard(&readers[0]) && !heard(&readers[1]));
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    CHECK_EQ(raw_receive(&stepper).status, SMB_OK);
+    for (int i = 0; i < 2; i++) {
+        float back;
+        CHECK_EQ(raw_receive(&readers[i]).status, SMB_OK);
+        CHECK_EQ(read(readers[i].fd, &back, sizeof back), sizeof back);
+        CHECK(back == (i == 0 ? -1 : 1));
+        close(readers[i].fd);
+    }
+    CHECK(copies_are_equal(&pair));
+    close(stepper.fd);
+    stop(&pair);
+}
+
+struct mover {
+    struct place *place;
+    const float *ones;
+    uint64_t session;
+    _Atomic int done;
+    _Atomic bool stop;
+};
+
+/* Steps with its own gradient, which both servers get with the frame, until it is stopped. */
+static void *move(void *argument)
+{
+    struct mover *mover = argument;
+    struct follower follower = {.place = mover->place};
+    struct stepper stepper = stepper_of(mover->place->pair, mover->session);
+    follower.user = stepper.user;
+    pthread_t thread;
+    CHECK_EQ(pthread_create(&thread, NULL, follow, &follower), 0);
+    struct smb_request step = step_of(&stepper);
+    step.other = NULL;
+    step.source = mover->ones;
+    while (!atomic_load(&mover->stop)) {
+        must(stepper.user.buffer, step);
+        atomic_fetch_add(&mover->done, 1);
+    }
+    atomic_store(&mover->place->over, true);
+    pthread_join(thread, NULL);
+    end(&stepper);
+    return NULL;
+}
+
+/* Round after round a server is lost, with all segments, and they are copied anew while clients
+ * make steps: each step is in all of them, once, and the copies are equal at rest. */
+static void a_group_is_copied_under_load(void)
+{
+    enum { LOSSES = 6 };
+    struct pair pair;
+    struct place places[CLIENTS];
+    struct mover movers[CLIENTS];
+    pthread_t threads[CLIENTS];
+    static float ones[ELEMENTS];
+    for (int i = 0; i < ELEMENTS; i++)
+        ones[i] = 1;
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    for (int i = 0; i < CLIENTS; i++) {
+        places[i] = (struct place){.pair = &pair, .epoch = 1};
+        movers[i] = (struct mover){.place = &places[i], .ones = ones, .session = 10 + (uint64_t)i};
+        CHECK_EQ(pthread_create(&threads[i], NULL, move, &movers[i]), 0);
+    }
+    int server = 0;
+    uint32_t epoch = 1;
+    for (int loss = 0; loss < LOSSES; loss++) {
+        int before[CLIENTS];
+        for (int i = 0; i < CLIENTS; i++)
+            before[i] = atomic_load(&movers[i].done);
+        for (int i = 0; i < CLIENTS; i++)
+            WAIT_UNTIL(atomic_load(&movers[i].done) >= before[i] + 5);
+        int lost = loss % 2; /* each in turn, a primary or a backup */
+        epoch++;
+        lose(&pair, lost);
+        server = 1 - lost;
+        set_role(&pair, server, epoch, SMB_REPLICA_PRIMARY, false);
+        for (int i = 0; i < CLIENTS; i++) {
+            atomic_store(&places[i].server, server);
+            atomic_store(&places[i].epoch, epoch + 1);
+        }
+        make_copy(&pair, server, epoch + 1);
+        epoch += 2;
+        for (int i = 0; i < CLIENTS; i++)
+            atomic_store(&places[i].epoch, epoch);
+    }
+    int64_t done = 0;
+    for (int i = 0; i < CLIENTS; i++)
+        atomic_store(&movers[i].stop, true);
+    for (int i = 0; i < CLIENTS; i++) {
+        pthread_join(threads[i], NULL);
+        done += atomic_load(&movers[i].done);
+    }
+    CHECK_EQ(status_of(&pair, server).unconfirmed, 0);
+    check_steps(&pair, server, done);
+    CHECK(copies_are_equal(&pair));
+    stop(&pair);
+}
+
+/* One of them is deleted while changes of it are on the way: the others are fed on, also if the
+ * connection was made by its name, and also if the backup has dropped it first. */
+static void a_member_leaves(void)
+{
+    struct pair pair;
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    struct stepper stepper = stepper_of(&pair, 9);
+    must(stepper.user.buffer, step_of(&stepper));
+    struct raw writers[MEMBERS];
+    CHECK_EQ(smb_server_delete_segment(pair.servers[1], SECOND_MOMENT), SMB_OK);
+    for (int i = 0; i < MEMBERS; i++) {
+        writers[i] = raw_begin(&pair, 0, 20 + (uint64_t)i);
+        raw_send(&writers[i], (struct smb_frame){.opcode = SMB_FILL,
+                                                 .dtype = SMB_FLOAT32,
+                                                 .epoch = 1,
+                                                 .segment = SECOND_MOMENT - (uint64_t)i,
+                                                 .sequence = 1,
+                                                 .length = CHUNK,
+                                                 .argument = 0});
+    }
+    WAIT_UNTIL(status_of(&pair, 0).refused == SMB_NOT_FOUND);
+    CHECK(!heard(&writers[0]));
+    CHECK_EQ(smb_server_delete_segment(pair.servers[0], SECOND_MOMENT), SMB_OK);
+    pair.members = 2;
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    for (int i = 1; i < MEMBERS; i++)
+        CHECK_EQ(raw_receive(&writers[i]).status, SMB_OK);
+    must(stepper.user.buffer, step_of(&stepper));
+    CHECK_EQ(status_of(&pair, 0).unconfirmed, 0);
+    CHECK(copies_are_equal(&pair));
+
+    /* the one that the connection was made by, whose number is the group's */
+    struct smb_buffer *momentum = stepper.first;
+    for (int i = 1; i >= 0; i--)
+        CHECK_EQ(smb_server_delete_segment(pair.servers[i], ID), SMB_OK);
+    struct smb_replica_status left;
+    CHECK_EQ(smb_server_replicas(pair.servers[0], &left, 1), 1);
+    CHECK_EQ(left.segment, FIRST_MOMENT);
+    CHECK_EQ(left.group, ID);
+    CHECK(!left.dialled && left.broken_ms > 0 && left.paired);
+    CHECK_EQ(feed_by(&pair, FIRST_MOMENT, 1), SMB_OK);
+    must(momentum, (struct smb_request){.opcode = SMB_FILL, .bytes = SEGMENT_BYTES});
+    CHECK_EQ(data_of(&pair, 1, FIRST_MOMENT)[0], 0);
+    for (int i = 0; i < MEMBERS; i++)
+        close(writers[i].fd);
+    end(&stepper);
+    stop(&pair);
+}
+
+/* What one of them is told is the role of all. They are known again after a restart. */
+static void a_role_is_the_groups(void)
+{
+    struct pair pair;
+    struct smb_replica_status found[MEMBERS];
+    start(&pair);
+    CHECK_EQ(smb_server_set_replica(pair.servers[1], SECOND_MOMENT, 2, SMB_REPLICA_PRIMARY, false,
+                                    false, ""),
+             SMB_OK);
+    CHECK_EQ(smb_server_replicas(pair.servers[1], found, MEMBERS), MEMBERS);
+    for (int i = 0; i < MEMBERS; i++) {
+        CHECK_EQ(found[i].group, ID);
+        CHECK_EQ(found[i].epoch, 2);
+        CHECK_EQ(found[i].role, SMB_REPLICA_PRIMARY);
+    }
+    stop(&pair);
+
+    struct smb_server *next;
+    struct smb_segment_info info;
+    CHECK_EQ(smb_server_create(1002, 1, (uint64_t)1 << 30, &next), SMB_OK);
+    CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a2"), &info), SMB_OK);
+    CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a"), &info), SMB_OK);
+    CHECK_EQ(smb_server_set_replica(next, SECOND_MOMENT, 3, SMB_REPLICA_PRIMARY, false, false, ""),
+             SMB_OK);
+    CHECK_EQ(smb_server_replicas(next, found, MEMBERS), 2);
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(found[i].group, ID);
+        CHECK_EQ(found[i].role, SMB_REPLICA_PRIMARY);
+    }
+    smb_server_destroy(next);
+}
+
+/* A state that does not move with the weights is refused: a backup would make no step in it. So is
+ * a member that is cut in another way, or one too many. */
+static void what_is_refused(void)
+{
+    enum { ALONE = 300, ELSEWHERE };
+    struct pair pair;
+    start(&pair);
+    struct stepper stepper = stepper_of(&pair, 9);
+    CHECK_EQ(smb_server_create_replica(pair.servers[0], scratch_path("c"), ALONE, 0, 1, SMB_FLOAT32,
+                                       SEGMENT_BYTES, CHUNK),
+             SMB_OK);
+    CHECK_EQ(
+        smb_server_set_replica(pair.servers[0], ALONE, 1, SMB_REPLICA_PRIMARY, false, false, ""),
+        SMB_OK);
+    uint64_t others[] = {ALONE, GRADIENT};
+    for (int i = 0; i < 2; i++) {
+        struct smb_buffer *other = buffer_over(&stepper.user, &pair, others[i]);
+        struct smb_buffer *weights = buffer_over(&stepper.user, &pair, others[i]);
+        struct smb_request request = step_of(&stepper);
+        request.states[0] = other;
+        if (others[i] == GRADIENT)
+            request.other = stepper.second;
+        CHECK_EQ(reach_try(stepper.user.buffer, request), SMB_INVALID);
+        request.states[0] = stepper.first;
+        CHECK_EQ(reach_try(weights, request), SMB_INVALID);
+        smb_buffer_destroy(other);
+        smb_buffer_destroy(weights);
+    }
+    CHECK_EQ(data_of(&pair, 0, ID)[0], 0);
+    CHECK_EQ(smb_server_create_replica(pair.servers[0], scratch_path("d"), ELSEWHERE, ID, 1,
+                                       SMB_FLOAT32, SEGMENT_BYTES + CHUNK, CHUNK),
+             SMB_INVALID);
+    CHECK(access(scratch_path("d"), F_OK) != 0);
+    for (int i = MEMBERS; i <= GROUP_MEMBERS_MAX; i++) {
+        char name[] = {'m', (char)('a' + i), 0};
+        CHECK_EQ(smb_server_create_replica(pair.servers[0], scratch_path(name),
+                                           ELSEWHERE + (uint64_t)i, ID, 1, SMB_FLOAT32,
+                                           SEGMENT_BYTES, CHUNK),
+                 i < GROUP_MEMBERS_MAX ? SMB_OK : SMB_INVALID);
+    }
+    end(&stepper);
+    stop(&pair);
+}
+
+int main(void)
+{
+    static const struct test tests[] = {
+        TEST(steps_are_forwarded),
+        TEST(no_part_of_a_step_is_told_before_the_backup_has_it),
+        TEST(a_group_is_copied_under_load),
+        TEST(a_member_leaves),
+        TEST(a_role_is_the_groups),
+        TEST(what_is_refused),
+    };
+    return RUN_TESTS(tests);
+}
