@@ -118,4 +118,5 @@ def _place(buffer: pb.Buffer, segment: pb.Segment) -> SegmentPlace:
         segment.copy_left_s,
         segment.lost,
         buffer.kind,
+        segment.group_id,
     )

@@ -59,6 +59,7 @@ class MemoryServers:
             chunk_bytes=record.chunk_bytes,
             token_floor=token_floor,
             replica=replica,
+            group_id=segment.group,
         )
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:

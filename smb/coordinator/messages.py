@@ -177,7 +177,7 @@ def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
     for segment in record.segments:
         message = pb.Segment(
             id=segment.id, server=segment.server, nbytes=segment.nbytes, epoch=segment.epoch, backup=segment.backup,
-            copying_to=segment.copying_to,
+            copying_to=segment.copying_to, group_id=segment.group,
         )  # fmt: skip
         progress = state.progress.get(segment.server, {}).get(segment.id) if segment.copying_to else None
         if progress is not None and progress.total_bytes:

@@ -46,6 +46,7 @@ class SegmentRecord:
     backup: str = ""
     epoch: int = 0  # 0: the buffer's, and it has no roles
     copying_to: str = ""  # the server that is to be the backup, while `server` copies the segment to it
+    group: int = 0  # of the segments that move together: the first one's id; 0: it moves alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class BufferRecord:
         for segment in fields["segments"]:
             if not segment["copying_to"]:
                 del segment["copying_to"]
+            if not segment["group"]:
+                del segment["group"]
         if self.replicas == 1:
             del fields["replicas"]
             for segment in fields["segments"]:

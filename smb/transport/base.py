@@ -55,6 +55,7 @@ class SegmentPlace:
     copy_left_s: float = 0.0  # and how long it may still take; 0: not known
     lost: bool = False  # its server came back without its memory, as the coordinator saw it
     kind: int = 0  # pb.Kind: of a lock by itself not BUFFER
+    group: int = 0  # of the segments that it moves together with: the first one's id; 0: it moves alone
 
 
 @dataclass(frozen=True, slots=True)
