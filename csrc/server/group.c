@@ -540,8 +540,9 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
     if (status == SMB_OK && tls && !(channel.tls = tls_begin(tls, fd, expected)))
         status = SMB_OUT_OF_MEMORY;
     pthread_mutex_lock(&group->lock);
-    if (status == SMB_OK &&
-        (!is_paired(group) || epoch != atomic_load_explicit(&group->epoch, memory_order_relaxed)))
+    /* One that has left is not found by its name: nobody would read the answers. */
+    if (status == SMB_OK && (!is_paired(group) || replica->left ||
+                             epoch != atomic_load_explicit(&group->epoch, memory_order_relaxed)))
         status = SMB_STALE_EPOCH;
     if (status == SMB_OK && group->words_lost)
         status = SMB_OUT_OF_MEMORY;

@@ -25,9 +25,10 @@ CLIENTS_MAX = 8  # elements of "board", each written by one client alone
 PUBLISHED = 6_000  # elements of "news", all of one number in each version
 TURNS = 1_200  # of "turns", changed under its lock alone: its first element counts, the others repeat it
 LEASE_S = 20.0  # longer than a fail-over takes: nobody's turn ends before its time
-STEPPED = 5_000  # of "into", which gets "source" added, and "weights" with "ones", on another server, as the gradient
-SEGMENTS = 3 + 1 + 1 + 1 + 3 + 3 + 2 * 3 + 2 * 1  # of all, with three servers
-BUFFERS = ("sum", "counter", "element", "board", "news", "turns", "into", "source", "weights", "ones")
+# of "into", which gets "source" added, and of "weights", which make steps with "ones", on another server, for a gradient
+STEPPED = 5_000
+SEGMENTS = 3 + 1 + 1 + 1 + 3 + 3 + 2 * 3 + 3 * 1  # of all in two copies, with three servers
+BUFFERS = ("sum", "counter", "element", "board", "news", "turns", "into", "source", "weights", "ones", "velocity")
 CALL_S = 60.0
 TWO_ROUNDS = 14  # notes
 
@@ -47,12 +48,14 @@ def make(client: smb.Client, replicas: int = 2) -> None:
     if replicas > 1:
         server = next(each.name for each in client.servers() if each.name != server)
     client.create("ones", STEPPED, stripe="64KiB", servers=[server], replicas=replicas).fill(1)
+    if replicas > 1:
+        client.create("velocity", state_of=weights)
 
 
 def drop(client: smb.Client) -> None:
     """Delete them."""
     for name in BUFFERS:
-        client.delete(name)
+        client.delete(name, missing_ok=True)
 
 
 def work(messages: Any, address: str, way: str, number: int, path: Path, stop: Path, pause_s: float = 0.0) -> None:
@@ -61,6 +64,7 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
     try:
         with smb.connect(address, transport=way, timeout=CALL_S) as client:
             total, counter, board = client.open("sum"), client.open("counter"), client.open("board")
+            velocity = _velocity(client)
             element, rng = client.open("element"), random.Random(number)
             news, turns = client.open("news"), client.open("turns")
             into, source, weights, ones = (client.open(name) for name in ("into", "source", "weights", "ones"))
@@ -75,7 +79,10 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
                 done += 1
                 _use_element(element, notes, rng, number << 32 | done)
                 into.accumulate_from(source)
-                weights.apply("sgd", ones, lr=-1)
+                if velocity is None:  # a rule with a state would have one copy stay where it is
+                    weights.apply("sgd", ones, lr=-1)
+                else:  # the state counts the steps, and the k-th one adds k to the weights
+                    weights.apply("momentum", ones, velocity, lr=-1, mu=1)
                 board.write([done], number)
                 now = board.read()
                 assert now[number] == done, f"wrote {done}, read {now[number]}"
@@ -87,6 +94,11 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
         messages.put((number, done, ""))
     except BaseException as error:  # noqa: BLE001 - told to the test
         messages.put((number, done, f"{type(error).__name__}: {error}"))
+
+
+def _velocity(client: smb.Client) -> smb.Buffer | None:
+    """Return the state of "weights", where they have two copies."""
+    return client.open("velocity") if client.open("weights").info.replicas > 1 else None
 
 
 def _publish_and_read(news: smb.Buffer, before: int, number: int) -> int:
@@ -144,7 +156,12 @@ def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
     )
     into, weights = client.open("into").read(), client.open("weights").read()
     assert (into == rounds * pattern(0, STEPPED, "int64")).all(), f"{into} after {rounds} rounds"
-    assert (weights == rounds).all(), f"{np.unique(weights)} after {rounds} rounds"
+    stepped = rounds
+    if (velocity := _velocity(client)) is not None:
+        counted, stepped = velocity.read(), rounds * (rounds + 1) // 2
+        assert (counted == rounds).all(), f"{np.unique(counted)} after {rounds} rounds"
+        assert stepped < 1 << 24, "float32 can't count them"
+    assert (weights == stepped).all(), f"{np.unique(weights)} after {rounds} rounds"
     counter = client.open("counter").read()
     assert counter.tolist() == [rounds, rounds], f"{counter} after {rounds} rounds"
     operations = [call for path in histories for call in operations_of(read_notes(path))]
