@@ -106,7 +106,7 @@ struct replica *replica_of(struct smb_server *server, uint64_t id, struct smb_se
 
 /* Fills the header in; the body is whoever made it's. */
 void replica_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame);
-/* With the lock. What the last copy has left is forgotten. */
+/* With the lock. Nothing of the last copy stays. */
 void replica_forget_copy(struct replica *replica);
 
 #endif

@@ -30,6 +30,8 @@ import smb.train
 from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError
 from smb.torch.part_parameters import PartParameters
+from smb.torch.pass_clock import PassClock
+from smb.torch.step_by_parameter import StepByParameter, refused
 from smb.train.overlap_plan import Measured, Place, Plan, plan_of
 from smb.train.parameters import Run
 from smb.train.partition import FUSED, OVERLAPS, ROUNDS
@@ -46,7 +48,6 @@ _INSTEAD = {
 }
 _LEARNING = 4  # steps without overlap; the first one, which warms up, is not measured
 _COMPARED = 20  # steps by a new plan, and as many without overlap, before the faster way stays
-_CHANGES = "changes {} in its step, which it would do once for each parameter"
 _PROBES, _PROBES_AT_ONCE = 5, 16  # small reads that tell what a message costs
 
 _news = logging.getLogger(TRAINING)
@@ -116,8 +117,8 @@ class Overlap:
         self._pending: set[int] = set()  # parts that are not taken over
         self._unseen: frozenset[int] | None = None  # those when the backward pass began
         self._began = False  # this step's exchange began in the backward pass
-        self._clock = _Clock(any(entry.tensor.device.type != "cpu" for entry in trained.entries))
-        self._gradients = _Gradients(optimizer, self._names)
+        self._clock = PassClock(any(entry.tensor.device.type != "cpu" for entry in trained.entries))
+        self._gradients = StepByParameter(optimizer, self._names)
         self._steps_inside = 0  # of the optimizer: one inside of the other
         self._hooks: list[Any] = []
         self._install()
@@ -201,7 +202,7 @@ class Overlap:
         else:
             self._tell_refusal()
             if self._asked == "both" and self._gradients.waiting:
-                raise _refused(
+                raise refused(
                     "a module was called between backward() and optimizer.step(): gradient accumulation, several "
                     "losses, a look at the model, or a step that was left out, or failed and was not called again"
                 )
@@ -311,7 +312,7 @@ class Overlap:
     def _take(self, number: int) -> None:
         """Take over a part. Raises if the exchange has failed; asked once more it leaves the part as it is."""
         if self._began and number in self._pending:
-            raise _refused("the parameters were looked at between backward() and optimizer.step()")
+            raise refused("the parameters were looked at between backward() and optimizer.step()")
         while number in self._pending:
             if self._flow.wait(number):
                 self._flow.adopt(number)
@@ -518,203 +519,3 @@ class _Ranges:
         for begin, end, number in self._found:
             if begin < run.here + run.count and run.here < end:
                 yield number
-
-
-class _Clock:
-    """Seconds of computing in a step, by module and by parameter, without what hooks take."""
-
-    def __init__(self, on_device: bool) -> None:
-        self._on_device = on_device  # then only waiting for it tells how long it takes
-        self._learning = True
-        self._last = time.perf_counter()
-        self._current: torch.nn.Module | None = None
-        self._forward: dict[torch.nn.Module, float] = {}
-        self._backward: dict[torch.Tensor, float] = {}
-        self._optimizer = 0.0
-
-    def tells(self, *, learning: bool) -> bool:
-        """Whether what was measured in this step is so."""
-        measured = bool(self._forward) and (not self._on_device or self._learning)
-        self._learning = learning
-        return measured
-
-    def forget(self) -> None:
-        """Begin a step."""
-        self._forward, self._backward, self._optimizer = {}, {}, 0.0
-        self._current = None
-
-    def resume(self) -> None:
-        """Go on: a hook is over."""
-        self._last = time.perf_counter()
-
-    def module(self, module: torch.nn.Module | None) -> None:
-        """Take note of a call; None: of a module that is no layer."""
-        self._count_forward()
-        if module is not None:
-            self._current = module
-
-    def forward_ended(self) -> None:
-        """Take note of the end of the forward pass."""
-        self._count_forward()
-        self._current = None
-        self.resume()
-
-    def _count_forward(self) -> None:
-        if self._current is not None:
-            self._forward[self._current] = self._forward.get(self._current, 0.0) + self._passed()
-
-    def gradient(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient."""
-        self._backward[parameter] = self._backward.get(parameter, 0.0) + self._passed()
-
-    def backward_ended(self) -> None:
-        """Take note of the optimizer's step, which begins."""
-        self.resume()
-
-    def optimized(self) -> None:
-        """Take note of its end."""
-        self._optimizer += self._passed()
-
-    def optimized_one(self, seconds: float) -> None:
-        """Take note of its step for one parameter, in the backward pass."""
-        self._optimizer += seconds
-
-    def _passed(self) -> float:
-        if self._on_device and self._learning:
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                torch.accelerator.synchronize()
-        return time.perf_counter() - self._last
-
-    def by_layer(
-        self, layers: dict[torch.Tensor, int], modules: dict[torch.nn.Module, int], count: int
-    ) -> tuple[list[float], list[float], float]:
-        """Return seconds forward and backward of each layer, and of the optimizer's step."""
-        forward, backward = [0.0] * count, [0.0] * count
-        for module, seconds in self._forward.items():
-            if module in modules:
-                forward[modules[module]] += seconds
-        for parameter, seconds in self._backward.items():
-            backward[layers[parameter]] += seconds
-        return forward, backward, self._optimizer
-
-
-class _Gradients:
-    """Steps the optimizer by parameter, in the backward pass, and refuses what that would make wrong, by name."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
-        self._optimizer = optimizer
-        self._names = names
-        self._used: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # of this step: gradient and its version
-        self._before: dict[torch.Tensor, tuple[int, int]] = {}  # of the last one: its id, as to keep it costs memory
-        self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, when the first gradient came
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._groups: dict[torch.Tensor, dict[str, Any]] = {}
-        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients, in the first steps
-        self.stepping = False  # by parameter
-
-    def check(self, parameter: torch.Tensor) -> None:
-        """Look at a gradient that is there. Raises Error."""
-        name = self._names[parameter]
-        if parameter in self._used:
-            raise _refused(
-                f"parameter {name!r} got a second gradient before optimizer.step(): gradient accumulation, several "
-                f"losses, or a backward pass after one that failed"
-            )
-        grad = parameter.grad
-        if grad is None:
-            raise _refused(f"the gradient of {name!r} was taken away by another hook")
-        before = self._before.get(parameter)
-        if before is not None and before[0] == id(grad) and grad._version == before[1] + 1:
-            raise _refused(f"the gradient of {name!r} was added to that of the step before: call optimizer.zero_grad()")
-        if not self._used:
-            self._settings = [_settings(group) for group in self._optimizer.param_groups]
-            self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
-
-    def used(self, parameter: torch.Tensor, *, summed: bool) -> None:
-        """Take note of a gradient that was used, or would have been; of its sum too, as not all that changes a tensor
-        changes its version.
-        """
-        grad = parameter.grad
-        assert grad is not None
-        self._used[parameter] = grad, grad._version
-        if summed and grad.layout == torch.strided:
-            self._sums[parameter] = grad.sum()
-
-    def step(self, parameter: torch.Tensor) -> None:
-        """Step the optimizer for one parameter, by its own state and its group's settings."""
-        group = self._groups.get(parameter)
-        if group is None:
-            return  # another optimizer's, or nobody's
-        alone = {**group, "params": [parameter]}
-        groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
-        self.stepping = True
-        try:
-            _step_of(type(self._optimizer))(self._optimizer)
-        finally:
-            self.stepping = False
-            self._optimizer.param_groups = groups
-        self._check_settings(_settings(alone), _settings(group), _CHANGES)
-
-    def check_step(self, args: Sequence[Any], options: dict[str, Any]) -> None:
-        """Look at the script's own step. Raises Error."""
-        if any(each is not None for each in args[1:]) or options.get("closure") is not None:
-            raise _refused("optimizer.step() got a closure, which computes the gradients once more")
-        if getattr(self._optimizer, "grad_scale", None) is not None or "grad_scaler" in options:
-            raise _refused("a GradScaler scales the gradients until the optimizer's step")
-        for parameter, (grad, version) in self._used.items():
-            same = parameter.grad is grad and grad._version == version
-            if same and (total := self._sums.get(parameter)) is not None:
-                same = torch.allclose(total, grad.sum(), rtol=0, atol=0, equal_nan=True)
-            if not same:
-                raise _refused(
-                    f"the gradient of {self._names[parameter]!r} was changed between backward() and optimizer.step(): "
-                    f"clipping by norm or value, GradScaler.unscale_, or noise"
-                )
-        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
-            self._check_settings(_settings(group), before, "had its {} changed between backward() and optimizer.step()")
-
-    def _check_settings(self, now: dict[str, Any], before: dict[str, Any], how: str) -> None:
-        changed = [key for key, value in now.items() if value is not before.get(key) and value != before.get(key)]
-        if changed:
-            raise _refused(f"the optimizer {type(self._optimizer).__name__} {how.format(', '.join(changed))}")
-
-    @property
-    def waiting(self) -> bool:
-        """Whether gradients are there that the script has not stepped with."""
-        return any(each in self._groups for each in self._used)  # not what another optimizer steps
-
-    def forget(self) -> None:
-        """Leave the gradients that are there out."""
-        self._used, self._sums = {}, {}
-
-    def hide(self) -> None:
-        """Take gradients that were stepped with away for the script's own step: it has nothing left to do for them."""
-        self._hidden = [(parameter, parameter.grad) for parameter in self._used if parameter in self._groups]
-        for parameter, _ in self._hidden:
-            parameter.grad = None
-
-    def show(self) -> None:
-        """End a step. Raises Error for an optimizer that changes its groups: it would count its steps by parameter."""
-        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
-            self._check_settings(_settings(group), before, _CHANGES)
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        self._hidden = []
-        self._sums = {}
-        self._before = {each: (id(grad), version) for each, (grad, version) in self._used.items()}
-        self._used = {}
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """Return its step without the hooks of torch.optim.Optimizer: these are for the script's own step."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
-def _refused(why: str) -> Error:
-    return Error(f"overlap='both' steps the optimizer in the backward pass, and would be wrong here: {why}. Join with "
-                 f"overlap='forward', which leaves the script as it is")  # fmt: skip

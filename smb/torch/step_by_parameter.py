@@ -1,0 +1,135 @@
+"""The optimizer's step in the backward pass, parameter by parameter, for overlap="both" (smb/torch/overlap.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from smb.errors import Error
+
+_CHANGES = "changes {} in its step, which it would do once for each parameter"
+
+
+class StepByParameter:
+    """Steps the optimizer by parameter, in the backward pass, and refuses what that would make wrong, by name."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._used: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # of this step: gradient and its version
+        self._before: dict[torch.Tensor, tuple[int, int]] = {}  # of the last one: its id, as to keep it costs memory
+        self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, when the first gradient came
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._groups: dict[torch.Tensor, dict[str, Any]] = {}
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients, in the first steps
+        self.stepping = False  # by parameter
+
+    def check(self, parameter: torch.Tensor) -> None:
+        """Look at a gradient that is there. Raises Error."""
+        name = self._names[parameter]
+        if parameter in self._used:
+            raise refused(
+                f"parameter {name!r} got a second gradient before optimizer.step(): gradient accumulation, several "
+                f"losses, or a backward pass after one that failed"
+            )
+        grad = parameter.grad
+        if grad is None:
+            raise refused(f"the gradient of {name!r} was taken away by another hook")
+        before = self._before.get(parameter)
+        if before is not None and before[0] == id(grad) and grad._version == before[1] + 1:
+            raise refused(f"the gradient of {name!r} was added to that of the step before: call optimizer.zero_grad()")
+        if not self._used:
+            self._settings = [_settings(group) for group in self._optimizer.param_groups]
+            self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
+
+    def used(self, parameter: torch.Tensor, *, summed: bool) -> None:
+        """Take note of a gradient that was used, or would have been; of its sum too, as not all that changes a tensor
+        changes its version.
+        """
+        grad = parameter.grad
+        assert grad is not None
+        self._used[parameter] = grad, grad._version
+        if summed and grad.layout == torch.strided:
+            self._sums[parameter] = grad.sum()
+
+    def step(self, parameter: torch.Tensor) -> None:
+        """Step the optimizer for one parameter, by its own state and its group's settings."""
+        group = self._groups.get(parameter)
+        if group is None:
+            return  # another optimizer's, or nobody's
+        alone = {**group, "params": [parameter]}
+        groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
+        self.stepping = True
+        try:
+            _step_of(type(self._optimizer))(self._optimizer)
+        finally:
+            self.stepping = False
+            self._optimizer.param_groups = groups
+        self._check_settings(_settings(alone), _settings(group), _CHANGES)
+
+    def check_step(self, args: Sequence[Any], options: dict[str, Any]) -> None:
+        """Look at the script's own step. Raises Error."""
+        if any(each is not None for each in args[1:]) or options.get("closure") is not None:
+            raise refused("optimizer.step() got a closure, which computes the gradients once more")
+        if getattr(self._optimizer, "grad_scale", None) is not None or "grad_scaler" in options:
+            raise refused("a GradScaler scales the gradients until the optimizer's step")
+        for parameter, (grad, version) in self._used.items():
+            same = parameter.grad is grad and grad._version == version
+            if same and (total := self._sums.get(parameter)) is not None:
+                same = torch.allclose(total, grad.sum(), rtol=0, atol=0, equal_nan=True)
+            if not same:
+                raise refused(
+                    f"the gradient of {self._names[parameter]!r} was changed between backward() and optimizer.step(): "
+                    f"clipping by norm or value, GradScaler.unscale_, or noise"
+                )
+        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
+            self._check_settings(_settings(group), before, "had its {} changed between backward() and optimizer.step()")
+
+    def _check_settings(self, now: dict[str, Any], before: dict[str, Any], how: str) -> None:
+        changed = [key for key, value in now.items() if value is not before.get(key) and value != before.get(key)]
+        if changed:
+            raise refused(f"the optimizer {type(self._optimizer).__name__} {how.format(', '.join(changed))}")
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients are there that the script has not stepped with."""
+        return any(each in self._groups for each in self._used)  # not what another optimizer steps
+
+    def forget(self) -> None:
+        """Leave the gradients that are there out."""
+        self._used, self._sums = {}, {}
+
+    def hide(self) -> None:
+        """Take gradients that were stepped with away for the script's own step: it has nothing left to do for them."""
+        self._hidden = [(parameter, parameter.grad) for parameter in self._used if parameter in self._groups]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+
+    def show(self) -> None:
+        """End a step. Raises Error for an optimizer that changes its groups: it would count its steps by parameter."""
+        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
+            self._check_settings(_settings(group), before, _CHANGES)
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden = []
+        self._sums = {}
+        self._before = {each: (id(grad), version) for each, (grad, version) in self._used.items()}
+        self._used = {}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
+    """Return its step without the hooks of torch.optim.Optimizer: these are for the script's own step."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def refused(why: str) -> Error:
+    """Return the error that says why overlap='both' is not for this script."""
+    return Error(f"overlap='both' steps the optimizer in the backward pass, and would be wrong here: {why}. Join with "
+                 f"overlap='forward', which leaves the script as it is")  # fmt: skip
