@@ -455,8 +455,8 @@ class Buffer:
         """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
         Of each, the `count` elements from `offset` on (default: all that follow).
 
-        All are float32 and have the same placement: create them with like= one of them. `state` starts as zeros, and is
-        the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
+        All are float32 and have the same placement: create the gradient with like= the weights, and `state` with
+        state_of= them. `state` starts as zeros, and is the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
         (scale=1, weight_decay=0; a decay of 0 is no term), each step rounded to float32, from left to right:
 
         "sgd" (lr): b - lr*g'.
@@ -473,8 +473,8 @@ class Buffer:
 
         `count` elements from element `offset` of all of them take part, by default all.
 
-        Weights with two copies (replicas=2) take the rules without a state; a gradient that lies apart from them is
-        brought, as by accumulate_from.
+        Weights with two copies (replicas=2) take a state that was created with state_of= them: it has two copies, too,
+        and moves together with them. A gradient that lies apart from the weights is brought, as by accumulate_from.
 
         The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
         server is killed in the middle. Blocks, and raises, as accumulate_from does.
@@ -807,18 +807,28 @@ class Buffer:
     def _check_copies(self, rule: str, gradient: Buffer, *state: Buffer) -> None:
         asked = self._arguments.asked("apply")
         for each in (self, *state) if state else ():
-            if each.info.movable:
+            if each.info.movable and each.info.replicas == 1:
                 raise InvalidArgumentError(
                     f"{asked}: {each!r} has two copies (replicas=2), or has moved from one server to another, and rule "
                     f"{rule!r} changes its state with it: that is not there for such buffers yet; use 'sgd' or "
                     f"'elastic', or make them anew with replicas=1"
                 )
-        for other in (gradient, *state):
-            if other.info.replicas > max(1, self.info.replicas):
+        for each in state:
+            if each.info.replicas != self.info.replicas:
                 raise InvalidArgumentError(
-                    f"{asked}: {other!r} has two copies (replicas=2) and the weights have one; create the weights with "
-                    f"replicas=2, or it with replicas=1"
+                    f"{asked}: {each!r} has replicas={each.info.replicas}, and the weights have "
+                    f"replicas={self.info.replicas}; a step changes both as one: make it with state_of={self.name!r}"
                 )
+            if self.info.replicas > 1 and not each.info.moves_with(self.info):
+                raise InvalidArgumentError(
+                    f"{asked}: {each!r} does not move together with the weights from server to server, so that a step "
+                    f"could be in one of them alone; make it with state_of={self.name!r}"
+                )
+        if gradient.info.replicas > self.info.replicas:
+            raise InvalidArgumentError(
+                f"{asked}: {gradient!r} has two copies (replicas=2) and the weights have one; create the weights with "
+                f"replicas=2, or it with replicas=1"
+            )
 
     def _check_feedback(self, feedback: ErrorFeedback, op: str, call: str) -> None:
         if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:

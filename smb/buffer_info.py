@@ -57,6 +57,13 @@ class BufferInfo:
         """Whether it is reached through its servers alone, as its segments may move: with two copies, or moved once."""
         return self.replicas > 1 or any(place.epoch for place in self.layout.segments)
 
+    def moves_with(self, other: BufferInfo) -> bool:
+        """Whether each of its segments moves together with the other's, as they are in one group. That is for good, and
+        `other` may have been described before there was a group: its segments are the first ones then.
+        """
+        here, there = self.layout.segments, other.layout.segments
+        return [place.group or place.id for place in here] == [place.group or place.id for place in there]
+
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
         """Return it from the coordinator's message."""

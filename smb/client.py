@@ -39,6 +39,7 @@ from smb.errors import (
     NotFoundError,
     PermissionDeniedError,
     TransportError,
+    UnavailableError,
 )
 from smb.lock import Lock
 from smb.published import MIRROR, beside, state_of
@@ -179,9 +180,10 @@ class Client:
         *,
         servers: int | Sequence[str] | None = None,
         stripe: int | str | None = None,
-        replicas: int = 1,
+        replicas: int | None = None,
         versions: int = 1,
         like: Buffer | str | None = None,
+        state_of: Buffer | str | None = None,
         exist_ok: bool = False,
         wire: str | None = None,
         metadata: Mapping[str, JSON] | None = None,
@@ -200,9 +202,10 @@ class Client:
         the next, with 3 one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on
         another server: any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes
         twice the memory and, for changes, one more round trip; all goes through the servers, on the same host too. Such
-        a buffer has no view(), and no apply() with a rule that has a state, yet. `wire` is how its elements travel
-        where a call does not say: "exact" (default), or for float32 one of those that Buffer's docstring has; like=
-        takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
+        a buffer has no view() yet. state_of=weights makes the state of an optimizer, for weights.apply(): like=, with
+        the weights' replicas, too. With two copies it moves together with the weights from then on, so that a step is
+        in both of them or in neither. `wire` is how its elements travel where a call does not say: "exact" (default),
+        or for float32 one of those that Buffer's docstring has; like= takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
         keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
         opened by exist_ok=True has the metadata that it was created with.
 
@@ -215,10 +218,13 @@ class Client:
         InvalidArgumentError; nothing is left behind then.
         """
         _check_name("create", name)
-        if replicas not in (1, 2):
+        if replicas not in (None, 1, 2):
             raise InvalidArgumentError(f"create {name!r}: replicas={replicas!r}; there are 1 and 2")
         if not isinstance(versions, int) or not 1 <= versions <= VERSIONS_MAX:
             raise InvalidArgumentError(f"create {name!r}: versions={versions!r} is not between 1 and {VERSIONS_MAX}")
+        if state_of is not None:
+            _check_state(name, like, tensors, versions)
+            like = state_of
         table = _table(name, tensors, shape, dtype, like) if tensors is not None else None
         if table is not None:
             shape, dtype = table.size, table.dtype
@@ -226,6 +232,8 @@ class Client:
         if shape is None and like is None:
             raise InvalidArgumentError(f"create {name!r}: of which shape? pass one, or like= another buffer")
         model = (like if isinstance(like, Buffer) else self.open(like)) if like is not None else None
+        if state_of is not None and model is not None:
+            replicas = _copies_of(name, model, replicas)
         extents = _extents(name, shape) if shape is not None else model.shape if model is not None else ()
         element = dtype_of(dtype if dtype is not None else model.dtype if model is not None else "float32")
         if model is not None and (extents != model.shape or element.numpy != model.dtype):
@@ -239,9 +247,10 @@ class Client:
             shape=extents,
             dtype=element.name,
             stripe_bytes=parse_bytes(stripe) if stripe is not None else 0,
-            replicas=replicas,
+            replicas=replicas or 1,
             versions=versions,
             like=model.name if model is not None else "",
+            joins=state_of is not None,
             exist_ok=exist_ok,
             wire=wire or "",
             packed_metadata=encode(f"create {name!r}", metadata) if metadata is not None else b"",
@@ -263,6 +272,8 @@ class Client:
             raise
         if table is not None:
             _check_tensors(name, table, buffer)
+        if state_of is not None and model is not None:
+            _check_together(name, model, buffer)
         return buffer
 
     def open(self, name: str, *, timeout: float = 0.0) -> Buffer:
@@ -541,6 +552,38 @@ def _check_tensors(name: str, wanted: TensorTable, existing: Buffer) -> None:
             f"create {name!r}: it exists, but with other tensors ({len(differ)} differ): {'; '.join(differ[:3])}; "
             f"delete it (smb rm {name}), or take another name"
         )
+
+
+def _check_state(name: str, like: object, tensors: object, versions: int) -> None:
+    if like is not None or tensors is not None:
+        other = "like=" if like is not None else "tensors="
+        raise InvalidArgumentError(f"create {name!r}: state_of= says what it is like; leave {other} out")
+    if versions != 1:
+        raise InvalidArgumentError(f"create {name!r}: with state_of= it has versions=1; leave versions= out")
+
+
+def _copies_of(name: str, weights: Buffer, replicas: int | None) -> int:
+    """Return how many copies the state of these weights has."""
+    if replicas not in (None, weights.info.replicas):
+        raise InvalidArgumentError(
+            f"create {name!r}: replicas={replicas}, and the weights {weights.name!r} have "
+            f"replicas={weights.info.replicas}; their state has as many: leave replicas= out"
+        )
+    return weights.info.replicas
+
+
+def _check_together(name: str, weights: Buffer, buffer: Buffer) -> None:
+    if weights.info.replicas == 1 or buffer.info.moves_with(weights.info):
+        return
+    if all(place.group for place in buffer.layout.segments):
+        raise AlreadyExistsError(
+            f"create {name!r}: {weights.name!r} was deleted and made anew meanwhile, and {name!r} moves together with "
+            f"the new one; open the weights again"
+        )
+    raise UnavailableError(
+        f"create {name!r}: the coordinator is older than state_of=, and has made a buffer that does not move together "
+        f"with {weights.name!r}: delete it (smb rm {name}), and upgrade the coordinator and the memory servers"
+    )
 
 
 def _check_name(call: str, name: str) -> None:

@@ -139,8 +139,11 @@ class Dispatcher:
                     ended = done
                 if ended.status is Status.LOCK_LOST and fence is not None:
                     fence.lose(request.token)
-                moved = ended.status in (Status.STALE_EPOCH, Status.NAMESPACE)
-                if ended.status is Status.NOT_FOUND:
+                brought = bool(others) and not request.sources and request.source != NOWHERE
+                # Then the others are its state, which moves together with it: nothing of that can be brought.
+                apart = brought and ended.status is Status.APART
+                moved = apart or ended.status in (Status.STALE_EPOCH, Status.NAMESPACE)
+                if apart or ended.status is Status.NOT_FOUND:
                     for each in (self, *others):
                         # A mapping would keep the memory of a deleted buffer from being used again.
                         each._forget(handle if each is self else each._handle)
@@ -148,7 +151,7 @@ class Dispatcher:
                         # Those that were found may be of before a move, and the description is of after it.
                         lost = any(place.lost for place in each.info.layout.segments)
                         moved |= not told or (each.info.movable and not lost)
-                if others and self._was_apart(ended.status, others):
+                if others and not brought and self._was_apart(ended.status, others):
                     left = self._left_of(request, ended, deadline)
                     return self._bring(request, others, left, fence, deadline)
                 if ended.status is Status.DENIED and not opened_again:

@@ -109,7 +109,8 @@ class ServerDrained:
 @dataclass(frozen=True, slots=True)
 class CopyBegun:
     """`target`, in that run, has made room for a copy of a segment, to be made in that epoch. `leaving`: the server
-    whose copy it takes the place of; empty: that is lost. If it has the primary, that has yielded.
+    whose copy it takes the place of; empty: that is lost. If it has the primary, that has yielded. `members`: of the
+    segments that move together with it, those for which there is room, too.
     """
 
     key: str
@@ -118,6 +119,7 @@ class CopyBegun:
     instance_id: int
     epoch: int
     leaving: str = ""
+    members: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +183,18 @@ class BufferWanted:
 
 @dataclass(frozen=True, slots=True)
 class BufferMade:
-    """All segments of a pending buffer are there."""
+    """All segments of a pending buffer are there. `segments`: as they were made; empty: as they are in the record."""
 
     key: str
+    segments: tuple[SegmentRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BufferFailed:
-    """A segment of a pending buffer could not be made."""
+    """A segment of a pending buffer could not be made. `copies`: those that perhaps were."""
 
     key: str
+    copies: tuple[SegmentRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class MemoryServers:
         """
         request = pb.CreateSegmentRequest(
             id=segment.id,
-            epoch=record.epoch,
+            epoch=segment.epoch or record.epoch,
             dtype=record.dtype,
             nbytes=segment.nbytes,
             chunk_bytes=record.chunk_bytes,

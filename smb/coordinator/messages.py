@@ -46,6 +46,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
         metadata=request.packed_metadata,
         attempt_id=request.attempt_id,
         mirror_of=request.mirror_of,
+        joins=request.joins,
     )
     return check_creation(creation, replicas=request.replicas)
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed
+from smb.coordinator.groups import Groups
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
 from smb.coordinator.placement import Pool
@@ -165,13 +166,22 @@ class NewCopies:
         server = self._commit_log.state.servers.get(wish.target)
         if server is None:
             return
-        made = replace(wish.segment, server=wish.target, epoch=epoch)
-        copy = Copy(made.id, epoch, CopyRole.BACKUP, wish.source, copying=True)
-        begun = CopyBegun(wish.record.key, made.id, wish.target, server.instance_id, epoch, wish.leaving)
+        begun = CopyBegun(
+            wish.record.key,
+            wish.segment.id,
+            wish.target,
+            server.instance_id,
+            epoch,
+            wish.leaving,
+            frozenset(member.id for _, member in wish.members),
+        )
         asked = wish.target
         try:
-            message = replica_message(self._commit_log.state, copy)
-            await self._servers.create(server, replace(wish.record, epoch=epoch), made, 0, message)
+            for record, member in wish.members:
+                made = replace(member, server=wish.target, epoch=epoch)
+                copy = Copy(made.id, epoch, CopyRole.BACKUP, wish.source, copying=True)
+                message = replica_message(self._commit_log.state, copy)
+                await self._servers.create(server, replace(record, epoch=epoch), made, 0, message)
             failpoint("coordinator.copy.made")
             if wish.leaving == wish.segment.server:
                 asked = wish.leaving
@@ -185,7 +195,7 @@ class NewCopies:
             self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
             return
         failpoint("coordinator.copy.begun")
-        await self._tell_roles((made.id,), (wish.source,))
+        await self._tell_roles((wish.segment.id,), (wish.source,))
         await self._drop(committed)
 
     async def _confirm(self, wish: Wish, name: str, *, yields: bool = False) -> None:
@@ -196,16 +206,20 @@ class NewCopies:
         role, peer = CopyRole.PRIMARY, segment.backup
         if name != segment.server:
             role, peer = CopyRole.BACKUP, segment.server
-        message = replica_message(state, Copy(segment.id, segment.epoch, role, peer))
-        message.confirm, message.yields = True, yields
+        messages = [replica_message(state, Copy(member.id, segment.epoch, role, peer)) for _, member in wish.members]
+        for message in messages:
+            message.confirm, message.yields = True, yields
         server = state.servers.get(name)
         if server is None:
             raise NotFoundError(f'memory server "{name}" is not known any more')
-        await self._servers.take_roles(server, (message,))
+        await self._servers.take_roles(server, messages)
 
     def _say_without_room(self, records: list[BufferRecord], pool: Pool) -> None:
+        groups = Groups(records)
         found = frozenset(
-            record.title for record in records if record.degraded and record.ready and without_room(record, pool)
+            record.title
+            for record in records
+            if record.degraded and record.ready and without_room(record, pool, groups)
         )
         for title in sorted(found - self._without_room):
             _log.warning("%s stays degraded: no other server has room for a copy", title)

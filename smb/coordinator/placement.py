@@ -166,6 +166,22 @@ def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = 
     return tuple(backups)
 
 
+def place_together(pool: Pool, like: BufferRecord) -> tuple[Placement, tuple[str, ...]]:
+    """Place each segment, and its second copy, on the servers that have those of `like`. A copy that `like` lacks for
+    now is left out, too. Raises as `place_like` does.
+    """
+    backups = tuple(segment.backup for segment in like.segments)
+    _check_servers(pool, 0, tuple(dict.fromkeys(filter(None, backups))))
+    placement = place_like(pool, like)
+    taken: Counter[str] = Counter()
+    for share, backup in zip(placement.shares, backups, strict=True):
+        for name in filter(None, (share.server, backup)):
+            taken[name] += share.file_bytes
+    if any(nbytes > pool.free_bytes[name] for name, nbytes in taken.items()):
+        raise _no_room(pool, taken.total(), f' on the servers of "{like.name}" and of its second copies')
+    return placement, backups
+
+
 def place_copy(pool: Pool, server: str, file_bytes: int) -> str:
     """Return where a new copy of a segment of `server` goes: as `place_backups`; empty: no other server has room."""
     host = pool.hosts.get(server)

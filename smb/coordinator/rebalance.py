@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from smb.coordinator.groups import Groups, group_of
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
@@ -16,7 +17,9 @@ ENDS = 8  # so many of the fullest servers, and of the emptiest, are looked at f
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A copy of a segment that is to go from a server to another one. `title`: the buffer's."""
+    """A copy of a segment, with what moves together with it, that is to go from a server to another one. `title`: the
+    buffer's; `nbytes`: of all of them.
+    """
 
     segment_id: int
     leaving: str
@@ -31,11 +34,19 @@ def plan(records: Iterable[BufferRecord], pool: Pool, capacity: Mapping[str, int
     """
     free = dict(pool.free_bytes)
     held: dict[str, list[tuple[SegmentRecord, str]]] = {name: [] for name in free}
+    records = list(records)
+    groups = Groups(records)
+    seen: set[int] = set()
     for record in records:
         for segment in record.segments if record.replicas > 1 and record.ready and record.mirror_of == 0 else ():
+            if group_of(segment) in seen:
+                continue
+            seen.add(group_of(segment))
+            # From here on it stands for all that move together.
+            whole = replace(segment, file_bytes=groups.file_bytes(record, segment))
             for name in (segment.backup, segment.server):
                 if name in held and pool.alive(stays_on(segment, name)):
-                    held[name].append((segment, record.title))
+                    held[name].append((whole, record.title))
     # The largest first; of equal ones a backup, whose move changes no roles.
     for name, copies in held.items():
         copies.sort(key=lambda each: (-each[0].file_bytes, each[0].server == name, each[0].id))

@@ -49,6 +49,7 @@ from smb.coordinator.events import (
     SessionRenewed,
     Ticked,
 )
+from smb.coordinator.groups import Groups
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import (
     buffer_message,
@@ -69,6 +70,7 @@ from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRec
 from smb.coordinator.replicas import CopyRole, copies_on
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SERVER_LEASE_S, State
+from smb.coordinator.steps.creation import NotNowError
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
@@ -93,6 +95,8 @@ _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
 _OTHERS_CREATION_S = 30.0
 # Two live servers that have not reached each other for so long go on as one: the one that has the primary.
 _BROKEN_MAX_MS = 3000
+_LAST_WORD_S = 0.5  # before a call's deadline: so much is left for an answer that says more
+_MOVING_PAUSE_S = 0.1  # until what is to move together with what is moving is tried again
 _FINISH_S = 5.0
 # Opens of one certificate that wait at once: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
@@ -321,10 +325,13 @@ class CoordinatorService(CoordinatorServicer):
         self.on_copies()
 
     async def tell_roles(self, segment_ids: Collection[int], names: Iterable[str]) -> None:
-        """Tell servers at once what they are to these segments; who does not answer hears of it when it renews."""
+        """Tell servers at once what they are to these segments, and to what moves together with them. A server that
+        does not answer hears of it when it renews.
+        """
         state = self._commit_log.state
+        together = Groups(state.buffers.values()).named_by(segment_ids)
         await asyncio.gather(
-            *(self._tell_roles_to(state.servers[name], segment_ids) for name in names if name in state.servers)
+            *(self._tell_roles_to(state.servers[name], together) for name in names if name in state.servers)
         )
 
     async def _tell_roles_to(self, server: ServerRecord, segment_ids: Collection[int]) -> None:
@@ -418,7 +425,8 @@ class CoordinatorService(CoordinatorServicer):
         creation = await self._checked(request)
         if creation.kind is Kind.BARRIER:
             await self._free_if_lost(creation.name)
-        record = await asyncio.shield(self._begun(creation))
+        patience_s = min(context.time_remaining(), _OTHERS_CREATION_S) - _LAST_WORD_S
+        record = await asyncio.shield(self._begun(creation, patience_s))
         return self._opened(request, record)
 
     async def _free_if_lost(self, name: str) -> None:
@@ -545,13 +553,24 @@ class CoordinatorService(CoordinatorServicer):
             if remaining_s <= 0 or not await self._commit_log.wait(key_of(kind, name), remaining_s):
                 return None
 
-    def _begun(self, creation: Creation) -> asyncio.Task[BufferRecord]:
-        task = asyncio.create_task(self._create(creation))
+    def _begun(self, creation: Creation, patience_s: float) -> asyncio.Task[BufferRecord]:
+        task = asyncio.create_task(self._create(creation, patience_s))
         self._creations.add(task)
         task.add_done_callback(self._forget_creation)
         return task
 
-    async def _create(self, creation: Creation) -> BufferRecord:
+    async def _create(self, creation: Creation, patience_s: float) -> BufferRecord:
+        """`patience_s`: how long it waits until what it is to move together with moves no more."""
+        begun = time.monotonic()
+        while True:
+            try:
+                return await self._create_now(creation)
+            except NotNowError:
+                if time.monotonic() - begun + _MOVING_PAUSE_S > patience_s:
+                    raise
+            await asyncio.sleep(_MOVING_PAUSE_S)
+
+    async def _create_now(self, creation: Creation) -> BufferRecord:
         deadline = time.monotonic() + _OTHERS_CREATION_S
         # Of the first attempt. The error itself would keep this frame, and the request.
         mute: frozenset[str] = frozenset()
@@ -586,9 +605,9 @@ class CoordinatorService(CoordinatorServicer):
         try:
             await self._make_segments(committed, record, asked)
             failpoint("coordinator.create.segments_made")
-            made = (await self._commit_log.commit(BufferMade(record.key))).state.buffers[record.key]
+            made = (await self._commit_log.commit(BufferMade(record.key, record.segments))).state.buffers[record.key]
         except BaseException:
-            failed = await self._commit_log.commit(BufferFailed(record.key))
+            failed = await self._commit_log.commit(BufferFailed(record.key, record.copies))
             failpoint("coordinator.create.taken_back")
             await self.drop(failed)
             raise

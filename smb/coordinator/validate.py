@@ -38,6 +38,7 @@ class Creation:
     attempt_id: int = 0
     replicas: int = 1
     mirror_of: str = ""
+    joins: bool = False  # its segments move together with those of `like`
 
     @property
     def key(self) -> str:
@@ -78,8 +79,9 @@ def check_creation(creation: Creation, *, replicas: int) -> Creation:
     check_name(creation.kind, creation.name)
     _check_array(creation, asked)
     _check_wishes(creation, asked)
-    creation = replace(creation, replicas=replicas or 1)
-    if creation.replicas not in (1, 2):
+    # What joins has as many as the other buffer: that is known where the cluster is.
+    creation = replace(creation, replicas=replicas or (0 if creation.joins else 1))
+    if creation.replicas not in ((0, 1, 2) if creation.joins else (1, 2)):
         raise InvalidArgumentError(f"{asked} with replicas={replicas}: a buffer has 1 copy, or 2")
     if not 1 <= creation.versions <= VERSIONS_MAX:
         raise InvalidArgumentError(
@@ -162,5 +164,12 @@ def _check_wishes(creation: Creation, asked: str) -> None:
         or creation.wire
     ):
         raise InvalidArgumentError(f'{asked}, named "{creation.name}": give one server, and nothing else')
+    if creation.joins and not creation.like:
+        raise InvalidArgumentError(f"{asked}: it is to move together with another buffer; name that one, with like")
+    if creation.joins and creation.versions > 1:
+        raise InvalidArgumentError(
+            f'{asked} with state_of="{creation.like}" and versions={creation.versions}: a state has one; leave '
+            f"versions out"
+        )
     if creation.like and (names or creation.server_count or creation.stripe_bytes):
         raise InvalidArgumentError(f'{asked} like "{creation.like}": that fixes servers and stripe; leave both out')

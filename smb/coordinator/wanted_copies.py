@@ -5,9 +5,10 @@ server. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from smb.coordinator.groups import Groups, Member, group_of
 from smb.coordinator.placement import Pool, place_copy
 from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
@@ -24,6 +25,7 @@ LEAST_BYTES = 1 << 20  # a segment counts as so many at least
 class Wish:
     """A copy that is to be made from `source` on `target`: of one that is lost, or in place of the one on `leaving`. No
     target: the segment, of a buffer with one copy, has moved to `source`, and its copy on `leaving` is to go.
+    `members`: all segments that move together, this one included.
     """
 
     record: BufferRecord
@@ -31,27 +33,25 @@ class Wish:
     target: str
     source: str
     leaving: str = ""
+    members: tuple[Member, ...] = ()
 
 
 class _Load:
     """The copies that are being made, by a server that they are from or to."""
 
-    def __init__(self, copies: Iterable[tuple[str, SegmentRecord]]) -> None:
-        self._segments: Counter[str] = Counter()
+    def __init__(self, copies: Iterable[tuple[str, int]]) -> None:
+        self._copies: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        for server, segment in copies:
-            self.add(server, segment)
+        for server, nbytes in copies:
+            self.add(server, nbytes)
 
-    def add(self, server: str, segment: SegmentRecord) -> None:
-        self._segments[server] += 1
-        self._bytes[server] += self._weight(segment)
+    def add(self, server: str, nbytes: int) -> None:
+        self._copies[server] += 1
+        self._bytes[server] += max(nbytes, LEAST_BYTES)
 
-    def allows(self, server: str, segment: SegmentRecord) -> bool:
+    def allows(self, server: str, nbytes: int) -> bool:
         """Whether one more may begin."""
-        return self._segments[server] < AT_ONCE or self._bytes[server] + self._weight(segment) <= SMALL_BYTES
-
-    def _weight(self, segment: SegmentRecord) -> int:
-        return max(segment.file_bytes, LEAST_BYTES)
+        return self._copies[server] < AT_ONCE or self._bytes[server] + max(nbytes, LEAST_BYTES) <= SMALL_BYTES
 
 
 def wishes(
@@ -64,11 +64,18 @@ def wishes(
 ) -> list[Wish]:
     """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
     then `moves`, by segment. `avoid`: servers that are not to be asked for anything. `apart`: pairs of which
-    neither is to copy to the other. `bound`: segments that can't move.
+    neither is to copy to the other. `bound`: segments that can't move. What moves together is one copy, which waits
+    while one of the buffers is being made.
     """
-    under_way = [segment for record in records for segment in record.segments if segment.copying_to]
-    sources = _Load((segment.server, segment) for segment in under_way)
-    targets = _Load((segment.copying_to, segment) for segment in under_way)
+    groups = Groups(records)
+    under_way = {
+        group_of(segment): (segment, groups.file_bytes(record, segment))
+        for record in records
+        for segment in record.segments
+        if segment.copying_to
+    }
+    sources = _Load((segment.server, nbytes) for segment, nbytes in under_way.values())
+    targets = _Load((segment.copying_to, nbytes) for segment, nbytes in under_way.values())
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
     found = [wish for wish in _surplus(records, pool) if not {wish.source, wish.leaving} & avoid]
     begun: set[int] = set()
@@ -78,35 +85,39 @@ def wishes(
         *_moving_out(records, pool, bound),
         *_moving(records, moves or {}),
     ):
+        nbytes = groups.file_bytes(record, segment)
         if (
             not pool.alive(source)
             or {source, leaving} & avoid
-            or segment.id in begun
-            or not sources.allows(source, segment)
+            or group_of(segment) in begun
+            or not groups.ready(record, segment)
+            or not sources.allows(source, nbytes)
         ):
             continue
         names = (chosen,) if chosen else tuple(free)
         open_to = {
             name: free[name]
             for name in names
-            if name in free and targets.allows(name, segment) and frozenset((source, name)) not in apart
+            if name in free and targets.allows(name, nbytes) and frozenset((source, name)) not in apart
         }
-        target = place_copy(replace(pool, free_bytes=open_to), source, segment.file_bytes)
+        target = place_copy(replace(pool, free_bytes=open_to), source, nbytes)
         if not target:
             continue
-        begun.add(segment.id)
-        sources.add(source, segment)
-        targets.add(target, segment)
-        free[target] -= segment.file_bytes
-        found.append(Wish(record, segment, target, source, leaving))
+        begun.add(group_of(segment))
+        sources.add(source, nbytes)
+        targets.add(target, nbytes)
+        free[target] -= nbytes
+        found.append(Wish(record, segment, target, source, leaving, tuple(groups.members(record, segment))))
     return found
 
 
-def copies_to_come(records: Iterable[BufferRecord], pool: Pool) -> int:
+def copies_to_come(records: Collection[BufferRecord], pool: Pool) -> int:
     """Return how many segments have one copy for now: another one is being made, or will be."""
+    groups = Groups(records)
     return sum(
         bool(
-            segment.copying_to or (pool.alive(segment.server) and place_copy(pool, segment.server, segment.file_bytes))
+            segment.copying_to
+            or (pool.alive(segment.server) and place_copy(pool, segment.server, groups.file_bytes(record, segment)))
         )
         for record in records
         for segment in (record.segments if record.degraded else ())
@@ -114,13 +125,13 @@ def copies_to_come(records: Iterable[BufferRecord], pool: Pool) -> int:
     )
 
 
-def without_room(record: BufferRecord, pool: Pool) -> bool:
+def without_room(record: BufferRecord, pool: Pool, groups: Groups) -> bool:
     """Whether some segment of it has one copy, and no other live server has room for a second one."""
     return any(
         not segment.backup
         and not segment.copying_to
         and pool.alive(segment.server)
-        and not place_copy(pool, segment.server, segment.file_bytes)
+        and not place_copy(pool, segment.server, groups.file_bytes(record, segment))
         for segment in record.segments
     )
 
@@ -177,7 +188,7 @@ def _surplus(records: list[BufferRecord], pool: Pool) -> Iterator[Wish]:
         for segment in record.segments if record.replicas == 1 and record.ready else ():
             if segment.backup and pool.alive(segment.server) and pool.alive(segment.backup):
                 leaving = segment.server if segment.server in pool.draining else segment.backup
-                yield Wish(record, segment, "", stays_on(segment, leaving), leaving)
+                yield Wish(record, segment, "", stays_on(segment, leaving), leaving, ((record, segment),))
 
 
 def _moving(records: list[BufferRecord], moves: Mapping[int, Move]) -> Iterator[_Wanted]:

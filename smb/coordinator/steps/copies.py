@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from smb.coordinator.events import (
@@ -19,6 +19,7 @@ from smb.coordinator.events import (
     SaveBuffer,
     ServerReturned,
 )
+from smb.coordinator.groups import Groups, Member
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import (
     begin_copy,
@@ -41,19 +42,22 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     def alive(name: str) -> bool:
         return name != event.name and state.server_leases.runs(name, now.monotonic)
 
+    held = Groups(state.buffers.values()).without_parts(event.name, event.segment_ids)
+
     def judge(record: BufferRecord) -> BufferRecord:
-        return come_back(record, event.name, event.segment_ids, alive, restarted=restarted)
+        return come_back(record, event.name, held, alive, restarted=restarted)
 
     return judge_copies(state, judge, event.changes_max)
 
 
 def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
     """A primary says which backups do not follow any more."""
+    segment_ids = Groups(state.buffers.values()).named_by(event.segment_ids)
 
     def judge(record: BufferRecord) -> BufferRecord:
-        if not any(copy.segment_id in event.segment_ids for copy in copies_on(record, event.name)):
+        if not any(copy.segment_id in segment_ids for copy in copies_on(record, event.name)):
             return record
-        ours = {segment.id for segment in record.segments if segment.server == event.name} & event.segment_ids
+        ours = {segment.id for segment in record.segments if segment.server == event.name} & segment_ids
         return lose_backups(record, ours)
 
     return judge_copies(state, judge, event.changes_max)
@@ -71,12 +75,34 @@ def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
     (segment,) = (each for each in judged.segments if each.id == event.segment_id)
     if event.leaving and not state.alive(segment.server, now):
         raise NotFoundError(f'memory server "{segment.server}", which has the other copy, is not alive')
+    groups = Groups(state.buffers.values())
+    members = groups.members(record, segment)
+    _check_members(event, members)
     text = f"a segment of {record.title} is being copied to {event.target}"
-    effects: list[Effect] = [SaveBuffer(judged)]
+    if len(members) > 1:
+        text += f", with {len(members) - 1} that move together with it"
+    changed = (judged, *groups.followers(judged))
+    effects: list[Effect] = [*map(SaveBuffer, changed)]
     if event.leaving:
         text += f", and leaves {event.leaving}"
-        effects.append(DropSegments((replace(segment, server=event.leaving),), event.epoch))
-    return add(remove(state, record), judged), (*effects, Report(logging.INFO, text))
+        left = tuple(replace(member, server=event.leaving) for _, member in members)
+        effects.append(DropSegments(left, event.epoch))
+    for each in changed:
+        state = add(remove(state, state.buffers[each.key]), each)
+    return state, (*effects, Report(logging.INFO, text))
+
+
+def _check_members(event: CopyBegun, members: Sequence[Member]) -> None:
+    """Raise NotFoundError unless the target has a segment for each that moves together, and none is being made."""
+    missing = [record for record, member in members if member.id not in event.members | {event.segment_id}]
+    if missing:
+        raise NotFoundError(
+            f"segment {event.segment_id:016x} moves together with one of {missing[0].title}, which {event.target} was "
+            f"not given"
+        )
+    for record, _ in members:
+        if not record.ready:
+            raise NotFoundError(f"{record.title}, which moves together with it, is being made")
 
 
 def move_allowed(state: State, event: MoveAllowed, _: Instant) -> Step:
@@ -104,9 +130,10 @@ def copy_dropped(state: State, event: CopyDropped, now: Instant) -> Step:
 
 def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
     """New copies are whole, or were given up."""
+    epochs = Groups(state.buffers.values()).with_epochs(event.epochs)
 
     def judge(record: BufferRecord) -> BufferRecord:
-        return end_copies(record, event.name, event.epochs, whole=event.whole)
+        return end_copies(record, event.name, epochs, whole=event.whole)
 
     text = "has a new copy" if event.whole else "could not be copied"
     return judge_copies(state, judge, event.changes_max, text, logging.INFO if event.whole else logging.WARNING)
@@ -119,15 +146,26 @@ def judge_copies(
     what: str = "has lost a copy",
     level: int = logging.WARNING,
 ) -> Step:
-    """Give at most so many buffers whose segments have roles those that `judge` says."""
+    """Give at most so many buffers whose segments have roles those that `judge` says. What moves together changes
+    together, however many that are.
+    """
     effects: list[Effect] = []
-    changed = [
-        (record, judged)
-        for record in state.buffers.values()
-        if record.movable and (judged := judge(record)) is not record
-    ][:changes_max]
-    for record, judged in changed:
-        state = add(remove(state, record), judged)
+    changed: dict[str, BufferRecord] = {}
+    groups: Groups | None = None
+    for record in state.buffers.values():
+        if not record.movable:
+            continue
+        present = changed.get(record.key, record)
+        if (judged := judge(present)) is present:
+            continue
+        groups = groups or Groups(state.buffers.values())
+        together = [judged, *groups.followers(judged, changed)]
+        more = sum(each.key not in changed for each in together)
+        if changes_max is not None and changed and len(changed) + more > changes_max:
+            break
+        changed |= {each.key: each for each in together}
+    for judged in changed.values():
+        state = add(remove(state, state.buffers[judged.key]), judged)
         servers = ", ".join(segment.server for segment in judged.segments)
-        effects += [SaveBuffer(judged), Report(level, f"{record.title} {what}: it goes on with those on {servers}")]
+        effects += [SaveBuffer(judged), Report(level, f"{judged.title} {what}: it goes on with those on {servers}")]
     return state, tuple(effects)

@@ -20,22 +20,36 @@ from smb.coordinator.events import (
     SaveBuffer,
     WakeOpeners,
 )
-from smb.coordinator.placement import Placement, Pool, place, place_backups, place_like
+from smb.coordinator.groups import Groups, group_of, move_together
+from smb.coordinator.placement import Placement, Pool, place, place_backups, place_like, place_together
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
 from smb.coordinator.state import FIRST_EPOCH, State, Step, add, find_ready, remove
 from smb.coordinator.validate import Creation, check_wire
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.errors import (
+    AlreadyExistsError,
+    Error,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfMemoryError,
+    UnavailableError,
+)
 from smb.published import DELTAS
 from smb.security.roles import namespace_of
 
 
+class NotNowError(UnavailableError):
+    """What it is to move together with is moving. It may be tried again at once; nothing is left behind."""
+
+
 def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
-    """Choose servers for a buffer. Nothing happens if the buffer is there already, and alike."""
+    """Choose servers for a buffer. Nothing happens if the buffer is there already, and alike. Raises NotNowError."""
     creation = event.creation
     if creation.mirror_of:
         creation = _mirroring(state, creation)
+    if creation.joins:
+        creation = _joining(state, creation)
     existing = state.buffers.get(creation.key)
     if existing is not None:
         _check_same(state, existing, creation)
@@ -51,25 +65,88 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         pool = state.pool(now)
         free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in event.avoid}
         pool = replace(pool, free_bytes=free)
-        placement = _placement(state, creation, pool)
         beside = state.buffers[creation.like] if creation.like else None
         backups: tuple[str, ...] = ()
+        if creation.joins and beside is not None:
+            placement, backups = _placed_together(state, beside, pool)
+        else:
+            placement = _placement(state, creation, pool)
         # A lock is made with one copy where there is no second server, and gets the other one later: else nobody could
         # come back to what has two copies already.
-        if creation.replicas > 1 and (creation.kind is Kind.BUFFER or len(pool.free_bytes) > 1):
+        if creation.replicas > 1 and not backups and (creation.kind is Kind.BUFFER or len(pool.free_bytes) > 1):
             backups = place_backups(pool, placement, beside)
     except Error as error:
         raise type(error)(f"{creation.asked}: {error}") from None
     record = _pending(creation, placement, backups, event.new_id, now)
     if creation.mirror_of:
         record = replace(record, mirror_of=find_ready(state, creation.mirror_of).id)
+    saves: tuple[SaveBuffer, ...] = (SaveBuffer(record),)
+    if creation.joins and beside is not None:
+        record, first = _joined(record, beside)
+        saves = (SaveBuffer(first), SaveBuffer(record))
+        state = replace(state, buffers={**state.buffers, first.key: first})
     check_quota(state.quotas, state.buffers.values(), record, creation.asked)
-    return add(state, record), (SaveBuffer(record), MakeSegments(record))
+    return add(state, record), (*saves, MakeSegments(record))
+
+
+def _joining(state: State, creation: Creation) -> Creation:
+    """Return the creation with as many copies as the buffer that it is to move together with. Of one copy nothing moves
+    together.
+    """
+    like = find_ready(state, creation.like)
+    if creation.replicas not in (0, like.replicas):
+        raise InvalidArgumentError(
+            f'{creation.asked} with state_of="{like.name}" and replicas={creation.replicas}: "{like.name}" has '
+            f"replicas={like.replicas}, and its state has as many; leave replicas out"
+        )
+    if like.versions > 1:
+        raise InvalidArgumentError(
+            f'{creation.asked} with state_of="{like.name}": that has several copies that take turns '
+            f"(versions={like.versions}), and no optimizer's step changes it; make it with versions=1"
+        )
+    return replace(creation, replicas=like.replicas, joins=like.replicas > 1)
+
+
+def _placed_together(state: State, like: BufferRecord, pool: Pool) -> tuple[Placement, tuple[str, ...]]:
+    """Place a buffer to move together with `like` from here on. Raises NotNowError while that is moving."""
+    asked = f'to move together with "{like.name}"'
+    if any(segment.copying_to for segment in like.segments):
+        raise NotNowError(f"{asked} it waits for the copy of that one that is being made; try again once it is there")
+    leaves = sorted({name for each in like.segments for name in (each.server, each.backup)} & pool.draining)
+    if leaves:
+        raise NotNowError(
+            f"{asked} it waits until that one has left {', '.join(leaves)}, which is being drained; try again then"
+        )
+    groups = Groups(state.buffers.values())
+    members = {of.key for segment in like.segments for of, _ in groups.members(like, segment)}
+    if len(members) >= limits.GROUP_BUFFERS_MAX:
+        raise OutOfMemoryError(
+            f"{asked}: at most {limits.GROUP_BUFFERS_MAX} buffers move together, and there are as many; delete some"
+        )
+    return place_together(pool, like)
+
+
+def _joined(record: BufferRecord, like: BufferRecord) -> tuple[BufferRecord, BufferRecord]:
+    """Return the record with the groups and epochs of `like`, and `like` with its groups written down."""
+    first = replace(like, segments=tuple(replace(other, group=group_of(other)) for other in like.segments))
+    segments = tuple(
+        replace(segment, epoch=other.epoch, group=other.group)
+        for segment, other in zip(record.segments, first.segments, strict=True)
+    )
+    return replace(record, segments=segments), first
+
+
+def _check_roles(record: BufferRecord, event: BufferMade) -> None:
+    """Raise NotNowError if segments were made for roles that what they move together with has no more."""
+    for segment, made in zip(record.segments, event.segments, strict=False):
+        if segment.group and segment != made:
+            raise NotNowError(f"what {record.title} is to move together with has moved meanwhile; try again")
 
 
 def buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
     """A pending buffer has all of its segments."""
     record = replace(state.buffers[event.key], ready=True)
+    _check_roles(record, event)
     if record.mirror_of and state.source(record) is None:
         raise NotFoundError(f"{record.title}: the buffer that it was to mirror was deleted meanwhile")
     state = replace(state, buffers={**state.buffers, record.key: record})
@@ -82,7 +159,8 @@ def buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
 def buffer_failed(state: State, event: BufferFailed, _: Instant) -> Step:
     """A segment of a pending buffer could not be made: the others are dropped."""
     record = state.buffers[event.key]
-    effects = (EraseBuffer(record.key), DropSegments(record.copies), WakeOpeners(record.key))
+    copies = {(copy.id, copy.server): copy for copy in (*event.copies, *record.copies)}
+    effects = (EraseBuffer(record.key), DropSegments(tuple(copies.values())), WakeOpeners(record.key))
     return remove(state, record), effects
 
 
@@ -141,6 +219,8 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         differs = _difference("layout", _cut_of(existing, moves), _cut_of(like, moves))
     else:
         differs = _wishes_differ(existing, creation)
+    if creation.joins and not move_together(existing, find_ready(state, creation.like)):
+        differs = differs or f'it does not move together with "{creation.like}"'
     differs = (
         _difference("shape", existing.shape, creation.shape)
         or _difference("dtype", existing.dtype, creation.dtype)

@@ -1,0 +1,107 @@
+"""Segments that move together (docs/decisions/0038): a group has one server, one backup and one epoch. Pure.
+
+Invariant: in every state all members of a group have the same server, backup, epoch and copying_to, those of buffers
+that are still being made included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from smb.coordinator.records import BufferRecord, SegmentRecord
+
+Member = tuple[BufferRecord, SegmentRecord]
+
+
+class Groups:
+    """The members of each group, among these records. A segment that moves alone is a group by itself."""
+
+    def __init__(self, records: Iterable[BufferRecord]) -> None:
+        self._members: dict[int, list[Member]] = {}
+        for record in records:
+            for segment in record.segments:
+                if segment.group:
+                    self._members.setdefault(segment.group, []).append((record, segment))
+
+    def members(self, record: BufferRecord, segment: SegmentRecord) -> Sequence[Member]:
+        """Return the segments that move together with this one, itself included."""
+        return self._members.get(segment.group) or ((record, segment),)
+
+    def file_bytes(self, record: BufferRecord, segment: SegmentRecord) -> int:
+        """Return what a copy of all of them takes of a server's capacity."""
+        return sum(member.file_bytes for _, member in self.members(record, segment))
+
+    def ready(self, record: BufferRecord, segment: SegmentRecord) -> bool:
+        """Whether none of them is still being made."""
+        return all(of.ready for of, _ in self.members(record, segment))
+
+    def named_by(self, segment_ids: Collection[int]) -> frozenset[int]:
+        """Return these segments, and all that move together with one of them. A group's id stands for the group."""
+        if not segment_ids:
+            return frozenset()
+        named = (
+            member.id
+            for group, members in self._members.items()
+            if group in segment_ids or any(each.id in segment_ids for _, each in members)
+            for _, member in members
+        )
+        return frozenset((*segment_ids, *named))
+
+    def with_epochs(self, epochs: Mapping[int, int]) -> dict[int, int]:
+        """Return epochs that were told of some segments, for all that move together with these."""
+        told = dict(epochs)
+        for group, members in self._members.items():
+            found = [epochs[number] for number in (group, *(each.id for _, each in members)) if number in epochs]
+            if found:
+                told |= {member.id: max(found) for _, member in members}
+        return told
+
+    def without_parts(self, server: str, held: Collection[int]) -> frozenset[int]:
+        """Return the segments that a server has, of those that it holds: of a group all that are made, or none."""
+        lacking = (
+            member.id
+            for members in self._members.values()
+            if any(
+                record.ready and member.id not in held and server in (member.server, member.backup, member.copying_to)
+                for record, member in members
+            )
+            for _, member in members
+        )
+        return frozenset(held).difference(lacking)
+
+    def followers(
+        self, judged: BufferRecord, changed: Mapping[str, BufferRecord] = MappingProxyType({})
+    ) -> list[BufferRecord]:
+        """Return the other records that change with `judged`, which takes the place of the one of its key: what moves
+        together with its segments gets their servers and epochs. `changed`: records that took others' places before.
+        """
+        leaders = {segment.group: segment for segment in judged.segments if segment.group}
+        others = {record.key: record for group in leaders for record, _ in self._members.get(group, ())}
+        others.pop(judged.key, None)
+        found = []
+        for key, known in others.items():
+            record = changed.get(key, known)
+            segments = tuple(_following(segment, leaders.get(segment.group)) for segment in record.segments)
+            if segments != record.segments:
+                found.append(replace(record, segments=segments))
+        return found
+
+
+def group_of(segment: SegmentRecord) -> int:
+    """Return the id of a segment's group: its own where it moves alone."""
+    return segment.group or segment.id
+
+
+def move_together(record: BufferRecord, other: BufferRecord) -> bool:
+    """Whether each segment of one buffer is in the same group as the other's."""
+    return tuple(map(group_of, record.segments)) == tuple(map(group_of, other.segments))
+
+
+def _following(segment: SegmentRecord, leader: SegmentRecord | None) -> SegmentRecord:
+    if leader is None:
+        return segment
+    return replace(
+        segment, server=leader.server, backup=leader.backup, epoch=leader.epoch, copying_to=leader.copying_to
+    )
