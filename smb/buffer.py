@@ -456,8 +456,9 @@ class Buffer:
         Of each, the `count` elements from `offset` on (default: all that follow).
 
         All are float32 and have the same placement: create the gradient with like= the weights, and `state` with
-        state_of= them. `state` starts as zeros, and is the optimizer's from then on. With b an element of the weights, g of the gradient, g' = scale*g + weight_decay*b
-        (scale=1, weight_decay=0; a decay of 0 is no term), each step rounded to float32, from left to right:
+        state_of= them. `state` starts as zeros, and is the optimizer's from then on. With b an element of the weights,
+        g of the gradient, g' = scale*g + weight_decay*b (scale=1, weight_decay=0; a decay of 0 is no term), each step
+        rounded to float32, from left to right:
 
         "sgd" (lr): b - lr*g'.
         "momentum" (lr, mu; state m): m = mu*m + g', then b - lr*m. "nesterov": the same m, then b - lr*(g' + mu*m).

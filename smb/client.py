@@ -205,9 +205,10 @@ class Client:
         a buffer has no view() yet. state_of=weights makes the state of an optimizer, for weights.apply(): like=, with
         the weights' replicas, too. With two copies it moves together with the weights from then on, so that a step is
         in both of them or in neither. `wire` is how its elements travel where a call does not say: "exact" (default),
-        or for float32 one of those that Buffer's docstring has; like= takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
-        keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
-        opened by exist_ok=True has the metadata that it was created with.
+        or for float32 one of those that Buffer's docstring has; like= takes it along. `metadata` is a JSON object, at
+        most 4 MiB as text (1 MiB through zlib), that the coordinator keeps: Buffer.metadata has it at every client. It
+        never changes; like= does not take it along, and a buffer opened by exist_ok=True has the metadata that it was
+        created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of

@@ -268,7 +268,7 @@ def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalClus
     state = client.create("m", like=buffer, replicas=2)
     for call, told in (
         (lambda: buffer.view(), "has no view; use read"),
-        (lambda: buffer.apply("momentum", like, state, lr=0.1, mu=0.9), "'momentum' changes its state with it"),
+        (lambda: buffer.apply("momentum", like, state, lr=0.1, mu=0.9), "make it with state_of='w'"),
         (lambda: like.apply("sgd", buffer, lr=0.1), "has two copies .* and the weights have one"),
         (lambda: buffer.accumulate_from(client.create("n", 1000, stripe="4KiB")), "make it with like='w'"),
         (lambda: buffer.apply("sgd", buffer, lr=0.1), "must be different buffers"),

@@ -1,4 +1,6 @@
-"""Random orders of everything that moves copies: nobody becomes the primary who has not all, and drains end."""
+"""Random orders of everything that moves copies: nobody becomes the primary who has not all, what moves together is on
+the same servers at every moment, and drains end.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smb.coordinator.events import (
+    AnswerDrops,
+    BufferDeleted,
+    BufferMade,
     CopiesEnded,
     CopyBegun,
     CopyDropped,
@@ -19,6 +24,7 @@ from smb.coordinator.events import (
     ServerReturned,
     Ticked,
 )
+from smb.coordinator.groups import group_of
 from smb.coordinator.rebalance import plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.wanted_copies import still_wanted, wishes
@@ -26,6 +32,8 @@ from smb.errors import Error
 from tests.support.decisions import MIB, Cluster, server
 
 NAMES = "abcd"
+CAPACITY = 128 * MIB  # of each: two of them take all that there is
+STATES_MAX = 4
 
 
 @dataclass
@@ -38,7 +46,7 @@ class Machine:
 
     def begin(self) -> None:
         """Make some buffers."""
-        self.cluster.register(*NAMES)
+        self.cluster.register(*NAMES, capacity_bytes=CAPACITY)
         for number, name in enumerate(NAMES):
             for replicas in (1, 2):
                 made = self.cluster.create(f"w{number}-{replicas}", 2 * MIB, replicas=replicas, server_names=(name,))
@@ -54,9 +62,11 @@ class Machine:
         """Step, and check what became of each segment."""
         before = self.segments
         self.cluster.do(event)
+        groups: dict[int, set[tuple[str, str, int, str]]] = {}
         for number, now in self.segments.items():
-            was = before[number]
-            if now == was:
+            groups.setdefault(group_of(now), set()).add((now.server, now.backup, now.epoch, now.copying_to))
+            was = before.get(number)
+            if was is None or now == replace(was, group=now.group):
                 continue
             assert now.epoch == was.epoch + 1 + (was.epoch == 0)  # that of a buffer is 1
             assert now.server in (was.server, was.backup)
@@ -64,6 +74,7 @@ class Machine:
                 assert now.backup in (was.backup, was.copying_to)
             assert not (now.backup and now.copying_to)
             assert len({now.server, now.backup, now.copying_to} - {""}) == 1 + bool(now.backup) + bool(now.copying_to)
+        assert all(len(roles) == 1 for roles in groups.values())
         taken = dict.fromkeys(NAMES, 0)
         for record in self.cluster.state.buffers.values():
             for copy in record.copies:
@@ -77,7 +88,8 @@ class Machine:
         wanted = {move.segment_id: move for move in plan(records, pool, capacity)} if moves else {}
         for wish in wishes(records, pool, moves=still_wanted(wanted, records, pool)):
             number, epoch = wish.segment.id, wish.segment.epoch + 1
-            if wish.leaving and number not in self.held[wish.source]:
+            members = {member.id for _, member in wish.members}
+            if wish.leaving and not members <= self.held[wish.source]:
                 continue  # it does not confirm
             if not wish.target:
                 self.do(CopyDropped(wish.record.key, number, wish.leaving, epoch))
@@ -86,7 +98,7 @@ class Machine:
             if not wish.segment.epoch:
                 self.do(MoveAllowed(wish.record.key, number))
                 continue
-            self.held[wish.target].add(wish.segment.id)
+            self.held[wish.target] |= members
             begun = CopyBegun(
                 wish.record.key,
                 wish.segment.id,
@@ -94,9 +106,10 @@ class Machine:
                 self.runs[wish.target],
                 wish.segment.epoch + 1,
                 wish.leaving,
+                frozenset(members),
             )
             self.do(begun)
-            self.held[wish.leaving or wish.target] -= {wish.segment.id} if wish.leaving else set()
+            self.held[wish.leaving or wish.target] -= members if wish.leaving else set()
 
     def end(self, name: str, *, whole: bool) -> None:
         """A primary says how its copies went."""
@@ -112,7 +125,44 @@ class Machine:
         self.runs[name] += 1
         self.held[name] = set()
         self.do(ServerReturned(name, self.runs[name], frozenset()))
-        self.do(ServerRegistered(replace(server(name), instance_id=self.runs[name]), frozenset()))
+        self.do(ServerRegistered(server(name, self.runs[name], CAPACITY), frozenset()))
+
+    def forget(self, name: str) -> None:
+        """A server that was away is back without one of the segments that move together, if there are other copies."""
+        ours = [each for each in self.segments.values() if name in (each.server, each.backup) and each.backup]
+        lost = max((each.id for each in ours if each.group and each.id in self.held[name]), default=0)
+        if lost:
+            self.held[name].discard(lost)
+            self.do(ServerReturned(name, self.runs[name], frozenset(self.held[name])))
+            self.do(ServerRegistered(server(name, self.runs[name], CAPACITY), frozenset(self.held[name])))
+            self.held[name].difference_update(self.cluster.only(AnswerDrops).segment_ids)
+
+    def want(self, name: str) -> None:
+        """A state is to be made for weights that begin there, unless these are just being copied."""
+        number, weights = NAMES.index(name), f"w{NAMES.index(name)}-2"
+        before = self.segments
+        if len(before) - 2 * len(NAMES) >= STATES_MAX:
+            return
+        key = f"m{number}-{max(before)}"
+        try:
+            self.cluster.want(key, 2 * MIB, like=weights, joins=True, replicas=0)
+        except Error:
+            return
+        assert self.segments.keys() > before.keys()
+
+    def make(self) -> None:
+        """What is being made is there."""
+        for record in [record for record in self.cluster.state.buffers.values() if not record.ready]:
+            for copy in record.copies:
+                self.held[copy.server].add(copy.id)
+            self.do(BufferMade(record.key, record.segments))
+
+    def delete(self, name: str) -> None:
+        """One of those that move together goes, the first one or another one."""
+        index = NAMES.index(name)
+        found = [record for record in self.cluster.state.listed() if record.segments[0].group]
+        for record in found[index : index + 1]:
+            self.do(BufferDeleted(record.name, missing_ok=False))
 
     def drain(self, name: str, *, undo: bool) -> None:
         """Ask for it, which may be refused."""
@@ -122,13 +172,17 @@ class Machine:
             assert not undo
 
 
-ACTIONS = st.tuples(
-    st.sampled_from(("look", "look", "rebalance", "whole", "whole", "given up", "lose", "drain", "undrain")),
+ACTIONS = (
+    *("look", "look", "rebalance", "whole", "whole", "given up", "lose", "forget", "drain", "undrain"),
+    *("want", "want", "make", "make", "delete"),
+)
+STEPS = st.tuples(
+    st.sampled_from(ACTIONS),
     st.sampled_from(NAMES),
 )
 
 
-@given(st.lists(ACTIONS, max_size=40))
+@given(st.lists(STEPS, max_size=40))
 def test_moves_keep_what_is_whole(actions: list[tuple[str, str]]) -> None:
     """Then all settles: every segment has as many copies as it should, none of them on a server that is drained."""
     machine = Machine()
@@ -141,11 +195,20 @@ def test_moves_keep_what_is_whole(actions: list[tuple[str, str]]) -> None:
                 machine.end(name, whole=action == "whole")
             case "lose":
                 machine.lose(name)
+            case "forget":
+                machine.forget(name)
+            case "want":
+                machine.want(name)
+            case "make":
+                machine.make()
+            case "delete":
+                machine.delete(name)
             case _:
                 machine.drain(name, undo=action == "undrain")
     drained = {name for name in NAMES if machine.cluster.state.servers[name].draining}
     if len(drained) > 2:  # two copies need two servers
         machine.drain(min(drained), undo=True)
+    machine.make()
     for _ in range(40):
         machine.look(moves=False)
         for name in NAMES:
