@@ -79,7 +79,7 @@ def check_creation(creation: Creation, *, replicas: int) -> Creation:
     check_name(creation.kind, creation.name)
     _check_array(creation, asked)
     _check_wishes(creation, asked)
-    # What joins has as many as the other buffer: that is known where the cluster is.
+    # One that joins has as many as the other buffer, which is looked up later.
     creation = replace(creation, replicas=replicas or (0 if creation.joins else 1))
     if creation.replicas not in ((0, 1, 2) if creation.joins else (1, 2)):
         raise InvalidArgumentError(f"{asked} with replicas={replicas}: a buffer has 1 copy, or 2")

@@ -64,8 +64,8 @@ def wishes(
 ) -> list[Wish]:
     """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
     then `moves`, by segment. `avoid`: servers that are not to be asked for anything. `apart`: pairs of which
-    neither is to copy to the other. `bound`: segments that can't move. What moves together is one copy, which waits
-    while one of the buffers is being made.
+    neither is to copy to the other. `bound`: segments that can't move. A group of segments is one copy, which waits
+    while one of its buffers is being made.
     """
     groups = Groups(records)
     under_way = {

@@ -146,8 +146,8 @@ def judge_copies(
     what: str = "has lost a copy",
     level: int = logging.WARNING,
 ) -> Step:
-    """Give at most so many buffers whose segments have roles those that `judge` says. What moves together changes
-    together, however many that are.
+    """Give at most so many buffers whose segments have roles those that `judge` says. All segments of a group
+    change at once, however many these are.
     """
     effects: list[Effect] = []
     changed: dict[str, BufferRecord] = {}

@@ -40,7 +40,7 @@ from smb.security.roles import namespace_of
 
 
 class NotNowError(UnavailableError):
-    """What it is to move together with is moving. It may be tried again at once; nothing is left behind."""
+    """The buffer that it is to move together with is moving. It may be tried again at once; nothing is left behind."""
 
 
 def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:

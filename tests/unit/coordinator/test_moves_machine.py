@@ -151,7 +151,7 @@ class Machine:
         assert self.segments.keys() > before.keys()
 
     def make(self) -> None:
-        """What is being made is there."""
+        """All that is being made is there."""
         for record in [record for record in self.cluster.state.buffers.values() if not record.ready]:
             for copy in record.copies:
                 self.held[copy.server].add(copy.id)
