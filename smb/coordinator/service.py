@@ -425,7 +425,8 @@ class CoordinatorService(CoordinatorServicer):
         creation = await self._checked(request)
         if creation.kind is Kind.BARRIER:
             await self._free_if_lost(creation.name)
-        patience_s = min(context.time_remaining(), _OTHERS_CREATION_S) - _LAST_WORD_S
+        left_s = context.time_remaining()  # None: the caller has set no deadline
+        patience_s = min(_OTHERS_CREATION_S, _OTHERS_CREATION_S if left_s is None else left_s) - _LAST_WORD_S
         record = await asyncio.shield(self._begun(creation, patience_s))
         return self._opened(request, record)
 
