@@ -92,8 +92,14 @@ def lose(cluster: smb.LocalCluster, name: str) -> Daemon:
     return server
 
 
-def wait_until_whole(client: smb.Client) -> None:
-    wait_for(lambda: second_copy.are_whole(client), "two copies of each segment", 60.0)
+def wait_until_whole(client: smb.Client, lost: Daemon) -> None:
+    """The loss was noticed, and what was lost is there again."""
+
+    def is_whole() -> bool:
+        places = [place for info in client.list() for place in info.layout.segments]
+        return all(place.backup and lost.name not in (place.server, place.backup) for place in places)
+
+    wait_for(is_whole, f"two copies of each segment without {lost.name}", 60.0)
 
 
 @pytest.mark.parametrize("way", ["auto", "tcp"])
@@ -122,7 +128,7 @@ def test_hosts_are_lost_between_steps(cluster: smb.LocalCluster, client: smb.Cli
             model.turn()
             model.check()
             model.places()
-            wait_until_whole(client)
+            wait_until_whole(client, lost)
             lost.start()
             model.turn()
     model.check()
@@ -158,7 +164,7 @@ def test_hosts_are_lost_during_steps(cluster: smb.LocalCluster, client: smb.Clie
                 wait_for(lambda before=before: failed or all(map(int.__gt__, done, before)), "steps", 60.0)
                 time.sleep(rng.uniform(0.0, 0.1))
                 lost = lose(cluster, name)
-                wait_until_whole(client)
+                wait_until_whole(client, lost)
                 lost.start()
     finally:
         ends.set()
@@ -204,7 +210,7 @@ def test_a_state_that_is_created_while_a_copy_is_lost() -> None:
         assert places(client, "w", "m")[0][:2] == (place.server, "")
         weights.apply("momentum", gradient, state, lr=-1, mu=1)
         lost.start()
-        wait_until_whole(client)
+        wait_for(lambda: second_copy.are_whole(client), "two copies of each segment", 60.0)
         weights.apply("momentum", gradient, state, lr=-1, mu=1)
         places(client, "w", "m")
         lose(cluster, place.server)
@@ -222,10 +228,10 @@ def test_a_state_outlives_its_weights(cluster: smb.LocalCluster, client: smb.Cli
     m.fill(2)
     v.fill(3)
     client.delete("w")
-    lose(cluster, m.layout.segments[0].server)
+    lost = lose(cluster, m.layout.segments[0].server)
     assert (m.read() == 2).all()
     assert (v.read() == 3).all()
-    wait_until_whole(client)
+    wait_until_whole(client, lost)
     places(client, "m", "v")
     client.create("x", state_of=m)
     places(client, "m", "v", "x")
