@@ -11,7 +11,7 @@ import grpc.aio
 
 from smb.config.parse import parse_address
 from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
-from smb.errors import Error, OutOfMemoryError, UnavailableError
+from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, aio_channel, server_name
@@ -49,7 +49,7 @@ class MemoryServers:
         replica: pb.Replica | None = None,
     ) -> int:
         """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
-        unknown).
+        unknown), and InvalidArgumentError where the server is too old to keep it together with others.
         """
         request = pb.CreateSegmentRequest(
             id=segment.id,
@@ -67,6 +67,10 @@ class MemoryServers:
             reply = await peer.stub.CreateSegment(request, timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "make a segment", error) from error
+        if reply.group_id != segment.group:
+            raise InvalidArgumentError(
+                f'memory server "{server.name}" is too old to move segments together with others: upgrade it'
+            )
         return int(reply.used_bytes)
 
     async def take_roles(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> frozenset[int]:

@@ -74,6 +74,20 @@ def test_servers_and_clients_are_told_the_group(
     assert place(coordinator).group_id == first.id
 
 
+def test_servers_of_before_are_not_joined_on(
+    coordinator: CoordinatorStub, servers: dict[str, FakeMemoryServer]
+) -> None:
+    """They would make copies of each segment by itself, and one of them would count for all."""
+    first = weights(coordinator)
+    servers[first.backup].keeps_together = False
+    with pytest.raises(grpc.RpcError) as error:
+        coordinator.CreateBuffer(ask("m", like="w", joins=True), timeout=20)
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert f'"{first.backup}" is too old to move segments together with others: upgrade' in error.value.details()
+    assert servers["a"].segments.keys() == servers[first.backup].segments.keys() == {first.id}
+    assert servers["a"].segments[first.id].group_id == 0
+
+
 def test_what_joins_waits_for_a_copy(coordinator: CoordinatorStub, servers: dict[str, FakeMemoryServer]) -> None:
     """Until that is there, or its time is over; a new copy is of all that moves together."""
     first = weights(coordinator)

@@ -27,6 +27,7 @@ class FakeMemoryServer(MemoryServerServicer):
         self.refuse_creation: grpc.StatusCode | None = None
         self.hold: threading.Event | None = None  # creates wait for it
         self.ended: list[int] = []  # sessions, as told
+        self.keeps_together = True  # else it is of a release that does not
         self.deaf = False  # to being told at once which sessions ended
         self.seen = pb.SessionsSeen()
         self._server: grpc.Server | None = None
@@ -39,7 +40,8 @@ class FakeMemoryServer(MemoryServerServicer):
         if self.refuse_creation is not None:
             context.abort(self.refuse_creation, f"{self.name} refuses")
         self.segments[request.id] = request
-        return pb.CreateSegmentReply(used_bytes=self.used_bytes())
+        group_id = request.group_id if self.keeps_together else 0
+        return pb.CreateSegmentReply(used_bytes=self.used_bytes(), group_id=group_id)
 
     def DeleteSegment(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         self.segments.pop(request.id, None)
