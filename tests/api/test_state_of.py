@@ -4,6 +4,7 @@ all of them or in none, whichever server is lost.
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -12,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import smb
 from smb.call.optimizer_rules import RULES, hyper_of
 from smb.cluster import Daemon
+from smb.tools.cli.main import app
 from tests.api.test_optimizer_steps import Array, normal, numbers_at
 from tests.fault.long import seed, times
 from tests.support import second_copy
@@ -292,7 +295,11 @@ def test_what_create_refuses(client: smb.Client) -> None:
         client.create("beside", state_of=weights, exist_ok=True)
     assert "m" not in [info.name for info in client.list()]
     made = client.create("m", state_of=weights, replicas=2)
+    client.create("v", state_of="w")
     assert client.create("m", state_of=weights, exist_ok=True).info.id == made.info.id
+    shown = CliRunner().invoke(app, ["stat", "w", "--json", "--coordinator", client.address])
+    assert json.loads(shown.output)["moves_with"] == ["m", "v"]
+    assert "moves with  m, v" in CliRunner().invoke(app, ["stat", "w", "--coordinator", client.address]).output
 
 
 def test_what_apply_refuses(client: smb.Client) -> None:

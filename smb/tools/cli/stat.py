@@ -46,6 +46,7 @@ def stat(
         version = version_of(buffer, servers)
         generation = _generation(client, buffer, servers) if has_deltas(buffer) else None
         mirrors = mirrored(client, buffer, servers)
+        together = _moving_with(client, buffer)
         is_training, training = _training(client, buffer, version is not None)
     if as_json:
         described = {**buffer_json(buffer), "versions": buffer.versions, "version": version}
@@ -53,11 +54,13 @@ def stat(
             described["generation"] = generation
         if mirrors:
             described["mirrors"] = mirrors_json(mirrors)
+        if together:
+            described["moves_with"] = together
         if is_training:
             described["training"] = dataclasses.asdict(training) if training is not None else None
         print_json({**described, "metadata": buffer.metadata})
         return
-    _show(buffer, servers, _published(buffer, version, generation))
+    _show(buffer, servers, _published(buffer, version, generation), together)
     if mirrors:
         console().print()
         show_mirrors(name, mirrors)
@@ -65,6 +68,13 @@ def stat(
         _show_training(training)
     elif is_training:
         console().print("\nA training; its round and workers are unknown while its servers can't be reached.")
+
+
+def _moving_with(client: Client, buffer: Buffer) -> list[str]:
+    """Return the names of the buffers that move together with it."""
+    if not any(segment.group for segment in buffer.layout.segments):
+        return []
+    return [info.name for info in client.list() if info.name != buffer.name and info.moves_with(buffer.info)]
 
 
 def _generation(client: Client, state: Buffer, servers: list[ServerInfo]) -> int | None:
@@ -121,7 +131,7 @@ def _show_training(training: GroupStatus) -> None:
     show_workers(training)
 
 
-def _show(buffer: Buffer, servers: list[ServerInfo], published: str) -> None:
+def _show(buffer: Buffer, servers: list[ServerInfo], published: str, together: list[str]) -> None:
     from smb.call.sync_requests import LOST
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import copies_state, format_shape
@@ -144,6 +154,8 @@ def _show(buffer: Buffer, servers: list[ServerInfo], published: str) -> None:
         ("copies", copies_state(buffer)),
     ):
         facts.add_row(key, value)
+    if together:
+        facts.add_row("moves with", ", ".join(together))
     if published:
         facts.add_row("published", published)
     for key, item in buffer.metadata.items():
