@@ -90,7 +90,7 @@ class ControlService(MemoryServerServicer):
                 group_id=request.group_id,
             )
             failpoint("memserver.create.done")
-            return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes())
+            return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes(), group_id=request.group_id)
 
         return _answer(context, create)
 
