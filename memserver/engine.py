@@ -323,8 +323,9 @@ class Engine:
         _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
 
     def set_replica(self, segment_id: int, epoch: int, role: int, peer: str, *, copying: bool = False) -> None:
-        """Give this server its role in such a segment, and in its group, from that epoch on. `peer`: the server of the other copy; empty:
-        there is none. `copying`: its backup is to be copied to. Raises NotFoundError, InvalidArgumentError.
+        """Give this server its role in such a segment, and in its group, from that epoch on. `peer`: the server of the
+        other copy; empty: there is none. `copying`: its backup is to be copied to. Raises NotFoundError,
+        InvalidArgumentError.
         """
         name = peer.encode()
         status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, bool(peer), copying, name)

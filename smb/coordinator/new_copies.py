@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from smb.coordinator.commit_log import CommitLog, Committed
+from smb.coordinator.draining import BOUND
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed
 from smb.coordinator.groups import Groups
 from smb.coordinator.memserver_client import MemoryServers
@@ -89,7 +90,7 @@ class NewCopies:
         """Begin what can be begun now. A server that does not answer costs the others nothing but the wait."""
         state, now = self._commit_log.state, self._commit_log.now()
         drained = any(server.draining and state.allocation(server.name).segments for server in state.servers.values())
-        records = [record for record in state.buffers.values() if drained or record.movable]
+        records = [record for record in state.buffers.values() if drained or self._moves or record.movable]
         if not drained and not self._moves and not any(map(_wants, records)):
             self._without_room, self._bound = frozenset(), {}
             return
@@ -97,7 +98,7 @@ class NewCopies:
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
         apart = frozenset(pair for pair, until in self._apart_until.items() if until > now.monotonic)
         pool = state.pool(now)
-        self._moves = still_wanted(self._moves, records, pool)
+        self._moves = still_wanted(self._moves, records, pool, self._bound)
         self._say_without_room(records, pool)
         await asyncio.gather(
             *(self._begin(wish) for wish in wishes(records, pool, avoid, self._moves, apart, self._bound))
@@ -123,6 +124,8 @@ class NewCopies:
         try:
             if segment.id in await self._servers.take_roles(server, (message,)):
                 self._bound[segment.id] = self._commit_log.now().monotonic + BOUND_S
+                if segment.id in self._moves:
+                    _log.info("a segment of %s stays on %s: %s", wish.record.title, segment.server, BOUND)
                 return
             failpoint("coordinator.move.allowed")
             await self._commit_log.commit(MoveAllowed(wish.record.key, segment.id))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from smb.coordinator.groups import Groups, group_of
@@ -28,25 +28,23 @@ class Move:
     title: str
 
 
-def plan(records: Iterable[BufferRecord], pool: Pool, capacity: Mapping[str, int]) -> list[Move]:
+def plan(
+    records: Iterable[BufferRecord],
+    pool: Pool,
+    capacity: Mapping[str, int],
+    *,
+    single_copies: bool = False,
+    bound: Container[int] = frozenset(),
+) -> list[Move]:
     """Return the moves, in their order, from the fullest servers to the emptiest ones. Each leaves its two servers less
     different, and no two copies on one host that were on two. `capacity`: of the servers that are placed on.
+    `single_copies`: segments of buffers with one copy move, too, but those that are `bound` to their servers.
     """
     free = dict(pool.free_bytes)
     held: dict[str, list[tuple[SegmentRecord, str]]] = {name: [] for name in free}
-    records = list(records)
-    groups = Groups(records)
-    seen: set[int] = set()
-    for record in records:
-        for segment in record.segments if record.replicas > 1 and record.ready and record.mirror_of == 0 else ():
-            if group_of(segment) in seen:
-                continue
-            seen.add(group_of(segment))
-            # From here on it stands for all that move together.
-            whole = replace(segment, file_bytes=groups.file_bytes(record, segment))
-            for name in (segment.backup, segment.server):
-                if name in held and pool.alive(stays_on(segment, name)):
-                    held[name].append((whole, record.title))
+    for name, segment, title in (*_pairs(list(records), pool), *_alone(records, pool, bound, single_copies)):
+        if name in held:
+            held[name].append((segment, title))
     # The largest first; of equal ones a backup, whose move changes no roles.
     for name, copies in held.items():
         copies.sort(key=lambda each: (-each[0].file_bytes, each[0].server == name, each[0].id))
@@ -81,8 +79,36 @@ def plan(records: Iterable[BufferRecord], pool: Pool, capacity: Mapping[str, int
     return found
 
 
+_Copy = tuple[str, SegmentRecord, str]  # its server, the segment, the buffer's title
+
+
+def _pairs(records: list[BufferRecord], pool: Pool) -> Iterator[_Copy]:
+    """Yield the copies of segments with two. Of those that move together one stands for all, with the bytes of all."""
+    groups = Groups(records)
+    seen: set[int] = set()
+    for record in records:
+        for segment in record.segments if record.replicas > 1 and record.ready and record.mirror_of == 0 else ():
+            if group_of(segment) in seen:
+                continue
+            seen.add(group_of(segment))
+            whole = replace(segment, file_bytes=groups.file_bytes(record, segment))
+            for name in (segment.backup, segment.server):
+                if pool.alive(stays_on(segment, name)):
+                    yield name, whole, record.title
+
+
+def _alone(records: Iterable[BufferRecord], pool: Pool, bound: Container[int], wanted: bool) -> Iterator[_Copy]:
+    for record in records if wanted else ():
+        for segment in record.segments if record.moves_alone else ():
+            under_way = segment.backup or segment.copying_to
+            if not under_way and segment.id not in bound and pool.alive(segment.server):
+                yield segment.server, segment, record.title
+
+
 def _may(segment: SegmentRecord, leaving: str, target: str, pool: Pool) -> bool:
     other = stays_on(segment, leaving)
+    if not other:  # one copy
+        return pool.may_copy(leaving, target)
     if not pool.may_copy(other, target):
         return False
     host = pool.hosts.get(other)

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -168,7 +168,7 @@ class CoordinatorService(CoordinatorServicer):
         self._mirrors = mirrors
         self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
         self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach these
-        self.bound: Callable[[], Container[int]] = frozenset  # segments that can't move
+        self.bound: Callable[[], Collection[int]] = frozenset  # segments that can't move
         self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
 
     async def finish(self) -> None:
@@ -387,10 +387,19 @@ class CoordinatorService(CoordinatorServicer):
         state = self._commit_log.state
         pool = state.pool(self._commit_log.now())
         capacity = {name: state.servers[name].capacity_bytes for name in pool.free_bytes}
-        moves = await asyncio.to_thread(plan, state.buffers.values(), pool, capacity)
+        records, bound = state.buffers.values(), frozenset(self.bound())
+
+        def planned(single_copies: bool) -> list[Move]:
+            return plan(records, pool, capacity, single_copies=single_copies, bound=bound)
+
+        moves = await asyncio.to_thread(planned, request.single_copies)
+        left = 0
+        if not request.single_copies:
+            all_of_them = await asyncio.to_thread(planned, True)
+            left = len({move.segment_id for move in all_of_them} - {move.segment_id for move in moves})
         if not request.dry_run:
             self.move(moves)
-        return pb.RebalanceReply(moves=map(move_message, moves))
+        return pb.RebalanceReply(moves=map(move_message, moves), single_left=left)
 
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
         """See control.proto. Made in a thread: with very many buffers it takes a while."""

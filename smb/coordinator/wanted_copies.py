@@ -77,13 +77,13 @@ def wishes(
     sources = _Load((segment.server, nbytes) for segment, nbytes in under_way.values())
     targets = _Load((segment.copying_to, nbytes) for segment, nbytes in under_way.values())
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
-    found = [wish for wish in _surplus(records, pool) if not {wish.source, wish.leaving} & avoid]
+    found = [wish for wish in _surplus(records, pool, moves or {}) if not {wish.source, wish.leaving} & avoid]
     begun: set[int] = set()
     for record, segment, source, leaving, chosen in (
         *_lost(records),
         *_leaving(records, pool),
         *_moving_out(records, pool, bound),
-        *_moving(records, moves or {}),
+        *_moving(records, moves or {}, bound),
     ):
         nbytes = groups.file_bytes(record, segment)
         if (
@@ -136,17 +136,25 @@ def without_room(record: BufferRecord, pool: Pool, groups: Groups) -> bool:
     )
 
 
-def still_wanted(moves: Mapping[int, Move], records: list[BufferRecord], pool: Pool) -> dict[int, Move]:
+def still_wanted(
+    moves: Mapping[int, Move], records: list[BufferRecord], pool: Pool, bound: Container[int] = frozenset()
+) -> dict[int, Move]:
     """Return the moves that have not been made and still can be."""
-    there = {segment.id: segment for record in records for segment in record.segments}
+    there = {segment.id: (record, segment) for record in records for segment in record.segments}
     return {
         number: move
         for number, move in moves.items()
-        if number in there
-        and stays_on(there[number], move.leaving)
-        and move.target not in (there[number].server, there[number].backup)
-        and pool.free_bytes.get(move.target, 0) >= move.nbytes
+        if number in there and number not in bound and _can_be_made(move, *there[number], pool)
     }
+
+
+def _can_be_made(move: Move, record: BufferRecord, segment: SegmentRecord, pool: Pool) -> bool:
+    room = pool.free_bytes.get(move.target, 0) >= move.nbytes
+    if record.moves_alone:  # with the second copy it is half made
+        coming = segment.copying_to or segment.backup
+        return segment.server == move.leaving and (coming == move.target or (not coming and room))
+    apart = move.target not in (segment.server, segment.backup)
+    return bool(stays_on(segment, move.leaving)) and apart and room
 
 
 _Wanted = tuple[BufferRecord, SegmentRecord, str, str, str]  # its source, what leaves, and where to if that is decided
@@ -182,18 +190,23 @@ def _moving_out(records: list[BufferRecord], pool: Pool, bound: Container[int]) 
                 yield record, segment, segment.server, "", ""
 
 
-def _surplus(records: list[BufferRecord], pool: Pool) -> Iterator[Wish]:
+def _surplus(records: list[BufferRecord], pool: Pool, moves: Mapping[int, Move]) -> Iterator[Wish]:
     """Copies that are one too many: of segments that have moved, or are not to move any more."""
     for record in records:
         for segment in record.segments if record.replicas == 1 and record.ready else ():
             if segment.backup and pool.alive(segment.server) and pool.alive(segment.backup):
-                leaving = segment.server if segment.server in pool.draining else segment.backup
+                moves_on = segment.server in pool.draining or segment.id in moves
+                leaving = segment.server if moves_on else segment.backup
                 yield Wish(record, segment, "", stays_on(segment, leaving), leaving, ((record, segment),))
 
 
-def _moving(records: list[BufferRecord], moves: Mapping[int, Move]) -> Iterator[_Wanted]:
+def _moving(records: list[BufferRecord], moves: Mapping[int, Move], bound: Container[int]) -> Iterator[_Wanted]:
     for record in records if moves else ():
         for segment in record.segments:
             move = moves.get(segment.id)
-            if move is not None and record.ready and (source := stays_on(segment, move.leaving)):
+            if move is None or not record.ready or segment.id in bound:
+                continue
+            if record.replicas > 1 and (source := stays_on(segment, move.leaving)):
                 yield record, segment, source, move.leaving, move.target
+            elif record.moves_alone and segment.server == move.leaving and not (segment.backup or segment.copying_to):
+                yield record, segment, segment.server, "", move.target

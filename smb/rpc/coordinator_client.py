@@ -213,10 +213,11 @@ class Coordinator:
         reply: pb.DrainServerReply = self._call("DrainServer", pb.DrainServerRequest(name=name, undo=undo), timeout)
         return reply
 
-    def rebalance(self, timeout: float, *, dry_run: bool) -> list[pb.Move]:
-        """Return the moves that are made from now on, or with `dry_run` would be."""
-        reply: pb.RebalanceReply = self._call("Rebalance", pb.RebalanceRequest(dry_run=dry_run), timeout)
-        return list(reply.moves)
+    def rebalance(self, timeout: float, *, dry_run: bool, single_copies: bool = False) -> pb.RebalanceReply:
+        """Return the moves that are made from now on, or with `dry_run` would be. See control.proto."""
+        request = pb.RebalanceRequest(dry_run=dry_run, single_copies=single_copies)
+        reply: pb.RebalanceReply = self._call("Rebalance", request, timeout)
+        return reply
 
     def overview(self, timeout: float, *, buffer: str = "", training: str = "") -> str:
         """Return what the page at / shows, as JSON: in brief, or all of one buffer or training."""

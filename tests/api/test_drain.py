@@ -89,6 +89,33 @@ def test_a_buffer_with_one_copy_moves(client: smb.Client, cluster: smb.LocalClus
     run(cluster, "undrain", "server-2")
 
 
+def test_buffers_with_one_copy_even_servers_out(client: smb.Client, cluster: smb.LocalCluster) -> None:
+    """Not unless that is asked, since local clients stop mapping them. One of which there is a view stays."""
+    buffers = [client.create(f"one/{number}", 200_000, servers=["server-0"]) for number in range(6)]
+    for number, buffer in enumerate(buffers):
+        buffer.fill(number)
+    view = buffers[0].view()
+    assert "with one copy could move, too" in run(cluster, "rebalance")
+    assert "would move" in (shown := run(cluster, "rebalance", "--dry-run", "--single-copies"))
+    assert "could move, too" not in shown
+    assert "move from now on" in run(cluster, "rebalance", "--single-copies")
+
+    def places() -> dict[str, str]:
+        return {info.name: info.layout.segments[0].server for info in client.list() if info.name.startswith("one/")}
+
+    wait_for(lambda: set(places().values()) == {"server-0", "server-1", "server-2"}, "a share on each server")
+    wait_for(
+        lambda: not any(place.backup or place.copying_to for info in client.list() for place in info.layout.segments),
+        "an end of all moves",
+    )
+    assert places()["one/0"] == "server-0"
+    assert (view == 0).all()
+    for number, buffer in enumerate(buffers):
+        assert (buffer.read() == number).all()
+        buffer.accumulate(np.ones(200_000, np.float32))
+        assert (buffer.read() == number + 1).all()
+
+
 def drained(cluster: smb.LocalCluster, name: str) -> None:
     assert f"{name} is empty" in run(cluster, "drain", name, "--wait")
     run(cluster, "undrain", name)

@@ -25,7 +25,7 @@ CLIENTS_MAX = 8  # elements of "board", each written by one client alone
 PUBLISHED = 6_000  # elements of "news", all of one number in each version
 TURNS = 1_200  # of "turns", changed under its lock alone: its first element counts, the others repeat it
 LEASE_S = 20.0  # longer than a fail-over takes: nobody's turn ends before its time
-# of "into", which gets "source" added, and of "weights", which make steps with "ones", on another server, for a gradient
+# of "into", which gets "source" added, and of "weights", which step with "ones", on another server, as the gradient
 STEPPED = 5_000
 WITH_STATE = 600  # of each client's rounds, so that float32 counts what eight of them do
 SEGMENTS = 3 + 1 + 1 + 1 + 3 + 3 + 2 * 3 + 3 * 1  # of all in two copies, with three servers

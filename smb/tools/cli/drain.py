@@ -69,6 +69,10 @@ def undrain(server: Server, coordinator: Coordinator = None) -> None:
 
 def rebalance(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would move, and move nothing.")] = False,
+    single_copies: Annotated[
+        bool,
+        typer.Option("--single-copies", help="Move buffers with one copy, too: their local clients stop mapping them."),
+    ] = False,
     coordinator: Coordinator = None,
 ) -> None:
     """Move segments from full memory servers to empty ones.
@@ -76,14 +80,19 @@ def rebalance(
     Copies of buffers with replicas=2 move, while their users work, until the servers are about equally full. It goes on
     by itself; smb status shows how full they are.
 
+    Buffers with one copy move with --single-copies. Clients on a server's host reach them through the server
+    afterwards, which is slower than by mapping.
+
     Example: smb rebalance --dry-run
     """
     from smb.config.parse import format_bytes
 
     with coordinator_at(coordinator) as cluster:
-        moves = cluster.rebalance(_CALL_S, dry_run=dry_run)
+        reply = cluster.rebalance(_CALL_S, dry_run=dry_run, single_copies=single_copies)
+    moves = reply.moves
     if not moves:
         console().print("Nothing to move: no move of a copy would leave the servers more equally full")
+        _say_what_else(reply)
         return
     rows = table("BUFFER", "SIZE", "FROM", "TO", right=("SIZE",))
     for move in moves:
@@ -91,6 +100,15 @@ def rebalance(
     console().print(rows)
     total = f"{counted(len(moves), 'segment')}, {format_bytes(sum(move.nbytes for move in moves))}"
     console().print(f"\n{total} {'would move' if dry_run else 'move from now on'}")
+    _say_what_else(reply)
+
+
+def _say_what_else(reply: pb.RebalanceReply) -> None:
+    if reply.single_left:
+        console().print(
+            f"{counted(reply.single_left, 'segment')} with one copy could move, too: smb rebalance --single-copies "
+            f"(clients on their host reach them through the server afterwards, and do not map them)"
+        )
 
 
 def _state(server: str, reply: pb.DrainServerReply) -> str:

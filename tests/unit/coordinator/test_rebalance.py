@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smb.coordinator import rebalance
-from smb.coordinator.events import CopiesEnded, CopyBegun, ServerDrained
+from smb.coordinator.events import CopiesEnded, CopyBegun, CopyDropped, MoveAllowed, ServerDrained
 from smb.coordinator.placement import Pool
 from smb.coordinator.rebalance import SPREAD_MAX, Move, plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
@@ -82,6 +82,46 @@ def test_what_does_not_move(cluster: Cluster) -> None:
     single.create("w", 10 * MIB)
     single.register("b")
     assert planned(single) == []
+
+
+def test_buffers_with_one_copy_move_if_that_is_asked() -> None:
+    """Those that are bound to their server stay. A move is half made once the other copy is there, and then ends."""
+    single = Cluster()
+    single.register("a")
+    for number in range(4):
+        single.create(f"w{number}", 2 * MIB)
+    single.register("b")
+    records, pool = list(single.state.buffers.values()), single.state.pool(single.now)
+    bound = {records[0].segments[0].id}
+    moves = plan(records, pool, dict.fromkeys("ab", CAPACITY), single_copies=True, bound=bound)
+    assert [(move.leaving, move.target) for move in moves] == [("a", "b")] * 2
+    assert not bound & {move.segment_id for move in moves}
+    (move, *others) = moves
+    wanted = {each.segment_id: each for each in moves}
+    assert not still_wanted(wanted, records, pool, frozenset(wanted))
+    key = next(record.key for record in records if record.segments[0].id == move.segment_id)
+
+    def wished() -> list[tuple[str, str, str]]:
+        now = list(single.state.buffers.values())
+        assert still_wanted(wanted, now, single.state.pool(single.now)).keys() == wanted.keys()
+        found = wishes(now, single.state.pool(single.now), moves=wanted)
+        return [(wish.target, wish.source, wish.leaving) for wish in found if wish.segment.id == move.segment_id]
+
+    assert wished() == [("b", "a", "")]
+    single.do(MoveAllowed(key, move.segment_id))
+    assert wished() == [("b", "a", "")]
+    single.do(CopyBegun(key, move.segment_id, "b", 1, 3))
+    assert wished() == []
+    single.do(CopiesEnded("a", {move.segment_id: 3}, whole=True))
+    assert wished() == [("", "b", "a")]
+    assert [(wish.source, wish.leaving) for wish in wishes(*_now(single)) if not wish.target] == [("a", "b")]
+    single.do(CopyDropped(key, move.segment_id, "a", 5))
+    assert single.state.buffers[key].segments[0].server == "b"
+    assert still_wanted(wanted, *_now(single)).keys() == {each.segment_id for each in others}
+
+
+def _now(cluster: Cluster) -> tuple[list[BufferRecord], Pool]:
+    return list(cluster.state.buffers.values()), cluster.state.pool(cluster.now)
 
 
 def test_copies_stay_on_two_hosts() -> None:
