@@ -36,8 +36,9 @@ def main() -> None:
     processes = multiprocessing.get_context("spawn")
     with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as client:
         weights = client.create("weights", TRUTH.shape)
-        for name in ("gradient", "mean", "square"):
-            client.create(name, like=weights)  # the same placement, so that servers can combine them
+        client.create("gradient", like=weights)  # the same placement, so that servers can combine them
+        for name in ("mean", "square"):
+            client.create(name, state_of=weights)  # and with replicas=2 they would move together
         workers = [processes.Process(target=work, args=(cluster.address, seed)) for seed in range(WORKERS)]
         for worker in workers:
             worker.start()

@@ -67,11 +67,11 @@ int format_check_sharing(const struct header *header)
 
 int format_check_taking_over(struct header *header)
 {
-    if ((header->format_version != FORMAT_VERSION && header->format_version != FORMAT_REPLICATED &&
+    if ((header->format_version != FORMAT_VERSION && !format_is_replicated(header) &&
          header->format_version != FORMAT_WITHOUT_NAMESPACE) ||
         header->lock_abi != LOCK_ABI)
         return SMB_VERSION;
-    if (header->format_version != FORMAT_REPLICATED)
+    if (!format_is_replicated(header))
         header->format_version = FORMAT_VERSION;
     atomic_store_explicit(&header->pid_namespace, format_own_pid_namespace(), memory_order_relaxed);
     return SMB_OK;

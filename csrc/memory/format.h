@@ -23,6 +23,7 @@ enum {
     CHUNK_STATE_BYTES = 64,
     FORMAT_VERSION = 3,
     FORMAT_REPLICATED = 4,        /* as 3; a daemon that knows of no copies leaves it alone */
+    FORMAT_GROUPED = 5,           /* as 4; one that knows of no groups likewise */
     FORMAT_WITHOUT_NAMESPACE = 2, /* has fewer records, too, and 0 or 1 where the namespace is */
     SYNC_OFFSET = 2048
 };
@@ -102,6 +103,11 @@ static inline uint64_t format_round_up_to_page(uint64_t bytes)
  * thread 1, the kernel would take one's death for the other's. */
 uint32_t format_own_pid_namespace(void);
 uint64_t format_chunk_count(uint64_t data_bytes, uint32_t chunk_bytes);
+/* A segment of two copies, or one that was gated. */
+static inline bool format_is_replicated(const struct header *header)
+{
+    return header->format_version == FORMAT_REPLICATED || header->format_version == FORMAT_GROUPED;
+}
 /* Of a file with so many records. */
 uint64_t format_records_offset(uint64_t data_bytes, uint32_t chunk_bytes);
 uint64_t format_data_offset(uint64_t data_bytes, uint32_t chunk_bytes, uint32_t record_count);

@@ -163,7 +163,7 @@ int smb_segment_take_over(const char *path, struct smb_segment **segment)
                           memory_order_release);
     atomic_thread_fence(memory_order_release);
     /* last: a reader that finds it finds the namespace */
-    if (taken->header->format_version != FORMAT_REPLICATED)
+    if (!format_is_replicated(taken->header))
         taken->header->format_version = FORMAT_VERSION;
     *segment = taken;
     return SMB_OK;
@@ -213,14 +213,14 @@ void smb_segment_mark_deleted(struct smb_segment *segment)
 
 void smb_segment_mark_replicated(struct smb_segment *segment, uint64_t group)
 {
+    bool alone = group == 0 || group == segment->id;
     segment->header->group = group;
-    segment->header->format_version = FORMAT_REPLICATED;
+    segment->header->format_version = alone ? FORMAT_REPLICATED : FORMAT_GROUPED;
 }
 
 bool smb_segment_replicated(const struct smb_segment *segment)
 {
-    return segment->header->format_version == FORMAT_REPLICATED ||
-           mapping_state(segment) == STATE_GATED;
+    return format_is_replicated(segment->header) || mapping_state(segment) == STATE_GATED;
 }
 
 uint64_t smb_segment_group(const struct smb_segment *segment)

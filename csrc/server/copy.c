@@ -199,7 +199,7 @@ static int copy_part(struct replica_group *group, struct smb_segment *const *mem
     bool sent = copy->counted;
     bool confirmed = atomic_load_explicit(&group->confirmed, memory_order_relaxed) >= copy->order;
     if (copies(group, epoch) && !copy->whole &&
-        (copy->settling || group->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
+        (group->settling || group->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
          (sent && !confirmed))) {
         uint64_t until_ns = smb_now_ns() + (uint64_t)COPY_WAIT_MS * 1000000U;
         struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),

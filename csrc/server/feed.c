@@ -48,8 +48,8 @@ struct forward *feed_make(struct feed *feed, uint32_t bytes)
         made->room = bytes;
     }
     made->next = NULL;
-    made->order = made->segment = made->asked_ns = 0;
-    made->was_sent = made->left_out = false;
+    made->order = made->asked_ns = 0;
+    made->was_sent = false;
     made->bytes = bytes;
     feed->queued_bytes += bytes;
     return made;
@@ -100,12 +100,6 @@ void feed_enter_epoch(struct feed *feed, uint32_t epoch)
     feed_disconnect(feed);
     for (struct forward *forward = feed->first; forward; forward = forward->next)
         stamp(forward, epoch);
-}
-
-void feed_leave_out(struct feed *feed, uint64_t segment)
-{
-    for (struct forward *forward = feed->first; forward; forward = forward->next)
-        forward->left_out = forward->left_out || forward->segment == segment;
 }
 
 void feed_clear(struct feed *feed)
@@ -226,11 +220,9 @@ static int take_answer(struct feed *feed, struct forward **confirmed)
     *confirmed = NULL;
     if (smb_frame_parse(feed->in, &reply) != SMB_OK || !(reply.flags & SMB_FLAG_REPLY))
         return SMB_PROTOCOL;
-    bool greeted = feed->greeting_answered == FEED_GREETING_FRAMES;
-    bool gone = greeted && reply.status == SMB_NOT_FOUND && feed->first && feed->first->left_out;
-    if (reply.status != SMB_OK && !gone)
+    if (reply.status != SMB_OK)
         return reply.status;
-    if (!greeted) {
+    if (feed->greeting_answered < FEED_GREETING_FRAMES) {
         if (reply.opcode == SMB_HELLO && reply.segment != feed->instance)
             return SMB_NOT_FOUND; /* another run of it */
         if (++feed->greeting_answered == FEED_GREETING_FRAMES)

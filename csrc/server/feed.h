@@ -19,12 +19,10 @@ enum { FEED_GREETING_FRAMES = 2 /* HELLO, REPLICATE */, REPLICA_LANE = 65535 };
 struct forward {
     struct forward *next;
     uint64_t order;
-    uint64_t segment;
     uint64_t asked_ns; /* of a question whether it is still the backup; 0: it is none */
     uint32_t bytes;
     uint32_t room;
     bool was_sent; /* some of it, over any connection */
-    bool left_out; /* its segment was deleted: the other end may have none of it any more */
     uint8_t frame[];
 };
 
@@ -69,8 +67,6 @@ static inline bool feed_is_dialled(const struct feed *feed)
     return feed->channel.fd >= 0;
 }
 void feed_disconnect(struct feed *feed);
-/* That segment was deleted. */
-void feed_leave_out(struct feed *feed, uint64_t segment);
 /* Nothing of what is queued is to be confirmed any more. */
 void feed_clear(struct feed *feed);
 /* As much as the socket takes. */

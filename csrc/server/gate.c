@@ -262,7 +262,7 @@ int gate_copied(struct gate_request *request, const uint8_t *payload)
     case SMB_COPIED_COUNTERS: records_have_evicted(records, frame->argument, frame->offset); break;
     }
     if (status == SMB_OK)
-        replica_note_copied(replica, frame->sequence);
+        replica_note_copied(replica, frame->epoch, frame->sequence);
     return status;
 }
 

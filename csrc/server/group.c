@@ -16,7 +16,7 @@
 #include "server/server.h"
 #include "server/waits.h"
 
-enum { EVENTS_PER_WAIT = 64 };
+enum { EVENTS_PER_WAIT = 64, SEE_OFF_MS = 1000 };
 
 /* ---- members --------------------------------------------------------------------------------- */
 
@@ -80,6 +80,19 @@ int group_join(struct smb_server *server, uint64_t id, struct replica *replica)
     return status;
 }
 
+/* With the lock: the forwarder finds the group by that member. false: there is no connection any
+ * more. */
+static bool watch_feed(struct replica_group *group, uint64_t id, int how)
+{
+    /* Told at each change: a socket that was full and has room again, and each arrival. */
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.u64 = id};
+    group->fed_by = id;
+    if (epoll_ctl(group->server->forward_epoll, how, group->feed.channel.fd, &event) == 0)
+        return true;
+    feed_disconnect(&group->feed);
+    return false;
+}
+
 void group_leave(struct replica *replica)
 {
     struct replica_group *group = replica->group;
@@ -94,13 +107,39 @@ void group_leave(struct replica *replica)
     if (was_in && !group->members) {
         atomic_store_explicit(&group->role, SMB_REPLICA_NONE, memory_order_release);
         group_stop_forwarding(group, SMB_STALE_EPOCH);
-    } else if (was_in) {
-        /* The backup drops it too: it answers no more for what is on the way. */
-        feed_leave_out(&group->feed, replica->id);
-        if (group->fed_by == replica->id)
-            feed_disconnect(&group->feed); /* the forwarder finds the group by it */
+    } else if (was_in && group->fed_by == replica->id && feed_is_dialled(&group->feed)) {
+        watch_feed(group, group->members->id, EPOLL_CTL_MOD);
     }
     group_unlock(group);
+}
+
+/* Whether the backup has to have less than that. */
+static bool waits_for(const struct replica_group *group, uint64_t order)
+{
+    return is_paired(group) &&
+           atomic_load_explicit(&group->confirmed, memory_order_relaxed) < order;
+}
+
+/* Steps that name it may be on their way to the backup, which could not make them without it. Those
+ * that have not begun by now find it deleted. */
+void group_see_off(struct replica *replica)
+{
+    struct replica_group *group = replica->group;
+    uint64_t until_ns = smb_now_ns() + (uint64_t)SEE_OFF_MS * 1000000U;
+    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                             .tv_nsec = (long)(until_ns % 1000000000U)};
+    pthread_mutex_lock(&group->lock);
+    if (group->members && group->in_progress > 0)
+        group->settling = true;
+    int waited = 0;
+    while (group->members && group->settling && waited == 0)
+        waited = pthread_cond_clockwait(&group->room, &group->lock, CLOCK_MONOTONIC, &until);
+    uint64_t order = atomic_load_explicit(&group->order, memory_order_relaxed);
+    group->seen_off += 1;
+    while (group->members && waits_for(group, order) && waited == 0)
+        waited = pthread_cond_clockwait(&group->room, &group->lock, CLOCK_MONOTONIC, &until);
+    group->seen_off -= 1;
+    pthread_mutex_unlock(&group->lock);
 }
 
 struct replica_group *group_hold(struct replica_group *group)
@@ -172,7 +211,6 @@ void group_release_members(struct smb_segment *const *members, int count)
 void group_append(struct replica *replica, struct forward *forward)
 {
     struct replica_group *group = replica->group;
-    forward->left_out = replica->left;
     uint64_t order = atomic_load_explicit(&group->order, memory_order_relaxed) + 1;
     atomic_store_explicit(&group->order, order, memory_order_release);
     feed_append(&group->feed, forward, order,
@@ -309,7 +347,9 @@ static void take_role(struct replica_group *group, uint32_t epoch, int role, boo
     atomic_store_explicit(&group->epoch, epoch, memory_order_release);
     atomic_store_explicit(&group->role, role, memory_order_release);
     if (copying && role == SMB_REPLICA_PRIMARY)
-        group->copy = (struct copy){.under_way = true, .settling = group->in_progress > 0};
+        group->copy = (struct copy){.under_way = true};
+    if (group->copy.under_way)
+        group->settling = group->in_progress > 0;
     group->feed.broken_ns = smb_now_ns();
     group->told_works = false;
     pthread_mutex_unlock(&group->lock);
@@ -446,15 +486,15 @@ bool group_is_primary(const struct replica_group *group)
 static void confirm(struct replica_group *group, struct forward *done)
 {
     if (done->asked_ns) {
-        if (!done->left_out)
-            group->asked_at_ns = done->asked_ns;
+        group->asked_at_ns = done->asked_ns;
         group->asking = false;
     }
     atomic_store_explicit(&group->confirmed, done->order, memory_order_release);
     uint64_t order = done->order;
     feed_free(&group->feed, done);
-    if (group->copy.under_way &&
-        (group->feed.queued_bytes < COPY_QUEUED_BYTES_MAX || order >= group->copy.order))
+    if (group->seen_off > 0 ||
+        (group->copy.under_way &&
+         (group->feed.queued_bytes < COPY_QUEUED_BYTES_MAX || order >= group->copy.order)))
         pthread_cond_broadcast(&group->room);
     answer_waiting(group, order, SMB_OK);
 }
@@ -548,15 +588,10 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
         status = SMB_OUT_OF_MEMORY;
     if (status == SMB_OK) {
         feed_connect(&group->feed, channel, group->id, id, epoch, instance);
-        group->fed_by = id;
-        /* Told at each change: a socket that was full and has room again, and each arrival. */
-        struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.u64 = id};
-        if (epoll_ctl(server->forward_epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
-            feed_disconnect(&group->feed);
-            status = SMB_SYSTEM;
-        } else {
+        if (watch_feed(group, id, EPOLL_CTL_ADD))
             feed_send(&group->feed);
-        }
+        else
+            status = SMB_SYSTEM;
     } else {
         channel_close(&channel);
     }

@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "server/counters.h"
 #include "server/loop.h"
+#include "server/replica.h"
 #include "server/server.h"
 #include "server/waits.h"
 
@@ -172,6 +173,8 @@ int smb_server_delete_segment(struct smb_server *server, uint64_t id)
         return SMB_NOT_FOUND;
     smb_segment_mark_deleted(entry->segment);
     waits_close(entry->segment, SMB_NOT_FOUND);
+    if (replica_at(entry->segment))
+        replica_see_off(replica_at(entry->segment));
     unlink(entry->path);
     smb_segment_release(entry->segment);
     free(entry->path);

@@ -78,6 +78,11 @@ void replica_close(struct replica *replica)
     group_leave(replica);
 }
 
+void replica_see_off(struct replica *replica)
+{
+    group_see_off(replica);
+}
+
 void replica_destroy(struct replica *replica)
 {
     group_leave(replica);
@@ -149,7 +154,6 @@ void replica_encode(const struct replica *replica, struct forward *forward, stru
     frame.flags &= SMB_FLAG_WIRE;
     frame.payload = forward->bytes - SMB_FRAME_BYTES;
     smb_frame_encode(&frame, forward->frame);
-    forward->segment = replica->id;
 }
 
 /* With the lock. */
@@ -157,7 +161,7 @@ static int may_begin(const struct replica_group *group)
 {
     if (!group_is_primary(group))
         return SMB_STALE_EPOCH;
-    return group->copy.settling ||
+    return group->settling ||
                    (is_paired(group) && group->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
                ? SMB_BUSY
                : SMB_OK;
@@ -204,8 +208,10 @@ void replica_done(struct replica *replica, struct forward *forward)
     pthread_mutex_lock(&group->lock);
     if (forward)
         feed_free(&group->feed, forward);
-    if (--group->in_progress == 0)
-        group->copy.settling = false;
+    if (--group->in_progress == 0 && group->settling) {
+        group->settling = false;
+        pthread_cond_broadcast(&group->room);
+    }
     feed_send(&group->feed);
     group_unlock(group);
 }
@@ -349,12 +355,21 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
 
 bool replica_has_copied(const struct replica *replica, uint64_t sequence)
 {
-    return sequence <= replica->group->copied;
+    struct replica_group *group = replica->group;
+    pthread_mutex_lock(&group->lock);
+    bool has = sequence <= group->copied;
+    pthread_mutex_unlock(&group->lock);
+    return has;
 }
 
-void replica_note_copied(struct replica *replica, uint64_t sequence)
+void replica_note_copied(struct replica *replica, uint32_t epoch, uint64_t sequence)
 {
-    replica->group->copied = sequence;
+    struct replica_group *group = replica->group;
+    pthread_mutex_lock(&group->lock);
+    /* Of a segment that was made anew meanwhile it says nothing. */
+    if (!replica->left && atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch)
+        group->copied = sequence;
+    pthread_mutex_unlock(&group->lock);
 }
 
 bool replica_is_peer(struct replica *replica, uint32_t epoch, const char *name)

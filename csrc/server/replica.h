@@ -38,6 +38,9 @@ void replica_destroy(struct replica *replica);
 /* The segment is deleted, or the daemon stops. If it is its group's last one, waiting requests are
  * answered. */
 void replica_close(struct replica *replica);
+/* After that, of one that was marked deleted: waits a second at most until the backup has every
+ * change that may name it. Nothing is to be dropped there before. */
+void replica_see_off(struct replica *replica);
 
 /* Whether frames of that epoch are for it: clients' at the primary, the primary's at the backup. */
 bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed);
@@ -93,7 +96,7 @@ bool replica_forget(struct replica *replica, struct wait *wait);
 
 /* At the backup: whether that part of a copy was made here before, and that it was now. */
 bool replica_has_copied(const struct replica *replica, uint64_t sequence);
-void replica_note_copied(struct replica *replica, uint64_t sequence);
+void replica_note_copied(struct replica *replica, uint32_t epoch, uint64_t sequence);
 /* At the backup: whether the server of that name may bring the changes of that epoch. */
 bool replica_is_peer(struct replica *replica, uint32_t epoch, const char *name);
 /* At the backup: which connection brings the changes of that replica's group, by what is returned.

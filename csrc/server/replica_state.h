@@ -16,7 +16,6 @@ struct wait;
  * are forwarded, of the others only that they were made. docs/decisions/0025, "A new copy". */
 struct copy {
     bool under_way;
-    bool settling; /* changes that were prepared before it began have not ended */
     bool failed;
     bool whole;        /* was said */
     bool given_up;     /* in this epoch */
@@ -35,10 +34,12 @@ struct replica_group {
     uint32_t references;        /* likewise */
     pthread_mutex_t lock;
     struct replica *members; /* those that are served */
-    pthread_cond_t room;     /* for a copy: less is queued, or it has ended */
+    pthread_cond_t room;     /* less is queued, or what was waited for has ended */
     uint32_t in_progress;    /* changes and refusals between replica_prepare and replica_done */
+    bool settling;           /* those that were prepared before something began have to end first */
+    uint32_t seen_off;       /* members that leave, and wait for what names them */
     struct copy copy;        /* primary: of a backup that is being made */
-    uint64_t copied; /* backup: the last part of a copy that was made here; its feeder's loop */
+    uint64_t copied;         /* backup: the last part of a copy that was made here */
     /* a change of a lock's words was not queued for want of memory: nothing after it may be
      * confirmed in this epoch */
     bool words_lost;
@@ -47,11 +48,11 @@ struct replica_group {
     _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */
     _Atomic bool yields; /* primary: its lease does not count: it may be replaced at any moment */
     _Atomic uint64_t order, confirmed;
-    uint64_t asked_at_ns;                /* when the last question that was confirmed was asked */
-    bool asking;                         /* one is on its way */
-    struct feed feed;                    /* to the backup */
-    uint64_t fed_by;                     /* the member by which its connection was made */
-    bool told_works;                     /* what was told last: there is a connection that works */
+    uint64_t asked_at_ns; /* when the last question that was confirmed was asked */
+    bool asking;          /* one is on its way */
+    struct feed feed;     /* to the backup */
+    uint64_t fed_by;      /* the member by which the forwarder finds its connection */
+    bool told_works;      /* what was told last: there is a connection that works */
     struct wait *waiting, *waiting_last; /* by order */
     char peer[SMB_SERVER_NAME_BYTES];    /* the server of the other copy, in this epoch */
     const struct connection *feeder;     /* backup: the primary's, compared only */
@@ -86,6 +87,9 @@ static inline bool is_paired(const struct replica_group *group)
 int group_join(struct smb_server *server, uint64_t id, struct replica *replica);
 /* It is served no more; the group may go on. It keeps its reference until group_release. */
 void group_leave(struct replica *replica);
+/* After it has left, and was marked deleted: waits a second at most until the backup has all that
+ * may name it. */
+void group_see_off(struct replica *replica);
 struct replica_group *group_hold(struct replica_group *group);
 void group_release(struct replica_group *group);
 /* References to the members that are served now; returns how many. */

@@ -6,7 +6,7 @@ that are still being made included.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -38,13 +38,13 @@ class Groups:
         return all(of.ready for of, _ in self.members(record, segment))
 
     def named_by(self, segment_ids: Collection[int]) -> frozenset[int]:
-        """Return these segments, and all that move together with one of them. A group's id stands for the group."""
+        """Return these segments, and all that move together with one of them."""
         if not segment_ids:
             return frozenset()
         named = (
             member.id
-            for group, members in self._members.items()
-            if group in segment_ids or any(each.id in segment_ids for _, each in members)
+            for members in self._members.values()
+            if any(each.id in segment_ids for _, each in members)
             for _, member in members
         )
         return frozenset((*segment_ids, *named))
@@ -52,24 +52,33 @@ class Groups:
     def with_epochs(self, epochs: Mapping[int, int]) -> dict[int, int]:
         """Return epochs that were told of some segments, for all that move together with these."""
         told = dict(epochs)
-        for group, members in self._members.items():
-            found = [epochs[number] for number in (group, *(each.id for _, each in members)) if number in epochs]
+        for members in self._members.values():
+            found = [epochs[each.id] for _, each in members if each.id in epochs]
             if found:
                 told |= {member.id: max(found) for _, member in members}
         return told
 
-    def without_parts(self, server: str, held: Collection[int]) -> frozenset[int]:
-        """Return the segments that a server has, of those that it holds: of a group all that are made, or none."""
-        lacking = (
-            member.id
-            for members in self._members.values()
-            if any(
-                record.ready and member.id not in held and server in (member.server, member.backup, member.copying_to)
+    def counted(self, server: str, held: Collection[int], alive: Callable[[str], bool]) -> frozenset[int]:
+        """Return the segments that a server counts as having, where it holds these: of a group all that are made, or
+        none. None, if the other copy's server is alive, which has all of them. Else all: what it lacks is lost, and the
+        others are not to be lost with it.
+        """
+        counted = set(held)
+        for members in self._members.values():
+            here = [
+                member
                 for record, member in members
-            )
-            for _, member in members
-        )
-        return frozenset(held).difference(lacking)
+                if record.ready and server in (member.server, member.backup, member.copying_to)
+            ]
+            lacking = {member.id for member in here if member.id not in held}
+            if not lacking:
+                continue
+            other = here[0].backup if here[0].server == server else here[0].server
+            if here[0].copying_to == server or (other and alive(other)):
+                counted -= {member.id for _, member in members}
+            else:
+                counted |= lacking
+        return frozenset(counted)
 
     def followers(
         self, judged: BufferRecord, changed: Mapping[str, BufferRecord] = MappingProxyType({})

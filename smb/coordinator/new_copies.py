@@ -159,6 +159,9 @@ class NewCopies:
         """Ask this server for nothing, for a while."""
         doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
         text = f"no {doing} of a segment of {wish.record.title} for now: {error}"
+        if asked == wish.source and len(wish.members) > 1:
+            titles = ", ".join(sorted(record.title for record, _ in wish.members))
+            text += f"; {titles} move together: if {asked} has lost one of them, delete it"
         _log.log(logging.DEBUG if text == self._said else logging.WARNING, "%s", text)
         self._said = text
         self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
@@ -184,13 +187,14 @@ class NewCopies:
                 made = replace(member, server=wish.target, epoch=epoch)
                 copy = Copy(made.id, epoch, CopyRole.BACKUP, wish.source, copying=True)
                 message = replica_message(self._commit_log.state, copy)
-                await self._servers.create(server, replace(record, epoch=epoch), made, 0, message)
+                await self._servers.create(server, record, made, 0, message)
             failpoint("coordinator.copy.made")
             if wish.leaving == wish.segment.server:
                 asked = wish.leaving
                 await self._confirm(wish, wish.leaving, yields=True)
                 failpoint("coordinator.copy.yielded")
-            if wish.leaving:
+            # Of several that move together one may be lost there: it would be copied as zeros.
+            if wish.leaving or len(wish.members) > 1:
                 asked = wish.source
                 await self._confirm(wish, wish.source)
             committed = await self._commit_log.commit(begun)

@@ -669,8 +669,11 @@ class CoordinatorService(CoordinatorServicer):
     async def drop(self, committed: Committed) -> None:
         """Have the servers drop what this event left without a name. A server that misses it registers again."""
         drops = [effect for effect in committed.effects if isinstance(effect, DropSegments)]
-        each = ((segment, effect.epoch) for effect in drops for segment in effect.segments)
-        await asyncio.gather(*(self._drop_segment(committed, *one) for one in each))
+        each = [(segment, effect.epoch) for effect in drops for segment in effect.segments]
+        # Of those that move together the primary's first: it sees to it that the backup has what names them.
+        later = [one for one in each if one[0].group and one[0].server in (one[0].backup, one[0].copying_to)]
+        await asyncio.gather(*(self._drop_segment(committed, *one) for one in each if one not in later))
+        await asyncio.gather(*(self._drop_segment(committed, *one) for one in later))
 
     async def _drop_segment(self, committed: Committed, segment: SegmentRecord, epoch: int) -> None:
         server = committed.state.servers.get(segment.server)

@@ -226,6 +226,62 @@ def test_a_state_that_is_created_while_a_copy_is_lost() -> None:
         assert places(client, "w", "m")[0][0] == place.backup
 
 
+def test_a_state_whose_memory_is_lost_is_not_copied_as_zeros() -> None:
+    """The weights, which are there, are not lost with it. They have no second copy until the state is deleted."""
+    with smb.LocalCluster(servers=2, capacity="32MiB") as cluster, smb.connect(cluster.address, timeout=5) as client:
+        weights = client.create("w", SIZE, servers=1, replicas=2)
+        state = client.create("m", state_of=weights)
+        weights.fill(3)
+        state.fill(4)
+        place = state.layout.segments[0]
+        (alone,) = (each for each in cluster.servers if each.name == place.server)
+        lost = lose(cluster, place.backup)
+        weights.fill(5)  # noticed
+        alone.kill()
+        (cluster.memory_directory / f"smb.{alone.name}.{place.id:016x}.segment").unlink()
+        alone.start()
+        lost.start()
+        wait_for(lambda: all(each.alive for each in client.servers()), "both servers")
+        assert (weights.read() == 5).all()
+        with pytest.raises(smb.Error):
+            state.read()
+        wait_for(lambda: "if server-" in cluster.coordinator.log.read_text(), "a word of the coordinator's")
+        assert 'buffer "m", buffer "w" move together' in cluster.coordinator.log.read_text()
+        assert not any(each.backup for info in client.list() for each in info.layout.segments)
+        client.delete("m")
+        wait_for(lambda: second_copy.are_whole(client), "two copies of each segment", 60.0)
+        assert (weights.read() == 5).all()
+
+
+def test_states_are_deleted_during_steps(cluster: smb.LocalCluster, client: smb.Client) -> None:
+    """Steps with them end with an error, and nothing else stops: the weights keep both copies, in the same epoch."""
+    weights = client.create("weights", SIZE, stripe="64KiB", replicas=2)
+    client.create("gradient", like=weights, replicas=2).fill(1)
+    before = places(client, "weights")
+    ended: list[smb.Error] = []
+
+    def work(number: int) -> None:
+        with smb.connect(cluster.address, timeout=60) as ours:
+            w, g, m = (ours.open(name) for name in ("weights", "gradient", f"m{number}"))
+            try:
+                while True:
+                    w.apply("momentum", g, m, lr=1, mu=0.5)
+            except smb.NotFoundError as error:
+                ended.append(error)
+
+    for number in range(times(3, 30)):
+        client.create(f"m{number}", state_of=weights)
+        thread = threading.Thread(target=work, args=(number,))
+        thread.start()
+        first = float(weights.read(1)[0])
+        wait_for(lambda first=first: weights.read(1)[0] < first, "steps")
+        client.delete(f"m{number}")
+        thread.join(60)
+        assert len(ended) == number + 1
+    assert places(client, "weights") == before
+    second_copy.check_copies(client, cluster.memory_directory)
+
+
 def test_a_state_outlives_its_weights(cluster: smb.LocalCluster, client: smb.Client) -> None:
     """Those that are left go on together, and others join them."""
     weights = client.create("w", SIZE, stripe="64KiB", replicas=2)

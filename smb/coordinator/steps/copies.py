@@ -42,7 +42,7 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     def alive(name: str) -> bool:
         return name != event.name and state.server_leases.runs(name, now.monotonic)
 
-    held = Groups(state.buffers.values()).without_parts(event.name, event.segment_ids)
+    held = Groups(state.buffers.values()).counted(event.name, event.segment_ids, alive)
 
     def judge(record: BufferRecord) -> BufferRecord:
         return come_back(record, event.name, held, alive, restarted=restarted)

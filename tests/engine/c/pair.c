@@ -64,27 +64,22 @@ void set_role(struct pair *pair, int server, uint32_t epoch, int role, bool pair
     CHECK_EQ(give_role(pair, server, epoch, role, paired, false), SMB_OK);
 }
 
-static int connect_from(struct pair *pair, int from, uint64_t id, uint32_t epoch)
+static int connect_from(struct pair *pair, int from, uint32_t epoch)
 {
     int fd = raw_connect(pair->ports[1 - from]);
     CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
-    return smb_server_feed(pair->servers[from], id, epoch, fd, 1001 - (uint64_t)from, pair->inside,
+    return smb_server_feed(pair->servers[from], ID, epoch, fd, 1001 - (uint64_t)from, pair->inside,
                            "server-0.server.smb");
 }
 
 int feed(struct pair *pair, uint32_t epoch)
 {
-    return connect_from(pair, 0, ID, epoch);
-}
-
-int feed_by(struct pair *pair, uint64_t id, uint32_t epoch)
-{
-    return connect_from(pair, 0, id, epoch);
+    return connect_from(pair, 0, epoch);
 }
 
 void connect_copy(struct pair *pair, int from, uint32_t epoch)
 {
-    CHECK_EQ(connect_from(pair, from, ID, epoch), SMB_OK);
+    CHECK_EQ(connect_from(pair, from, epoch), SMB_OK);
 }
 
 struct smb_replica_status status_of(struct pair *pair, int server)

@@ -26,8 +26,6 @@ int give_role(struct pair *pair, int server, uint32_t epoch, int role, bool pair
 void set_role(struct pair *pair, int server, uint32_t epoch, int role, bool paired);
 /* A connection from the primary to the backup, in place of the one before. */
 int feed(struct pair *pair, uint32_t epoch);
-/* The same by the name of another member than the first. */
-int feed_by(struct pair *pair, uint64_t id, uint32_t epoch);
 /* The same from the one or the other server. */
 void connect_copy(struct pair *pair, int from, uint32_t epoch);
 struct smb_replica_status status_of(struct pair *pair, int server);

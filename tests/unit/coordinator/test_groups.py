@@ -196,10 +196,14 @@ ROLES: dict[str, tuple[Do, tuple[str, str, int, str]]] = {
     ),
     "all return": (lambda c: c.do(ServerReturned("b", 1, ids(c), 1)), ("a", "b", 1, "")),
     "primary restarts": (lambda c: c.do(ServerReturned("a", 2, ids(c), 1)), ("b", "", 2, "")),
-    # The other one is dead, and has what is lacking here.
+    # The other one is dead: what is here is not to be lost with what is lacking.
     "primary restarts alone without a part": (
         lambda c: (c.do(ServerDied("b", 1)), c.do(ServerReturned("a", 2, ids(c) - {segment(c, "m").id}, 1))),
-        ("b", "", 2, ""),
+        ("a", "", 2, ""),
+    ),
+    "backup returns alone without a part": (
+        lambda c: (c.do(ServerDied("a", 1)), c.do(ServerReturned("b", 1, ids(c) - {segment(c, "m").id}, 1))),
+        ("a", "b", 1, ""),
     ),
     "backup is lost": (lambda c: c.do(BackupsLost("a", frozenset({segment(c, "m").id}), 1)), ("a", "", 2, "")),
     "backup of another is lost": (lambda c: c.do(BackupsLost("a", frozenset({99}), 1)), ("a", "b", 1, "")),
@@ -354,7 +358,7 @@ def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster:
 
     async def create(at: Any, record: Any, one: SegmentRecord, floor: int, replica: pb.Replica) -> int:
         asked.append(("make", at.name, one.id, one.group))
-        assert (record.epoch, replica.epoch, replica.segment_id, replica.copying) == (2, 2, one.id, True)
+        assert (one.epoch, replica.epoch, replica.segment_id, replica.copying) == (2, 2, one.id, True)
         return 0
 
     async def take_roles(at: Any, replicas: Any) -> frozenset[int]:
