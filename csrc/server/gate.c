@@ -98,6 +98,7 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
                                      .grants = request->grants,
                                      .fed = request->fed,
                                      .feeds = request->feeds,
+                                     .sent_away = request->sent_away,
                                      .begun_ns = request->begun_ns};
     memcpy(request->gathered, gathered, sizeof gathered);
     struct smb_segment *segment;
@@ -106,7 +107,8 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
         return status;
     const struct replica *replica = replica_at(segment);
     request->alone = !replica;
-    if (!is_of_epoch(server, request, segment, replica))
+    if (!is_of_epoch(server, request, segment, replica) ||
+        (request->sent_away && smb_opcode_changes(frame->opcode)))
         status = SMB_STALE_EPOCH;
     else if (has_range(frame) && (frame->dtype != smb_segment_dtype(segment) ||
                                   !smb_segment_holds(segment, frame->offset, frame->length)))

@@ -24,6 +24,9 @@ struct gate_request {
     /* what its connection has shown; not looked at unless the server is guarded */
     const struct grants *grants;
     bool retried; /* was deferred before */
+    /* a change of its connection, which is for one segment with two copies, was sent away: so is
+     * every later one, as the lane's watermark would speak for the first one, too */
+    bool sent_away;
     /* of a segment with two copies (replica.h) */
     bool alone; /* it had one copy, and was not gated, when this was begun */
     bool fed;   /* from the primary, for its backup */

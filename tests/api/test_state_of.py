@@ -98,11 +98,7 @@ def lose(cluster: smb.LocalCluster, name: str) -> Daemon:
 def wait_until_whole(client: smb.Client, lost: Daemon) -> None:
     """The loss was noticed, and what was lost is there again."""
 
-    def is_whole() -> bool:
-        places = [place for info in client.list() for place in info.layout.segments]
-        return all(place.backup and lost.name not in (place.server, place.backup) for place in places)
-
-    wait_for(is_whole, f"two copies of each segment without {lost.name}", 60.0)
+    wait_for(lambda: second_copy.are_whole(client, lost.name), f"two copies of each segment without {lost.name}", 60.0)
 
 
 @pytest.mark.parametrize("way", ["auto", "tcp"])

@@ -179,9 +179,10 @@ def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
     assert client.open("board").read()[: len(done)].tolist() == done
 
 
-def are_whole(client: smb.Client) -> bool:
-    """Whether each segment of each buffer has two copies."""
-    return all(place.backup for info in client.list() if info.replicas > 1 for place in info.layout.segments)
+def are_whole(client: smb.Client, without: str = "") -> bool:
+    """Whether each segment of each buffer has two copies, none of them on the server `without`: its loss was noticed."""
+    places = [place for info in client.list() if info.replicas > 1 for place in info.layout.segments]
+    return all(place.backup and without not in (place.server, place.backup) for place in places)
 
 
 def check_copies(client: smb.Client, memory: Path) -> int:

@@ -477,6 +477,42 @@ static void a_primary_goes_on_alone(void)
     stop(&pair);
 }
 
+/* A client that hears of a role before the server does: its first change is sent away, and the
+ * server gets the role before it looks at the next one. Were that made, the watermark would speak
+ * for the first one, too. Over another connection all goes on. */
+static void a_role_comes_between_two_changes(void)
+{
+    struct pair pair;
+    start(&pair);
+    struct raw early = raw_begin(&pair, 0, 20);
+    struct smb_frame fill = {.opcode = SMB_FILL,
+                             .dtype = SMB_INT64,
+                             .epoch = 2,
+                             .segment = ID,
+                             .length = CHUNK,
+                             .argument = 5};
+    for (fill.sequence = 1; fill.sequence <= 3; fill.sequence++) {
+        raw_send(&early, fill);
+        CHECK_EQ(raw_receive(&early).status, SMB_STALE_EPOCH);
+        if (fill.sequence == 1)
+            set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false);
+    }
+    close(early.fd);
+    struct raw again = raw_begin(&pair, 0, 20);
+    raw_send(&again,
+             (struct smb_frame){
+                 .opcode = SMB_WATERMARK, .epoch = 2, .segment = ID, .sequence = UINT32_MAX});
+    struct smb_frame told = raw_receive(&again);
+    CHECK_EQ(told.status, SMB_OK);
+    CHECK_EQ(told.argument, 0);
+    for (fill.sequence = 1; fill.sequence <= 3; fill.sequence++) {
+        raw_send(&again, fill);
+        CHECK_EQ(raw_receive(&again).status, SMB_OK);
+    }
+    close(again.fd);
+    stop(&pair);
+}
+
 /* The backup is promoted while a client works: the link goes there, and each call counts once. The
  * old primary, which has not heard, is answered by nobody. */
 static void the_backup_takes_over(void)
@@ -1028,6 +1064,7 @@ int main(void)
         TEST(nothing_is_told_before_the_backup_has_it),
         TEST(a_primary_goes_on_alone),
         TEST(the_backup_takes_over),
+        TEST(a_role_comes_between_two_changes),
         TEST(reads_without_a_lease),
         TEST(a_primary_that_yields),
         TEST(what_is_refused),
