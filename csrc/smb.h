@@ -535,17 +535,19 @@ struct smb_replica_status {
 int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
                               uint64_t group, uint32_t epoch, int dtype, uint64_t data_bytes,
                               uint32_t chunk_bytes);
-/* Its role, and that of its group, from an epoch on; an older one than is known is left. `paired`: the primary of a
- * segment that has a backup, or (`copying`) one that gets it: smb_server_copy. `peer`: the name of
- * the server of the other copy; a guarded backup takes changes from that server alone.
- * A segment that has been made with one copy is gated: clients that have it mapped get
- * SMB_STALE_EPOCH, and all they do passes this server. SMB_INVALID: it cannot have a backup without
- * being copied, or stays (smb_server_bind), or the name is too long. */
+/* Its role, and that of its group, from an epoch on; an older one than is known is left.
+ * `paired`: the primary of a segment that has a backup, or (`copying`) one that gets it:
+ * smb_server_copy. `peer`: the name of the server of the other copy; a guarded backup takes
+ * changes from that server alone. A segment that has been made with one copy is gated: clients
+ * that have it mapped get SMB_STALE_EPOCH, and all they do passes this server. SMB_INVALID: it
+ * cannot have a backup without being copied, or stays (smb_server_bind), or the name is too
+ * long. */
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
                            bool paired, bool copying, const char *peer);
-/* Sends about so many bytes more to the new backup, for one of a group's members; of the others it
- * says how far they are. SMB_OK: *copied of *total bytes of this one went there so far. SMB_BUSY: nothing can be sent now; waits a little before it says so. SMB_EXISTS: all is
- * there and confirmed. SMB_STALE_EPOCH: that copy is not wanted any more, or was given up. */
+/* Sends about so many bytes more to the new backup, for one of a group's members; of the others
+ * it says how far they are. SMB_OK: *copied of *total bytes of this one went there so far.
+ * SMB_BUSY: nothing can be sent now; waits a little before it says so. SMB_EXISTS: all is there
+ * and confirmed. SMB_STALE_EPOCH: that copy is not wanted any more, or was given up. */
 int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint64_t bytes,
                     uint64_t *copied, uint64_t *total);
 /* Goes on without the copy. SMB_STALE_EPOCH: there is none under way, or it is whole. */

@@ -33,8 +33,8 @@ static uint32_t right_for(int opcode)
     }
 }
 
-/* Of a guarded server. Another server's connection has the right to the segments that it feeds, once
- * REPLICATE has said which those are; a client's to those of which it has shown a token. */
+/* Of a guarded server. Another server's connection has the right to the segments that it feeds,
+ * once REPLICATE has said which those are; a client's to those of which it has shown a token. */
 static bool has_right(const struct gate_request *request, uint64_t id, uint32_t right)
 {
     if (request->fed)

@@ -9,10 +9,10 @@
  * Invariant: while the group is paired, no answer tells of a change that is not confirmed: not its
  * own answer, no watermark, no repetition's, and no read of its chunk.
  *
- * Threads. The group's `lock` guards all of it but the words marked _Atomic, which are written with
- * it. It is taken after a chunk's lock, and before a loop's answers and `forward_lock`. The thread that enqueues also sends. One
- * thread of the server, the forwarder, reads the backups' answers and sends what sockets did not
- * take. */
+ * Threads. The group's `lock` guards all of it but the words marked _Atomic, which are written
+ * with it. It is taken after a chunk's lock, and before a loop's answers and `forward_lock`. The
+ * thread that enqueues also sends. One thread of the server, the forwarder, reads the backups'
+ * answers and sends what sockets did not take. */
 #ifndef SMB_REPLICA_H
 #define SMB_REPLICA_H
 

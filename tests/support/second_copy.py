@@ -180,7 +180,7 @@ def check(client: smb.Client, done: list[int], histories: list[Path]) -> None:
 
 
 def are_whole(client: smb.Client, without: str = "") -> bool:
-    """Whether each segment of each buffer has two copies, none of them on the server `without`: its loss was noticed."""
+    """Whether each segment of each buffer has two copies, none on the server `without`: its loss was noticed."""
     places = [place for info in client.list() if info.replicas > 1 for place in info.layout.segments]
     return all(place.backup and without not in (place.server, place.backup) for place in places)
 

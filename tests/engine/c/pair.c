@@ -1,6 +1,7 @@
 #include "pair.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -240,4 +241,49 @@ void *follow(void *argument)
             server = atomic_load(&place->server);
     }
     return NULL;
+}
+
+/* ---- losses ---------------------------------------------------------------------------------- */
+
+int64_t lose_in_turn(struct pair *pair, void *(*move)(void *), const void *ones, int *server)
+{
+    enum { MOVERS = 4, LOSSES = 6 };
+    struct place places[MOVERS];
+    struct mover movers[MOVERS];
+    pthread_t threads[MOVERS];
+    CHECK_EQ(feed(pair, 1), SMB_OK);
+    for (int i = 0; i < MOVERS; i++) {
+        places[i] = (struct place){.pair = pair, .epoch = 1};
+        movers[i] = (struct mover){.place = &places[i], .ones = ones, .session = 10 + (uint64_t)i};
+        CHECK_EQ(pthread_create(&threads[i], NULL, move, &movers[i]), 0);
+    }
+    uint32_t epoch = 1;
+    for (int loss = 0; loss < LOSSES; loss++) {
+        int before[MOVERS];
+        for (int i = 0; i < MOVERS; i++)
+            before[i] = atomic_load(&movers[i].done);
+        for (int i = 0; i < MOVERS; i++)
+            WAIT_UNTIL(atomic_load(&movers[i].done) >= before[i] + 5);
+        int lost = loss % 2; /* each in turn, a primary or a backup */
+        epoch++;
+        lose(pair, lost);
+        *server = 1 - lost;
+        set_role(pair, *server, epoch, SMB_REPLICA_PRIMARY, false);
+        for (int i = 0; i < MOVERS; i++) {
+            atomic_store(&places[i].server, *server);
+            atomic_store(&places[i].epoch, epoch + 1);
+        }
+        make_copy(pair, *server, epoch + 1);
+        epoch += 2;
+        for (int i = 0; i < MOVERS; i++)
+            atomic_store(&places[i].epoch, epoch);
+    }
+    int64_t done = 0;
+    for (int i = 0; i < MOVERS; i++)
+        atomic_store(&movers[i].stop, true);
+    for (int i = 0; i < MOVERS; i++) {
+        pthread_join(threads[i], NULL);
+        done += atomic_load(&movers[i].done);
+    }
+    return done;
 }

@@ -77,4 +77,17 @@ struct follower {
 /* A thread's function, of a follower, until its place is over. */
 void *follow(void *argument);
 
+/* A client that works until it is stopped. */
+struct mover {
+    struct place *place;
+    const void *ones; /* what it works with */
+    uint64_t session;
+    _Atomic int done;
+    _Atomic bool stop;
+};
+
+/* Four of them, each a thread of `move`, work while a server is lost in each round, by turns, and
+ * what it had is copied to it anew. Returns how much they did; *server: the primary at the end. */
+int64_t lose_in_turn(struct pair *pair, void *(*move)(void *), const void *ones, int *server);
+
 #endif

@@ -205,14 +205,6 @@ static void no_part_of_a_step_is_told_before_the_backup_has_it(void)
     stop(&pair);
 }
 
-struct mover {
-    struct place *place;
-    const float *ones;
-    uint64_t session;
-    _Atomic int done;
-    _Atomic bool stop;
-};
-
 /* Steps with its own gradient, which both servers get with the frame, until it is stopped. */
 static void *move(void *argument)
 {
@@ -239,50 +231,13 @@ static void *move(void *argument)
  * make steps: each step is in all of them, once, and the copies are equal at rest. */
 static void a_group_is_copied_under_load(void)
 {
-    enum { LOSSES = 6 };
     struct pair pair;
-    struct place places[CLIENTS];
-    struct mover movers[CLIENTS];
-    pthread_t threads[CLIENTS];
+    int server;
     static float ones[ELEMENTS];
     for (int i = 0; i < ELEMENTS; i++)
         ones[i] = 1;
     start(&pair);
-    CHECK_EQ(feed(&pair, 1), SMB_OK);
-    for (int i = 0; i < CLIENTS; i++) {
-        places[i] = (struct place){.pair = &pair, .epoch = 1};
-        movers[i] = (struct mover){.place = &places[i], .ones = ones, .session = 10 + (uint64_t)i};
-        CHECK_EQ(pthread_create(&threads[i], NULL, move, &movers[i]), 0);
-    }
-    int server = 0;
-    uint32_t epoch = 1;
-    for (int loss = 0; loss < LOSSES; loss++) {
-        int before[CLIENTS];
-        for (int i = 0; i < CLIENTS; i++)
-            before[i] = atomic_load(&movers[i].done);
-        for (int i = 0; i < CLIENTS; i++)
-            WAIT_UNTIL(atomic_load(&movers[i].done) >= before[i] + 5);
-        int lost = loss % 2; /* each in turn, a primary or a backup */
-        epoch++;
-        lose(&pair, lost);
-        server = 1 - lost;
-        set_role(&pair, server, epoch, SMB_REPLICA_PRIMARY, false);
-        for (int i = 0; i < CLIENTS; i++) {
-            atomic_store(&places[i].server, server);
-            atomic_store(&places[i].epoch, epoch + 1);
-        }
-        make_copy(&pair, server, epoch + 1);
-        epoch += 2;
-        for (int i = 0; i < CLIENTS; i++)
-            atomic_store(&places[i].epoch, epoch);
-    }
-    int64_t done = 0;
-    for (int i = 0; i < CLIENTS; i++)
-        atomic_store(&movers[i].stop, true);
-    for (int i = 0; i < CLIENTS; i++) {
-        pthread_join(threads[i], NULL);
-        done += atomic_load(&movers[i].done);
-    }
+    int64_t done = lose_in_turn(&pair, move, ones, &server);
     CHECK_EQ(status_of(&pair, server).unconfirmed, 0);
     check_steps(&pair, server, done);
     CHECK(copies_are_equal(&pair));

@@ -151,14 +151,6 @@ static void a_busy_chunk_can_be_read(void)
     stop(&pair);
 }
 
-struct mover {
-    struct place *place;
-    const int64_t *ones;
-    uint64_t session;
-    _Atomic int done;
-    _Atomic bool stop;
-};
-
 /* Adds, counts and writes where only it does, until it is stopped. */
 static void *move(void *argument)
 {
@@ -190,48 +182,10 @@ static void *move(void *argument)
  * clients work. Every call counts once, and the copies are equal at rest. */
 static void a_copy_is_made_under_load(void)
 {
-    enum { LOSSES = 6 };
     struct pair pair;
-    struct place places[CLIENTS];
-    struct mover movers[CLIENTS];
-    pthread_t threads[CLIENTS];
-    const int64_t *one = ones(); /* before the threads that read it */
+    int server;
     start(&pair);
-    CHECK_EQ(feed(&pair, 1), SMB_OK);
-    for (int i = 0; i < CLIENTS; i++) {
-        places[i] = (struct place){.pair = &pair, .epoch = 1};
-        movers[i] = (struct mover){.place = &places[i], .ones = one, .session = 10 + (uint64_t)i};
-        CHECK_EQ(pthread_create(&threads[i], NULL, move, &movers[i]), 0);
-    }
-    int server = 0;
-    uint32_t epoch = 1;
-    for (int loss = 0; loss < LOSSES; loss++) {
-        int before[CLIENTS];
-        for (int i = 0; i < CLIENTS; i++)
-            before[i] = atomic_load(&movers[i].done);
-        for (int i = 0; i < CLIENTS; i++)
-            WAIT_UNTIL(atomic_load(&movers[i].done) >= before[i] + 5);
-        int lost = loss % 2; /* each in turn, a primary or a backup */
-        epoch++;
-        lose(&pair, lost);
-        server = 1 - lost;
-        set_role(&pair, server, epoch, SMB_REPLICA_PRIMARY, false);
-        for (int i = 0; i < CLIENTS; i++) {
-            atomic_store(&places[i].server, server);
-            atomic_store(&places[i].epoch, epoch + 1);
-        }
-        make_copy(&pair, server, epoch + 1);
-        epoch += 2;
-        for (int i = 0; i < CLIENTS; i++)
-            atomic_store(&places[i].epoch, epoch);
-    }
-    for (int i = 0; i < CLIENTS; i++)
-        atomic_store(&movers[i].stop, true);
-    int64_t done = 0;
-    for (int i = 0; i < CLIENTS; i++) {
-        pthread_join(threads[i], NULL);
-        done += atomic_load(&movers[i].done);
-    }
+    int64_t done = lose_in_turn(&pair, move, ones(), &server);
     CHECK_EQ(status_of(&pair, server).unconfirmed, 0);
     struct smb_segment *segment;
     CHECK_EQ(smb_server_hold_segment(pair.servers[server], ID, &segment), SMB_OK);
