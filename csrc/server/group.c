@@ -122,7 +122,7 @@ static bool waits_for(const struct replica_group *group, uint64_t order)
 
 /* Steps that name it may be on their way to the backup, which could not make them without it. Those
  * that have not begun by now find it deleted. */
-void group_see_off(struct replica *replica)
+void replica_see_off(struct replica *replica)
 {
     struct replica_group *group = replica->group;
     uint64_t until_ns = smb_now_ns() + (uint64_t)SEE_OFF_MS * 1000000U;

@@ -78,11 +78,6 @@ void replica_close(struct replica *replica)
     group_leave(replica);
 }
 
-void replica_see_off(struct replica *replica)
-{
-    group_see_off(replica);
-}
-
 void replica_destroy(struct replica *replica)
 {
     group_leave(replica);

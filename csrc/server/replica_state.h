@@ -87,9 +87,6 @@ static inline bool is_paired(const struct replica_group *group)
 int group_join(struct smb_server *server, uint64_t id, struct replica *replica);
 /* It is served no more; the group may go on. It keeps its reference until group_release. */
 void group_leave(struct replica *replica);
-/* After it has left, and was marked deleted: waits a second at most until the backup has all that
- * may name it. */
-void group_see_off(struct replica *replica);
 struct replica_group *group_hold(struct replica_group *group);
 void group_release(struct replica_group *group);
 /* References to the members that are served now; returns how many. */

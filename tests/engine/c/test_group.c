@@ -1,5 +1,6 @@
 /* Segments that move together: steps that change several of them as one, with a second copy. */
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -309,6 +310,15 @@ static void a_member_leaves_without_the_backup(void)
     stop(&pair);
 }
 
+static uint32_t format_of(const char *name)
+{
+    uint32_t format = 0;
+    FILE *file = fopen(scratch_path(name), "rb");
+    CHECK(file && fseek(file, 8, SEEK_SET) == 0 && fread(&format, sizeof format, 1, file) == 1);
+    fclose(file);
+    return format;
+}
+
 /* What one of them is told is the role of all. They are known again after a restart. */
 static void a_role_is_the_groups(void)
 {
@@ -329,6 +339,8 @@ static void a_role_is_the_groups(void)
     struct smb_server *next;
     struct smb_segment_info info;
     CHECK_EQ(smb_server_create(1002, 1, (uint64_t)1 << 30, &next), SMB_OK);
+    CHECK_EQ(format_of("a"), 4);
+    CHECK_EQ(format_of("a2"), 5); /* a server that knows no groups leaves that one aside */
     CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a2"), &info), SMB_OK);
     CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a"), &info), SMB_OK);
     CHECK_EQ(smb_server_set_replica(next, SECOND_MOMENT, 3, SMB_REPLICA_PRIMARY, false, false, ""),

@@ -334,7 +334,7 @@ static void format_before(void)
     CHECK_EQ(back, 'y');
     smb_segment_release(taken);
     smb_segment_release(opened);
-    put(path, 8, &(uint32_t){5}, 4); /* of a later version */
+    put(path, 8, &(uint32_t){6}, 4); /* of a later version */
     CHECK_EQ(take_over_status(path, &taken), SMB_VERSION);
 }
 
