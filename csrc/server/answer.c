@@ -51,13 +51,14 @@ enum step answer_defer(struct connection *connection)
 
 enum step answer_failure(struct connection *connection, int status)
 {
-    if (smb_opcode_changes(connection->request.frame.opcode) &&
-        gate_refused(connection->loop->server, &connection->request) == SMB_BUSY)
+    int noted = smb_opcode_changes(connection->request.frame.opcode)
+                    ? gate_refused(connection->loop->server, &connection->request)
+                    : SMB_OK;
+    if (noted == SMB_BUSY)
         return answer_defer(connection);
     /* The client asks the coordinator, and comes back over another connection. Its next changes may
      * be on the way, and this server get the role meanwhile. */
-    if ((status == SMB_STALE_EPOCH || status == SMB_NOT_FOUND) &&
-        connection->lane >= SMB_LANE_OF_SEGMENTS && !connection->request.fed)
+    if (noted != SMB_OK && connection->lane >= SMB_LANE_OF_SEGMENTS && !connection->request.fed)
         connection->request.sent_away = true;
     server_count(&connection->loop->server->errors[status], 1);
     if (status == SMB_DENIED)

@@ -92,7 +92,7 @@ static void append_image(void *argument, const uint8_t bytes[RECORD_BYTES])
     struct replica_group *group = image->replica->group;
     memcpy(image->part->frame + SMB_FRAME_BYTES, bytes, RECORD_BYTES);
     pthread_mutex_lock(&group->lock);
-    if (copies(group, image->epoch)) {
+    if (copies(group, image->epoch) && !image->replica->left) {
         append_part(image->replica, image->part);
         image->part = NULL;
     }
@@ -119,6 +119,15 @@ static int copy_record(struct replica *replica, uint32_t epoch)
         replica->places_done++;
     pthread_mutex_unlock(&group->lock);
     return status == SMB_NOT_FOUND ? SMB_OK : status;
+}
+
+/* With the lock. Then the backup is about to have less, and these have to be looked for again. */
+static bool has_left(struct smb_segment *const *members, int count)
+{
+    bool left = false;
+    for (int i = 0; i < count; i++)
+        left = left || replica_at(members[i])->left;
+    return left;
 }
 
 /* Of all members at once: no change of several of them finds one copied and another one not. */
@@ -150,6 +159,8 @@ static int copy_chunk(struct replica_group *group, struct smb_segment *const *me
     pthread_mutex_lock(&group->lock);
     if (locked && !copies(group, epoch))
         status = SMB_STALE_EPOCH;
+    else if (locked && has_left(members, count))
+        status = SMB_BUSY;
     for (int i = 0; i < count; i++) {
         if (status == SMB_OK)
             append_part(replica_at(members[i]), parts[i]);
@@ -211,6 +222,10 @@ static int copy_part(struct replica_group *group, struct smb_segment *const *mem
     if (!copies(group, epoch)) {
         pthread_mutex_unlock(&group->lock);
         return SMB_STALE_EPOCH;
+    }
+    if (has_left(members, count)) {
+        pthread_mutex_unlock(&group->lock);
+        return SMB_BUSY;
     }
     for (int i = 0; i < count; i++) {
         struct replica *replica = replica_at(members[i]);

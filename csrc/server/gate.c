@@ -193,18 +193,18 @@ int gate_refused(struct smb_server *server, const struct gate_request *refused)
                                     : NULL;
     /* one that has expired was one */
     if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0))
-        return SMB_OK;
+        return SMB_DENIED;
     struct smb_segment *segment = server_find(server, frame->segment);
     if (!segment)
-        return SMB_OK; /* nor will any later one be applied */
+        return SMB_NOT_FOUND; /* nor will any later one be applied */
     struct gate_request request = {.frame = *frame, .segment = segment};
     struct replica *replica = replica_at(segment);
-    int status = SMB_OK;
+    int status = SMB_STALE_EPOCH;
     /* Of two copies only the primary decides, and its clients ask again elsewhere. */
     if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false)))
         status = note_refused(&request, replica);
     smb_segment_release(segment);
-    return status == SMB_BUSY ? SMB_BUSY : SMB_OK;
+    return status;
 }
 
 int gate_note_refused(struct gate_request *request)
@@ -293,8 +293,8 @@ static int make_change(struct smb_server *server, struct gate_request *request,
         return SMB_INVALID;
     int count = smb_segment_targets(segment, change, targets);
     for (int i = 0; i < count; i++) {
-        if (smb_segment_deleted(targets[i]))
-            return SMB_NOT_FOUND;
+        if (smb_segment_deleted(targets[i])) /* a state: missing() says why */
+            return i > 0 && replica_at(segment) ? SMB_APART : SMB_NOT_FOUND;
         /* a server that one of them moved to might not have the others */
         if (count > 1 && !replica_at(segment) && smb_segment_bind(targets[i]) != SMB_OK)
             return SMB_INVALID;

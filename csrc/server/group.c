@@ -113,10 +113,12 @@ void group_leave(struct replica *replica)
     group_unlock(group);
 }
 
-/* Whether the backup has to have less than that. */
+/* Whether the backup still has to get what comes up to that order, and can: a connection works, and
+ * nobody else is about to be the primary. */
 static bool waits_for(const struct replica_group *group, uint64_t order)
 {
-    return is_paired(group) &&
+    return group->members && is_paired(group) && group->feed.broken_ns == 0 &&
+           !atomic_load_explicit(&group->yields, memory_order_relaxed) &&
            atomic_load_explicit(&group->confirmed, memory_order_relaxed) < order;
 }
 
@@ -132,13 +134,13 @@ void replica_see_off(struct replica *replica)
     if (group->members && group->in_progress > 0)
         group->settling = true;
     int waited = 0;
-    while (group->members && group->settling && waited == 0)
+    while (group->settling && waits_for(group, UINT64_MAX) && waited == 0)
         waited = pthread_cond_clockwait(&group->room, &group->lock, CLOCK_MONOTONIC, &until);
     uint64_t order = atomic_load_explicit(&group->order, memory_order_relaxed);
-    group->seen_off += 1;
-    while (group->members && waits_for(group, order) && waited == 0)
+    group->seen_off++;
+    while (waits_for(group, order) && waited == 0)
         waited = pthread_cond_clockwait(&group->room, &group->lock, CLOCK_MONOTONIC, &until);
-    group->seen_off -= 1;
+    group->seen_off--;
     pthread_mutex_unlock(&group->lock);
 }
 

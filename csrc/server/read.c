@@ -43,10 +43,10 @@ static void batch_admit(struct connection *connection, struct batch *batch)
          at += SMB_FRAME_BYTES) {
         struct gate_request *request = &batch->requests[batch->admitted];
         struct smb_frame frame;
-        request->record_hint = 0;
-        request->grants = &connection->grants;
-        request->fed = false;
-        request->begun_ns = UINT64_MAX; /* it came after the one in hand */
+        *request = (struct gate_request){
+            .grants = &connection->grants,
+            .begun_ns = UINT64_MAX, /* it came after the one in hand */
+        };
         if (!is_plain_read(connection, connection->in + at, &frame) ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)
             return;

@@ -20,7 +20,7 @@ static void forward_words(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
     struct replica *replica = argument;
     struct replica_group *group = replica->group;
     pthread_mutex_lock(&group->lock);
-    if (is_paired(group) && !group->words_lost) {
+    if (is_paired(group) && !group->words_lost && !replica->left) {
         struct forward *made = feed_make(&group->feed, SMB_FRAME_BYTES + SYNC_IMAGE_BYTES);
         if (made) {
             replica_encode(replica, made,
@@ -291,6 +291,9 @@ static bool ask_backup(struct replica *replica)
     struct forward *question = feed_make(&group->feed, SMB_FRAME_BYTES);
     if (!question)
         return false;
+    /* By the name of one that the backup has. */
+    if (replica->left && group->members)
+        replica = group->members;
     replica_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
     question->asked_ns = smb_now_ns();
     group->asking = true;

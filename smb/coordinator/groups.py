@@ -59,9 +59,9 @@ class Groups:
         return told
 
     def counted(self, server: str, held: Collection[int], alive: Callable[[str], bool]) -> frozenset[int]:
-        """Return the segments that a server counts as having, where it holds these: of a group all that are made, or
-        none. None, if the other copy's server is alive, which has all of them. Else all: what it lacks is lost, and the
-        others are not to be lost with it.
+        """Return the segments that a server counts as having, where it holds these: of a group that is there in part
+        all or none. All, if it has the primary and no other server that is alive has a copy: what is lacking is lost,
+        and the others are not to be lost with it. Else none: the other server has all of them.
         """
         counted = set(held)
         for members in self._members.values():
@@ -71,13 +71,14 @@ class Groups:
                 if record.ready and server in (member.server, member.backup, member.copying_to)
             ]
             lacking = {member.id for member in here if member.id not in held}
-            if not lacking:
+            if not lacking or len(lacking) == len(here):
                 continue
-            other = here[0].backup if here[0].server == server else here[0].server
-            if here[0].copying_to == server or (other and alive(other)):
-                counted -= {member.id for _, member in members}
-            else:
+            first = here[0]
+            other_alive = bool(first.backup) and alive(first.backup)
+            if first.server == server and not first.copying_to and not other_alive:
                 counted |= lacking
+            else:
+                counted -= {member.id for _, member in members}
         return frozenset(counted)
 
     def followers(

@@ -106,6 +106,7 @@ class Leading:
         new_copies = NewCopies(commit_log, servers, service.tell_roles, service.drop)
         service.on_copies, service.on_apart = new_copies.look_now, new_copies.keep_apart
         service.bound = new_copies.bound
+        service.resting = new_copies.resting
         service.move = new_copies.move
         for beginning in (_tick(commit_log, endings, around.health), idle_names.run(), new_copies.run()):
             leaving.push_async_callback(cancel, asyncio.create_task(beginning))

@@ -11,7 +11,7 @@ import grpc.aio
 
 from smb.config.parse import parse_address
 from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
-from smb.errors import Error, OutOfMemoryError, UnavailableError
+from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, aio_channel, server_name
@@ -49,7 +49,7 @@ class MemoryServers:
         replica: pb.Replica | None = None,
     ) -> int:
         """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
-        unknown), and UnavailableError where the server is too old to keep it together with others.
+        unknown), and InvalidArgumentError where the server is too old to keep it together with others.
         """
         group_id = 0 if segment.group == segment.id else segment.group  # a group of its own needs no server that knows
         request = pb.CreateSegmentRequest(
@@ -69,7 +69,7 @@ class MemoryServers:
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "make a segment", error) from error
         if reply.group_id != group_id:
-            raise UnavailableError(
+            raise InvalidArgumentError(
                 f'memory server "{server.name}" is too old to move segments together with others: upgrade it'
             )
         return int(reply.used_bytes)

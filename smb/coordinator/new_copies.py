@@ -19,7 +19,7 @@ from dataclasses import replace
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.draining import BOUND
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed
-from smb.coordinator.groups import Groups
+from smb.coordinator.groups import Groups, group_of
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
 from smb.coordinator.placement import Pool
@@ -34,6 +34,7 @@ LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
 APART_S = 10.0  # nor is one server's copy made on another that it did not reach: users wait for each attempt
 BOUND_S = 60.0  # a segment that can't move is not asked about again for so long
+LACKING_TIMES, LACKING_S = 3, 10.0  # a source that did not confirm a group so often lacks some of it: it rests so long
 CONFIRM_PAUSE_S = 0.2  # nor one that did not confirm its own: it hears of its role by the answer to its renewal
 
 _log = logging.getLogger("coordinator")
@@ -55,7 +56,8 @@ class NewCopies:
         self._moves: dict[int, Move] = {}  # by segment; forgotten with this run: they can be asked for again
         self._avoided_until: dict[str, float] = {}
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
-        self._said = ""  # the last warning
+        self._said: dict[int, str] = {}  # by group: the last warning
+        self._unconfirmed: dict[int, tuple[int, float]] = {}  # groups that their source did not confirm: times, since
         self._bound: dict[int, float] = {}  # segments of which their servers said that they can't move; until when
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
 
@@ -63,9 +65,26 @@ class NewCopies:
         """Segments of which their servers have said that they can't move."""
         return self._bound.keys()
 
+    def resting(self) -> Collection[int]:
+        """Groups of which no copy is begun just now: their source lacks one of their segments, as it seems."""
+        now = self._commit_log.now().monotonic
+        return frozenset(
+            group
+            for group, (times, since) in self._unconfirmed.items()
+            if times >= LACKING_TIMES and now < since + LACKING_S
+        )
+
     def move(self, moves: Iterable[Move]) -> None:
-        """Make these, in place of those that were asked for before."""
-        self._moves = {move.segment_id: move for move in moves}
+        """Make these, in place of those that were asked for before and have not begun."""
+        begun = {
+            segment.id
+            for record in self._commit_log.state.buffers.values()
+            if record.moves_alone
+            for segment in record.segments
+            if segment.copying_to or segment.backup
+        }
+        kept = {number: move for number, move in self._moves.items() if number in begun}
+        self._moves = {move.segment_id: move for move in moves} | kept
         self.look_now()
 
     def keep_apart(self, server: str, others: Collection[str]) -> None:
@@ -93,6 +112,7 @@ class NewCopies:
         records = [record for record in state.buffers.values() if drained or self._moves or record.movable]
         if not drained and not self._moves and not any(map(_wants, records)):
             self._without_room, self._bound = frozenset(), {}
+            self._said, self._unconfirmed = {}, {}
             return
         self._bound = {number: until for number, until in self._bound.items() if until > now.monotonic}
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
@@ -101,7 +121,10 @@ class NewCopies:
         self._moves = still_wanted(self._moves, records, pool, self._bound)
         self._say_without_room(records, pool)
         await asyncio.gather(
-            *(self._begin(wish) for wish in wishes(records, pool, avoid, self._moves, apart, self._bound))
+            *(
+                self._begin(wish)
+                for wish in wishes(records, pool, avoid, self._moves, apart, self._bound, self.resting())
+            )
         )
 
     async def _begin(self, wish: Wish) -> None:
@@ -159,11 +182,18 @@ class NewCopies:
         """Ask this server for nothing, for a while."""
         doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
         text = f"no {doing} of a segment of {wish.record.title} for now: {error}"
+        group = group_of(wish.segment)
         if asked == wish.source and len(wish.members) > 1:
-            titles = ", ".join(sorted(record.title for record, _ in wish.members))
-            text += f"; {titles} move together: if {asked} has lost one of them, delete it"
-        _log.log(logging.DEBUG if text == self._said else logging.WARNING, "%s", text)
-        self._said = text
+            # At first the source may just not have heard of its role.
+            times = self._unconfirmed.get(group, (0, 0.0))[0] + 1
+            self._unconfirmed[group] = (times, self._commit_log.now().monotonic)
+            if times >= LACKING_TIMES:
+                titles = ", ".join(sorted(record.title for record, _ in wish.members))
+                text += (
+                    f"; {titles} move together, and have one copy as long as {asked} lacks one of them: delete that one"
+                )
+        _log.log(logging.DEBUG if self._said.get(group) == text else logging.WARNING, "%s", text)
+        self._said[group] = text
         self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
         asyncio.get_running_loop().call_later(pause_s, self.look_now)
 
@@ -183,6 +213,10 @@ class NewCopies:
         )
         asked = wish.target
         try:
+            if len(wish.members) > 1:
+                asked = wish.source
+                await self._confirm(wish, wish.source)
+                asked = wish.target
             for record, member in wish.members:
                 made = replace(member, server=wish.target, epoch=epoch)
                 copy = Copy(made.id, epoch, CopyRole.BACKUP, wish.source, copying=True)
@@ -193,11 +227,12 @@ class NewCopies:
                 asked = wish.leaving
                 await self._confirm(wish, wish.leaving, yields=True)
                 failpoint("coordinator.copy.yielded")
-            # Of several that move together one may be lost there: it would be copied as zeros.
+            # Of several that move together one may be lost there meanwhile: it would be copied as zeros.
             if wish.leaving or len(wish.members) > 1:
                 asked = wish.source
                 await self._confirm(wish, wish.source)
             committed = await self._commit_log.commit(begun)
+            self._unconfirmed.pop(group_of(wish.segment), None)
         except Error as error:
             self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
             return

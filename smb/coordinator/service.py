@@ -169,6 +169,7 @@ class CoordinatorService(CoordinatorServicer):
         self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
         self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach these
         self.bound: Callable[[], Collection[int]] = frozenset  # segments that can't move
+        self.resting: Callable[[], Collection[int]] = frozenset  # groups of which no copy is begun just now
         self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
 
     async def finish(self) -> None:
@@ -378,7 +379,7 @@ class CoordinatorService(CoordinatorServicer):
             moving=held.segments - sum(each.segments for each in stays),
             stays=map(stays_message, stays[:STAYS_SHOWN_MAX]),
             stays_left_out=max(0, len(stays) - STAYS_SHOWN_MAX),
-            copying=copies_to_come(state.buffers.values(), pool),
+            copying=copies_to_come(state.buffers.values(), pool, self.resting()),
         )
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceReply:
@@ -396,7 +397,8 @@ class CoordinatorService(CoordinatorServicer):
         left = 0
         if not request.single_copies:
             all_of_them = await asyncio.to_thread(planned, True)
-            left = len({move.segment_id for move in all_of_them} - {move.segment_id for move in moves})
+            alone = {segment.id for record in records if record.moves_alone for segment in record.segments}
+            left = len({move.segment_id for move in all_of_them} & alone)
         if not request.dry_run:
             self.move(moves)
         return pb.RebalanceReply(moves=map(move_message, moves), single_left=left)
@@ -670,16 +672,23 @@ class CoordinatorService(CoordinatorServicer):
         """Have the servers drop what this event left without a name. A server that misses it registers again."""
         drops = [effect for effect in committed.effects if isinstance(effect, DropSegments)]
         each = [(segment, effect.epoch) for effect in drops for segment in effect.segments]
-        # Of those that move together the primary's first: it sees to it that the backup has what names them.
-        later = [one for one in each if one[0].group and one[0].server in (one[0].backup, one[0].copying_to)]
-        await asyncio.gather(*(self._drop_segment(committed, *one) for one in each if one not in later))
-        await asyncio.gather(*(self._drop_segment(committed, *one) for one in later))
+        # Of those that move together the primary's first: it sees to it that the backup has what names them. If that
+        # server could not be told, the backup hears of it when it registers again.
+        first: list[tuple[SegmentRecord, int]] = []
+        later: list[tuple[SegmentRecord, int]] = []
+        for segment, epoch in each:
+            follows = segment.group and segment.server in (segment.backup, segment.copying_to)
+            (later if follows else first).append((segment, epoch))
+        told = await asyncio.gather(*(self._drop_segment(committed, *one) for one in first))
+        missed = {segment.id for (segment, _), done in zip(first, told, strict=True) if not done}
+        await asyncio.gather(*(self._drop_segment(committed, *one) for one in later if one[0].id not in missed))
 
-    async def _drop_segment(self, committed: Committed, segment: SegmentRecord, epoch: int) -> None:
+    async def _drop_segment(self, committed: Committed, segment: SegmentRecord, epoch: int) -> bool:
+        """Return whether the server has dropped it."""
         server = committed.state.servers.get(segment.server)
         # A server without a lease must register before anything else, and hears of it then.
         if server is None or not committed.state.alive(server.name, self._commit_log.now()):
-            return
+            return False
         try:
             used_bytes = await self._servers.drop(server, segment.id, epoch)
             failpoint("coordinator.delete.segment_dropped")
@@ -687,6 +696,8 @@ class CoordinatorService(CoordinatorServicer):
         except UnavailableError as error:
             _log.warning("%s; it will be told when it registers again", error)
             await self._commit_log.commit(ServerSuspected(server.name))
+            return False
+        return True
 
     def _forget_creation(self, creation: asyncio.Task[BufferRecord]) -> None:
         self._creations.discard(creation)

@@ -61,11 +61,12 @@ def wishes(
     moves: Mapping[int, Move] | None = None,
     apart: frozenset[frozenset[str]] = frozenset(),
     bound: Container[int] = frozenset(),
+    resting: Container[int] = frozenset(),
 ) -> list[Wish]:
     """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
     then `moves`, by segment. `avoid`: servers that are not to be asked for anything. `apart`: pairs of which
-    neither is to copy to the other. `bound`: segments that can't move. A group of segments is one copy, which waits
-    while one of its buffers is being made.
+    neither is to copy to the other. `bound`: segments that can't move. `resting`: groups that wait. A group of
+    segments is one copy, which waits while one of its buffers is being made, too.
     """
     groups = Groups(records)
     under_way = {
@@ -90,6 +91,7 @@ def wishes(
             not pool.alive(source)
             or {source, leaving} & avoid
             or group_of(segment) in begun
+            or group_of(segment) in resting
             or not groups.ready(record, segment)
             or not sources.allows(source, nbytes)
         ):
@@ -111,8 +113,8 @@ def wishes(
     return found
 
 
-def copies_to_come(records: Collection[BufferRecord], pool: Pool) -> int:
-    """Return how many segments have one copy for now: another one is being made, or will be."""
+def copies_to_come(records: Collection[BufferRecord], pool: Pool, resting: Container[int] = frozenset()) -> int:
+    """Return how many segments have one copy for now: another one is being made, or will be. `resting`: as above."""
     groups = Groups(records)
     return sum(
         bool(
@@ -121,7 +123,7 @@ def copies_to_come(records: Collection[BufferRecord], pool: Pool) -> int:
         )
         for record in records
         for segment in (record.segments if record.degraded else ())
-        if not segment.backup
+        if not segment.backup and group_of(segment) not in resting
     )
 
 
@@ -195,7 +197,8 @@ def _surplus(records: list[BufferRecord], pool: Pool, moves: Mapping[int, Move])
     for record in records:
         for segment in record.segments if record.replicas == 1 and record.ready else ():
             if segment.backup and pool.alive(segment.server) and pool.alive(segment.backup):
-                moves_on = segment.server in pool.draining or segment.id in moves
+                wanted = segment.id in moves and segment.backup not in pool.draining
+                moves_on = segment.server in pool.draining or wanted
                 leaving = segment.server if moves_on else segment.backup
                 yield Wish(record, segment, "", stays_on(segment, leaving), leaving, ((record, segment),))
 

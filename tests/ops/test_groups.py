@@ -97,7 +97,7 @@ def test_what_joins_waits_for_a_copy(coordinator: CoordinatorStub, servers: dict
     assert target not in ("a", first.backup)
     assert place(coordinator, "m").copying_to == target
     assert servers[target].segments.keys() == {first.id, m.id}
-    assert {each.group_id for each in servers[target].segments.values()} == {first.id}
+    assert [servers[target].segments[each].group_id for each in (first.id, m.id)] == [0, first.id]  # 0: its own id
     with pytest.raises(grpc.RpcError) as error:
         coordinator.CreateBuffer(ask("v", like="w", joins=True), timeout=1.5)
     assert error.value.code() == grpc.StatusCode.UNAVAILABLE

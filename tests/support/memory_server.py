@@ -47,6 +47,9 @@ class FakeMemoryServer(MemoryServerServicer):
         self.segments.pop(request.id, None)
         return pb.DeleteSegmentReply(used_bytes=self.used_bytes())
 
+    def TakeRoles(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return pb.TakeRolesReply(confirmed=[part.segment_id for part in request.replicas if part.confirm])
+
     def EndSessions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         if self.deaf:
             context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.name} is deaf")

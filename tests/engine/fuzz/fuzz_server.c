@@ -83,14 +83,14 @@ static void start(void)
         MUST(smb_server_create_segment(server, fuzz_path(name), STEPS + i, EPOCH, SMB_FLOAT32,
                                        BYTES, CHUNK) == SMB_OK);
     }
-    MUST(smb_server_create_replica(server, fuzz_path("primary"), PRIMARY, 1, SMB_INT64, BYTES,
+    MUST(smb_server_create_replica(server, fuzz_path("primary"), PRIMARY, 0, 1, SMB_INT64, BYTES,
                                    CHUNK) == SMB_OK);
     MUST(smb_server_set_replica(server, PRIMARY, EPOCH, SMB_REPLICA_PRIMARY, false, false,
                                 "peer") == SMB_OK);
     strcpy(fed_path, fuzz_path("fed"));
     MUST(smb_server_create(2, 1, 1 << 26, &fed) == SMB_OK);
-    MUST(smb_server_create_replica(fed, fuzz_path("backup"), BACKUP, 1, SMB_INT64, BYTES, CHUNK) ==
-         SMB_OK);
+    MUST(smb_server_create_replica(fed, fuzz_path("backup"), BACKUP, 0, 1, SMB_INT64, BYTES,
+                                   CHUNK) == SMB_OK);
     MUST(smb_server_set_replica(fed, BACKUP, EPOCH, SMB_REPLICA_BACKUP, true, false, "peer") ==
          SMB_OK);
     MUST(smb_server_listen_unix(fed, fed_path) == SMB_OK);

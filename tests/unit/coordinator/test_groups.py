@@ -183,6 +183,11 @@ def test_so_many_move_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
         join(cluster, "n")
 
 
+def both_die(cluster: Cluster) -> None:
+    for name in ("a", "b"):
+        cluster.do(ServerDied(name, 1))
+
+
 ROLES: dict[str, tuple[Do, tuple[str, str, int, str]]] = {
     "primary dies": (lambda c: (c.do(ServerDied("a", 1)), c.do(Ticked(1))), ("b", "", 2, "")),
     "backup dies": (lambda c: (c.do(ServerDied("b", 1)), c.do(Ticked(1))), ("a", "", 2, "")),
@@ -203,7 +208,16 @@ ROLES: dict[str, tuple[Do, tuple[str, str, int, str]]] = {
     ),
     "backup returns alone without a part": (
         lambda c: (c.do(ServerDied("a", 1)), c.do(ServerReturned("b", 1, ids(c) - {segment(c, "m").id}, 1))),
-        ("a", "b", 1, ""),
+        ("a", "", 2, ""),
+    ),
+    # Both are away, and the first to come back has lost its memory: the other one may have all.
+    "primary returns empty, alone": (
+        lambda c: (both_die(c), c.do(ServerReturned("a", 2, frozenset(), 1)), c.do(Ticked(1))),
+        ("b", "", 2, ""),
+    ),
+    "backup returns empty, alone": (
+        lambda c: (both_die(c), c.do(ServerReturned("b", 2, frozenset(), 1)), c.do(Ticked(1))),
+        ("a", "", 2, ""),
     ),
     "backup is lost": (lambda c: c.do(BackupsLost("a", frozenset({segment(c, "m").id}), 1)), ("a", "", 2, "")),
     "backup of another is lost": (lambda c: c.do(BackupsLost("a", frozenset({99}), 1)), ("a", "b", 1, "")),
@@ -350,7 +364,7 @@ def test_what_was_made_for_other_roles_is_taken_back(cluster: Cluster) -> None:
 
 
 def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster: Cluster) -> None:
-    """In this order, as for one: made, yielded, confirmed, stored, told."""
+    """In this order: confirmed, and then as for one: made, yielded, confirmed, stored, told."""
     made(cluster)
     cluster.do(ServerDrained("a"))
     asked: list[tuple[str, str, int, int]] = []
@@ -379,7 +393,7 @@ def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster:
     commit_log: Any = SimpleNamespace(state=cluster.state, now=lambda: cluster.now, commit=commit)
     servers: Any = SimpleNamespace(create=create, take_roles=take_roles)
     asyncio.run(NewCopies(commit_log, servers, tell, drop).begin())
-    assert [what for what, *_ in asked] == ["make"] * 3 + ["yield"] * 3 + ["ask"] * 3
+    assert [what for what, *_ in asked] == ["ask"] * 3 + ["make"] * 3 + ["yield"] * 3 + ["ask"] * 3
     assert {number for _, _, number, _ in asked} == ids(cluster)
     assert {group for what, _, _, group in asked if what == "make"} == {segment(cluster).group}
     assert place(cluster)[:3] == ("b", "", 2)
