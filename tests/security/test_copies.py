@@ -330,3 +330,28 @@ def test_a_server_without_tls_is_no_place_for_copies(certificates: Path) -> None
         with pytest.raises(smb.InvalidArgumentError, match=r"server-0, server-1 \(--data-tls off\)"):
             client.create("w", 100, replicas=2)
         assert client.create("w", 100).info.replicas == 1
+
+
+def test_a_step_goes_on_with_newer_tokens_of_its_state(certificates: Path) -> None:
+    """If roles change, the link to the weights gets a newer token. Nobody has asked for one of the state since, and its
+    old one is shown again.
+    """
+    with (
+        smb.LocalCluster(servers=3, capacity="32MiB", credentials=certificates) as cluster,
+        smb.connect(cluster.address, credentials=certificates / "client", timeout=15) as client,
+    ):
+        weights = client.create("weights", 1000, replicas=2)
+        client.create("gradient", like=weights, replicas=2).fill(1)
+        gradient, state = client.open("gradient"), client.create("m", state_of=weights)
+        weights.apply("momentum", gradient, state, lr=1, mu=1)
+        for number in (2, 3, 4):
+            place = client.open("weights").layout.segments[0]
+            name = place.server if number == 3 else place.backup
+            (lost,) = (each for each in cluster.servers if each.name == name)
+            lost.kill()
+            second_copy.lose(cluster.memory_directory, name)
+            weights.apply("momentum", gradient, state, lr=1, mu=1)
+            assert (state.read() == number).all()
+            wait_for(lambda name=name: second_copy.are_whole(client, name), "two copies of each segment")
+            lost.start()
+        assert (weights.read() == -10).all()
