@@ -476,7 +476,7 @@ static int follows(struct smb_server *server, const struct gate_request *request
         return SMB_INVALID;
     if (server->guarded && !request->fed &&
         !replica_serves(other, grants_find(request->grants, id)->epoch, false))
-        return SMB_APART; /* the client asks for a newer token of the state, as its link would not */
+        return SMB_APART; /* the client asks for a newer token of it, as its link would not */
     return SMB_OK;
 }
 
