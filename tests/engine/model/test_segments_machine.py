@@ -42,7 +42,7 @@ class AirEngine:
     _active: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def create_segment(self, path: Path, form: SegmentForm, *, replicated: bool) -> None:
+    def create_segment(self, path: Path, form: SegmentForm, *, group_id: int | None) -> None:
         self._enter(form.id)
         try:
             with self._lock:
