@@ -154,7 +154,12 @@ class Dispatcher:
                 if others and not brought and self._was_apart(ended.status, others):
                     left = self._left_of(request, ended, deadline)
                     return self._bring(request, others, left, fence, deadline)
-                if ended.status is Status.DENIED and not opened_again:
+                # Of what moves, a token may be of before a change of roles again and again.
+                moves = any(each.info.movable for each in others) and not self._is_read_only(ended)
+                if ended.status is Status.DENIED and (not opened_again or (moves and deadline.left() > 0.0)):
+                    if opened_again:
+                        time.sleep(min(pause, deadline.left()))
+                        pause = min(2 * pause, _RETRY_MAX_S)
                     opened_again = True
                     if self._may_repeat(opcode, ended):
                         touched |= opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
