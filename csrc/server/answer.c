@@ -58,8 +58,7 @@ enum step answer_failure(struct connection *connection, int status)
         return answer_defer(connection);
     /* The client asks the coordinator, and comes back over another connection. Its next changes may
      * be on the way, and this server get the role meanwhile. */
-    if (noted != SMB_OK && (status == SMB_STALE_EPOCH || status == SMB_NOT_FOUND) &&
-        connection->lane >= SMB_LANE_OF_SEGMENTS && !connection->request.fed)
+    if (noted == SMB_STALE_EPOCH && !connection->request.fed)
         connection->request.sent_away = true;
     server_count(&connection->loop->server->errors[status], 1);
     if (status == SMB_DENIED)

@@ -199,7 +199,7 @@ int gate_refused(struct smb_server *server, const struct gate_request *refused)
         return SMB_NOT_FOUND; /* nor will any later one be applied */
     struct gate_request request = {.frame = *frame, .segment = segment};
     struct replica *replica = replica_at(segment);
-    int status = SMB_STALE_EPOCH;
+    int status = replica && replica_is_behind(replica, frame->epoch) ? SMB_STALE_EPOCH : SMB_OK;
     /* Of two copies only the primary decides, and its clients ask again elsewhere. */
     if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false)))
         status = note_refused(&request, replica);

@@ -70,8 +70,8 @@ int gate_note_refused(struct gate_request *request);
 int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *refused);
 /* A change is about to be answered with a failure: a later one of the lane must not make it look
  * applied. A client without the right to change the segment leaves no trace there. SMB_BUSY: that
- * cannot be noted now, so it must not be answered; defer it. Any other but SMB_OK: nothing was
- * noted. */
+ * cannot be noted now, so it must not be answered; defer it. SMB_STALE_EPOCH: it was not noted, and
+ * a later one of that epoch may be served here. */
 int gate_refused(struct smb_server *server, const struct gate_request *refused);
 void gate_done(struct gate_request *request);
 

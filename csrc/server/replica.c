@@ -104,6 +104,14 @@ bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed)
            atomic_load_explicit(&group->epoch, memory_order_acquire) == epoch;
 }
 
+bool replica_is_behind(const struct replica *replica, uint32_t epoch)
+{
+    const struct replica_group *group = replica->group;
+    uint32_t now = atomic_load_explicit(&group->epoch, memory_order_acquire);
+    int role = atomic_load_explicit(&group->role, memory_order_acquire);
+    return epoch > now || (epoch == now && role == SMB_REPLICA_NONE);
+}
+
 bool replica_is_primary(const struct replica *replica)
 {
     return group_is_primary(replica->group);
