@@ -214,18 +214,30 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
         return status;
     /* From here on a token is shown there: none is left out. */
     pthread_mutex_lock(&link->client->mutex);
+    struct access_connection before = link->proof;
+    bool proven_before = link->proven;
     link->proof = proof;
     link->proven = false;
+    link->showing++;
     pthread_mutex_unlock(&link->client->mutex);
-    status = tokens_show(link, channel, by_reference, &proof, until, &proven);
-    if (status != SMB_OK)
-        return status;
     struct channel *fresh = malloc(sizeof *fresh);
-    if (!fresh)
-        return SMB_OUT_OF_MEMORY;
+    status = fresh ? tokens_show(link, channel, by_reference, &proof, until, &proven)
+                   : SMB_OUT_OF_MEMORY;
+    if (status != SMB_OK) {
+        free(fresh);
+        pthread_mutex_lock(&link->client->mutex);
+        if (link->proof.nonce == proof.nonce) { /* the connection before goes on */
+            link->proof = before;
+            link->proven = proven_before;
+        }
+        link->showing--;
+        pthread_mutex_unlock(&link->client->mutex);
+        return status;
+    }
     *fresh = *channel;
     *channel = (struct channel){.fd = -1};
     pthread_mutex_lock(&link->client->mutex);
+    link->showing--;
     link->proven |= proven;
     link->trusted |= proven;
     link->identity = identity;

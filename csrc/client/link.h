@@ -55,6 +55,9 @@ struct smb_link {
      * first */
     bool trusted;
     bool proven; /* mutex: its newest connection's server has proved that it is the one */
+    /* mutex: connections that are being made, and have not shown all tokens: `proof` is of the
+     * newest of them, and an answer to a token may be of the connection before */
+    uint32_t showing;
     /* mutex: it has something to send but no connection; somebody is making one */
     bool wanted, in_hands;
     /* a caller left with frames on their way, and no newer connection has ended those: set where
