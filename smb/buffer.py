@@ -810,9 +810,9 @@ class Buffer:
         for each in (self, *state) if state else ():
             if each.info.movable and each.info.replicas == 1:
                 raise InvalidArgumentError(
-                    f"{asked}: {each!r} has two copies (replicas=2), or has moved from one server to another, and rule "
-                    f"{rule!r} changes its state with it: that is not there for such buffers yet; use 'sgd' or "
-                    f"'elastic', or make them anew with replicas=1"
+                    f"{asked}: {each!r} has one copy and has moved from one server to another, and rule {rule!r} "
+                    f"changes several buffers as one: that is not there for such buffers yet; use 'sgd' or 'elastic', "
+                    f"or make them anew"
                 )
         for each in state:
             if each.info.replicas != self.info.replicas:
