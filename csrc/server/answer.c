@@ -57,8 +57,10 @@ enum step answer_failure(struct connection *connection, int status)
     if (noted == SMB_BUSY)
         return answer_defer(connection);
     /* The client asks the coordinator, and comes back over another connection. Its next changes may
-     * be on the way, and this server get the role meanwhile. */
-    if (noted == SMB_STALE_EPOCH && !connection->request.fed)
+     * be on the way, and this server get the role meanwhile. Lower lanes have other segments, too,
+     * and no frame there is of an epoch of roles. */
+    if (noted == SMB_STALE_EPOCH && connection->lane >= SMB_LANE_OF_SEGMENTS &&
+        !connection->request.fed)
         connection->request.sent_away = true;
     server_count(&connection->loop->server->errors[status], 1);
     if (status == SMB_DENIED)

@@ -431,6 +431,37 @@ static void a_primary_goes_on_alone(void)
     stop(&pair);
 }
 
+/* Over a lane of several segments, a change that comes before a role refuses nothing of the others. */
+static void a_lower_lane_goes_on(void)
+{
+    struct pair pair;
+    start(&pair);
+    CHECK_EQ(smb_server_create_segment(pair.servers[0], scratch_path("c"), BESIDE, 1, SMB_INT64,
+                                       ELEMENTS * 8, CHUNK),
+             SMB_OK);
+    struct raw raw = {.fd = raw_connect(pair.ports[0])};
+    struct smb_frame frames[] = {
+        {.opcode = SMB_HELLO},
+        {.opcode = SMB_FILL, .epoch = 2, .segment = ID},
+        {.opcode = SMB_FILL, .epoch = 1, .segment = BESIDE},
+    };
+    int expected[] = {SMB_OK, SMB_STALE_EPOCH, SMB_OK};
+    for (int i = 0; i < 3; i++) {
+        uint8_t bytes[SMB_FRAME_BYTES];
+        frames[i].session = 20;
+        if (i > 0) {
+            frames[i].dtype = SMB_INT64;
+            frames[i].sequence = (uint64_t)i;
+            frames[i].length = CHUNK;
+        }
+        smb_frame_encode(&frames[i], bytes);
+        CHECK_EQ(write(raw.fd, bytes, sizeof bytes), sizeof bytes);
+        CHECK_EQ(raw_receive(&raw).status, expected[i]);
+    }
+    close(raw.fd);
+    stop(&pair);
+}
+
 /* A client that hears of a role before the server does: its first change is sent away, and the
  * server gets the role before it looks at the next one. Were that made, the watermark would speak
  * for the first one, too. Over another connection all goes on. */
@@ -1019,6 +1050,7 @@ int main(void)
         TEST(a_primary_goes_on_alone),
         TEST(the_backup_takes_over),
         TEST(a_role_comes_between_two_changes),
+        TEST(a_lower_lane_goes_on),
         TEST(reads_without_a_lease),
         TEST(a_primary_that_yields),
         TEST(what_is_refused),
