@@ -15,7 +15,8 @@ import smb
 from smb.relay.arrived import PIECES_MAX, Arrived, Pieces, bits_of
 from smb.relay.fill import Fill
 from smb.relay.mirror import MirrorRelay
-from tests.support.daemons import DEADLINE_S, relay_of, running_daemons, wait_for
+from tests.support import second_copy
+from tests.support.daemons import DEADLINE_S, relay_of, running_daemons, tidy, wait_for
 
 BYTES = 3 << 20
 SOURCE = "policy"
@@ -159,6 +160,25 @@ def test_a_mirror_that_was_overtaken_goes_on_without_the_coordinator(monkeypatch
         finally:
             relay.stop()
             os.kill(process, signal.SIGCONT)
+
+
+def test_a_source_with_two_copies_is_mirrored_over_the_loss_of_its_host() -> None:
+    """Its readers map a mirror, where the source itself is read through its servers."""
+    with smb.LocalCluster(servers=3, capacity="64MiB") as cluster, tidy(cluster, DEADLINE_S) as client:
+        source = client.create(SOURCE, BYTES, "uint8", versions=3, servers=1, stripe="64KiB", replicas=2)
+        source.publish(generation(1))
+        (place,) = source.layout.segments
+        client.relay(SOURCE)
+        mirrors = {"server-0", "server-1", "server-2"} - {place.server}
+        for server in mirrors:
+            assert has(client, server, 1).transports == ("shm",)
+        assert source.transports == ("unix",)
+        (lost,) = (each for each in cluster.servers if each.name == place.server)
+        lost.kill()
+        second_copy.lose(cluster.memory_directory, lost.name)
+        assert source.publish(generation(2)) == 2
+        for server in mirrors:  # one of them on the host of the source's new primary
+            assert has(client, server, 2).transports == ("shm",)
 
 
 def test_a_mirror_stopped_and_made_again_at_once_is_filled(client: smb.Client) -> None:
