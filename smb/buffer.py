@@ -13,9 +13,10 @@ from smb.arrays import memory as arrays
 from smb.arrays.dtypes import SPARSE_WIRE
 from smb.buffer_info import BufferInfo
 from smb.call.dispatcher import Dispatcher, signed
+from smb.call.operands import check_beside, check_step, each_of
 from smb.call.optimizer_rules import hyper_of, rule_of
-from smb.call.outcomes import Failed, ranges_of
 from smb.call.session import Session
+from smb.call.settling import leave_to_settle, settle
 from smb.call.sync_requests import wait_ms
 from smb.call.versions import Versions
 from smb.engine import (
@@ -24,7 +25,6 @@ from smb.engine import (
     AskOpcode,
     EngineError,
     Opcode,
-    PartState,
     Request,
     Status,
     Window,
@@ -33,16 +33,11 @@ from smb.engine import (
     memory_of,
 )
 from smb.errors import (
-    APPLIED,
-    NOT_APPLIED,
-    UNKNOWN,
     Error,
     InvalidArgumentError,
-    TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
-    UnavailableError,
 )
-from smb.feedback import ErrorFeedback, Sending, SparseSending
+from smb.feedback import ErrorFeedback, SparseSending
 from smb.layout import Layout
 from smb.lock import Lock
 from smb.pins import PIN_S_MAX, Pin
@@ -332,7 +327,7 @@ class Buffer:
             try:
                 self._dispatcher.call(request, fence=fence)
             except BaseException as error:
-                if not self._leave_to_settle(error, sending):
+                if not leave_to_settle(error, self._session, self._dispatcher, sending):
                     sending.undo()
                 raise
         return cast("Array | None", result)
@@ -380,7 +375,7 @@ class Buffer:
         except BaseException as error:
             if feedback is not None:
                 taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
-                if not self._leave_to_settle(error, taken):
+                if not leave_to_settle(error, self._session, self._dispatcher, taken):
                     taken.put_back([range(self.size)])
                     if (account := getattr(error, "_account", None)) is not None:
                         account.settled = True
@@ -413,7 +408,7 @@ class Buffer:
         """
         asked = self._arguments.asked("accumulate_from")
         others = tuple(other) if isinstance(other, Sequence) else (other,)
-        scales, wires = _each(scale, len(others)), _each(wire, len(others))
+        scales, wires = each_of(scale, len(others)), each_of(wire, len(others))
         if not len(scales) == len(wires) == len(others):
             raise InvalidArgumentError(
                 f"{asked}: {len(others)} buffers with {len(scales)} scales and {len(wires)} wires; give one for each "
@@ -428,8 +423,9 @@ class Buffer:
                 f"{asked}: op='replace' sums 2 to {SOURCES_MAX} buffers, and asked is op={op!r} of {len(others)}"
             )
         encodings = [self._arguments.wire(each, "accumulate_from") for each in wires]
+        dispatchers = self._operands("accumulate_from", *others)
         for each in others:
-            self._check_beside(each, "accumulate_from")
+            check_beside(asked, self, each)
             if each.info.versions > 1:
                 raise InvalidArgumentError(
                     f"{asked}: {each!r} has several copies that take turns; read() it and accumulate"
@@ -440,7 +436,7 @@ class Buffer:
             request = request._replace(sources=tuple(zip(scales, encodings, strict=True)))
         else:
             request = request._replace(scale=scales[0], wire=encodings[0])
-        self._dispatcher.call(request, fence=fence, others=tuple(each._dispatcher for each in others))
+        self._dispatcher.call(request, fence=fence, others=dispatchers)
 
     def apply(
         self,
@@ -472,8 +468,6 @@ class Buffer:
         dampening=0): Kingma and Ba 2015 for Adam, Loshchilov and Hutter 2019 for the decoupled decay, Zhang et al. 2015
         for elastic.
 
-        `count` elements from element `offset` of all of them take part, by default all.
-
         Weights with two copies (replicas=2) take a state that was created with state_of= them: it has two copies, too,
         and moves together with them. A gradient that lies apart from the weights is brought, as by accumulate_from.
 
@@ -490,18 +484,12 @@ class Buffer:
             raise InvalidArgumentError(f"{asked}: it is {self._arguments.dtype.name}; rules are for float32 buffers")
         if not self._dispatcher.one_copy:
             raise InvalidArgumentError(f"{asked}: it has several copies that take turns (versions); use others")
-        others = (gradient, *state)
-        for other in others:
-            self._check_beside(other, "apply")
-            if other.info.versions > 1:
-                raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
-        if len({self._dispatcher.info.id, *(other.info.id for other in others)}) != 1 + len(others):
-            raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
-        self._check_copies(rule, *others)
+        others = self._operands("apply", gradient, *state)
+        check_step(asked, known, self, gradient, state)
         offset, count = self._arguments.range(offset, count, "apply")
         itemsize = self._arguments.itemsize
         request = Request(Opcode.APPLY, offset * itemsize, count * itemsize, op=known.number, hyper=numbers)
-        self._dispatcher.call(request, fence=fence, others=tuple(other._dispatcher for other in others))
+        self._dispatcher.call(request, fence=fence, others=others)
 
     @direct(Opcode.FETCH_ADD)
     def fetch_add(self, index: int, value: int) -> int:
@@ -606,39 +594,8 @@ class Buffer:
         session's record. InvalidArgumentError if the error is of no call of this object, or of one whose arguments
         were refused: there is nothing to be done again then.
         """
-        asked = self._arguments.asked("settle")
-        failed: Any = error  # KeyboardInterrupt in the middle of a call has an account and an outcome, too
-        outcome = getattr(failed, "_account", None)
-        if not isinstance(outcome, Failed) or outcome.calls is not self._dispatcher:
-            raise InvalidArgumentError(
-                f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
-            )
-        if outcome.unknown is None and not outcome.missing:
-            if failed.outcome == UNKNOWN:
-                raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
-            return [] if outcome.settled or failed.outcome == APPLIED else [outcome.elements]
         deadline = Deadline(self._session.timeout if timeout is None else timeout)
-        try:
-            unknown = outcome.unknown
-            parts = self._session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
-        except EngineError as failure:
-            raise TimeoutError(f"{asked}: a server it needs did not answer in time; try again") from failure
-        if any(state is PartState.UNKNOWN for _, _, state in parts):
-            raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
-        missing = [(at, length) for at, length, state in parts if state is PartState.NOT_APPLIED]
-        itemsize = self._arguments.dtype.itemsize
-        missing += [(part.start * itemsize, len(part) * itemsize) for part in outcome.missing]
-        ranges = ranges_of(missing, itemsize)
-        if not ranges:
-            failed.outcome = APPLIED
-        elif sum(map(len, ranges)) == len(outcome.elements):
-            failed.outcome = NOT_APPLIED
-        sending, outcome.sending = outcome.sending, None
-        if sending is None:
-            return [] if outcome.settled else ranges
-        outcome.settled = True
-        sending.put_back(ranges)
-        return []
+        return settle(error, self._session, self._dispatcher, deadline)
 
     # ---- asynchronously
 
@@ -788,70 +745,19 @@ class Buffer:
             call, self._dispatcher.turns, start, start + elements, changes=changes, priority=priority, window=window
         )
 
-    def _check_beside(self, other: Buffer, call: str) -> None:
-        if not isinstance(other, Buffer) or other._session is not self._session:
-            raise InvalidArgumentError(
-                f"{self._arguments.asked(call)}: the other must be a buffer opened by the same client, not {other!r}"
-            )
-        if self.dtype != other.dtype:
-            raise InvalidArgumentError(
-                f"{self._arguments.asked(call)}: {other!r} has no elements of {self.dtype.name}; "
-                f"make it with like={self.name!r}"
-            )
-        moves = self.info.movable or other.info.movable
-        if _placement(self.layout, moves) != _placement(other.layout, moves):
-            raise InvalidArgumentError(
-                f"{self._arguments.asked(call)}: {other!r} does not lie on the same servers in the same way; "
-                f"make it with like={self.name!r}"
-            )
-
-    def _check_copies(self, rule: str, gradient: Buffer, *state: Buffer) -> None:
-        asked = self._arguments.asked("apply")
-        for each in (self, *state) if state else ():
-            if each.info.movable and each.info.replicas == 1:
+    def _operands(self, call: str, *others: Buffer) -> tuple[Dispatcher, ...]:
+        for each in others:
+            if not isinstance(each, Buffer) or each._session is not self._session:
                 raise InvalidArgumentError(
-                    f"{asked}: {each!r} has one copy and has moved from one server to another, and rule {rule!r} "
-                    f"changes several buffers as one: that is not there for such buffers yet; use 'sgd' or 'elastic', "
-                    f"or make them anew"
+                    f"{self._arguments.asked(call)}: the other must be a buffer opened by the same client, not {each!r}"
                 )
-        for each in state:
-            if each.info.replicas != self.info.replicas:
-                raise InvalidArgumentError(
-                    f"{asked}: {each!r} has replicas={each.info.replicas}, and the weights have "
-                    f"replicas={self.info.replicas}; a step changes both as one: make it with state_of={self.name!r}"
-                )
-            if self.info.replicas > 1 and not each.info.moves_with(self.info):
-                raise InvalidArgumentError(
-                    f"{asked}: {each!r} does not move together with the weights from server to server, so that a step "
-                    f"could be in one of them alone; make it with state_of={self.name!r}"
-                )
-        if gradient.info.replicas > self.info.replicas:
-            raise InvalidArgumentError(
-                f"{asked}: {gradient!r} has two copies (replicas=2) and the weights have one; create the weights with "
-                f"replicas=2, or it with replicas=1"
-            )
+        return tuple(each._dispatcher for each in others)
 
     def _check_feedback(self, feedback: ErrorFeedback, op: str, call: str) -> None:
         if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
             )
-
-    def _leave_to_settle(self, error: BaseException, sending: Sending | SparseSending) -> bool:
-        """Account for what a failed call took out of a residual. False: nothing of it was applied, nor will be."""
-        failed = getattr(error, "_account", None)
-        if failed is None or getattr(error, "outcome", UNKNOWN) == NOT_APPLIED:
-            return False
-        try:
-            missing = self.settle(error, timeout=0)
-        except Error:
-            failed.sending = sending  # as if all was applied, until settle finds out
-            return True
-        if sum(map(len, missing)) == sending.count:
-            return False
-        failed.settled = True
-        sending.put_back(missing)
-        return True
 
     def _check_versions(self, call: str) -> None:
         if self._dispatcher.info.versions == 1:
@@ -879,24 +785,9 @@ class Buffer:
 _MASK = 2**64 - 1
 
 
-def _each(value: Any, count: int) -> tuple[Any, ...]:
-    """Return one for each of several buffers."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * count
-
-
 def _elements(array: Any) -> int | None:
     """Return how many elements an array has, if that is known without converting it; else None."""
     size = getattr(array, "size", None)
     if callable(size):  # torch's
         size = array.numel() if hasattr(array, "numel") else None
     return size if isinstance(size, int) else None
-
-
-def _placement(layout: Layout, moves: bool) -> tuple[object, ...]:
-    """Return what two buffers have in common that servers can combine. Where one of them moves they need not lie on the
-    same servers: the client brings what lies apart.
-    """
-    servers = len(layout.segments) if moves else [place.server for place in layout.segments]
-    return (layout.nbytes, layout.stripe_bytes, layout.chunk_bytes, servers)

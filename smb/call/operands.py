@@ -1,0 +1,84 @@
+"""Checks the other buffers of a call that combines several on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from smb.buffer_info import BufferInfo
+from smb.call.optimizer_rules import Rule
+from smb.errors import InvalidArgumentError
+from smb.layout import Layout
+
+
+class Operand(Protocol):
+    """A buffer of the call. Messages show it as repr does."""
+
+    @property
+    def info(self) -> BufferInfo:
+        """The coordinator's description, as last heard."""
+
+
+def each_of(value: Any, count: int) -> tuple[Any, ...]:
+    """Return one value for each of `count` buffers, where one may have been given for all."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * count
+
+
+def check_beside(asked: str, target: Operand, other: Operand) -> None:
+    """Raise InvalidArgumentError unless servers can combine `other` with `target`: same dtype, same placement."""
+    if target.info.dtype != other.info.dtype:
+        raise InvalidArgumentError(
+            f"{asked}: {other!r} has no elements of {target.info.dtype.name}; make it with like={target.info.name!r}"
+        )
+    moves = target.info.movable or other.info.movable
+    if _placement(target.info.layout, moves) != _placement(other.info.layout, moves):
+        raise InvalidArgumentError(
+            f"{asked}: {other!r} does not lie on the same servers in the same way; make it with "
+            f"like={target.info.name!r}"
+        )
+
+
+def check_step(asked: str, rule: Rule, weights: Operand, gradient: Operand, state: Sequence[Operand]) -> None:
+    """Raise InvalidArgumentError unless a step of the rule can change weights and state as one."""
+    for other in (gradient, *state):
+        check_beside(asked, weights, other)
+        if other.info.versions > 1:
+            raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
+    if len({each.info.id for each in (weights, gradient, *state)}) != 2 + len(state):
+        raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
+    for each in (weights, *state) if state else ():
+        if each.info.movable and each.info.replicas == 1:
+            raise InvalidArgumentError(
+                f"{asked}: {each!r} has one copy and has moved from one server to another, and rule {rule.name!r} "
+                f"changes several buffers as one: that is not there for such buffers; use 'sgd' or 'elastic', or make "
+                f"them anew"
+            )
+    for each in state:
+        if each.info.replicas != weights.info.replicas:
+            raise InvalidArgumentError(
+                f"{asked}: {each!r} has replicas={each.info.replicas}, and the weights have "
+                f"replicas={weights.info.replicas}; a step changes both as one: make it with "
+                f"state_of={weights.info.name!r}"
+            )
+        if weights.info.replicas > 1 and not each.info.moves_with(weights.info):
+            raise InvalidArgumentError(
+                f"{asked}: {each!r} does not move together with the weights from server to server, so that a step "
+                f"could be in one of them alone; make it with state_of={weights.info.name!r}"
+            )
+    if gradient.info.replicas > weights.info.replicas:
+        raise InvalidArgumentError(
+            f"{asked}: {gradient!r} has two copies (replicas=2) and the weights have one; create the weights with "
+            f"replicas=2, or it with replicas=1"
+        )
+
+
+def _placement(layout: Layout, moves: bool) -> tuple[object, ...]:
+    """Return what two buffers have in common that servers can combine. Where one of them moves they need not lie on the
+    same servers: the client brings what lies apart.
+    """
+    servers = len(layout.segments) if moves else [place.server for place in layout.segments]
+    return (layout.nbytes, layout.stripe_bytes, layout.chunk_bytes, servers)

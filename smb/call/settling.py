@@ -1,0 +1,73 @@
+"""Finds out what became of a call that failed: Buffer.settle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smb.call.dispatcher import Dispatcher
+from smb.call.outcomes import Failed, TakenOut, ranges_of
+from smb.call.session import Session
+from smb.engine import EngineError, PartState
+from smb.errors import (
+    APPLIED,
+    NOT_APPLIED,
+    UNKNOWN,
+    Error,
+    InvalidArgumentError,
+    TimeoutError,  # noqa: A004 - the contract's name
+    UnavailableError,
+)
+from smb.transport.base import Deadline
+
+
+def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: Deadline) -> list[range]:
+    """Return the elements to which a call of `calls` was not applied, and never will be; see Buffer.settle."""
+    asked = calls.arguments.asked("settle")
+    failed: Any = error  # KeyboardInterrupt in the middle of a call has an account and an outcome, too
+    account = getattr(failed, "_account", None)
+    if not isinstance(account, Failed) or account.calls is not calls:
+        raise InvalidArgumentError(
+            f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
+        )
+    if account.unknown is None and not account.missing:
+        if failed.outcome == UNKNOWN:
+            raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
+        return [] if account.settled or failed.outcome == APPLIED else [account.elements]
+    try:
+        unknown = account.unknown
+        parts = session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
+    except EngineError as failure:
+        raise TimeoutError(f"{asked}: a server it needs did not answer in time; try again") from failure
+    if any(state is PartState.UNKNOWN for _, _, state in parts):
+        raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
+    missing = [(at, length) for at, length, state in parts if state is PartState.NOT_APPLIED]
+    itemsize = calls.arguments.itemsize
+    missing += [(part.start * itemsize, len(part) * itemsize) for part in account.missing]
+    ranges = ranges_of(missing, itemsize)
+    if not ranges:
+        failed.outcome = APPLIED
+    elif sum(map(len, ranges)) == len(account.elements):
+        failed.outcome = NOT_APPLIED
+    sending, account.sending = account.sending, None
+    if sending is None:
+        return [] if account.settled else ranges
+    account.settled = True
+    sending.put_back(ranges)
+    return []
+
+
+def leave_to_settle(error: BaseException, session: Session, calls: Dispatcher, sending: TakenOut) -> bool:
+    """Account for what a failed call took out of a residual. False: nothing of it was applied, nor will be."""
+    failed = getattr(error, "_account", None)
+    if failed is None or getattr(error, "outcome", UNKNOWN) == NOT_APPLIED:
+        return False
+    try:
+        missing = settle(error, session, calls, Deadline(0))
+    except Error:
+        failed.sending = sending  # as if all was applied, until settle finds out
+        return True
+    if sum(map(len, missing)) == sending.count:
+        return False
+    failed.settled = True
+    sending.put_back(missing)
+    return True
