@@ -25,7 +25,9 @@ from smb.coordinator.metrics import LeaseMetrics, StateMetrics, targets
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.new_copies import NewCopies
 from smb.coordinator.options import Options
-from smb.coordinator.service import CoordinatorService, new_id
+from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.segment_maker import SegmentMaker, new_id
+from smb.coordinator.service import CoordinatorService
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import State
 from smb.coordinator.store import DeposedError, Store, StoreError
@@ -96,15 +98,19 @@ class Leading:
         mirrors = Mirrors()
         overview = Overview(lambda: (commit_log.state, commit_log.now()), watch, around.front.address, mirrors)
         shared = pb.SharedSettings(checksum=options.checksum)
-        service = CoordinatorService(commit_log, servers, endings, watch, overview, mirrors, shared, tokens)
-        leaving.push_async_callback(service.finish)
+        segments = SegmentMaker(commit_log, servers)
+        leaving.push_async_callback(segments.finish)
+        roles = RoleChanges(commit_log, servers, endings)
+        service = CoordinatorService(
+            commit_log, servers, segments, roles, endings, watch, overview, mirrors, shared, tokens
+        )
         around.health.lead(commit_log, store, holds)
         around.front.lead(service, holds, term)
         leaving.callback(around.front.stand_by)
         leaving.callback(commit_log.stop_waiting)
-        idle_names = IdleNames(commit_log, servers, service.drop, options.idle_s)
-        new_copies = NewCopies(commit_log, servers, service.tell_roles, service.drop)
-        service.on_copies, service.on_apart = new_copies.look_now, new_copies.keep_apart
+        idle_names = IdleNames(commit_log, servers, segments.drop, options.idle_s)
+        new_copies = NewCopies(commit_log, servers, roles.tell_roles, segments.drop)
+        roles.on_copies, roles.on_apart = new_copies.look_now, new_copies.keep_apart
         service.bound = new_copies.bound
         service.resting = new_copies.resting
         service.move = new_copies.move

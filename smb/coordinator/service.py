@@ -1,8 +1,4 @@
-"""The gRPC service: each call becomes an event, and what follows from it is done here.
-
-Runs in one event loop. A creation is a task of its own: once begun it ends with a whole buffer or with nothing, also
-if the client that asked for it goes away in the middle.
-"""
+"""The gRPC service: each call becomes an event. Runs in one event loop."""
 
 # gRPC calls methods by the names of the .proto, always with request and context.
 # ruff: noqa: N802, ARG002
@@ -11,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -20,36 +15,23 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from smb.coordinator import relay_access
-from smb.coordinator.commit_log import CommitLog, Committed
+from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.draining import staying
 from smb.coordinator.events import (
     AnswerDrops,
-    BackupsLost,
     BufferDeleted,
-    BufferFailed,
-    BufferMade,
     BufferRenamed,
-    BufferWanted,
-    CopiesEnded,
     CopyProgress,
-    DropSegments,
-    MakeSegments,
     NamesFreed,
-    SaveBuffer,
-    ServerCounted,
-    ServerDied,
     ServerDrained,
     ServerLeft,
     ServerRenewed,
     ServerReturned,
-    ServerSuspected,
     SessionClosed,
     SessionRenewed,
-    Ticked,
 )
-from smb.coordinator.groups import Groups
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import (
     buffer_message,
@@ -66,24 +48,21 @@ from smb.coordinator.messages import (
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.rebalance import Move, plan
-from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord, key_of
-from smb.coordinator.replicas import CopyRole, copies_on
+from smb.coordinator.records import BufferRecord, Kind, key_of
+from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker, new_id
 from smb.coordinator.session_end_notifier import SessionEndNotifier
-from smb.coordinator.state import SERVER_LEASE_S, State
-from smb.coordinator.steps.creation import NotNowError
-from smb.coordinator.store import StoreError
+from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import copies_to_come
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     AlreadyExistsError,
-    Error,
     InvalidArgumentError,
     NotFoundError,
     OutOfMemoryError,
     PermissionDeniedError,
-    UnavailableError,
 )
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
@@ -91,32 +70,13 @@ from smb.security.roles import ANYBODY, Role, caller
 
 _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
-# How long a create with exist_ok waits for another client's creation of the same name.
-_OTHERS_CREATION_S = 30.0
-# Two live servers that have not reached each other for so long go on as one: the one that has the primary.
-_BROKEN_MAX_MS = 3000
 _LAST_WORD_S = 0.5  # before a call's deadline: so much is left for an answer that says more
-_MOVING_PAUSE_S = 0.1  # until what is to move together with what is moving is tried again
-_FINISH_S = 5.0
 # Opens of one certificate that wait at once: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
 STAYS_SHOWN_MAX = 256
 
 _Opening: TypeAlias = pb.CreateBufferRequest | pb.OpenBufferRequest
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-def new_id() -> int:
-    """Return a random non-zero 64-bit id."""
-    return secrets.randbits(64) or 1
-
-
-class _MuteServersError(UnavailableError):
-    """Servers that count as alive did not make their segments."""
-
-    def __init__(self, text: str, servers: frozenset[str]) -> None:
-        super().__init__(text)
-        self.servers = servers
 
 
 def _name_of(client_name: str) -> str:
@@ -147,6 +107,8 @@ class CoordinatorService(CoordinatorServicer):
         self,
         commit_log: CommitLog,
         servers: MemoryServers,
+        segments: SegmentMaker,
+        roles: RoleChanges,
         endings: SessionEndNotifier,
         watch: Watch,
         overview: Overview,
@@ -158,24 +120,18 @@ class CoordinatorService(CoordinatorServicer):
         self._tokens = tokens
         self._commit_log = commit_log
         self._servers = servers
+        self._segments = segments
+        self._roles = roles
         self._session_ends = endings
         self._watch = watch
         self._overview = overview
         self._shared = shared or pb.SharedSettings()
-        self._creations: set[asyncio.Task[BufferRecord]] = set()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._parsing = asyncio.Lock()
         self._mirrors = mirrors
-        self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
-        self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach these
         self.bound: Callable[[], Collection[int]] = frozenset  # segments that can't move
         self.resting: Callable[[], Collection[int]] = frozenset  # groups of which no copy is begun just now
         self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
-
-    async def finish(self) -> None:
-        """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
-        if self._creations:
-            await asyncio.wait(self._creations, timeout=_FINISH_S)
 
     # Sessions
 
@@ -231,7 +187,7 @@ class CoordinatorService(CoordinatorServicer):
                 f'a memory server "{rival.name}" runs already at {rival.data_address}; '
                 f"give this one another --name, or stop that one"
             )
-        await self._settle(
+        await self._roles.settle(
             ServerReturned(event.server.name, event.server.instance_id, event.segment_ids, self._commit_log.changes_max)
         )
         committed = await self._commit_log.commit(event)
@@ -262,11 +218,11 @@ class CoordinatorService(CoordinatorServicer):
         now = self._commit_log.now()
         self._mirrors.record(committed.state, request.name, request, now)
         if request.broken:
-            await self._look_after(request.name, request.broken)
+            await self._roles.look_after(request.name, request.broken)
         for whole in (True, False):
             ended = [copy for copy in request.copies if (copy.whole if whole else copy.failed)]
             if ended:
-                await self._end_copies(request.name, {copy.segment_id: copy.epoch for copy in ended}, whole=whole)
+                await self._roles.end_copies(request.name, {copy.segment_id: copy.epoch for copy in ended}, whole=whole)
         state = self._commit_log.state
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
@@ -277,80 +233,6 @@ class CoordinatorService(CoordinatorServicer):
             replicas=replica_messages(state, state.copies(request.name)),
             mirrors=self._mirrors.tasks(state, request.name, now),
         )
-
-    async def _look_after(self, server: str, broken: Iterable[pb.BrokenPair]) -> None:
-        """Check the servers that this one cannot reach. If such a server is dead, the survivors go on alone before this
-        returns."""
-        for_ms = {pair.segment_id: pair.for_ms for pair in broken}
-        copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in for_ms and copy.peer]
-        peers = sorted({copy.peer for copy in copies})
-        servers = self._commit_log.state.servers
-        known = [servers[peer] for peer in peers if peer in servers]
-        answers = await asyncio.gather(*map(self._servers.is_dead, known))
-        dead = {server.name for server, is_dead in zip(known, answers, strict=True) if is_dead}
-        for peer in known:
-            if peer.name in dead:
-                await self._commit_log.commit(ServerDied(peer.name, peer.instance_id))
-        if dead:
-            most = self._commit_log.changes_max
-            await self._settle(Ticked(None if most is None else most // 4))
-        apart = {
-            copy.peer
-            for copy in copies
-            if copy.role is CopyRole.PRIMARY and copy.peer not in dead and for_ms[copy.segment_id] >= _BROKEN_MAX_MS
-        }
-        if apart:
-            self.on_apart(server, apart)
-        # All that the two have of each other, at once: of a segment that nobody changes now nobody would know it yet,
-        # and who changes it next would wait as long again.
-        for other in sorted(apart):
-            await self._part(server, other)
-            await self.tell_roles(await self._part(other, server), (other,))
-
-    async def _part(self, server: str, peer: str) -> frozenset[int]:
-        """Let a server go on alone with the segments whose other copies are at a peer; return these segments."""
-        copies = self._commit_log.state.copies(server)
-        ids = frozenset(copy.segment_id for copy in copies if copy.role is CopyRole.PRIMARY and copy.peer == peer)
-        await self._settle(BackupsLost(server, ids, self._commit_log.changes_max))
-        return ids
-
-    async def _end_copies(self, server: str, epochs: dict[int, int], *, whole: bool) -> None:
-        """Take what a primary says of copies. The same answer tells it its roles; the new backup is told at once."""
-        asked = self._commit_log.state.copies(server)
-        targets = {copy.segment_id: copy.peer for copy in asked if copy.copying and copy.segment_id in epochs}
-        if not whole:
-            self.on_apart(server, set(targets.values()))
-        await self._settle(CopiesEnded(server, epochs, whole, self._commit_log.changes_max))
-        if whole and targets:
-            await self.tell_roles(tuple(targets), tuple(sorted(set(targets.values()))))
-        self.on_copies()
-
-    async def tell_roles(self, segment_ids: Collection[int], names: Iterable[str]) -> None:
-        """Tell servers at once what they are to these segments, and to what moves together with them. A server that
-        does not answer hears of it when it renews.
-        """
-        state = self._commit_log.state
-        together = Groups(state.buffers.values()).named_by(segment_ids)
-        await asyncio.gather(
-            *(self._tell_roles_to(state.servers[name], together) for name in names if name in state.servers)
-        )
-
-    async def _tell_roles_to(self, server: ServerRecord, segment_ids: Collection[int]) -> None:
-        state = self._commit_log.state
-        copies = [copy for copy in state.copies(server.name) if copy.segment_id in segment_ids]
-        try:
-            if copies:
-                await self._servers.take_roles(server, replica_messages(state, copies))
-        except Error as error:
-            _log.info("%s; it will hear of its roles when it renews", error)
-
-    async def _settle(self, event: ServerReturned | BackupsLost | CopiesEnded | Ticked) -> None:
-        """Commit it until it changes no record of a buffer any more: each time it changes a bounded number."""
-        while True:
-            committed = await self._commit_log.commit(event)
-            self._session_ends.tell(committed)
-            if not any(isinstance(effect, SaveBuffer) for effect in committed.effects):
-                return
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
         """See control.proto."""
@@ -368,7 +250,7 @@ class CoordinatorService(CoordinatorServicer):
         _check_unlimited("DrainServer")
         await self._commit_log.commit(ServerDrained(request.name, request.undo))
         failpoint("coordinator.drain.stored")
-        self.on_copies()
+        self._roles.on_copies()
         state = self._commit_log.state
         held = state.allocation(request.name)
         pool = state.pool(self._commit_log.now())
@@ -437,8 +319,8 @@ class CoordinatorService(CoordinatorServicer):
         if creation.kind is Kind.BARRIER:
             await self._free_if_lost(creation.name)
         left_s = context.time_remaining()  # None: the caller has set no deadline
-        patience_s = min(_OTHERS_CREATION_S, _OTHERS_CREATION_S if left_s is None else left_s) - _LAST_WORD_S
-        record = await asyncio.shield(self._begun(creation, patience_s))
+        patience_s = min(OTHERS_CREATION_S, OTHERS_CREATION_S if left_s is None else left_s) - _LAST_WORD_S
+        record = await asyncio.shield(self._segments.create(creation, patience_s))
         return self._opened(request, record)
 
     async def _free_if_lost(self, name: str) -> None:
@@ -497,7 +379,7 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.delete.asked")
         committed = await self._commit_log.commit(BufferDeleted(request.name, request.missing_ok))
         failpoint("coordinator.delete.erased")
-        await self.drop(committed)
+        await self._segments.drop(committed)
         failpoint("coordinator.delete.dropped")
         return pb.DeleteBufferReply()
 
@@ -507,7 +389,7 @@ class CoordinatorService(CoordinatorServicer):
         event = BufferRenamed(request.name, request.new_name, request.replace, request.displaced_name, request.folder)
         committed = await self._commit_log.commit(event)
         failpoint("coordinator.rename.stored")
-        await self.drop(committed)
+        await self._segments.drop(committed)
         return pb.RenameBufferReply()
 
     def _check_session(self, request: pb.RenewSessionRequest | pb.CloseSessionRequest | _Opening) -> None:
@@ -564,143 +446,3 @@ class CoordinatorService(CoordinatorServicer):
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0 or not await self._commit_log.wait(key_of(kind, name), remaining_s):
                 return None
-
-    def _begun(self, creation: Creation, patience_s: float) -> asyncio.Task[BufferRecord]:
-        task = asyncio.create_task(self._create(creation, patience_s))
-        self._creations.add(task)
-        task.add_done_callback(self._forget_creation)
-        return task
-
-    async def _create(self, creation: Creation, patience_s: float) -> BufferRecord:
-        """`patience_s`: how long it waits until what it is to move together with moves no more."""
-        begun = time.monotonic()
-        while True:
-            try:
-                return await self._create_now(creation)
-            except NotNowError:
-                if time.monotonic() - begun + _MOVING_PAUSE_S > patience_s:
-                    raise
-            await asyncio.sleep(_MOVING_PAUSE_S)
-
-    async def _create_now(self, creation: Creation) -> BufferRecord:
-        deadline = time.monotonic() + _OTHERS_CREATION_S
-        # Of the first attempt. The error itself would keep this frame, and the request.
-        mute: frozenset[str] = frozenset()
-        said = ""
-        while True:
-            try:
-                committed = await self._commit_log.commit(BufferWanted(creation, new_id, mute))
-            except (UnavailableError, OutOfMemoryError):
-                if mute:  # the others do not do: that these did not answer is the cause
-                    raise _MuteServersError(said, mute) from None
-                raise
-            for effect in committed.effects:
-                if isinstance(effect, MakeSegments):
-                    failpoint("coordinator.create.pending_stored")
-                    try:
-                        return await self._make(committed, effect.record, creation.asked)
-                    except _MuteServersError as error:
-                        if mute or creation.like or creation.server_names or creation.mirror_of:
-                            raise
-                        mute, said = error.servers, str(error)
-            record = self._commit_log.state.buffers.get(creation.key)
-            if record is not None and record.ready:
-                return record
-            # Another client is at it: what becomes of it decides.
-            remaining_s = deadline - time.monotonic()
-            if record is not None and not await self._commit_log.wait(creation.key, remaining_s):
-                raise UnavailableError(
-                    f"{creation.asked}: another client is at it, and it does not get ready; try again"
-                )
-
-    async def _make(self, committed: Committed, record: BufferRecord, asked: str) -> BufferRecord:
-        try:
-            await self._make_segments(committed, record, asked)
-            failpoint("coordinator.create.segments_made")
-            made = (await self._commit_log.commit(BufferMade(record.key, record.segments))).state.buffers[record.key]
-        except BaseException:
-            failed = await self._commit_log.commit(BufferFailed(record.key, record.copies))
-            failpoint("coordinator.create.taken_back")
-            await self.drop(failed)
-            raise
-        failpoint("coordinator.create.ready_stored")
-        return made
-
-    async def _make_segments(self, committed: Committed, record: BufferRecord, asked: str) -> None:
-        servers = [committed.state.servers[segment.server] for segment in record.copies]
-        calls = (
-            self._make_segment(committed.state, server, record, segment)
-            for server, segment in zip(servers, record.copies, strict=True)
-        )
-        # All answers are awaited, also after a failure: a drop must not overtake the segment's creation.
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, int):
-                await self._commit_log.commit(ServerCounted(server.name, server.instance_id, answer))
-        mute = frozenset(
-            server.name for server, answer in zip(servers, answers, strict=True) if isinstance(answer, UnavailableError)
-        )
-        for answer in answers:
-            if isinstance(answer, UnavailableError):
-                left_s = self._alive_for(mute)
-                raise _MuteServersError(
-                    f"{asked}: {answer}; nothing was created. It counts as alive for {left_s:.0f} s more, unless it is "
-                    f"heard of: try again then, or name other servers",
-                    mute,
-                ) from answer
-            if isinstance(answer, Error):
-                raise type(answer)(f"{asked}: {answer}; nothing was created") from answer
-            if isinstance(answer, BaseException):
-                raise answer
-
-    def _alive_for(self, servers: Iterable[str]) -> float:
-        """Return in how many seconds the last of these servers' leases ends."""
-        leases, now = self._commit_log.state.server_leases, self._commit_log.now()
-        return max((leases.ends.get(name, now.monotonic) - now.monotonic for name in servers), default=0.0)
-
-    async def _make_segment(
-        self, state: State, server: ServerRecord, record: BufferRecord, segment: SegmentRecord
-    ) -> int:
-        floor = state.token_floor if record.kind is Kind.LOCK else 0
-        ours = [copy for copy in copies_on(record, server.name) if copy.segment_id == segment.id]
-        replica = next(iter(replica_messages(state, ours)), None)
-        used_bytes = await self._servers.create(server, record, segment, floor, replica)
-        failpoint("coordinator.create.segment_made")
-        return used_bytes
-
-    async def drop(self, committed: Committed) -> None:
-        """Have the servers drop what this event left without a name. A server that misses it registers again."""
-        drops = [effect for effect in committed.effects if isinstance(effect, DropSegments)]
-        each = [(segment, effect.epoch) for effect in drops for segment in effect.segments]
-        # Of those that move together the primary's first: it sees to it that the backup has what names them. If that
-        # server could not be told, the backup hears of it when it registers again.
-        first: list[tuple[SegmentRecord, int]] = []
-        later: list[tuple[SegmentRecord, int]] = []
-        for segment, epoch in each:
-            follows = segment.group and segment.server in (segment.backup, segment.copying_to)
-            (later if follows else first).append((segment, epoch))
-        told = await asyncio.gather(*(self._drop_segment(committed, *one) for one in first))
-        missed = {segment.id for (segment, _), done in zip(first, told, strict=True) if not done}
-        await asyncio.gather(*(self._drop_segment(committed, *one) for one in later if one[0].id not in missed))
-
-    async def _drop_segment(self, committed: Committed, segment: SegmentRecord, epoch: int) -> bool:
-        """Return whether the server has dropped it."""
-        server = committed.state.servers.get(segment.server)
-        # A server without a lease must register before anything else, and hears of it then.
-        if server is None or not committed.state.alive(server.name, self._commit_log.now()):
-            return False
-        try:
-            used_bytes = await self._servers.drop(server, segment.id, epoch)
-            failpoint("coordinator.delete.segment_dropped")
-            await self._commit_log.commit(ServerCounted(server.name, server.instance_id, used_bytes))
-        except UnavailableError as error:
-            _log.warning("%s; it will be told when it registers again", error)
-            await self._commit_log.commit(ServerSuspected(server.name))
-            return False
-        return True
-
-    def _forget_creation(self, creation: asyncio.Task[BufferRecord]) -> None:
-        self._creations.discard(creation)
-        # If nobody waits for the answer any more, we still take note of its failure.
-        if not creation.cancelled() and isinstance(creation.exception(), StoreError):
-            _log.error("%s", creation.exception())

@@ -1,0 +1,206 @@
+"""Makes the segments of new buffers at memory servers, and has dropped ones removed there.
+
+A creation is a task of its own: once begun it ends with a whole buffer or with nothing, also if the client that asked
+for it goes away in the middle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+
+from smb.coordinator.commit_log import CommitLog, Committed
+from smb.coordinator.events import (
+    BufferFailed,
+    BufferMade,
+    BufferWanted,
+    DropSegments,
+    MakeSegments,
+    ServerCounted,
+    ServerSuspected,
+)
+from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.messages import replica_messages
+from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
+from smb.coordinator.replicas import copies_on
+from smb.coordinator.state import State
+from smb.coordinator.steps.creation import NotNowError
+from smb.coordinator.store import StoreError
+from smb.coordinator.validate import Creation
+from smb.daemon.failpoint import failpoint
+from smb.errors import Error, OutOfMemoryError, UnavailableError
+
+_log = logging.getLogger("coordinator")
+OTHERS_CREATION_S = 30.0  # how long a create with exist_ok waits for another client's creation of the same name
+_MOVING_PAUSE_S = 0.1  # until what is to move together with what is moving is tried again
+_FINISH_S = 5.0
+
+
+def new_id() -> int:
+    """Return a random non-zero 64-bit id."""
+    return secrets.randbits(64) or 1
+
+
+class _MuteServersError(UnavailableError):
+    """Servers that count as alive did not make their segments."""
+
+    def __init__(self, text: str, servers: frozenset[str]) -> None:
+        super().__init__(text)
+        self.servers = servers
+
+
+class SegmentMaker:
+    """In the coordinator's loop alone."""
+
+    def __init__(self, commit_log: CommitLog, servers: MemoryServers) -> None:
+        self._commit_log = commit_log
+        self._servers = servers
+        self._creations: set[asyncio.Task[BufferRecord]] = set()
+
+    async def finish(self) -> None:
+        """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
+        if self._creations:
+            await asyncio.wait(self._creations, timeout=_FINISH_S)
+
+    def create(self, creation: Creation, patience_s: float) -> asyncio.Task[BufferRecord]:
+        """Begin to make a buffer. `patience_s`: for so long it waits while what it is to move together with moves."""
+        task = asyncio.create_task(self._create(creation, patience_s))
+        self._creations.add(task)
+        task.add_done_callback(self._forget_creation)
+        return task
+
+    async def _create(self, creation: Creation, patience_s: float) -> BufferRecord:
+        begun = time.monotonic()
+        while True:
+            try:
+                return await self._create_now(creation)
+            except NotNowError:
+                if time.monotonic() - begun + _MOVING_PAUSE_S > patience_s:
+                    raise
+            await asyncio.sleep(_MOVING_PAUSE_S)
+
+    async def _create_now(self, creation: Creation) -> BufferRecord:
+        deadline = time.monotonic() + OTHERS_CREATION_S
+        # Of the first attempt. The error itself would keep this frame, and the request.
+        mute: frozenset[str] = frozenset()
+        said = ""
+        while True:
+            try:
+                committed = await self._commit_log.commit(BufferWanted(creation, new_id, mute))
+            except (UnavailableError, OutOfMemoryError):
+                if mute:  # the others do not do: that these did not answer is the cause
+                    raise _MuteServersError(said, mute) from None
+                raise
+            for effect in committed.effects:
+                if isinstance(effect, MakeSegments):
+                    failpoint("coordinator.create.pending_stored")
+                    try:
+                        return await self._make(committed, effect.record, creation.asked)
+                    except _MuteServersError as error:
+                        if mute or creation.like or creation.server_names or creation.mirror_of:
+                            raise
+                        mute, said = error.servers, str(error)
+            record = self._commit_log.state.buffers.get(creation.key)
+            if record is not None and record.ready:
+                return record
+            # Another client is at it: what becomes of it decides.
+            remaining_s = deadline - time.monotonic()
+            if record is not None and not await self._commit_log.wait(creation.key, remaining_s):
+                raise UnavailableError(
+                    f"{creation.asked}: another client is at it, and it does not get ready; try again"
+                )
+
+    async def _make(self, committed: Committed, record: BufferRecord, asked: str) -> BufferRecord:
+        try:
+            await self._make_segments(committed, record, asked)
+            failpoint("coordinator.create.segments_made")
+            made = (await self._commit_log.commit(BufferMade(record.key, record.segments))).state.buffers[record.key]
+        except BaseException:
+            failed = await self._commit_log.commit(BufferFailed(record.key, record.copies))
+            failpoint("coordinator.create.taken_back")
+            await self.drop(failed)
+            raise
+        failpoint("coordinator.create.ready_stored")
+        return made
+
+    async def _make_segments(self, committed: Committed, record: BufferRecord, asked: str) -> None:
+        servers = [committed.state.servers[segment.server] for segment in record.copies]
+        calls = (
+            self._make_segment(committed.state, server, record, segment)
+            for server, segment in zip(servers, record.copies, strict=True)
+        )
+        # All answers are awaited, also after a failure: a drop must not overtake the segment's creation.
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, int):
+                await self._commit_log.commit(ServerCounted(server.name, server.instance_id, answer))
+        mute = frozenset(
+            server.name for server, answer in zip(servers, answers, strict=True) if isinstance(answer, UnavailableError)
+        )
+        for answer in answers:
+            if isinstance(answer, UnavailableError):
+                left_s = self._alive_for(mute)
+                raise _MuteServersError(
+                    f"{asked}: {answer}; nothing was created. It counts as alive for {left_s:.0f} s more, unless it is "
+                    f"heard of: try again then, or name other servers",
+                    mute,
+                ) from answer
+            if isinstance(answer, Error):
+                raise type(answer)(f"{asked}: {answer}; nothing was created") from answer
+            if isinstance(answer, BaseException):
+                raise answer
+
+    def _alive_for(self, servers: Iterable[str]) -> float:
+        """Return in how many seconds the last of these servers' leases ends."""
+        leases, now = self._commit_log.state.server_leases, self._commit_log.now()
+        return max((leases.ends.get(name, now.monotonic) - now.monotonic for name in servers), default=0.0)
+
+    async def _make_segment(
+        self, state: State, server: ServerRecord, record: BufferRecord, segment: SegmentRecord
+    ) -> int:
+        floor = state.token_floor if record.kind is Kind.LOCK else 0
+        ours = [copy for copy in copies_on(record, server.name) if copy.segment_id == segment.id]
+        replica = next(iter(replica_messages(state, ours)), None)
+        used_bytes = await self._servers.create(server, record, segment, floor, replica)
+        failpoint("coordinator.create.segment_made")
+        return used_bytes
+
+    async def drop(self, committed: Committed) -> None:
+        """Have the servers drop what this event left without a name. A server that misses it registers again."""
+        drops = [effect for effect in committed.effects if isinstance(effect, DropSegments)]
+        each = [(segment, effect.epoch) for effect in drops for segment in effect.segments]
+        # Of those that move together the primary's first: it sees to it that the backup has what names them. If that
+        # server could not be told, the backup hears of it when it registers again.
+        first: list[tuple[SegmentRecord, int]] = []
+        later: list[tuple[SegmentRecord, int]] = []
+        for segment, epoch in each:
+            follows = segment.group and segment.server in (segment.backup, segment.copying_to)
+            (later if follows else first).append((segment, epoch))
+        told = await asyncio.gather(*(self._drop_segment(committed, *one) for one in first))
+        missed = {segment.id for (segment, _), done in zip(first, told, strict=True) if not done}
+        await asyncio.gather(*(self._drop_segment(committed, *one) for one in later if one[0].id not in missed))
+
+    async def _drop_segment(self, committed: Committed, segment: SegmentRecord, epoch: int) -> bool:
+        """Return whether the server has dropped it."""
+        server = committed.state.servers.get(segment.server)
+        # A server without a lease must register before anything else, and hears of it then.
+        if server is None or not committed.state.alive(server.name, self._commit_log.now()):
+            return False
+        try:
+            used_bytes = await self._servers.drop(server, segment.id, epoch)
+            failpoint("coordinator.delete.segment_dropped")
+            await self._commit_log.commit(ServerCounted(server.name, server.instance_id, used_bytes))
+        except UnavailableError as error:
+            _log.warning("%s; it will be told when it registers again", error)
+            await self._commit_log.commit(ServerSuspected(server.name))
+            return False
+        return True
+
+    def _forget_creation(self, creation: asyncio.Task[BufferRecord]) -> None:
+        self._creations.discard(creation)
+        # If nobody waits for the answer any more, we still take note of its failure.
+        if not creation.cancelled() and isinstance(creation.exception(), StoreError):
+            _log.error("%s", creation.exception())
