@@ -20,7 +20,7 @@ void answer_count(struct connection *connection, const struct gate_request *requ
     struct loop *loop = connection->loop;
     loop->clock_ns = smb_now_ns();
     count_request(connection, request->segment, request->frame.opcode, request->frame.length,
-                  loop->clock_ns - connection->begun_ns);
+                  loop->clock_ns - connection->request.tries.begun_ns);
 }
 
 void answer_finish(struct connection *connection, bool done)
@@ -44,7 +44,7 @@ uint8_t *answer_chunk_memory(uint8_t **memory)
 
 enum step answer_defer(struct connection *connection)
 {
-    connection->retried = true;
+    connection->request.tries.retried = true;
     gate_done(&connection->request);
     return output_wait_for(connection, WAIT_DEFERRED);
 }
@@ -60,8 +60,8 @@ enum step answer_failure(struct connection *connection, int status)
      * be on the way, and this server get the role meanwhile. Lower lanes have other segments, too,
      * and no frame there is of an epoch of roles. */
     if (noted == SMB_STALE_EPOCH && connection->lane >= SMB_LANE_OF_SEGMENTS &&
-        !connection->request.fed)
-        connection->request.sent_away = true;
+        !connection->peer.fed)
+        connection->peer.sent_away = true;
     server_count(&connection->loop->server->errors[status], 1);
     if (status == SMB_DENIED)
         note_denied(connection, &connection->request.frame);
@@ -119,7 +119,8 @@ static enum step answer_confirmed(struct connection *connection, uint64_t order,
     if (status != SMB_DEFERRED) {
         if (status != SMB_OK)
             answer.status = status;
-        put_answer(connection, &request->frame, request->segment, connection->begun_ns, answer);
+        put_answer(connection, &request->frame, request->segment,
+                   connection->request.tries.begun_ns, answer);
     }
     uint32_t held = connection->replies_held;
     answer_finish(connection, false);
@@ -227,7 +228,7 @@ static enum step answer_sync(struct connection *connection)
         return answer_confirmed(connection, replica_told_by_sync(replica), answer);
     if (status != SMB_DEFERRED) {
         put_answer(connection, &connection->request.frame, connection->request.segment,
-                   connection->begun_ns, answer);
+                   connection->request.tries.begun_ns, answer);
     }
     gate_done(&connection->request);
     connection->have_request = false;
@@ -267,12 +268,12 @@ static enum step answer_feed(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
     struct replica *replica = replica_at(request->segment);
-    if (!request->fed || connection->session != replica_group_id(replica))
+    if (!request->peer->fed || connection->session != replica_group_id(replica))
         return connection_refuse(connection, SMB_PROTOCOL);
-    if (!connection->feeds) {
+    if (!connection->peer.feeds) {
         if (connection->loop->server->guarded && !take_feeder(connection, replica))
             return handshake_refuse(connection, &request->frame, SMB_DENIED);
-        connection->feeds = request->feeds = replica_feed_begins(replica, connection);
+        connection->peer.feeds = replica_feed_begins(replica, connection);
     }
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     output_put(connection, &reply);
@@ -282,14 +283,14 @@ static enum step answer_feed(struct connection *connection)
 
 void answer_end_feed(struct connection *connection)
 {
-    if (connection->feeds)
-        replica_feed_ends(connection->feeds, connection);
-    connection->feeds = connection->request.feeds = NULL;
+    if (connection->peer.feeds)
+        replica_feed_ends(connection->peer.feeds, connection);
+    connection->peer.feeds = NULL;
 }
 
 static enum step answer_refused(struct connection *connection)
 {
-    int status = connection->request.fed ? gate_note_refused(&connection->request) : SMB_INVALID;
+    int status = connection->peer.fed ? gate_note_refused(&connection->request) : SMB_INVALID;
     if (status != SMB_OK)
         return answer_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
@@ -318,8 +319,6 @@ enum step answer_request(struct connection *connection)
     if (connection->admitted == SMB_OK && !connection->request.segment)
         connection->admitted = gate_admit(connection->loop->server, &connection->request.frame,
                                           &connection->request);
-    connection->request.retried = connection->retried;
-    connection->request.begun_ns = connection->begun_ns;
     if (connection->admitted != SMB_OK)
         return answer_failure(connection, connection->admitted);
     switch (connection->request.frame.opcode) {

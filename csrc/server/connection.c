@@ -42,7 +42,7 @@ void connection_destroy(struct connection *connection)
     lanes_leave(connection);
     answer_end_feed(connection);
     waits_forget(connection);
-    grants_clear(&connection->grants);
+    grants_clear(&connection->peer.grants);
     pthread_mutex_destroy(&connection->turn);
     gate_done(&connection->request);
     if (connection->pass_segment)

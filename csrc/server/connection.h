@@ -59,13 +59,10 @@ struct connection {
     uint32_t armed;        /* epoll events asked for now */
     bool in_list;          /* linked in `again` or `deferred` */
     bool counted_deferred; /* since the request in hand was deferred for the first time */
-    bool retried;          /* the request in hand was deferred before */
     bool from_kept;        /* its payload is in `from`: staging_is_from_segments */
     bool greeted;
     /* it speaks for its session: greeted, and a token of it shown where tokens are asked for */
     bool proven;
-    /* it brings a primary's changes of these segments: frames of many sessions (replica.h); NULL */
-    struct replica_group *feeds;
     /* the request in hand was carried out, and its data is in `tail`: it waits for this order */
     uint64_t awaits;
     bool copied;    /* so, of a read */
@@ -74,7 +71,7 @@ struct connection {
     uint16_t lane;
     uint64_t nonce;        /* what it was given to prove tokens with */
     uint64_t client_nonce; /* what we are to prove with that we know their secret */
-    struct grants grants;
+    struct gate_peer peer;
     /* a newer connection speaks for this lane: nothing of this one may be done any more */
     _Atomic bool fenced;
     /* held while a request is carried out; a thread that fences takes it to wait for the end */
@@ -82,7 +79,6 @@ struct connection {
     struct connection *lane_next; /* of the server's greeted connections */
     uint64_t opened_ns;
     struct smb_tally done;
-    uint64_t begun_ns;      /* the request in hand */
     uint64_t backlog_bytes; /* as counted in its loop */
 
     /* the request in hand */

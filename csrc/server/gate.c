@@ -37,9 +37,9 @@ static uint32_t right_for(int opcode)
  * once REPLICATE has said which those are; a client's to those of which it has shown a token. */
 static bool has_right(const struct gate_request *request, uint64_t id, uint32_t right)
 {
-    if (request->fed)
-        return request->feeds || request->frame.opcode == SMB_REPLICATE;
-    const struct grant *grant = request->grants ? grants_find(request->grants, id) : NULL;
+    if (request->peer->fed)
+        return request->peer->feeds || request->frame.opcode == SMB_REPLICATE;
+    const struct grant *grant = grants_find(&request->peer->grants, id);
     return grant && (grant->rights & right) != 0 && grant->expires_ns > smb_now_ns();
 }
 
@@ -53,8 +53,8 @@ static int find(struct smb_server *server, const struct gate_request *request, u
     struct smb_segment *found = server_find(server, id);
     if (!found)
         return SMB_NOT_FOUND;
-    if (request->feeds &&
-        !(replica_at(found) && replica_is_of(replica_at(found), request->feeds))) {
+    if (request->peer->feeds &&
+        !(replica_at(found) && replica_is_of(replica_at(found), request->peer->feeds))) {
         smb_segment_release(found);
         return SMB_DENIED;
     }
@@ -76,12 +76,12 @@ static bool is_of_epoch(struct smb_server *server, const struct gate_request *re
                         const struct smb_segment *segment, const struct replica *replica)
 {
     uint32_t epoch = request->frame.epoch;
-    if (request->fed)
+    if (request->peer->fed)
         return replica && replica_serves(replica, epoch, true);
     if (replica && asks_for_the_past(&request->frame))
         return replica_is_primary(replica);
     const struct grant *grant = server->guarded
-                                    ? grants_find(request->grants, request->frame.segment)
+                                    ? grants_find(&request->peer->grants, request->frame.segment)
                                     : NULL;
     return (replica ? replica_serves(replica, epoch, false)
                     : epoch == smb_segment_epoch(segment)) &&
@@ -91,16 +91,8 @@ static bool is_of_epoch(struct smb_server *server, const struct gate_request *re
 int gate_admit(struct smb_server *server, const struct smb_frame *frame,
                struct gate_request *request)
 {
-    uint64_t gathered[SMB_SOURCES_MAX];
-    memcpy(gathered, request->gathered, sizeof gathered);
-    *request = (struct gate_request){.frame = *frame,
-                                     .record_hint = request->record_hint,
-                                     .grants = request->grants,
-                                     .fed = request->fed,
-                                     .feeds = request->feeds,
-                                     .sent_away = request->sent_away,
-                                     .begun_ns = request->begun_ns};
-    memcpy(request->gathered, gathered, sizeof gathered);
+    *request = (struct gate_request){
+        .frame = *frame, .peer = request->peer, .tries = request->tries};
     struct smb_segment *segment;
     int status = find(server, request, frame->segment, right_for(frame->opcode), &segment);
     if (status != SMB_OK)
@@ -108,12 +100,12 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
     const struct replica *replica = replica_at(segment);
     request->alone = !replica;
     if (!is_of_epoch(server, request, segment, replica) ||
-        (request->sent_away && smb_opcode_changes(frame->opcode)))
+        (request->peer->sent_away && smb_opcode_changes(frame->opcode)))
         status = SMB_STALE_EPOCH;
     else if (has_range(frame) && (frame->dtype != smb_segment_dtype(segment) ||
                                   !smb_segment_holds(segment, frame->offset, frame->length)))
         status = SMB_INVALID;
-    else if (replica && !request->fed && !replica_allows(frame))
+    else if (replica && !request->peer->fed && !replica_allows(frame))
         status = SMB_INVALID;
     if (status == SMB_OK)
         request->segment = segment;
@@ -125,7 +117,7 @@ int gate_admit(struct smb_server *server, const struct smb_frame *frame,
 /* A retried request must not spin. Many of them, each a millisecond, would keep the loop busy. */
 static uint64_t patience(const struct gate_request *request)
 {
-    return request->retried ? SMB_TRY_ONCE : SMB_TRY;
+    return request->tries.retried ? SMB_TRY_ONCE : SMB_TRY;
 }
 
 /* ---- exactly once ---------------------------------------------------------------------------- */
@@ -136,8 +128,8 @@ static int take_record(struct gate_request *request)
 {
     const struct smb_frame *frame = &request->frame;
     int status = records_take(served_of(request->segment)->records, frame->session, frame->lane,
-                              frame->sequence, frame->flags & SMB_FLAG_RETRY, &request->record_hint,
-                              &request->record);
+                              frame->sequence, frame->flags & SMB_FLAG_RETRY,
+                              &request->peer->record_hint, &request->record);
     return status == SMB_OK ? record_judge(request->record, frame->sequence) : status;
 }
 
@@ -188,8 +180,8 @@ static int note_refused(struct gate_request *request, struct replica *replica)
 int gate_refused(struct smb_server *server, const struct gate_request *refused)
 {
     const struct smb_frame *frame = &refused->frame;
-    const struct grant *grant = server->guarded && refused->grants
-                                    ? grants_find(refused->grants, frame->segment)
+    const struct grant *grant = server->guarded
+                                    ? grants_find(&refused->peer->grants, frame->segment)
                                     : NULL;
     /* one that has expired was one */
     if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0))
@@ -197,11 +189,11 @@ int gate_refused(struct smb_server *server, const struct gate_request *refused)
     struct smb_segment *segment = server_find(server, frame->segment);
     if (!segment)
         return SMB_NOT_FOUND; /* nor will any later one be applied */
-    struct gate_request request = {.frame = *frame, .segment = segment};
+    struct gate_request request = {.frame = *frame, .peer = refused->peer, .segment = segment};
     struct replica *replica = replica_at(segment);
     int status = replica && replica_is_behind(replica, frame->epoch) ? SMB_STALE_EPOCH : SMB_OK;
     /* Of two copies only the primary decides, and its clients ask again elsewhere. */
-    if (!replica || (!refused->fed && replica_serves(replica, frame->epoch, false)))
+    if (!replica || (!refused->peer->fed && replica_serves(replica, frame->epoch, false)))
         status = note_refused(&request, replica);
     smb_segment_release(segment);
     return status;
@@ -243,7 +235,7 @@ int gate_copied(struct gate_request *request, const uint8_t *payload)
     const struct smb_frame *frame = &request->frame;
     struct replica *replica = replica_at(request->segment);
     struct records *records = served_of(request->segment)->records;
-    if (!request->fed)
+    if (!request->peer->fed)
         return SMB_INVALID;
     if (frame->op == SMB_COPIED_NOTE)
         return note_made(request);
@@ -368,7 +360,7 @@ static int find_source(struct smb_server *server, struct gate_request *request, 
     if (replica && !replica_is_primary(replica))
         return SMB_APART;
     if (replica && server->guarded &&
-        !replica_serves(replica, grants_find(request->grants, id)->epoch, false))
+        !replica_serves(replica, grants_find(&request->peer->grants, id)->epoch, false))
         return SMB_APART; /* its reader learns the epoch where it asks the source itself */
     return SMB_OK;
 }
@@ -377,7 +369,8 @@ static int find_source(struct smb_server *server, struct gate_request *request, 
 static int may_use(struct gate_request *request, int number)
 {
     struct replica *replica = replica_at(request->others[number]);
-    return replica ? replica_check_read(replica, request->gathered[number] - 1, request->begun_ns)
+    return replica ? replica_check_read(replica, request->tries.gathered[number] - 1,
+                                        request->tries.begun_ns)
                    : SMB_OK;
 }
 
@@ -391,7 +384,7 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
     if (status != SMB_OK)
         return status;
     struct smb_segment *source = request->others[0];
-    if (!replica_at(source) || !request->gathered[0]) {
+    if (!replica_at(source) || !request->tries.gathered[0]) {
         struct smb_change read = {
             .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
         status = smb_segment_apply(source, &read, patience(request));
@@ -401,7 +394,7 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
         if (wire != SMB_WIRE_EXACT)
             smb_kernel_round(wire, scratch, read.bytes / 4, 0, SMB_CHUNK_BYTES_MAX, scratch);
         struct replica *replica = replica_at(source);
-        request->gathered[0] = replica ? 1 + replica_newest_of(replica, offset) : 0;
+        request->tries.gathered[0] = replica ? 1 + replica_newest_of(replica, offset) : 0;
     }
     return may_use(request, 0);
 }
@@ -439,7 +432,7 @@ static int add_source(struct gate_request *request, int number, int wire, double
         }
     }
     struct replica *replica = replica_at(source);
-    request->gathered[number] = 1 + (replica ? replica_newest_of(replica, frame->offset) : 0);
+    request->tries.gathered[number] = 1 + (replica ? replica_newest_of(replica, frame->offset) : 0);
     smb_segment_unlock(source, frame->offset);
     return missing(request, smb_segment_still_there(source));
 }
@@ -450,7 +443,7 @@ static int read_sources(struct smb_server *server, struct gate_request *request,
 {
     int count = (int)smb_frame_sources(&request->frame), status = SMB_OK;
     uint64_t wires = smb_load64(payload);
-    bool kept = request->gathered[count - 1] != 0;
+    bool kept = request->tries.gathered[count - 1] != 0;
     if (wires >> SMB_SOURCE_WIRE_BITS * count != 0)
         return SMB_INVALID;
     for (int s = 0; s < count && status == SMB_OK; s++)
@@ -474,8 +467,8 @@ static int follows(struct smb_server *server, const struct gate_request *request
         return SMB_OK;
     if (!replica || !replica_moves_with(replica, other))
         return SMB_INVALID;
-    if (server->guarded && !request->fed &&
-        !replica_serves(other, grants_find(request->grants, id)->epoch, false))
+    if (server->guarded && !request->peer->fed &&
+        !replica_serves(other, grants_find(&request->peer->grants, id)->epoch, false))
         return SMB_APART; /* the client asks for a newer token of it, as its link would not */
     return SMB_OK;
 }
@@ -586,17 +579,17 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     struct replica *replica = request->alone ? NULL : replica_at(request->segment);
     bool prepared = false;
     int status = take_record(request);
-    if (status == SMB_OK && replica && !request->fed && asks_for_the_past(&request->frame))
+    if (status == SMB_OK && replica && !request->peer->fed && asks_for_the_past(&request->frame))
         status = SMB_STALE_EPOCH; /* it was not made, and is not any more */
     if (status == SMB_EXISTS) {
         server_count(&server->replayed_total, 1);
         status = answer_again(request, sink, result);
-        if (replica && !request->fed)
+        if (replica && !request->peer->fed)
             request->order = replica_newest(replica);
     } else if (status == SMB_OK) {
         struct smb_change change;
         status = describe(server, request, payload, scratch, sink, &change);
-        if (replica && !request->fed && status == SMB_OK) {
+        if (replica && !request->peer->fed && status == SMB_OK) {
             status = prepare(request, payload, &change);
             prepared = status == SMB_OK;
         }
@@ -636,7 +629,8 @@ int gate_copy(struct gate_request *request, uint8_t *to)
 
 bool gate_may_tell(const struct gate_request *request, uint64_t order)
 {
-    return replica_check_read(replica_at(request->segment), order, request->begun_ns) == SMB_OK;
+    return replica_check_read(replica_at(request->segment), order, request->tries.begun_ns) ==
+           SMB_OK;
 }
 
 int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
@@ -656,7 +650,7 @@ int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
         status = to_change ? SMB_BUSY
                            : replica_check_read(replica,
                                                 replica_newest_of(replica, request->frame.offset),
-                                                request->begun_ns);
+                                                request->tries.begun_ns);
         if (status != SMB_OK)
             smb_segment_unlock(request->segment, request->frame.offset);
     }

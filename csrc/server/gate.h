@@ -14,29 +14,39 @@ struct forward;
 struct replica_group;
 struct smb_server;
 
+/* What is known of a connection, from one request to the next. */
+struct gate_peer {
+    struct grants grants; /* what it has shown; not looked at unless the server is guarded */
+    uint32_t record_hint;
+    /* of segments with two copies (replica.h) */
+    bool fed; /* it is a primary's, for its backup here */
+    /* for these segments it was taken as their primary's: frames of many sessions; NULL */
+    struct replica_group *feeds;
+    /* a change for the one segment of its lane was sent away: so is every later one, as the lane's
+     * watermark would speak for the first one, too */
+    bool sent_away;
+};
+
+/* What stays of a request that is deferred, from one try to the next. */
+struct gate_tries {
+    bool retried;      /* this is not the first one */
+    uint64_t begun_ns; /* when it came */
+    /* 1 + what each source's bytes in `scratch` wait for; 0: none there */
+    uint64_t gathered[SMB_SOURCES_MAX];
+};
+
 struct gate_request {
     struct smb_frame frame;
+    struct gate_peer *peer;
+    struct gate_tries tries;
     struct smb_segment *segment; /* a reference while the request is in hand */
     /* references too. ACCUMULATE_FROM: the sources; APPLY: gradient, then state */
     struct smb_segment *others[SMB_SOURCES_MAX];
     struct record *record; /* of the change's lane, while it is carried out */
-    uint32_t record_hint;
-    /* what its connection has shown; not looked at unless the server is guarded */
-    const struct grants *grants;
-    bool retried; /* was deferred before */
-    /* a change of its connection, which is for one segment with two copies, was sent away: so is
-     * every later one, as the lane's watermark would speak for the first one, too */
-    bool sent_away;
     /* of a segment with two copies (replica.h) */
-    bool alone; /* it had one copy, and was not gated, when this was begun */
-    bool fed;   /* from the primary, for its backup */
-    /* for these segments its connection was taken as their primary's; NULL */
-    struct replica_group *feeds;
-    uint64_t begun_ns;       /* a read: when it came */
+    bool alone;              /* it had one copy, and was not gated, when this was begun */
     struct forward *forward; /* what is to go to the backup */
     uint64_t order;          /* what its answer waits for; 0: nothing */
-    /* 1 + what each source's bytes in `scratch` wait for; 0: none there */
-    uint64_t gathered[SMB_SOURCES_MAX];
 };
 
 /* Right to it, segment there, epoch, dtype and bounds right. Takes the reference. Once before the

@@ -76,8 +76,8 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     connection->session = frame->session;
     connection->lane = frame->lane;
     connection->client_nonce = frame->offset;
-    connection->request.grants = &connection->grants;
-    connection->request.fed = frame->lane == REPLICA_LANE;
+    connection->request.peer = &connection->peer;
+    connection->peer.fed = frame->lane == REPLICA_LANE;
     /* If tokens are required, a session's name alone must not shut others out. */
     if (!server->guarded)
         handshake_speak_for_lane(connection);
@@ -116,7 +116,7 @@ enum step handshake_authorize(struct connection *connection, const struct smb_fr
             return handshake_refuse(connection, frame, SMB_SESSION_ENDED);
     }
     if (status == SMB_OK && server->guarded)
-        status = grants_put(&connection->grants, &grant);
+        status = grants_put(&connection->peer.grants, &grant);
     if (status == SMB_OK)
         count_request(connection, NULL, SMB_AUTHORIZE, 0, 0);
     else

@@ -69,7 +69,7 @@ enum step input_next_request(struct connection *connection)
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
     if (connection->greeted &&
         (((frame.session != connection->session || frame.lane != connection->lane) &&
-          !connection->feeds) ||
+          !connection->peer.feeds) ||
          checksum != connection->checksums))
         return connection_refuse(connection, SMB_PROTOCOL);
     connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
@@ -105,12 +105,11 @@ enum step input_next_request(struct connection *connection)
      * segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
-    connection->begun_ns = connection->loop->clock_ns;
+    connection->request.tries = (struct gate_tries){.begun_ns = connection->loop->clock_ns};
     if (frame.flags & SMB_FLAG_RETRY)
         stats_add(&connection->loop->stats.repeated, 1);
-    connection->retried = connection->from_kept = false;
+    connection->from_kept = false;
     connection->awaits = 0;
-    memset(connection->request.gathered, 0, sizeof connection->request.gathered);
     connection->copied = false;
     connection->payload_have = is_record ? frame.payload : 0;
     return connection->admitted == SMB_PROTOCOL ? connection_refuse(connection, SMB_PROTOCOL)

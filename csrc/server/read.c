@@ -44,8 +44,8 @@ static void batch_admit(struct connection *connection, struct batch *batch)
         struct gate_request *request = &batch->requests[batch->admitted];
         struct smb_frame frame;
         *request = (struct gate_request){
-            .grants = &connection->grants,
-            .begun_ns = UINT64_MAX, /* it came after the one in hand */
+            .peer = &connection->peer,
+            .tries.begun_ns = UINT64_MAX, /* it came after the one in hand */
         };
         if (!is_plain_read(connection, connection->in + at, &frame) ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)

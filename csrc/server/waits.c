@@ -231,7 +231,7 @@ static struct wait *wait_create(struct connection *connection, struct gate_reque
     wait->connection = connection;
     wait->segment = smb_segment_retain(request->segment);
     wait->frame = request->frame;
-    wait->begun_ns = connection->begun_ns;
+    wait->begun_ns = connection->request.tries.begun_ns;
     wait->next = connection->waits;
     if (wait->next)
         wait->next->previous = wait;
