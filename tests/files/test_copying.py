@@ -459,8 +459,10 @@ def test_a_snapshot_where_the_servers_make_no_copy(
     """
     values = np.random.default_rng(3).random(500_000, dtype=np.float32)
     with smb.LocalCluster(servers=2, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
-        client.create("w", values.size, servers=["server-0"]).write(values)
+        buffer = client.create("w", values.size, servers=["server-0"])
+        buffer.write(values)
         if why == "a drained server":
+            buffer.view()  # else it would move to the other server, which could make a copy of it
             client._session.coordinator.drain_server("server-0", 10.0)
         else:
             client.create("x", 1_400_000, servers=["server-0"])
