@@ -14,7 +14,7 @@ struct forward;
 struct replica_group;
 struct smb_server;
 
-/* What is known of a connection, from one request to the next. */
+/* The gate's knowledge of a connection, from one request to the next. */
 struct gate_peer {
     struct grants grants; /* what it has shown; not looked at unless the server is guarded */
     uint32_t record_hint;
@@ -27,7 +27,7 @@ struct gate_peer {
     bool sent_away;
 };
 
-/* What stays of a request that is deferred, from one try to the next. */
+/* The part of a request that stays from one try to the next, if it is deferred. */
 struct gate_tries {
     bool retried;      /* this is not the first one */
     uint64_t begun_ns; /* when it came */
