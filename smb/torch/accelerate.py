@@ -15,6 +15,7 @@ import torch
 import smb.train
 from smb.errors import InvalidArgumentError
 from smb.torch import shared_model
+from smb.torch.ranks import world
 from smb.torch.shared_model import Shared
 
 
@@ -39,8 +40,6 @@ def join(
             f"DDP or FSDP2, or start each process on its own"
         )
     if accelerator.num_processes > 1:
-        from smb.torch.ranks import world  # with torch.distributed.tensor, which takes a second
-
         options.setdefault("mesh", world())
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     return shared_model.join(plain, optimizer, name, scheme=scheme, **options)

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 import smb
 import smb.train
+from smb.torch.ranks import world
 from smb.torch.shared_model import Shared, join
 
 _log = logging.getLogger("smb.train")
@@ -63,8 +64,6 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         options = {"samples": samples} | self._options
         if args.world_size > 1:
-            from smb.torch.ranks import world  # with torch.distributed.tensor, which takes a second
-
             options.setdefault("mesh", world())
         self.shared = join(model, optimizer, self._name, scheme=self._scheme, **options)
         if self._on_exchange is not None:

@@ -14,6 +14,7 @@ import lightning
 import smb
 import smb.train
 from smb.errors import InvalidArgumentError
+from smb.torch.ranks import world
 from smb.torch.shared_model import Shared, join
 
 
@@ -51,8 +52,6 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
             )
         options = dict(self._options)
         if trainer.world_size > 1:
-            from smb.torch.ranks import world  # with torch.distributed.tensor, which takes a second
-
             options.setdefault("mesh", world())
         self.shared = join(pl_module, trainer.optimizers[-1], self._name, scheme=self._scheme, **options)
         if self._on_exchange is not None:

@@ -23,6 +23,7 @@ import torch
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
 from smb.torch.page_lock import page_lock
+from smb.torch.pieces import is_sharded
 from smb.torch.staging import Staging
 from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values, scratch
 
@@ -412,11 +413,6 @@ def _pieces(entries: Sequence[Entry], start: int, stop: int) -> Iterator[Piece]:
         if at < end - begin:
             gaps.append(slice(at, end - begin))
         yield Piece(begin, end - begin, tuple(parts), tuple(gaps))
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. To import that class takes a second, which who has none need not spend."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def check(name: str, parameter: torch.Tensor) -> None:

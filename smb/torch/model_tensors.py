@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 
 from smb.errors import Error, InvalidArgumentError
-from smb.torch.model_parameters import Entry, check, check_apart, is_sharded, lay_out
+from smb.torch.model_parameters import Entry, check, check_apart, lay_out
+from smb.torch.pieces import is_sharded
 from smb.train.parameters import Values
 
 STATISTICS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from smb.errors import InvalidArgumentError
 from smb.train.parameters import Run
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 Piece: TypeAlias = "tuple[tuple[tuple[int, int], ...], ...]"
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. To import that class takes half a second, which a program without any need not spend."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process has of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(shape: Sequence[int]) -> Piece:
@@ -42,8 +49,12 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece | None:
     InvalidArgumentError."""
     if not local_of(tensor).numel():
         return None
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return whole(tensor.shape)
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     placements = tensor.placements
     if not all(type(placement) in (Shard, Replicate, _StridedShard) for placement in placements):
         raise InvalidArgumentError(f"parameter {name!r} is placed as {placements}: shards and replicas can be shared")
@@ -55,6 +66,8 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece | None:
 
 def _ranges(tensor: DTensor, dim: int) -> tuple[tuple[int, int], ...]:
     """Return the indices of one dimension that this process has: those of a vector that is sharded as it is."""
+    from torch.distributed.tensor import distribute_tensor
+
     placements = [_along(placement, dim) for placement in tensor.placements]
     indices = torch.arange(tensor.shape[dim])
     # Nothing is sent: each process takes its part of what it has.
@@ -69,6 +82,9 @@ def _ranges(tensor: DTensor, dim: int) -> tuple[tuple[int, int], ...]:
 
 
 def _along(placement: Any, dim: int) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     if isinstance(placement, Replicate) or placement.dim != dim:
         return Replicate()
     if isinstance(placement, _StridedShard):

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from smb.call.published_states import PUBLISHER, READER
 from smb.errors import Error, InvalidArgumentError, NotFoundError
@@ -25,7 +24,7 @@ from smb.published import ABOUT
 from smb.relay.nearest import Nearest
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state
-from smb.torch.pieces import Piece, local_of, piece_of, piece_of_slices, whole
+from smb.torch.pieces import Piece, is_sharded, local_of, piece_of, piece_of_slices, whole
 from smb.torch.ranks import Ranks
 from smb.torch.shard_writer import ShardWriter, check_same, ranks_of
 from smb.torch.state_bytes import PartBytes, ReadBytes, StateBytes
@@ -406,7 +405,7 @@ class Follower:
         asked = f"load {self.buffer.name!r}"
         here = {name: tensor for name, tensor in plain_state(model).items() if isinstance(tensor, torch.Tensor)}
         tensors = self._named()
-        if isinstance(self._memory, StateBytes) and any(isinstance(tensor, DTensor) for tensor in here.values()):
+        if isinstance(self._memory, StateBytes) and any(is_sharded(tensor) for tensor in here.values()):
             raise InvalidArgumentError(
                 f"{asked}: the model is sharded: follow with placements=model, which reads what this rank has of it"
             )
@@ -548,8 +547,10 @@ def follow(
 
 def _placed_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as the whole tensor that it is a part of in the model."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return tensor
+    from torch.distributed.tensor import DTensor
+
     here = tensor.to(like.to_local().device)
     return DTensor.from_local(
         here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

@@ -17,12 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from smb.call.versions import Publication
 from smb.errors import APPLIED, NOT_APPLIED, CallOutcome, Error, InvalidArgumentError, UnavailableError
 from smb.pins import PIN_S_MAX
-from smb.torch.pieces import Piece, local_of, piece_of
+from smb.torch.pieces import Piece, is_sharded, local_of, piece_of
 from smb.torch.ranks import Ranks, world
 from smb.torch.state_bytes import PartBytes
 
@@ -52,7 +51,7 @@ def ranks_of(asked: str, state: torch.nn.Module | Mapping[str, Any], mesh: Devic
     """
     if mesh is None:
         tensors: Iterable[Any] = state.parameters() if isinstance(state, torch.nn.Module) else state.values()
-        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+        if not any(is_sharded(tensor) for tensor in tensors):
             return None
         mesh = world()
     return None if mesh is None or mesh.size() == 1 else Ranks(mesh, asked)
@@ -69,7 +68,7 @@ class ShardWriter:
         with ranks.agreed():
             pieces = {name: piece_of(name, tensor) for name, tensor in tensors.items()}
             # One that is no DTensor may differ between ranks (running statistics): the speaker's counts.
-            apart = {name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+            apart = {name for name, tensor in tensors.items() if not is_sharded(tensor)}
         everywhere = ranks.gather(pieces)
         mine: dict[str, Piece] = {}
         for number, (name, piece) in enumerate(pieces.items()):

@@ -1,6 +1,9 @@
-"""Where a part of a tensor lies in the whole one, against numpy's own indexing, on random shapes and ranges."""
+"""Where a part of a tensor lies in the whole one, against numpy's own indexing, on random shapes and ranges; what it takes to import this."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -61,3 +64,12 @@ def test_slices_take_what_they_take_of_an_array(dimensions: list[tuple[int, int,
     assert taken == wanted.reshape(-1).tolist()
     with pytest.raises(InvalidArgumentError, match="a slice for each dimension"):
         piece_of_slices("follow 'w'", "t", (*slices, slice(None)), shape)
+
+
+def test_what_a_plain_model_never_needs_is_not_imported() -> None:
+    """PyTorch's sharded tensors bring sympy with them, and take half a second: only for a program that has some."""
+    code = "import sys, torch; before = set(sys.modules); import smb.torch; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    brought = done.stdout.split()
+    assert "smb.torch.pieces" in brought
+    assert not {"torch.distributed.tensor", "sympy"} & set(brought)
