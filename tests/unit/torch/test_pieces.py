@@ -1,4 +1,4 @@
-"""Where a part of a tensor lies in the whole one, against numpy's own indexing, on random shapes and ranges; what it takes to import this."""
+"""Where a part of a tensor lies in the whole one, against numpy's own indexing, and what importing this costs."""
 
 from __future__ import annotations
 
