@@ -195,20 +195,20 @@ class Client:
         takes the memory of one), `dtype` one of float16, float32 (default), float64, bfloat16, int32, int64, uint8.
         `servers` says on how many servers (default: as many as pay), or on which, by name. `stripe` is how many bytes
         ("256KiB") lie on one server before the next has its turn, a multiple of 4096; default 256 KiB, and 1 MiB for
-        more than 8 GiB. With like= another buffer, shape, dtype, servers and stripe come from it, so that servers can
-        combine the two. With exist_ok=True an existing buffer of the same shape and dtype is opened instead. With
-        versions=K (1 to 16) it keeps K copies, so that a read never mixes two publications; such a buffer changes by
-        publish alone, and takes K times the memory. With 2 a reader that holds a version delays the publication after
-        the next, with 3 one reader delays none; K - 1 versions can be read. replicas=2 keeps a copy of each segment on
-        another server: any one server and its memory may vanish, and nothing that was acknowledged is lost. It takes
-        twice the memory and, for changes, one more round trip; all goes through the servers, on the same host too. Such
-        a buffer has no view() yet. state_of=weights makes the state of an optimizer, for weights.apply(): like=, with
-        the weights' replicas, too. With two copies it moves together with the weights from then on, so that a step is
-        in both of them or in neither. `wire` is how its elements travel where a call does not say: "exact" (default),
-        or for float32 one of those that Buffer's docstring has; like= takes it along. `metadata` is a JSON object, at
-        most 4 MiB as text (1 MiB through zlib), that the coordinator keeps: Buffer.metadata has it at every client. It
-        never changes; like= does not take it along, and a buffer opened by exist_ok=True has the metadata that it was
-        created with.
+        more than 8 GiB. With like= another buffer, shape, dtype, servers, stripe and, unless they are given, replicas
+        come from it, so that servers can combine the two. With exist_ok=True an existing buffer of the same shape and
+        dtype is opened instead. With versions=K (1 to 16) it keeps K copies, so that a read never mixes two
+        publications; such a buffer changes by publish alone, and takes K times the memory. With 2 a reader that holds a
+        version delays the publication after the next, with 3 one reader delays none; K - 1 versions can be read.
+        replicas=2 keeps a copy of each segment on another server: any one server and its memory may vanish, and nothing
+        that was acknowledged is lost. It takes twice the memory and, for changes, one more round trip; all goes through
+        the servers, on the same host too. Such a buffer has no view() yet. state_of=weights makes the state of an
+        optimizer, for weights.apply(): like=, with the weights' replicas, too. With two copies it moves together with
+        the weights from then on, so that a step is in both of them or in neither. `wire` is how its elements travel
+        where a call does not say: "exact" (default), or for float32 one of those that Buffer's docstring has; like=
+        takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
+        keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
+        opened by exist_ok=True has the metadata that it was created with.
 
         `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
         (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
@@ -219,7 +219,7 @@ class Client:
         InvalidArgumentError; nothing is left behind then.
         """
         _check_name("create", name)
-        if replicas not in (None, 1, 2):
+        if replicas not in (None, 1, 2) or isinstance(replicas, bool):
             raise InvalidArgumentError(f"create {name!r}: replicas={replicas!r}; there are 1 and 2")
         if not isinstance(versions, int) or not 1 <= versions <= VERSIONS_MAX:
             raise InvalidArgumentError(f"create {name!r}: versions={versions!r} is not between 1 and {VERSIONS_MAX}")
@@ -235,7 +235,14 @@ class Client:
         model = (like if isinstance(like, Buffer) else self.open(like)) if like is not None else None
         if state_of is not None and model is not None:
             replicas = _copies_of(name, model, replicas)
+        elif replicas is None and model is not None:
+            replicas = model.info.replicas
         extents = _extents(name, shape) if shape is not None else model.shape if model is not None else ()
+        if replicas == 2 and self._session.transport not in ("auto", "tcp"):
+            raise InvalidArgumentError(
+                f"create {name!r}: with two copies it is reached over TCP, or its servers' Unix sockets, and not over "
+                f"{self._session.transport}; connect with transport='auto'"
+            )
         element = dtype_of(dtype if dtype is not None else model.dtype if model is not None else "float32")
         if model is not None and (extents != model.shape or element.numpy != model.dtype):
             raise InvalidArgumentError(
@@ -353,10 +360,10 @@ class Client:
 
         Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
         readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
-        one already keep it. Of what is published with deltas= the deltas and their description are mirrored, too, which
-        takes one and a half times a state more; not where a part of them itself lies. Raises NotFoundError,
-        InvalidArgumentError where the buffer is not published (versions=2 or more), and OutOfMemoryError where a server
-        has no room: then none was added.
+        one already keep it; one whose memory was lost, as its server came back without, is made anew. Of what is
+        published with deltas= the deltas and their description are mirrored, too, which takes one and a half times a
+        state more; not where a part of them itself lies. Raises NotFoundError, InvalidArgumentError where the buffer is
+        not published (versions=2 or more), and OutOfMemoryError where a server has no room: then none was added.
         """
         source = self.open(name)
         with contextlib.suppress(NotFoundError, PermissionDeniedError):
@@ -394,8 +401,11 @@ class Client:
     def _add_mirrors(self, source: Buffer, servers: Iterable[str], made: builtins.list[str]) -> None:
         has = {mirror.server for mirror in source.info.mirrors}
         for server in dict.fromkeys(servers):
+            mirror = f"{source.name}{MIRROR}{server}"
+            if server in has and any(place.lost for place in self.open(mirror).layout.segments):
+                self.delete(mirror, missing_ok=True)  # the server came back without its memory
+                has.remove(server)
             if server not in has:
-                mirror = f"{source.name}{MIRROR}{server}"
                 request = pb.CreateBufferRequest(name=mirror, mirror_of=source.name, server_names=[server])
                 self._coordinator.create_buffer(request, self.timeout)
                 made.append(mirror)

@@ -67,10 +67,10 @@ enum step input_next_request(struct connection *connection)
     if (status != SMB_OK || frame.flags & SMB_FLAG_REPLY)
         return connection_refuse(connection, SMB_PROTOCOL);
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
-    if (connection->greeted &&
-        (((frame.session != connection->session || frame.lane != connection->lane) &&
-          !connection->peer.feeds) ||
-         checksum != connection->checksums))
+    bool is_anothers = frame.session != connection->session || frame.lane != connection->lane;
+    if (connection->greeted && is_anothers && !connection->peer.feeds) /* a feed that has ended? */
+        return connection_refuse(connection, connection->peer.fed ? SMB_STALE_EPOCH : SMB_PROTOCOL);
+    if (connection->greeted && checksum != connection->checksums)
         return connection_refuse(connection, SMB_PROTOCOL);
     connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
     if (!connection->greeted || frame.opcode == SMB_HELLO) {

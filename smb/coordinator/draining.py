@@ -14,7 +14,8 @@ from smb.errors import OutOfMemoryError, UnavailableError
 
 BOUND = (
     "it has one copy, and is used in a way that ties it to its server: a view of it was taken, a rule with a state "
-    "changes it, or it was reached over RDMA or by a client with transport='shm'; copy it (smb cp) and use the copy"
+    "changes it, or it was reached over RDMA or by a client with transport='shm'; copy it (smb cp) and use the copy; "
+    "of weights and their state the copies lie apart: make both anew"
 )
 MIRROR = "it is a mirror; end it: smb relay NAME --stop"
 

@@ -89,6 +89,11 @@ def _name_of(client_name: str) -> str:
     return f"{name} ({who.name or who.role.value})"
 
 
+def _mark_lost(message: pb.Buffer, lost: Collection[int]) -> None:
+    for segment in message.layout.segments:
+        segment.lost = segment.id in lost
+
+
 def _check_unlimited(method: str) -> None:
     """Raise PermissionDeniedError for a caller that may not know of all buffers."""
     if caller().namespaces is not None:
@@ -370,7 +375,11 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto. By name."""
         state, who = self._commit_log.state, caller()
         shown = (record for record in state.listed() if who.may_see(record.name))
-        return pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in shown])
+        reply = pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in shown])
+        if lost := self._watch.lost_segments():
+            for message in reply.buffers:
+                _mark_lost(message, lost)
+        return reply
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         """See control.proto."""
@@ -403,9 +412,7 @@ class CoordinatorService(CoordinatorServicer):
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
         """The answer, with tokens where a session asks."""
         message = buffer_message(self._commit_log.state, record)
-        lost = self._watch.lost_segments()
-        for segment in message.layout.segments:
-            segment.lost = segment.id in lost
+        _mark_lost(message, self._watch.lost_segments())
         message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
         if self._tokens is not None and request.session_id:
             may_write = self._may_write(record.kind, record.name)

@@ -94,14 +94,16 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
 
 
 def restore(
-    client: Client, path: Path, name: str, *, replace: bool = False, progress: Progress = lambda *_: None
-) -> Buffer:
+    client: Client, path: Path, name: str, *, replace: bool = False, replicas: int | None = None,
+    progress: Progress = lambda *_: None,
+) -> Buffer:  # fmt: skip
     """Make a buffer of a file: an array of a .npy, named tensors of a .safetensors, else bytes; return it.
 
-    It has its name once all is in it; with `replace` it takes the place of another one in the same step. If there is a
-    FILE.crc32c, the bytes read are checked against it. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong
-    checksum; nothing is left behind then. Called again after an interruption (a signal, servers away) it goes on where
-    it stopped, if the file is unchanged. It starts anew if FILE's directory takes no files.
+    It has its name once all is in it; with `replace` it takes the place of another one in the same step, and has as
+    many copies as that, unless `replicas` says (else 1). If there is a FILE.crc32c, the bytes read are checked against
+    it. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong checksum; nothing is left behind then. Called
+    again after an interruption (a signal, servers away) it goes on where it stopped, if the file is unchanged. It
+    starts anew if FILE's directory takes no files.
     """
     with LocalFile(path) as source:
         sums = Sums.of_text(sums_path(path).read_text()) if sums_path(path).exists() else None
@@ -114,15 +116,16 @@ def restore(
         checked = source if sums is None else _Checked(source, sums.blocks, str(path))
         with state_of(path, f"{client.address} {name}") as state:
             if state is None:
-                return _into_buffer(client, checked, plan, name, replace, progress)
-            return _restored(client, checked, plan, name, replace, progress, state)
+                return _into_buffer(client, checked, plan, name, replace, replicas, progress)
+            return _restored(client, checked, plan, name, replace, replicas, progress, state)
 
 
 def copy_buffer(
-    source: Client, name: str, target: Client, new_name: str, *, replace: bool = False,
+    source: Client, name: str, target: Client, new_name: str, *, replace: bool = False, replicas: int | None = None,
     progress: Progress = lambda *_: None,
 ) -> Buffer:  # fmt: skip
-    """Copy a buffer under another name, with its dtype, shape, tensors and metadata; return the new one.
+    """Copy a buffer under another name, with its dtype, shape, tensors and metadata; return the new one. It has
+    `replicas` copies; by default as many as the buffer, or as the one that it replaces.
 
     Within a cluster the servers do it, if they can; else its bytes travel through this process. Each chunk is whole; a
     buffer with versions=2 is copied as the version published last. Raises as restore does.
@@ -130,9 +133,11 @@ def copy_buffer(
     buffer = source.open(name)
     view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
     assert view is not None
+    if replicas is None:
+        replicas = max(buffer.info.replicas, _copies(target, new_name, replace, None))
     if source is target and buffer.versions == 1:
         try:
-            made = _beside(source, buffer, private_name(new_name))
+            made = _beside(source, buffer, private_name(new_name), replicas)
         except _NO_COPY as error:
             if error.outcome == UNKNOWN:
                 raise
@@ -141,9 +146,9 @@ def copy_buffer(
             return _named(target, made, new_name, replace)
     plan = Plan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
-        return _into_buffer(target, Live(buffer, view), plan, new_name, replace, progress)
+        return _into_buffer(target, Live(buffer, view), plan, new_name, replace, replicas, progress)
     with buffer.pin(ttl=_PIN_S) as pin:
-        return _into_buffer(target, _Pinned(pin, buffer, view), plan, new_name, replace, progress)
+        return _into_buffer(target, _Pinned(pin, buffer, view), plan, new_name, replace, replicas, progress)
 
 
 # ---- what is read
@@ -298,16 +303,16 @@ def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
             pass
     client.delete(name, missing_ok=True)
     if not lock:
-        return _beside(client, buffer, name)
+        return _beside(client, buffer, name, 1)
     with buffer.lock():
-        return _beside(client, buffer, name)
+        return _beside(client, buffer, name, 1)
 
 
-def _beside(client: Client, buffer: Buffer, name: str) -> Buffer:
+def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
     """Have the servers copy a buffer."""
     making = f"{name}-making"
     client.delete(making, missing_ok=True)
-    copy = client.create(making, like=buffer, metadata=buffer.metadata or None)
+    copy = client.create(making, like=buffer, replicas=replicas, metadata=buffer.metadata or None)
     try:
         copy.accumulate_from(buffer, op="replace")
         client.rename(making, name)
@@ -327,9 +332,9 @@ def _plan(file_name: str, name: str, source: Reads) -> Plan:
 
 
 @contextmanager
-def _made(client: Client, plan: Plan, wanted: str) -> Iterator[Buffer]:
+def _made(client: Client, plan: Plan, wanted: str, replicas: int) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
-    buffer = create(client, private_name(wanted), plan)
+    buffer = create(client, private_name(wanted), plan, replicas)
     try:
         yield buffer
     except BaseException:
@@ -337,9 +342,11 @@ def _made(client: Client, plan: Plan, wanted: str) -> Iterator[Buffer]:
         raise
 
 
-def _into_buffer(client: Client, source: Reads, plan: Plan, name: str, replace: bool, progress: Progress) -> Buffer:
-    _check_free(client, name, replace)
-    with _made(client, plan, name) as buffer:
+def _into_buffer(
+    client: Client, source: Reads, plan: Plan, name: str, replace: bool, replicas: int | None, progress: Progress
+) -> Buffer:
+    copies = _copies(client, name, replace, replicas)
+    with _made(client, plan, name, copies) as buffer:
         live = Live(buffer, plan.view)
         for offset, data in _blocks(source):
             live.write(offset, data)
@@ -349,8 +356,9 @@ def _into_buffer(client: Client, source: Reads, plan: Plan, name: str, replace: 
 
 
 def _restored(
-    client: Client, source: Reads, plan: Plan, name: str, replace: bool, progress: Progress, state: State
-) -> Buffer:
+    client: Client, source: Reads, plan: Plan, name: str, replace: bool, replicas: int | None, progress: Progress,
+    state: State,
+) -> Buffer:  # fmt: skip
     """Make a buffer of a file, going on where the one before was interrupted."""
     private = private_name(name, f"restore-{state.key}")
     sums, buffer = state.sums(), _open(client, private)
@@ -362,11 +370,11 @@ def _restored(
             state.end()
             return named
         state.clear()
-    _check_free(client, name, replace)
+    copies = _copies(client, name, replace, replicas)
     try:
         if buffer is None or sums is None or sums.source != state.tag(buffer, plan) or not _is_as_told(source, sums):
             client.delete(private, missing_ok=True)
-            buffer = create(client, private, plan)
+            buffer = create(client, private, plan, copies)
             sums = Sums(state.tag(buffer, plan), source.nbytes)
         state.begin(sums)
         live = Live(buffer, plan.view)
@@ -414,10 +422,14 @@ def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
     return client.open(name)
 
 
-def _check_free(client: Client, name: str, replace: bool) -> None:
-    """Refuse before anything is copied; the rename at the end is what counts."""
-    if replace or _open(client, name) is None:
-        return
+def _copies(client: Client, name: str, replace: bool, replicas: int | None) -> int:
+    """Return how many copies a new buffer has: as many as `replicas` says, else as the one that it replaces.
+
+    Refuses before anything is copied; the rename at the end is what counts.
+    """
+    there = _open(client, name)
+    if there is None or replace:
+        return replicas or (1 if there is None else there.info.replicas)
     raise AlreadyExistsError(
         f"a buffer {name!r} exists; choose another name, delete it, or replace it (--replace, replace=True)"
     )

@@ -60,11 +60,13 @@ def create(client: Client, made: list[str], name: str, *form: Any, **options: An
     return buffer
 
 
-def _make_heads(client: Client, made: list[str], name: str, words: int, servers: Any) -> Buffer:
+def _make_heads(client: Client, made: list[str], name: str, words: int, placement: Mapping[str, Any]) -> Buffer:
     """Make the heads beside the states, if their servers were named; open them wherever they are."""
+    servers = placement.get("servers")
     named = servers if not isinstance(servers, int) else None  # a number of servers is for what is striped
+    replicas = placement.get("replicas")
     try:
-        heads = client.create(name, words, "int64", versions=_HEAD_VERSIONS, servers=named)
+        heads = client.create(name, words, "int64", versions=_HEAD_VERSIONS, servers=named, replicas=replicas)
     except AlreadyExistsError:
         return client.create(name, words, "int64", versions=_HEAD_VERSIONS, exist_ok=True)
     made.append(name)
@@ -90,7 +92,7 @@ class Ring:
         head, ring = anchors.name + GENERATIONS, anchors.name + DELTAS
         if made is not None:
             size = max(_RING_MIN, anchors.nbytes * 3 // 2)
-            self.heads = _make_heads(client, made, head, words, (placement or {}).get("servers"))
+            self.heads = _make_heads(client, made, head, words, placement or {})
             self.bytes = create(client, made, ring, size, "uint8", **(placement or {}))
         else:
             self.heads, self.bytes = client.open(head, timeout=timeout), client.open(ring, timeout=timeout)

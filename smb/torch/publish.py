@@ -104,9 +104,9 @@ class Publisher:
     now (Client.relay). With deltas= so are deltas.
 
     `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
-    Client.create's: servers, stripe, metadata. It keeps one copy of the state in this process, and uses it for every
-    publication. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and says which;
-    InvalidArgumentError if it was made with other deltas, ties or names.
+    Client.create's: servers, stripe, replicas, metadata. It keeps one copy of the state in this process, and uses it
+    for every publication. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and says
+    which; InvalidArgumentError if it was made with other deltas, ties or names.
     """
 
     ROLE: ClassVar[str] = PUBLISHER
@@ -161,7 +161,7 @@ class Publisher:
             check_same(asked, ranks, forms)
         about = {"deltas": deltas, "tied": self._tied, "part": names is not None}
         options["metadata"] = {**(options.get("metadata") or {}), ABOUT: about}
-        placement = {key: value for key, value in options.items() if key in ("servers", "stripe")}
+        placement = {key: value for key, value in options.items() if key in ("servers", "stripe", "replicas")}
         made: list[str] = []
         self._writer: _Writer
         try:

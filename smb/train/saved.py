@@ -90,9 +90,9 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
 def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
     """Make a training of a file, in any cluster, under any name; return its round. Workers that join go on from there.
 
-    `placement` is servers=, stripe=, wire= and replicas= of Client.create; wire= is the saved training's where it is
-    left out. Raises AlreadyExistsError if there is a training of that name (smb.train.delete), InvalidArgumentError for
-    a file that is not whole or no training, OSError.
+    `placement` is servers=, stripe=, wire= and replicas= of Client.create; the last two are the saved training's where
+    they are left out. Raises AlreadyExistsError if there is a training of that name (smb.train.delete),
+    InvalidArgumentError for a file that is not whole or no training, OSError.
     """
     groups.check_placement(f"load of {path}", placement)
     with Path(path).open("rb") as file:
@@ -104,8 +104,9 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 f"load of {path}: its bytes are not those that were saved: it is torn, or changed"
             )
         metadata = {**head_fields["metadata"], groups.METADATA: groups.settings_of(scheme, guards, lease)}
-        placement = {"wire": head_fields.get("wire", "exact"), **placement}
-        with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement.get("replicas", 1)):
+        saved = {"wire": head_fields.get("wire", "exact"), "replicas": head_fields.get("replicas", 1)}
+        placement = {**saved, **placement}
+        with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement["replicas"]):
             with contextlib.suppress(NotFoundError):
                 groups.view(client, name)
                 raise AlreadyExistsError(
@@ -138,6 +139,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         "guards": group.guards.settings(),
         "lease": group.lease,
         "wire": weights.wire,
+        "replicas": weights.info.replicas,
         "round": number,
         "steps": progress_of(group.table.read()).steps,
         "samples": progress_of(group.table.read()).samples,

@@ -149,8 +149,12 @@ class WorkUnits:
                     return self._handed_out(former, left)
                 self._swept = epoch
             self._ticket = None
-            if former is not None and hint == former[0]:  # the same one again: as long as that is not done, all is not
-                self._finish()
+            if former is not None and hint == former[0]:  # the same one again
+                if former[1] >> _HALF >= epoch:
+                    continue
+                found = self._go_on(member, former)
+                if found is not None:
+                    return found
                 former = None
             found = self._claim(member, hint, epoch)
             if found is not None:
@@ -199,6 +203,19 @@ class WorkUnits:
             _log.warning("work units %r: unit %d was handed out again before it was done", self._name, index)
         self._held = None
 
+    def _go_on(self, member: Member, former: tuple[int, int]) -> Unit | None:
+        """Have the one in hand done, and in hand for its next epoch, in one step. None: it was handed out again.
+
+        Were it free in between, another could take it, and see that all is done before our rest is contributed.
+        """
+        index, word = former
+        new = ((word >> _HALF) + 1) << _HALF | member.incarnation
+        if self._words.compare_swap(1 + index, word, new) == word:
+            return self._taken(index, new)
+        _log.warning("work units %r: unit %d was handed out again before it was done", self._name, index)
+        self._held = None
+        return None
+
     def _hand_back(self) -> None:
         """Let others have what is in hand. If that fails, we find it ourselves as one of ours that was left behind."""
         held, self._held = self._held, None
@@ -228,12 +245,15 @@ class WorkUnits:
             new = word & ~_LOW | member.incarnation
             before = self._words.compare_swap(1 + index, word, new)
             if before == word:
-                self._held = (index, new)
-                start = index * self._unit
-                return Unit(new >> _HALF, start, min(self._unit, self._total - start))
+                return self._taken(index, new)
             if before & _LOW or before >> _HALF > epoch:
                 return None
             word = before
+
+    def _taken(self, index: int, word: int) -> Unit:
+        self._held = (index, word)
+        start = index * self._unit
+        return Unit(word >> _HALF, start, min(self._unit, self._total - start))
 
     def _sweep(self, member: Member, epoch: int, held: tuple[int, int] | None = None) -> Unit | None:
         """Take a unit that was left behind in the epochs before this one, but for the one that is `held`."""

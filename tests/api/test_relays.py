@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import smb
 from smb.relay.arrived import PIECES_MAX, Arrived, Pieces, bits_of
 from smb.relay.fill import Fill
 from smb.relay.mirror import MirrorRelay
+from smb.tools.cli.main import app
 from tests.support import second_copy
 from tests.support.daemons import DEADLINE_S, relay_of, running_daemons, tidy, wait_for
 
@@ -179,6 +181,25 @@ def test_a_source_with_two_copies_is_mirrored_over_the_loss_of_its_host() -> Non
         assert source.publish(generation(2)) == 2
         for server in mirrors:  # one of them on the host of the source's new primary
             assert has(client, server, 2).transports == ("shm",)
+
+
+def test_a_mirror_whose_memory_was_lost_is_made_anew() -> None:
+    """Its server came back without: it stayed empty, and asking for a mirror there changed nothing."""
+    with smb.LocalCluster(servers=2, capacity="64MiB") as cluster, tidy(cluster, DEADLINE_S) as client:
+        source = published(client)
+        client.relay(SOURCE, ["server-1"])
+        has(client, "server-1", 1)
+        (lost,) = (each for each in cluster.servers if each.name == "server-1")
+        lost.kill()
+        second_copy.lose(cluster.memory_directory, lost.name)
+        lost.start()
+        mirror = f"{SOURCE}.mirror.server-1"
+        wait_for(lambda: client.open(mirror).layout.segments[0].lost, "the loss")
+        answer = CliRunner().invoke(app, ["relay", SOURCE, "--coordinator", cluster.address])
+        assert f"Make it anew: smb relay {SOURCE} --to server-1" in answer.output
+        assert client.relay(SOURCE, ["server-1"]) == ["server-1"]
+        has(client, "server-1", 1)
+        has(client, "server-1", source.publish(generation(2)))
 
 
 def test_a_mirror_stopped_and_made_again_at_once_is_filled(client: smb.Client) -> None:

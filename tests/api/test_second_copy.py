@@ -263,9 +263,9 @@ def test_what_became_of_a_change_whose_source_is_brought(
 def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalCluster, client: smb.Client) -> None:
     """Nothing is accepted and ignored."""
     buffer = client.create("w", 1000, replicas=2)
-    like = client.create("v", 1000, like=buffer)
-    assert (buffer.info.replicas, like.info.replicas) == (2, 1)
-    state = client.create("m", like=buffer, replicas=2)
+    like = client.create("v", 1000, like=buffer, replicas=1)
+    state = client.create("m", like=buffer)
+    assert [each.info.replicas for each in (buffer, like, state)] == [2, 1, 2]
     for call, told in (
         (lambda: buffer.view(), "has no view; use read"),
         (lambda: buffer.apply("momentum", like, state, lr=0.1, mu=0.9), "make it with state_of='w'"),
@@ -276,8 +276,14 @@ def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalClus
         with pytest.raises(smb.InvalidArgumentError, match=told):
             call()
     buffer.apply("sgd", state, lr=0.1)  # beside them, one that can be
-    with smb.connect(cluster.address, transport="shm") as other, pytest.raises(smb.TransportError, match="two copies"):
-        other.open("w").read()
+    with smb.connect(cluster.address, transport="shm") as other:
+        with pytest.raises(smb.TransportError, match="two copies"):
+            other.open("w").read()
+        with pytest.raises(smb.InvalidArgumentError, match=r"create 'shm': with two copies .* transport='auto'"):
+            other.create("shm", 1000, replicas=2)
+    for wrong in (0, 3, True):
+        with pytest.raises(smb.InvalidArgumentError, match=f"replicas={wrong}; there are 1 and 2"):
+            client.create("wrong", 1000, replicas=wrong)
     with pytest.raises(smb.AlreadyExistsError, match="replicas 2, not 1"):
         client.create("w", 1000, exist_ok=True)
 
@@ -296,8 +302,8 @@ def test_a_buffer_that_is_deleted_is_gone_for_its_users(cluster: smb.LocalCluste
 def test_a_lost_copy_is_shown(client: smb.Client, cluster: smb.LocalCluster) -> None:
     """smb stat says how many copies there are, and where. Last: a server of the cluster dies."""
 
-    def shown(*options: str) -> str:
-        answer = CliRunner().invoke(app, ["stat", "w", "--coordinator", cluster.address, *options])
+    def shown(*options: str, command: tuple[str, ...] = ("stat", "w")) -> str:
+        answer = CliRunner().invoke(app, [*command, "--coordinator", cluster.address, *options])
         assert answer.exit_code == 0, answer.output
         return answer.output
 
@@ -306,7 +312,10 @@ def test_a_lost_copy_is_shown(client: smb.Client, cluster: smb.LocalCluster) -> 
     assert described["replicas"] == 2
     assert {described["segments"][0][key] for key in ("server", "backup")} == {"server-0", "server-1"}
     assert "degraded" not in shown()
+    assert "with one copy" not in shown(command=("status",))
     victim = next(server for server in cluster.servers if server.name == described["segments"][0]["server"])
     victim.kill()
     wait_for(lambda: "degraded: 1 of 1 segments have one" in shown(), "a lost copy")
+    assert "1 buffer with one copy of two in some part: w" in shown(command=("status",))
+    assert json.loads(shown("--json", command=("status",)))["totals"]["degraded"] == ["w"]
     assert client.open("w").read()[0] == 1

@@ -361,7 +361,7 @@ def test_what_apply_refuses(client: smb.Client) -> None:
     """A state that does not move together with the weights, as it was made in another way or for others."""
     weights = client.create("w", 1000, replicas=2)
     gradient = client.create("g", like=weights, replicas=2)
-    single = client.create("single", like=weights)
+    single = client.create("single", like=weights, replicas=1)
     good = client.create("m", state_of=weights)
     beside = client.create("beside", like=weights, replicas=2)
     for state, told in (

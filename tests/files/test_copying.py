@@ -440,14 +440,25 @@ def holders(client: smb.Client) -> list[str]:
 
 
 def test_a_snapshot_of_two_copies(tmp_path: Path) -> None:
-    """A buffer with replicas=2 has snapshots, and copies of one copy, whether or not its servers can copy it."""
+    """A buffer with replicas=2 has snapshots. A copy of it has two copies, too, and so has what takes its place, unless
+    another number is given."""
     values = np.random.default_rng(4).random(100_000, dtype=np.float32)
     with smb.LocalCluster(servers=2, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
         client.create("w", values.size, replicas=2).write(values)
         copying.snapshot(client, "w", tmp_path / "w.npy")
         assert np.array_equal(np.load(tmp_path / "w.npy"), values)
-        assert np.array_equal(copying.copy_buffer(client, "w", client, "w2").read(), values)
-        assert holders(client) == ["w", "w2"]
+        for copied in (
+            lambda: copying.copy_buffer(client, "w", client, "w2"),
+            lambda: copying.copy_buffer(client, "w", client, "w", replace=True),
+            lambda: copying.restore(client, tmp_path / "w.npy", "w2", replace=True),
+            lambda: copying.copy_buffer(client, "w", client, "w1", replicas=1),
+            lambda: copying.copy_buffer(client, "w1", client, "w2", replace=True),
+            lambda: copying.restore(client, tmp_path / "w.npy", "w3"),
+            lambda: copying.restore(client, tmp_path / "w.npy", "w4", replicas=2),
+        ):
+            assert np.array_equal(copied().read(), values)
+        copies = {info.name: info.replicas for info in client.list()}
+        assert copies == {"w": 2, "w1": 1, "w2": 2, "w3": 1, "w4": 2}
 
 
 @pytest.mark.parametrize("why", ["a drained server", "no room"])

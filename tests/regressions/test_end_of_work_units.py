@@ -50,3 +50,31 @@ def test_a_unit_that_comes_again_at_once(connect: Connect) -> None:
     with WorkUnits(connect(), "units", 5, 5) as units:
         found = [units.take() for _ in range(4)]
     assert found == [Unit(epoch, 0, 5) for epoch in range(4)]
+
+
+class Watched:
+    """A buffer of units, which notes its first unit's word after each swap."""
+
+    def __init__(self, words: Any) -> None:
+        self._words = words
+        self.seen: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._words, name)
+
+    def compare_swap(self, index: int, expected: int, new: int) -> int:
+        before: int = self._words.compare_swap(index, expected, new)
+        self.seen.append(int(self._words.read(1, 1)[0]))
+        return before
+
+
+def test_a_unit_that_comes_again_is_free_at_no_moment(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was, between its epochs: another process could take it, and end, before the rest of the first was in."""
+    with WorkUnits(connect(), "units", 1, 1, epochs=2) as units:
+        assert units.take() == Unit(0, 0, 1)
+        watched = Watched(units._words)
+        monkeypatch.setattr(units, "_words", watched)
+        assert units.take() == Unit(1, 0, 1)
+        assert watched.seen
+        assert all(word % 2**32 for word in watched.seen), watched.seen
+        assert units.take() is None

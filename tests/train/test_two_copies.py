@@ -38,6 +38,30 @@ def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
         yield made
 
 
+def test_a_published_state_has_two_copies_in_all_its_parts(client: smb.Client) -> None:
+    """Of its deltas, and of what describes them, there was one: a server's loss ended the publication."""
+    model = nn.Linear(30, 30, bias=False)
+    publisher = smb.torch.Publisher(client, "state", model, dtype=torch.bfloat16, deltas=4, replicas=2)
+    assert publisher.publish() == 1
+    assert {info.name: info.replicas for info in client.list()} == {
+        "state": 2, "state.deltas": 2, "state.generations": 2
+    }  # fmt: skip
+    with pytest.raises(smb.InvalidArgumentError, match=r"join of training 'run': replicas=3; there are 1 and 2"):
+        smb.train.join(client, "run", np.zeros(3, np.float32), BSP(), replicas=3)
+
+
+def test_a_saved_training_keeps_its_copies(client: smb.Client, tmp_path: Path) -> None:
+    """So does one that is loaded, unless another number is given."""
+    path = tmp_path / "run.safetensors"
+    with smb.train.join(client, "run", np.ones(3, np.float32), BSP(), replicas=2):
+        smb.train.save(client, "run", path)
+    smb.train.load(client, "again", path)
+    smb.train.load(client, "one", path, replicas=1)
+    copies = {info.name: info.replicas for info in client.list()}
+    assert {copies[name] for name in ("again", "again/members", "again/tick")} == {2}
+    assert {copies[name] for name in ("one", "one/members", "one/tick")} == {1}
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_all_that_a_scheme_keeps_has_two_copies(
     cluster: smb.LocalCluster, client: smb.Client, scheme: smb.train.Scheme

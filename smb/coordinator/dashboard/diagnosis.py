@@ -26,8 +26,9 @@ NAMES_MAX = 4
 
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 _ORDER = (CRITICAL, WARNING, NOTE)
-# Errors that clients meet in the course of things: a wait for the next round that ends is a "timeout".
-USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended", "lock_lost", "apart"})
+# Errors that clients meet in the course of things: a wait for the next round that ends is a "timeout", and a call that
+# finds its segment moved, or taken over by the other copy, is a "stale_epoch".
+USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended", "lock_lost", "apart", "stale_epoch"})
 _STRANGE = {
     "protocol": ("sent what is no frame", "Something else than a client of ours connects to its port: see who does."),
     "version": ("spoke another version of the protocol", "Install the same version of smb on clients and servers."),
@@ -101,7 +102,14 @@ def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
     left = seen.left.get(server.name)
     what = f"{server.name} was stopped" if left else f"{server.name} is gone"
     if not held.titles and not held.mirrored:
-        return Problem(NOTE, what, "It held nothing.", "", ("server", server.name), left or server.last_seen_at)
+        return Problem(
+            NOTE,
+            what,
+            "It has no part of any buffer any more.",
+            "",
+            ("server", server.name),
+            left or server.last_seen_at,
+        )
     details = [f"It last answered at {server.data_address}."]
     lost = []
     if held.titles:

@@ -64,8 +64,8 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
         effects.append(SaveServer(server))
     effects.append(Report(logging.INFO, f'memory server "{server.name}" at {server.data_address} registered'))
     if drops:
-        text = f'memory server "{server.name}" holds {len(drops)} segments that no buffer has; it is told to drop them'
-        effects.append(Report(logging.WARNING, text))
+        text = f'memory server "{server.name}" drops {len(drops)} segments, of buffers that were deleted or moved'
+        effects.append(Report(logging.INFO, text))
     if lost:
         text = (
             f'memory server "{server.name}" came back without the memory of {len(lost)} buffers: {", ".join(lost[:8])}'

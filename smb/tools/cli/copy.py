@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from smb import Client
 
 Replace = Annotated[bool, typer.Option("--replace", help="A buffer of that name is replaced, in one step.")]
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas", metavar="N", min=1, max=2,
+        help="Copies, on different servers. [default: as of what is copied, or replaced]",
+    ),
+]  # fmt: skip
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
@@ -49,6 +56,7 @@ def restore(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that snapshot wrote, or any other.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="The buffer to be made.")],
     replace: Replace = False,
+    replicas: Replicas = None,
     quiet: Quiet = False,
     coordinator: Coordinator = None,
 ) -> None:
@@ -63,13 +71,14 @@ def restore(
 
     _check_file(file)
     with connect(coordinator) as client, _progress(f"{file} -> {name}", quiet) as progress:
-        copying.restore(client, file, name, replace=replace, progress=progress)
+        copying.restore(client, file, name, replace=replace, replicas=replicas, progress=progress)
 
 
 def cp(
     source: Annotated[str, typer.Argument(metavar="SRC", help="NAME, softmem://HOST:PORT/NAME, or a file: ./FILE.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Likewise.")],
     replace: Replace = False,
+    replicas: Replicas = None,
     quiet: Quiet = False,
     coordinator: Coordinator = None,
 ) -> None:
@@ -90,7 +99,7 @@ def cp(
         if from_file:
             _check_file(Path(source))
             client, name = _at(stack, target, coordinator)
-            copying.restore(client, Path(source), name, replace=replace, progress=progress)
+            copying.restore(client, Path(source), name, replace=replace, replicas=replicas, progress=progress)
             return
         client, name = _at(stack, source, coordinator)
         if to_file:
@@ -100,7 +109,7 @@ def cp(
             return
         there, new_name = _at(stack, target, coordinator, client)
         try:
-            copying.copy_buffer(client, name, there, new_name, replace=replace, progress=progress)
+            copying.copy_buffer(client, name, there, new_name, replace=replace, replicas=replicas, progress=progress)
         except NotFoundError as error:
             if not Path(source).is_file():
                 raise

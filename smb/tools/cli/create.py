@@ -14,10 +14,15 @@ from smb.tools.cli.output import console, print_json
 
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The buffer's name, e.g. experiment-7/weights.")],
-    shape: Annotated[str, typer.Option("--shape", metavar="N,N,...", help="Extents, e.g. 1000,1000.")],
+    shape: Annotated[str | None, typer.Option("--shape", metavar="N,N,...", help="Extents, e.g. 1000,1000.")] = None,
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="TYPE", help="float16, float32, float64, bfloat16, int32, int64 or uint8.")
-    ] = "float32",
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="TYPE",
+            help="float16, float32, float64, bfloat16, int32, int64 or uint8. [default: float32]",
+        ),
+    ] = None,
     servers: Annotated[
         int | None, typer.Option("--servers", metavar="N", min=1, help="On how many servers; default: as many as pay.")
     ] = None,
@@ -29,8 +34,23 @@ def create(
         typer.Option("--wire", metavar="FORM", help="How elements travel: exact, bfloat16, float16, int8 or int4."),
     ] = None,
     replicas: Annotated[
-        int, typer.Option("--replicas", metavar="N", min=1, max=2, help="Copies, on different servers.")
+        int | None,
+        typer.Option("--replicas", metavar="N", min=1, max=2, help="Copies, on different servers. [default: 1]"),
+    ] = None,
+    versions: Annotated[
+        int,
+        typer.Option(
+            "--versions", metavar="N", min=1, max=16, help="Versions that are kept; from 2 on it is published."
+        ),
     ] = 1,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", metavar="NAME", help="Shape, type, servers, stripe and replicas of another buffer."),
+    ] = None,
+    state_of: Annotated[
+        str | None,
+        typer.Option("--state-of", metavar="NAME", help="Of an optimizer, for these weights: like them, beside them."),
+    ] = None,
     exist_ok: Annotated[
         bool, typer.Option("--exist-ok", help="It may be there already, with this shape and dtype.")
     ] = False,
@@ -44,13 +64,15 @@ def create(
     from smb.config.parse import format_bytes
     from smb.tools.cli.describe import buffer_json, format_shape, server_names
 
-    extents = _parse_shape(shape)
+    if shape is None and like is None and state_of is None:
+        raise typer.BadParameter("of which shape? Write --shape 1000,1000, or --like another buffer")
+    extents = _parse_shape(shape) if shape is not None else None
     stripe_bytes = None if stripe is None else parse_size(stripe)
     with connect(coordinator) as client:
         try:
             buffer = client.create(
-                name, extents, dtype, servers=servers, stripe=stripe_bytes, replicas=replicas, wire=wire,
-                exist_ok=exist_ok,
+                name, extents, dtype, servers=servers, stripe=stripe_bytes, replicas=replicas, versions=versions,
+                like=like, state_of=state_of, wire=wire, exist_ok=exist_ok,
             )  # fmt: skip
         except AlreadyExistsError as error:  # advises in Python's words
             raise AlreadyExistsError(str(error).replace("exist_ok=True", "--exist-ok")) from None

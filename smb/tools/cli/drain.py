@@ -91,7 +91,9 @@ def rebalance(
         reply = cluster.rebalance(_CALL_S, dry_run=dry_run, single_copies=single_copies)
     moves = reply.moves
     if not moves:
-        console().print("Nothing to move: no move of a copy would leave the servers more equally full")
+        console().print(
+            "Nothing to move: the servers are about equally full (to 5 % of their memory), or no move makes them so"
+        )
         _say_what_else(reply)
         return
     rows = table("BUFFER", "SIZE", "FROM", "TO", right=("SIZE",))

@@ -61,7 +61,10 @@ def _why_none(client: Client, name: str) -> str:
         for server in client.servers()
     )
     told = ", ".join(f"{count} {each}" for each, count in why.items())
-    return f"no memory server is free for one: {told}. Start another, or publish on fewer (servers=)"
+    return (
+        f"no memory server is free for one: {told}. Start another, publish on fewer (servers=), or name one with a "
+        f"part of it (--to)"
+    )
 
 
 @dataclass(frozen=True)
@@ -71,20 +74,24 @@ class Mirrored:
     buffer: Buffer
     published: int | None
     feeds: Mapping[str, Mapping[str, float]]
+    lost: frozenset[str] = frozenset()  # servers that came back without their mirror's memory
 
 
 def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> tuple[Mirrored, ...]:
     """Return a published buffer, and of a state with deltas what describes generations, fed as its deltas are."""
     from smb.errors import NotFoundError
     from smb.published import beside
-    from smb.tools.cli.describe import version_of
+    from smb.tools.cli.describe import is_lost, version_of
 
     def feeds_of(fed: Buffer) -> dict[str, Mapping[str, float]]:
         return {mirror.server: mirror.feeds for mirror in fed.info.mirrors}
 
     if not buffer.info.mirrors:
         return ()
-    found = [Mirrored(buffer, version_of(buffer, servers), feeds_of(buffer))]
+    lost = frozenset(
+        mirror.server for mirror in buffer.info.mirrors if not mirror.version and is_lost(client.open(mirror.name).info)
+    )
+    found = [Mirrored(buffer, version_of(buffer, servers), feeds_of(buffer), lost)]
     try:
         others = [client.open(name) for name in beside(buffer)]
     except NotFoundError:  # a part of it is gone
@@ -147,13 +154,16 @@ def _show(shown: Mirrored, title: str, number: str) -> None:
         rows.add_row(
             mirror.server,
             mirror.zone or "-",
-            "alive" if mirror.alive else "gone",
+            "lost" if mirror.server in shown.lost else "alive" if mirror.alive else "gone",
             (str(mirror.version) if mirror.version else "none yet") + lag,
             f"{100 * mirror.arrived_bytes // max(1, buffer.nbytes)} %" if mirror.arrived_bytes else "-",
             ", ".join(f"{_short(name, servers)} {format_bytes(int(rate))}/s" for name, rate in feeds) or "-",
             style=None if mirror.alive else "red",
         )
     console().print(rows)
+    if shown.lost:
+        again = " ".join(f"--to {server}" for server in sorted(shown.lost))
+        console().print(f"lost: the server came back without its memory. Make it anew: smb relay {buffer.name} {again}")
 
 
 def _short(name: str, servers: Sequence[str]) -> str:

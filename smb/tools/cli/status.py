@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smb.tools.cli.connection import connect, coordinator_at
 from smb.tools.cli.options import Coordinator, Json
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from smb.rpc import control_pb2 as pb
 
 _LOOK_S = 1.0
+_NAMES_MAX = 4
 
 
 def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
@@ -25,7 +26,7 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
 
     Example: smb status --coordinator storage-1:7070
     """
-    from smb.tools.cli.describe import server_json
+    from smb.tools.cli.describe import is_degraded, is_lost, server_json
 
     with coordinator_at(coordinator) as all_of_them:
         coordinators = [_role(*each) for each in all_of_them.look(_LOOK_S)]
@@ -33,13 +34,15 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
         servers = sorted(client.servers(), key=lambda server: server.name)
         buffers = client.list()
     alive = [server for server in servers if server.alive]
-    totals = {
+    totals: dict[str, Any] = {
         "servers": len(servers),
         "alive": len(alive),
         "capacity_bytes": sum(server.capacity for server in alive),
         "used_bytes": sum(server.used for server in alive),
         "segments": sum(server.segments for server in alive),
         "buffers": len(buffers),
+        "degraded": [info.name for info in buffers if is_degraded(info)],
+        "lost": [info.name for info in buffers if is_lost(info)],
     }
     if as_json:
         print_json(
@@ -54,6 +57,12 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
         return
     out.print(_table(servers))
     out.print(_summary(totals))
+    for key, what in (("degraded", "one copy of two in some part"), ("lost", "a part whose memory was lost")):
+        if names := totals[key]:
+            more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
+            out.print(
+                f"{counted(len(names), 'buffer')} with {what}: {', '.join(names[:_NAMES_MAX])}{more} (smb stat NAME)"
+            )
 
 
 def _role(address: str, reply: pb.LeaderReply | None) -> dict[str, str]:
@@ -85,7 +94,7 @@ def _table(servers: Sequence[ServerInfo]) -> Table:
     return rows
 
 
-def _summary(totals: dict[str, int]) -> str:
+def _summary(totals: dict[str, Any]) -> str:
     from smb.config.parse import format_bytes
 
     used = totals["used_bytes"] / totals["capacity_bytes"] if totals["capacity_bytes"] else 0.0

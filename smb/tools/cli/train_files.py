@@ -37,6 +37,16 @@ def load(
         str | None,
         typer.Option("--wire", metavar="NAME", help="How contributions travel. [default: as in the saved training]"),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas",
+            metavar="N",
+            min=1,
+            max=2,
+            help="Copies, on different servers. [default: as in the saved training]",
+        ),
+    ] = None,
     coordinator: Coordinator = None,
 ) -> None:
     """Make a training of a file.
@@ -48,5 +58,6 @@ def load(
     import smb.train
 
     with connect(coordinator) as client:
-        number = smb.train.load(client, name, file, **({"wire": wire} if wire else {}))
+        wishes = {key: value for key, value in (("wire", wire), ("replicas", replicas)) if value}
+        number = smb.train.load(client, name, file, **wishes)
     console().print(f"training {name!r}, round {number}, from {file}")

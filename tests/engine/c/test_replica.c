@@ -532,6 +532,32 @@ static void the_backup_takes_over(void)
     stop(&pair);
 }
 
+static uint64_t errors_of(struct pair *pair, int server, int status)
+{
+    struct smb_server_counters counters;
+    smb_server_counters(pair->servers[server], &counters);
+    return counters.errors[status];
+}
+
+/* A primary whose greeting is refused has sent changes behind it. They are of clients' sessions, and
+ * count as stale: as no frames at all they would be taken for a stranger's. */
+static void a_feed_that_is_refused_is_no_stranger(void)
+{
+    struct pair pair;
+    start(&pair);
+    set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
+    struct user user = use(&pair, 9);
+    const int64_t *one = ones();
+    struct smb_request request = addition(one);
+    request.timeout_ms = 200;
+    CHECK_EQ(reach_try(user.buffer, request), SMB_TIMEOUT);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    WAIT_UNTIL(errors_of(&pair, 1, SMB_STALE_EPOCH) + errors_of(&pair, 1, SMB_PROTOCOL) >= 2);
+    CHECK_EQ(errors_of(&pair, 1, SMB_PROTOCOL), 0);
+    leave(&user);
+    stop(&pair);
+}
+
 /* Once its lease is out a primary asks the backup before it answers a read; a backup that was
  * promoted says no. */
 static void reads_without_a_lease(void)
@@ -1049,6 +1075,7 @@ int main(void)
         TEST(nothing_is_told_before_the_backup_has_it),
         TEST(a_primary_goes_on_alone),
         TEST(the_backup_takes_over),
+        TEST(a_feed_that_is_refused_is_no_stranger),
         TEST(a_role_comes_between_two_changes),
         TEST(a_lower_lane_goes_on),
         TEST(reads_without_a_lease),
