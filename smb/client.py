@@ -202,7 +202,7 @@ class Client:
         version delays the publication after the next, with 3 one reader delays none; K - 1 versions can be read.
         replicas=2 keeps a copy of each segment on another server: any one server and its memory may vanish, and nothing
         that was acknowledged is lost. It takes twice the memory and, for changes, one more round trip; all goes through
-        the servers, on the same host too. Such a buffer has no view() yet. state_of=weights makes the state of an
+        the servers, on the same host too. Such a buffer has no view(). state_of=weights makes the state of an
         optimizer, for weights.apply(): like=, with the weights' replicas, too. With two copies it moves together with
         the weights from then on, so that a step is in both of them or in neither. `wire` is how its elements travel
         where a call does not say: "exact" (default), or for float32 one of those that Buffer's docstring has; like=
@@ -219,7 +219,7 @@ class Client:
         InvalidArgumentError; nothing is left behind then.
         """
         _check_name("create", name)
-        if replicas not in (None, 1, 2) or isinstance(replicas, bool):
+        if replicas is not None and (type(replicas) is not int or replicas not in (1, 2)):
             raise InvalidArgumentError(f"create {name!r}: replicas={replicas!r}; there are 1 and 2")
         if not isinstance(versions, int) or not 1 <= versions <= VERSIONS_MAX:
             raise InvalidArgumentError(f"create {name!r}: versions={versions!r} is not between 1 and {VERSIONS_MAX}")
@@ -241,7 +241,7 @@ class Client:
         if replicas == 2 and self._session.transport not in ("auto", "tcp"):
             raise InvalidArgumentError(
                 f"create {name!r}: with two copies it is reached over TCP, or its servers' Unix sockets, and not over "
-                f"{self._session.transport}; connect with transport='auto'"
+                f"{self._session.transport}; connect with transport='auto', or pass replicas=1"
             )
         element = dtype_of(dtype if dtype is not None else model.dtype if model is not None else "float32")
         if model is not None and (extents != model.shape or element.numpy != model.dtype):
@@ -402,13 +402,20 @@ class Client:
         has = {mirror.server for mirror in source.info.mirrors}
         for server in dict.fromkeys(servers):
             mirror = f"{source.name}{MIRROR}{server}"
-            if server in has and any(place.lost for place in self.open(mirror).layout.segments):
-                self.delete(mirror, missing_ok=True)  # the server came back without its memory
+            if server in has and self._is_lost(mirror):
+                self.delete(mirror, missing_ok=True)
                 has.remove(server)
             if server not in has:
                 request = pb.CreateBufferRequest(name=mirror, mirror_of=source.name, server_names=[server])
                 self._coordinator.create_buffer(request, self.timeout)
                 made.append(mirror)
+
+    def _is_lost(self, mirror: str) -> bool:
+        """Whether its server came back without its memory, or it was stopped just now."""
+        try:
+            return any(place.lost for place in self.open(mirror).layout.segments)
+        except NotFoundError:
+            return True
 
     def stop_relays(self, name: str, to: Iterable[str] | None = None) -> builtins.list[str]:
         """Delete a buffer's mirrors on these servers, or all; return the servers. Readers go to what is left."""
@@ -456,7 +463,7 @@ class Client:
         first use keeps it on two servers, of which either may vanish; its holder holds it on. UnavailableError if the
         coordinator is away at this client's first use of the name, or after the lock was freed as nobody used it.
         """
-        if replicas not in (1, 2):
+        if type(replicas) is not int or replicas not in (1, 2):
             raise InvalidArgumentError(f"lock {name!r}: replicas={replicas!r}; there are 1 and 2")
         patience = self.timeout if timeout is None else min(self.timeout, max(timeout, _FIND_S))
         return Lock((self._home(pb.LOCK, name, patience, replicas),), self._session.renewals, ttl, timeout)

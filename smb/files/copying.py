@@ -125,7 +125,7 @@ def copy_buffer(
     progress: Progress = lambda *_: None,
 ) -> Buffer:  # fmt: skip
     """Copy a buffer under another name, with its dtype, shape, tensors and metadata; return the new one. It has
-    `replicas` copies; by default as many as the buffer, or as the one that it replaces.
+    `replicas` copies; by default as many as the buffer, or as the one that it replaces if that has more.
 
     Within a cluster the servers do it, if they can; else its bytes travel through this process. Each chunk is whole; a
     buffer with versions=2 is copied as the version published last. Raises as restore does.
@@ -133,11 +133,10 @@ def copy_buffer(
     buffer = source.open(name)
     view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
     assert view is not None
-    if replicas is None:
-        replicas = max(buffer.info.replicas, _copies(target, new_name, replace, None))
+    copies = max(buffer.info.replicas, _copies(target, new_name, replace, None)) if replicas is None else replicas
     if source is target and buffer.versions == 1:
         try:
-            made = _beside(source, buffer, private_name(new_name), replicas)
+            made = _beside(source, buffer, private_name(new_name), copies)
         except _NO_COPY as error:
             if error.outcome == UNKNOWN:
                 raise
@@ -146,9 +145,10 @@ def copy_buffer(
             return _named(target, made, new_name, replace)
     plan = Plan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
-        return _into_buffer(target, Live(buffer, view), plan, new_name, replace, replicas, progress)
-    with buffer.pin(ttl=_PIN_S) as pin:
-        return _into_buffer(target, _Pinned(pin, buffer, view), plan, new_name, replace, replicas, progress)
+        with _told_how_many(copies, replicas):
+            return _into_buffer(target, Live(buffer, view), plan, new_name, replace, copies, progress)
+    with buffer.pin(ttl=_PIN_S) as pin, _told_how_many(copies, replicas):
+        return _into_buffer(target, _Pinned(pin, buffer, view), plan, new_name, replace, copies, progress)
 
 
 # ---- what is read
@@ -346,7 +346,7 @@ def _into_buffer(
     client: Client, source: Reads, plan: Plan, name: str, replace: bool, replicas: int | None, progress: Progress
 ) -> Buffer:
     copies = _copies(client, name, replace, replicas)
-    with _made(client, plan, name, copies) as buffer:
+    with _told_how_many(copies, replicas), _made(client, plan, name, copies) as buffer:
         live = Live(buffer, plan.view)
         for offset, data in _blocks(source):
             live.write(offset, data)
@@ -372,9 +372,13 @@ def _restored(
         state.clear()
     copies = _copies(client, name, replace, replicas)
     try:
-        if buffer is None or sums is None or sums.source != state.tag(buffer, plan) or not _is_as_told(source, sums):
+        if (
+            buffer is None or sums is None or buffer.info.replicas != copies
+            or sums.source != state.tag(buffer, plan) or not _is_as_told(source, sums)
+        ):  # fmt: skip
             client.delete(private, missing_ok=True)
-            buffer = create(client, private, plan, copies)
+            with _told_how_many(copies, replicas):
+                buffer = create(client, private, plan, copies)
             sums = Sums(state.tag(buffer, plan), source.nbytes)
         state.begin(sums)
         live = Live(buffer, plan.view)
@@ -420,6 +424,18 @@ def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
         client.delete(made.name, missing_ok=True)
         raise
     return client.open(name)
+
+
+@contextmanager
+def _told_how_many(copies: int, asked: int | None) -> Iterator[None]:
+    """Where there is no place for a second copy that nobody asked for, say so."""
+    try:
+        yield
+    except (UnavailableError, OutOfMemoryError) as error:
+        if copies == 1 or asked is not None:
+            raise
+        hint = "it has two copies as what it is made of, or replaces; one is enough with --replicas 1, replicas=1"
+        raise type(error)(f"{error}; {hint}", outcome=error.outcome) from error
 
 
 def _copies(client: Client, name: str, replace: bool, replicas: int | None) -> int:

@@ -65,12 +65,22 @@ def _make_heads(client: Client, made: list[str], name: str, words: int, placemen
     servers = placement.get("servers")
     named = servers if not isinstance(servers, int) else None  # a number of servers is for what is striped
     replicas = placement.get("replicas")
+    return _create_beside(client, made, name, words, "int64", {"servers": named, "replicas": replicas}, _HEAD_VERSIONS)
+
+
+def _create_beside(
+    client: Client, made: list[str], name: str, size: int, dtype: str, placement: Mapping[str, Any], versions: int = 1
+) -> Buffer:
+    """Make what lies beside a state, or open it as it was made: an earlier release gave it one copy."""
     try:
-        heads = client.create(name, words, "int64", versions=_HEAD_VERSIONS, servers=named, replicas=replicas)
+        buffer = client.create(name, size, dtype, versions=versions, **placement)
     except AlreadyExistsError:
-        return client.create(name, words, "int64", versions=_HEAD_VERSIONS, exist_ok=True)
+        copies = client.open(name).info.replicas
+        if copies < (placement.get("replicas") or 1):
+            _log.warning("%s has one copy, as it was made by an earlier release; delete the state to have two", name)
+        return client.create(name, size, dtype, versions=versions, replicas=copies, exist_ok=True)
     made.append(name)
-    return heads
+    return buffer
 
 
 class Ring:
@@ -93,7 +103,7 @@ class Ring:
         if made is not None:
             size = max(_RING_MIN, anchors.nbytes * 3 // 2)
             self.heads = _make_heads(client, made, head, words, placement or {})
-            self.bytes = create(client, made, ring, size, "uint8", **(placement or {}))
+            self.bytes = _create_beside(client, made, ring, size, "uint8", placement or {})
         else:
             self.heads, self.bytes = client.open(head, timeout=timeout), client.open(ring, timeout=timeout)
         if self.heads.size != words or self.heads.versions < 2 or self.bytes.dtype != np.uint8:

@@ -509,8 +509,9 @@ def check_placement(asked: str, placement: dict[str, Any]) -> None:
         raise InvalidArgumentError(
             f"{asked}: there is no {', '.join(sorted(foreign))}=; there are {', '.join(sorted(_PLACEMENT))}{hint}"
         )
-    if placement.get("replicas") not in (None, 1, 2):
-        raise InvalidArgumentError(f"{asked}: replicas={placement['replicas']!r}; there are 1 and 2")
+    copies = placement.get("replicas")
+    if copies is not None and (type(copies) is not int or copies not in (1, 2)):
+        raise InvalidArgumentError(f"{asked}: replicas={copies!r}; there are 1 and 2")
 
 
 def _check_lease(name: str, lease: float | None) -> None:

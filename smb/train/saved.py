@@ -105,7 +105,8 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
             )
         metadata = {**head_fields["metadata"], groups.METADATA: groups.settings_of(scheme, guards, lease)}
         saved = {"wire": head_fields.get("wire", "exact"), "replicas": head_fields.get("replicas", 1)}
-        placement = {**saved, **placement}
+        placement = {**saved, **{key: value for key, value in placement.items() if value is not None}}
+        groups.check_placement(f"load of {path}", placement)
         with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement["replicas"]):
             with contextlib.suppress(NotFoundError):
                 groups.view(client, name)
@@ -272,7 +273,7 @@ def _make(
     for left in (f"{name}/tick", f"{name}/members", name):
         client.delete(left, missing_ok=True)
 
-    replicas = placement.get("replicas", 1)
+    replicas = placement["replicas"]
 
     def new(buffer_name: str, *args: Any, **options: Any) -> Buffer:
         buffer = client.create(buffer_name, *args, **{"replicas": replicas, **options})

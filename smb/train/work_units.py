@@ -210,7 +210,7 @@ class WorkUnits:
         """
         index, word = former
         new = ((word >> _HALF) + 1) << _HALF | member.incarnation
-        if self._words.compare_swap(1 + index, word, new) == word:
+        if self._words.compare_swap(1 + index, word, new) in (word, new):  # or by a call whose answer was lost
             return self._taken(index, new)
         _log.warning("work units %r: unit %d was handed out again before it was done", self._name, index)
         self._held = None

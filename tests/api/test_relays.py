@@ -189,6 +189,7 @@ def test_a_mirror_whose_memory_was_lost_is_made_anew() -> None:
         source = published(client)
         client.relay(SOURCE, ["server-1"])
         has(client, "server-1", 1)
+        wait_for(lambda: [each.version for each in client.open(SOURCE).info.mirrors] == [1], "the relay's report")
         (lost,) = (each for each in cluster.servers if each.name == "server-1")
         lost.kill()
         second_copy.lose(cluster.memory_directory, lost.name)

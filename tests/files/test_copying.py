@@ -457,8 +457,26 @@ def test_a_snapshot_of_two_copies(tmp_path: Path) -> None:
             lambda: copying.restore(client, tmp_path / "w.npy", "w4", replicas=2),
         ):
             assert np.array_equal(copied().read(), values)
+
+        def stop(done: int, _total: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            copying.restore(client, tmp_path / "w.npy", "w5", progress=stop)
+        copying.restore(client, tmp_path / "w.npy", "w5", replicas=2)
         copies = {info.name: info.replicas for info in client.list()}
-        assert copies == {"w": 2, "w1": 1, "w2": 2, "w3": 1, "w4": 2}
+        assert copies == {"w": 2, "w1": 1, "w2": 2, "w3": 1, "w4": 2, "w5": 2}
+
+
+def test_where_only_one_server_is_one_copy_is_enough() -> None:
+    """What has two copies by nobody's word says how to have one."""
+    with smb.LocalCluster(servers=2, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
+        client.create("w", 1000, replicas=2).fill(1)
+        with smb.LocalCluster(servers=1, capacity="8MiB") as other, smb.connect(other.address, timeout=1) as there:
+            with pytest.raises(smb.UnavailableError, match="one is enough with --replicas 1"):
+                copying.copy_buffer(client, "w", there, "w")
+            assert copying.copy_buffer(client, "w", there, "w", replicas=1).read().sum() == 1000
+            assert holders(there) == ["w"]
 
 
 @pytest.mark.parametrize("why", ["a drained server", "no room"])

@@ -105,7 +105,7 @@ def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
         return Problem(
             NOTE,
             what,
-            "It has no part of any buffer any more.",
+            "It has no part of any buffer.",
             "",
             ("server", server.name),
             left or server.last_seen_at,
@@ -198,7 +198,7 @@ def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
         if held.mirrored:
             unusable.append(f"mirrors of {_listed(held.mirrored)}")
             actions.append(
-                f"Stop its mirrors: {_stops(held.mirrored, server)}. The same without --stop makes new ones."
+                f"Make its mirrors anew: {_listed([f'smb relay {name} --to {server}' for name in held.mirrored])}."
             )
         detail = f"Its host was restarted, or its files were removed: {' and '.join(unusable)} cannot be used."
         action = f"{' '.join(actions)} Servers and clients go on with all others."

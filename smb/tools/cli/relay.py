@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,16 +56,14 @@ def relay(
 
 def _why_none(client: Client, name: str) -> str:
     """Return why --auto found no memory server."""
-    parts = {segment.server for segment in client.open(name).layout.segments}
+    parts = Counter(segment.server for segment in client.open(name).layout.segments)
     why = Counter(
         "with a part of it" if server.name in parts else "being drained" if server.alive else "not alive"
         for server in client.servers()
     )
     told = ", ".join(f"{count} {each}" for each, count in why.items())
-    return (
-        f"no memory server is free for one: {told}. Start another, publish on fewer (servers=), or name one with a "
-        f"part of it (--to)"
-    )
+    there = ", or name one with a part of it (--to)" if len(parts) > 1 else ""
+    return f"no memory server is free for one: {told}. Start another, publish on fewer (servers=){there}"
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,12 @@ def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> t
 
     if not buffer.info.mirrors:
         return ()
-    lost = frozenset(
-        mirror.server for mirror in buffer.info.mirrors if not mirror.version and is_lost(client.open(mirror.name).info)
-    )
-    found = [Mirrored(buffer, version_of(buffer, servers), feeds_of(buffer), lost)]
+    lost: set[str] = set()
+    for mirror in buffer.info.mirrors:
+        with suppress(NotFoundError):  # stopped meanwhile
+            if is_lost(client.open(mirror.name).info):
+                lost.add(mirror.server)
+    found = [Mirrored(buffer, version_of(buffer, servers), feeds_of(buffer), frozenset(lost))]
     try:
         others = [client.open(name) for name in beside(buffer)]
     except NotFoundError:  # a part of it is gone

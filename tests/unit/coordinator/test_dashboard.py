@@ -184,7 +184,7 @@ def test_a_server_is_late_then_gone_then_back(scene: Scene) -> None:
 
 
 def test_a_dead_servers_mirrors_are_told_apart(scene: Scene) -> None:
-    """A mirror is a copy, which a relay made: it is to be stopped, not made again by hand. A server that has mirrors
+    """A mirror is a copy, which a relay made: it is to be stopped, or to be made anew by a relay. A server that has mirrors
     alone is a warning; one that has a buffer, too, or a buffer with such a name, is critical.
     """
     scene.create("w", versions=2)
@@ -206,7 +206,7 @@ def test_a_dead_servers_mirrors_are_told_apart(scene: Scene) -> None:
         for told in (gone, lost):
             assert told.severity == ("critical" if extra else "warning")
             assert "mirrors of w" in told.detail
-            assert stop in told.action
+            assert (stop if told is gone else "smb relay w --to b") in told.action
             assert "w.mirror" not in told.detail + told.action
             assert ("again" in told.action) == bool(extra)
             assert extra in told.action
