@@ -184,7 +184,7 @@ def test_a_server_is_late_then_gone_then_back(scene: Scene) -> None:
 
 
 def test_a_dead_servers_mirrors_are_told_apart(scene: Scene) -> None:
-    """A mirror is a copy, which a relay made: it is to be stopped, or to be made anew by a relay. A server that has mirrors
+    """A mirror is a copy, which a relay made: it is to be stopped, or made anew by a relay. A server that has mirrors
     alone is a warning; one that has a buffer, too, or a buffer with such a name, is critical.
     """
     scene.create("w", versions=2)
