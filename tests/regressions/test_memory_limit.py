@@ -23,6 +23,7 @@ from memserver.usage_by_client import Names
 from smb import errors
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.tools.doctor import Finding, State, look_at_machine
+from tests.support import stem
 from tests.support.daemons import Daemons, running_daemons, wait_for
 
 MIB = 1 << 20
@@ -184,6 +185,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         return started(shell if "memserver" in command else command, **options)  # type: ignore[call-overload,no-any-return]
 
     monkeypatch.setattr(subprocess, "Popen", within)
+    monkeypatch.setattr(stem, "launch", stem.program)  # a fork would be in the group of what it is forked from
     yield made
     wait_for(lambda: not (made / "cgroup.procs").read_text(), "end of the daemons")
     made.rmdir()
