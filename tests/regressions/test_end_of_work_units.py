@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
-from smb.train import WorkUnits
+import smb.train
+from smb.train import LocalSGD, WorkUnits
 from smb.train.members import Member
 from smb.train.work_units import Unit
 from tests.conftest import Connect
@@ -78,3 +80,24 @@ def test_a_unit_that_comes_again_is_free_at_no_moment(connect: Connect, monkeypa
         assert watched.seen
         assert all(word % 2**32 for word in watched.seen), watched.seen
         assert units.take() is None
+
+
+def test_who_has_nothing_to_contribute_closes_the_round_of_those_who_left(connect: Connect) -> None:
+    """Their rest lay in a round that was open still, and was in no model, though all was done."""
+    ones = [np.ones(10, np.float32) for _ in range(2)]
+    first, second = (smb.train.join(connect(), "run", own, LocalSGD(every=4)) for own in ones)
+    second.contribute_rest()  # nobody has contributed: there is nothing to close
+    for _ in range(2):
+        ones[0] += 1
+        first.step(samples=1)
+    first.close()
+    np.testing.assert_array_equal(second.shared(), np.ones(10))
+    second.contribute_rest()
+    np.testing.assert_array_equal(second.shared(), np.full(10, 3))
+    second.contribute_rest()
+    for _ in range(4):  # it goes on from there
+        ones[1] += 1
+        second.step(samples=1)
+    second.close()
+    np.testing.assert_array_equal(ones[1], np.full(10, 7))
+    assert smb.train.status(connect(), "run").samples == 6

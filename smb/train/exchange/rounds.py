@@ -207,13 +207,19 @@ class RoundExchange(Exchange):
         """Mark fewer local steps than `every` for the open round, with a weight that is less by as much. If all others
         have left, or have marked theirs, this worker closes the round.
 
-        Not with an outer optimizer: it would move the model by all of its momentum for a few steps. Called again after
-        an error, it goes on.
+        Without local steps it marks that there is nothing, if others have contributed to the round: of those that have
+        left nobody else would close it. Not with an outer optimizer: it would move the model by all of its momentum for
+        a few steps. Called again after an error, it goes on.
         """
         if not self._owing:
-            if not self._steps or self._outer is not None:
+            if self._outer is not None:
                 return self._steps
-            self._send()
+            if self._steps:
+                self._send()
+            elif _contributions(self._group.table.read(), self._base_round):
+                self._send_nothing()
+            else:
+                return 0
         self._stopping = True
         try:
             settled = not self._sent or self._settle()
@@ -266,6 +272,12 @@ class RoundExchange(Exchange):
             self._refused, self._tokens = error, 0.0
             self.snapshot.forget()
         failpoint("train-sent")
+        self._sent = self._owing = True
+
+    def _send_nothing(self) -> None:
+        """A mark without a weight: the others need not wait for it."""
+        self._origin = self._target = self._base_round
+        self._tokens = 0.0
         self._sent = self._owing = True
 
     def _finish(self) -> None:
