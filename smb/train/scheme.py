@@ -66,6 +66,11 @@ class Exchange(ABC):
         """Finish what is under way in the background; afterwards nothing of this worker is outstanding."""
         return
 
+    @property
+    def rests_count(self) -> bool:
+        """Whether contribute_rest contributes to a round that waits for all who are present."""
+        return False
+
     def contribute_rest(self) -> int:
         """Contribute the local steps since the last exchange, where the scheme can do so without waiting for others.
 

@@ -141,8 +141,7 @@ class WorkUnits:
                     self._worker.contribute_rest()
                 if at_end is not None:
                     at_end()
-                self._finish()
-                return self._last(member)
+                return self._end_with_rest(member)
             if epoch > self._swept:
                 left = self._sweep(member, epoch, former)
                 if left is not None:
@@ -284,6 +283,27 @@ class WorkUnits:
         level = logging.WARNING if self._worker is None else logging.DEBUG
         dead = members.reap(self._client, self._name, self._table, self._lease, suspects, level)
         return {owner for owner in owners if owner not in slots or slots[owner] in dead}
+
+    def _end_with_rest(self, member: Member) -> Unit | None:
+        """Our rest is contributed: from here on others may see that all is done.
+
+        Where rests count, this worker stands aside first. So nobody is present who has no unit in hand, and the rest
+        that comes last finds nobody else to wait for: its round is closed before its unit is done.
+        """
+        worker, finished = self._worker, False
+        if worker is None or not worker.rests_count:
+            self._finish()
+            return self._last(member)
+        try:
+            with worker.aside():
+                self._finish()
+                finished = True
+                wake(self._tick, self._lease)
+                return self._wait_for_last(member)
+        except BaseException:  # as in _last
+            if finished:
+                self._hand_back()
+            raise
 
     def _last(self, member: Member) -> Unit | None:
         """All is handed out: wait until it is done, or its worker dies."""

@@ -379,6 +379,11 @@ class Worker:
                 _log.warning("training %r: %s", self.name, error)
                 self._rejoin()
 
+    @property
+    def rests_count(self) -> bool:
+        """Whether contribute_rest contributes to a round that waits for all who are present."""
+        return self._exchange.rests_count
+
     def contribute_rest(self) -> None:
         """Contribute the local steps since the last exchange, where the scheme can do so without waiting for others:
         local SGD. close() does it too. Raises as step.

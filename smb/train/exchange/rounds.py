@@ -203,6 +203,11 @@ class RoundExchange(Exchange):
         elif self._sent and self._grace_left() <= 0:
             self._settle()
 
+    @property
+    def rests_count(self) -> bool:
+        """See Exchange: not with an outer optimizer."""
+        return self._needed() and self._outer is None
+
     def contribute_rest(self) -> int:
         """Mark fewer local steps than `every` for the open round, with a weight that is less by as much. If all others
         have left, or have marked theirs, this worker closes the round.
