@@ -88,7 +88,7 @@ def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: to look through all of it again took a second of each gc.collect() of a test."""
+    """What is imported by now stays: a gc.collect() of a test need not look through all of it again."""
     gc.collect()
     gc.freeze()
 

@@ -133,7 +133,8 @@ def copy_buffer(
     buffer = source.open(name)
     view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
     assert view is not None
-    copies = max(buffer.info.replicas, _copies(target, new_name, replace, None)) if replicas is None else replicas
+    least = buffer.info.replicas
+    copies = _copies(target, new_name, replace, replicas, least)
     if source is target and buffer.versions == 1:
         try:
             made = _beside(source, buffer, private_name(new_name), copies)
@@ -145,10 +146,9 @@ def copy_buffer(
             return _named(target, made, new_name, replace)
     plan = Plan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
-        with _told_how_many(copies, replicas):
-            return _into_buffer(target, Live(buffer, view), plan, new_name, replace, copies, progress)
-    with buffer.pin(ttl=_PIN_S) as pin, _told_how_many(copies, replicas):
-        return _into_buffer(target, _Pinned(pin, buffer, view), plan, new_name, replace, copies, progress)
+        return _into_buffer(target, Live(buffer, view), plan, new_name, replace, replicas, progress, least)
+    with buffer.pin(ttl=_PIN_S) as pin:
+        return _into_buffer(target, _Pinned(pin, buffer, view), plan, new_name, replace, replicas, progress, least)
 
 
 # ---- what is read
@@ -332,9 +332,10 @@ def _plan(file_name: str, name: str, source: Reads) -> Plan:
 
 
 @contextmanager
-def _made(client: Client, plan: Plan, wanted: str, replicas: int) -> Iterator[Buffer]:
+def _made(client: Client, plan: Plan, wanted: str, copies: int, asked: int | None) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
-    buffer = create(client, private_name(wanted), plan, replicas)
+    with _told_how_many(copies, asked):
+        buffer = create(client, private_name(wanted), plan, copies)
     try:
         yield buffer
     except BaseException:
@@ -343,10 +344,10 @@ def _made(client: Client, plan: Plan, wanted: str, replicas: int) -> Iterator[Bu
 
 
 def _into_buffer(
-    client: Client, source: Reads, plan: Plan, name: str, replace: bool, replicas: int | None, progress: Progress
-) -> Buffer:
-    copies = _copies(client, name, replace, replicas)
-    with _told_how_many(copies, replicas), _made(client, plan, name, copies) as buffer:
+    client: Client, source: Reads, plan: Plan, name: str, replace: bool, replicas: int | None, progress: Progress,
+    least: int = 1,
+) -> Buffer:  # fmt: skip
+    with _made(client, plan, name, _copies(client, name, replace, replicas, least), replicas) as buffer:
         live = Live(buffer, plan.view)
         for offset, data in _blocks(source):
             live.write(offset, data)
@@ -438,14 +439,14 @@ def _told_how_many(copies: int, asked: int | None) -> Iterator[None]:
         raise type(error)(f"{error}; {hint}", outcome=error.outcome) from error
 
 
-def _copies(client: Client, name: str, replace: bool, replicas: int | None) -> int:
-    """Return how many copies a new buffer has: as many as `replicas` says, else as the one that it replaces.
+def _copies(client: Client, name: str, replace: bool, replicas: int | None, least: int = 1) -> int:
+    """Return how many copies a new buffer has: `replicas`, else `least`, or as many as the one that it replaces.
 
     Refuses before anything is copied; the rename at the end is what counts.
     """
     there = _open(client, name)
     if there is None or replace:
-        return replicas or (1 if there is None else there.info.replicas)
+        return replicas or max(least, 1 if there is None else there.info.replicas)
     raise AlreadyExistsError(
         f"a buffer {name!r} exists; choose another name, delete it, or replace it (--replace, replace=True)"
     )

@@ -149,7 +149,7 @@ class WorkUnits:
                 self._swept = epoch
             self._ticket = None
             if former is not None and hint == former[0]:  # the same one again
-                if former[1] >> _HALF >= epoch:
+                if former[1] >> _HALF >= epoch:  # it is that one
                     continue
                 found = self._go_on(member, former)
                 if found is not None:

@@ -101,3 +101,34 @@ def test_who_has_nothing_to_contribute_closes_the_round_of_those_who_left(connec
     second.close()
     np.testing.assert_array_equal(ones[1], np.full(10, 7))
     assert smb.train.status(connect(), "run").samples == 6
+
+
+def test_who_ends_is_waited_for_by_nobody(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker without a unit stands still before it says that it is done. The rest of the other one is in the model,
+    at the latest when all is done."""
+    ones = [np.ones(10, np.float32) for _ in range(2)]
+    first, second = (smb.train.join(connect(), "run", own, LocalSGD(every=4)) for own in ones)
+    mine, others = (WorkUnits(w._group.client, "run/units", 1, 1, epochs=1, worker=w) for w in (first, second))
+    still, go_on, finish = threading.Event(), threading.Event(), WorkUnits._finish
+
+    def finish_late(units: WorkUnits) -> None:
+        if units is others:
+            still.set()
+            assert go_on.wait(DEADLINE_S)
+        finish(units)
+
+    assert mine.take() is not None
+    monkeypatch.setattr(WorkUnits, "_finish", finish_late)
+    ending = threading.Thread(target=others.take)
+    ending.start()
+    try:
+        assert still.wait(DEADLINE_S)
+        ones[0] += 1
+        first.step(samples=1)
+        assert mine.take() is None
+        np.testing.assert_array_equal(first.shared(), np.full(10, 2))
+    finally:
+        go_on.set()
+        ending.join(DEADLINE_S)
+    for each in (mine, others, first, second):
+        each.close()  # type: ignore[attr-defined]

@@ -173,9 +173,8 @@ def test_a_mirror_that_lags(
     finally:
         os.kill(relay, signal.SIGCONT)
     has_come(trainer, number)
-    trainer.open(f"{NAME}.mirror.{NEAR}").wait(
-        ring.anchors.version, timeout=DEADLINE_S
-    )  # whole states come by themselves
+    # Whole states come by themselves.
+    trainer.open(f"{NAME}.mirror.{NEAR}").wait(ring.anchors.version, timeout=DEADLINE_S)
     # It brought the deltas since the last whole state, unless it had heard of one in between: others are the source's.
     assert check(slow) == check(early) == number
     read_from.clear()
