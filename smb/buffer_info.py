@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from smb.arrays.dtypes import DTYPES
+from smb.errors import InvalidArgumentError
 from smb.layout import Layout
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import unpack
@@ -56,6 +57,16 @@ class BufferInfo:
     def movable(self) -> bool:
         """Whether it is reached through its servers alone, as its segments may move: with two copies, or moved once."""
         return self.replicas > 1 or any(place.epoch for place in self.layout.segments)
+
+    @property
+    def degraded(self) -> bool:
+        """Whether it has two copies, has lost one of some segment, and has no other one yet."""
+        return self.replicas > 1 and any(not place.backup for place in self.layout.segments)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the memory of some segment is lost: its server came back without it."""
+        return any(place.lost for place in self.layout.segments)
 
     def moves_with(self, other: BufferInfo) -> bool:
         """Whether each of its segments moves together with the other's, as they are in one group. That is for good, and
@@ -105,6 +116,12 @@ class BufferInfo:
             ),
             unpack(buffer.packed_metadata),
         )
+
+
+def check_replicas(asked: str, replicas: object) -> None:
+    """Raise InvalidArgumentError for what is no number of copies. None is what the callee takes by itself."""
+    if replicas is not None and (type(replicas) is not int or replicas not in (1, 2)):
+        raise InvalidArgumentError(f"{asked}: replicas={replicas!r}; there are 1 and 2")
 
 
 def _place(buffer: pb.Buffer, segment: pb.Segment) -> SegmentPlace:

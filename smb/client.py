@@ -22,7 +22,7 @@ import numpy as np
 from smb.arrays.dtypes import WIRES, dtype_of
 from smb.arrays.memory import whole_pages
 from smb.buffer import Buffer
-from smb.buffer_info import BufferInfo
+from smb.buffer_info import BufferInfo, check_replicas
 from smb.call.async_order import Turns
 from smb.call.cluster_session import ClusterSession
 from smb.call.sync_requests import Home, wait_ms
@@ -219,8 +219,7 @@ class Client:
         InvalidArgumentError; nothing is left behind then.
         """
         _check_name("create", name)
-        if replicas is not None and (type(replicas) is not int or replicas not in (1, 2)):
-            raise InvalidArgumentError(f"create {name!r}: replicas={replicas!r}; there are 1 and 2")
+        check_replicas(f"create {name!r}", replicas)
         if not isinstance(versions, int) or not 1 <= versions <= VERSIONS_MAX:
             raise InvalidArgumentError(f"create {name!r}: versions={versions!r} is not between 1 and {VERSIONS_MAX}")
         if state_of is not None:
@@ -413,7 +412,7 @@ class Client:
     def _is_lost(self, mirror: str) -> bool:
         """Whether its server came back without its memory, or it was stopped just now."""
         try:
-            return any(place.lost for place in self.open(mirror).layout.segments)
+            return self.open(mirror).info.lost
         except NotFoundError:
             return True
 
@@ -463,10 +462,9 @@ class Client:
         first use keeps it on two servers, of which either may vanish; its holder holds it on. UnavailableError if the
         coordinator is away at this client's first use of the name, or after the lock was freed as nobody used it.
         """
-        if type(replicas) is not int or replicas not in (1, 2):
-            raise InvalidArgumentError(f"lock {name!r}: replicas={replicas!r}; there are 1 and 2")
+        check_replicas(f"lock {name!r}", replicas)
         patience = self.timeout if timeout is None else min(self.timeout, max(timeout, _FIND_S))
-        return Lock((self._home(pb.LOCK, name, patience, replicas),), self._session.renewals, ttl, timeout)
+        return Lock((self._home(pb.LOCK, name, patience, replicas or 1),), self._session.renewals, ttl, timeout)
 
     def _knows_lock(self, name: str) -> bool:
         """Whether the lock of that name is found without the coordinator. No call."""

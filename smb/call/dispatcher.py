@@ -149,8 +149,7 @@ class Dispatcher:
                         each._forget(handle if each is self else each._handle)
                         told = each._refresh(deadline)  # raises if the buffer is gone for the coordinator too
                         # Those that were found may be of before a move, and the description is of after it.
-                        lost = any(place.lost for place in each.info.layout.segments)
-                        moved |= not told or (each.info.movable and not lost)
+                        moved |= not told or (each.info.movable and not each.info.lost)
                 if others and not brought and self._was_apart(ended.status, others):
                     left = self._left_of(request, ended, deadline)
                     return self._bring(request, others, left, fence, deadline)
@@ -497,7 +496,7 @@ class Dispatcher:
             except UnavailableError as error:
                 self._ask_first = True
                 lost = LOST in str(error)
-                if lost and any(place.lost for place in self.info.layout.segments):
+                if lost and self.info.lost:
                     raise  # the coordinator says so, too: it does not come back
                 if deadline.left() <= pause:
                     if lost:

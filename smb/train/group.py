@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from smb.buffer import Buffer
+from smb.buffer_info import check_replicas
 from smb.client import Client
 from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
@@ -509,9 +510,7 @@ def check_placement(asked: str, placement: dict[str, Any]) -> None:
         raise InvalidArgumentError(
             f"{asked}: there is no {', '.join(sorted(foreign))}=; there are {', '.join(sorted(_PLACEMENT))}{hint}"
         )
-    copies = placement.get("replicas")
-    if copies is not None and (type(copies) is not int or copies not in (1, 2)):
-        raise InvalidArgumentError(f"{asked}: replicas={copies!r}; there are 1 and 2")
+    check_replicas(asked, placement.get("replicas"))
 
 
 def _check_lease(name: str, lease: float | None) -> None:

@@ -60,6 +60,7 @@ def test_all_tools_say_of_lost_memory_that_it_is_lost(
         shown = run("stat", "weights")
         assert "  lost  " in shown
         assert "alive" not in shown
+        assert "published" not in shown
         shown = run("top", "--once")
         assert 'Delete and create again: buffer "other", buffer "weights"' in shown
         for call in (

@@ -22,16 +22,6 @@ def _info(buffer: Buffer | BufferInfo) -> BufferInfo:
     return buffer if isinstance(buffer, BufferInfo) else buffer.info
 
 
-def is_degraded(info: BufferInfo) -> bool:
-    """Whether it has lost a copy of some part, and has no other one yet."""
-    return info.replicas > 1 and any(not segment.backup for segment in info.layout.segments)
-
-
-def is_lost(info: BufferInfo) -> bool:
-    """Whether its server has not the memory of some part any more."""
-    return any(segment.lost for segment in info.layout.segments)
-
-
 def copies_state(buffer: Buffer | BufferInfo) -> str:
     """Return what `smb stat` says of copies: "1", and whether it moves or has moved; "2"; or "2, degraded: ..." with
     how far new ones are.

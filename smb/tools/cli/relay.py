@@ -80,7 +80,7 @@ def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> t
     """Return a published buffer, and of a state with deltas what describes generations, fed as its deltas are."""
     from smb.errors import NotFoundError
     from smb.published import beside
-    from smb.tools.cli.describe import is_lost, version_of
+    from smb.tools.cli.describe import version_of
 
     def feeds_of(fed: Buffer) -> dict[str, Mapping[str, float]]:
         return {mirror.server: mirror.feeds for mirror in fed.info.mirrors}
@@ -90,7 +90,7 @@ def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> t
     lost: set[str] = set()
     for mirror in buffer.info.mirrors:
         with suppress(NotFoundError):  # stopped meanwhile
-            if is_lost(client.open(mirror.name).info):
+            if client.open(mirror.name).info.lost:
                 lost.add(mirror.server)
     found = [Mirrored(buffer, version_of(buffer, servers), feeds_of(buffer), frozenset(lost))]
     try:

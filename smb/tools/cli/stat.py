@@ -91,9 +91,11 @@ def _generation(client: Client, state: Buffer, servers: list[ServerInfo]) -> int
 
 
 def _published(buffer: Buffer, version: int | None, generation: int | None) -> str:
-    """Return what was published last; "" of a buffer to which nobody publishes."""
+    """Return what was published last; "" of a buffer to which nobody publishes, or whose memory is lost."""
     from smb.published import has_deltas
 
+    if buffer.info.lost:
+        return ""
     if has_deltas(buffer):
         if not generation:
             return "nothing yet" if generation == 0 else "generation unknown"
@@ -175,7 +177,7 @@ def _show(buffer: Buffer, servers: list[ServerInfo], published: str, together: l
             style=None if state == "alive" else "red",
         )  # fmt: skip
     out.print(rows)
-    if any(segment.lost for segment in layout.segments):
+    if buffer.info.lost:
         out.print(f"\nlost: {LOST}", style="red", highlight=False)
 
 

@@ -26,7 +26,7 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
 
     Example: smb status --coordinator storage-1:7070
     """
-    from smb.tools.cli.describe import is_degraded, is_lost, server_json
+    from smb.tools.cli.describe import server_json
 
     with coordinator_at(coordinator) as all_of_them:
         coordinators = [_role(*each) for each in all_of_them.look(_LOOK_S)]
@@ -41,8 +41,8 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
         "used_bytes": sum(server.used for server in alive),
         "segments": sum(server.segments for server in alive),
         "buffers": len(buffers),
-        "degraded": [info.name for info in buffers if is_degraded(info)],
-        "lost": [info.name for info in buffers if is_lost(info)],
+        "degraded": [info.name for info in buffers if info.degraded],
+        "lost": [info.name for info in buffers if info.lost],
     }
     if as_json:
         print_json(
