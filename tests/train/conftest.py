@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import smb
+from tests.support.forks import forks_of
 from tests.support.meshes import PRELOADED
 
 
@@ -19,9 +19,7 @@ def cluster() -> Iterator[smb.LocalCluster]:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def context() -> Any:
-    """Processes that find PyTorch there: ranks of meshes."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([*PRELOADED, "torch.distributed.tensor.parallel"])
-    return found
+    """Processes that find PyTorch there: ranks of meshes, and what tests.support.clients starts."""
+    return forks_of([*PRELOADED, "torch.distributed.tensor.parallel"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import warnings
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
+from tests.support.forks import forks_of
 from tests.support.meshes import PRELOADED
 
 RANKS, STEPS = 2, 4
@@ -133,12 +133,10 @@ def _run_rank(framework: str, kind: str, address: str, directory: str, rank: int
     os._exit(0)  # the other rank may be gone
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def context() -> Any:
     """Processes that find the frameworks there."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["accelerate", "lightning", *PRELOADED])
-    return found
+    return forks_of(["accelerate", "lightning", *PRELOADED])
 
 
 @pytest.mark.parametrize(
