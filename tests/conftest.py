@@ -31,17 +31,19 @@ Connect = Callable[..., smb.Client]
 
 # The files that take longest go first: one that began last would keep a single process busy at the end.
 LONG_FILES = (
-    "train/test_demo.py",
     "api/test_examples.py",
-    "ops/test_memserver.py",
-    "train/test_publish.py",
-    "train/test_frameworks.py",
     "ops/test_cli.py",
+    "train/test_demo.py",
     "unit/support/test_builds.py",
-    "train/test_asp_and_ssp.py",
-    "ops/test_coordinator.py",
-    "ops/test_leaves_nothing.py",
-    "security/test_certificates.py",
+    "train/test_frameworks.py",
+    "train/test_overlap.py",
+    "train/test_streaming.py",
+    "train/test_saved.py",
+    "regressions/test_idle_names.py",
+    "train/test_shard_publishing.py",
+    "train/test_meshes.py",
+    "train/test_publish.py",
+    "fault/test_coordinator_kills.py",
     "engine/model/test_models.py",
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from smb.coordinator.commit_log import CommitLog, Committed
+from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.dashboard.server import Dashboard
@@ -23,7 +24,6 @@ from smb.coordinator.idle_names import IdleNames
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import LeaseMetrics, StateMetrics, targets
 from smb.coordinator.mirrors import Mirrors
-from smb.coordinator.new_copies import NewCopies
 from smb.coordinator.options import Options
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker, new_id
@@ -109,12 +109,12 @@ class Leading:
         leaving.callback(around.front.stand_by)
         leaving.callback(commit_log.stop_waiting)
         idle_names = IdleNames(commit_log, servers, segments.drop, options.idle_s)
-        new_copies = NewCopies(commit_log, servers, roles.tell_roles, segments.drop)
-        roles.on_copies, roles.on_apart = new_copies.look_now, new_copies.keep_apart
-        service.bound = new_copies.bound
-        service.resting = new_copies.resting
-        service.move = new_copies.move
-        for beginning in (_tick(commit_log, endings, around.health), idle_names.run(), new_copies.run()):
+        copy_maker = CopyMaker(commit_log, servers, roles.tell_roles, segments.drop)
+        roles.on_copies, roles.on_apart = copy_maker.look_now, copy_maker.keep_apart
+        service.bound = copy_maker.bound
+        service.resting = copy_maker.resting
+        service.move = copy_maker.move
+        for beginning in (_tick(commit_log, endings, around.health), idle_names.run(), copy_maker.run()):
             leaving.push_async_callback(cancel, asyncio.create_task(beginning))
         return Leading(commit_log, watch, Dashboard(overview), around)
 

@@ -11,6 +11,7 @@ import pytest
 
 from smb import errors
 from smb.coordinator import wanted_copies
+from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.draining import BOUND, MIRROR, staying
 from smb.coordinator.events import (
     CopiesEnded,
@@ -26,7 +27,6 @@ from smb.coordinator.events import (
     ServerRegistered,
     ServerReturned,
 )
-from smb.coordinator.new_copies import NewCopies
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
 from smb.coordinator.wanted_copies import AT_ONCE, Wish, wishes
 from smb.rpc import control_pb2 as pb
@@ -303,7 +303,7 @@ def test_a_server_of_before_does_not_let_a_buffer_move(cluster: Cluster) -> None
 
     commit_log: Any = SimpleNamespace(state=cluster.state, now=lambda: cluster.now, commit=commit)
     servers: Any = Servers()
-    asyncio.run(NewCopies(commit_log, servers, nothing, nothing).begin())
+    asyncio.run(CopyMaker(commit_log, servers, nothing, nothing).begin())
     assert [(part.segment_id, part.let_move, part.confirm) for part in asked] == [
         (segment(cluster, "one").id, True, True)
     ]

@@ -13,6 +13,7 @@ import pytest
 
 from smb import errors
 from smb.coordinator import limits
+from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.draining import check_room
 from smb.coordinator.events import (
     BackupsLost,
@@ -32,7 +33,6 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.messages import buffer_message, creation_of
-from smb.coordinator.new_copies import NewCopies
 from smb.coordinator.rebalance import plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.steps.creation import NotNowError
@@ -392,7 +392,7 @@ def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster:
 
     commit_log: Any = SimpleNamespace(state=cluster.state, now=lambda: cluster.now, commit=commit)
     servers: Any = SimpleNamespace(create=create, take_roles=take_roles)
-    asyncio.run(NewCopies(commit_log, servers, tell, drop).begin())
+    asyncio.run(CopyMaker(commit_log, servers, tell, drop).begin())
     assert [what for what, *_ in asked] == ["ask"] * 3 + ["make"] * 3 + ["yield"] * 3 + ["ask"] * 3
     assert {number for _, _, number, _ in asked} == ids(cluster)
     assert {group for what, _, _, group in asked if what == "make"} == {segment(cluster).group}

@@ -82,7 +82,7 @@ class Machine:
         assert all(self.cluster.state.allocation(name).nbytes == nbytes for name, nbytes in taken.items())
 
     def look(self, *, moves: bool) -> None:
-        """Begin what is wanted, as new_copies.py does."""
+        """Begin what is wanted, as copy_maker.py does."""
         records, pool = list(self.cluster.state.buffers.values()), self.cluster.state.pool(self.cluster.now)
         capacity = {name: self.cluster.state.servers[name].capacity_bytes for name in pool.free_bytes}
         wanted = {move.segment_id: move for move in plan(records, pool, capacity)} if moves else {}

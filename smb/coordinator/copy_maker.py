@@ -43,7 +43,7 @@ TellRoles = Callable[[tuple[int, ...], tuple[str, ...]], Awaitable[None]]
 Drop = Callable[[Committed], Awaitable[None]]
 
 
-class NewCopies:
+class CopyMaker:
     """Looks again and again."""
 
     def __init__(self, commit_log: CommitLog, servers: MemoryServers, tell_roles: TellRoles, drop: Drop) -> None:
