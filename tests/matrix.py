@@ -34,7 +34,6 @@ EXTRAS = "certs,dev,fsspec"
 # Beside what the extras bring: what tests/unit asks for.
 BESIDE = ("setuptools", "PyYAML", "safetensors")
 LAX_WITHOUT_TORCH = ("allow-subclassing-any", "no-warn-return-any", "no-warn-unused-ignores")  # mypy's
-TESTS = ("tests/unit", "tests/engine/wire", "tests/api/test_calls.py")
 # These compile, measure or document; the Python that does so makes no difference.
 SAME_EVERYWHERE = (
     "support/test_builds.py",
@@ -43,8 +42,10 @@ SAME_EVERYWHERE = (
     "perf/test_digits.py",
     "perf/test_peers.py",
 )
-# In C alone, and long: --short leaves it to the Python in use.
-IN_C = ("engine/test_kernels.py",)
+# --short leaves to the Python in use what is in C alone, and what is of this repository and not of the package.
+FRAMES = "tests/engine/wire"
+NOT_IN_SHORT = ("engine/test_kernels.py", "docs", "perf", "support")
+TESTS = ("tests/unit", FRAMES, "tests/api/test_calls.py")
 COMPUTING = ("tests/unit/engine", "tests/unit/call/test_optimizer_rules.py", TESTS[-1])
 WORKERS = str(min(8, len(os.sched_getaffinity(0))))
 ASK = """
@@ -209,9 +210,11 @@ def try_python(python: Python, options: argparse.Namespace) -> Row:
             lax = [] if options.torch else [f"--{flag}" for flag in LAX_WITHOUT_TORCH]
             trial.call("types", [tool, "-m", "mypy", *lax], 600)
             trial.row.results["types"] = "passed"
-        left_out = [f"tests/unit/{file}" for file in (*SAME_EVERYWHERE, *(IN_C if options.short else ()))]
+        left_out = [f"tests/unit/{file}" for file in (*SAME_EVERYWHERE, *(NOT_IN_SHORT if options.short else ()))]
         left_out += [] if options.torch else needs_torch(tree)
         for place in TESTS:
+            if place == FRAMES and options.short:
+                continue
             trial.test(place, *(f"--ignore={path}" for path in left_out))
         trial.call("training", [tool, "examples/numpy_only.py"], 300)
         trial.row.results["training"] = "passed"
@@ -251,7 +254,7 @@ def show(rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="interpreters; default: all that are found")
-    parser.add_argument("--short", action="store_true", help="the oldest and the newest beside the one that runs this")
+    parser.add_argument("--short", action="store_true", help="the oldest and the newest beside this one, and less")
     parser.add_argument("--oldest", action="store_true", help="the lowest versions allowed, on the oldest Python")
     parser.add_argument(
         "--torch", action="store_true", help="PyTorch too, and what needs it: gigabytes for each Python"
