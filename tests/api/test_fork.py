@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 import smb
+from tests.fault.long import times
 from tests.support.transports import EACH_WAY
 
 
@@ -55,6 +56,7 @@ def test_the_child_connects_by_itself(
     cluster: smb.LocalCluster, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A child makes its own client, with the parent's kept or dropped; the parent's connections stay whole."""
+    children = times(8, 20)
     parents = [smb.connect(cluster.address, transport=transport)]
     buffers = [parents[0].create("w", 5)]
 
@@ -67,10 +69,10 @@ def test_the_child_connects_by_itself(
             own.open("w").accumulate([1.0])
 
     with caplog.at_level(logging.INFO, "smb"):
-        for number in range(20):
+        for number in range(children):
             buffers[0].accumulate([1.0])
             assert in_child(lambda: check(drop=number % 2 == 0)) == 0  # noqa: B023 - it runs here and now
-        assert buffers[0].read(0, 1)[0] == 40
+        assert buffers[0].read(0, 1)[0] == 2 * children
     parents[0].delete("w")
     parents[0].close()
     lines = [record for record in caplog.records if record.name == "smb"]

@@ -133,7 +133,7 @@ def test_a_tree_is_removed_right_after_it_was_made(files: Path) -> None:
     rmdir the directory is gone."""
     script = "mkdir d && touch d/f && rm -rf d && [ ! -e d ]"
     git = "git init -q g && rm -rf g && [ ! -e g ]" if shutil.which("git") else "true"
-    for turn in range(times(10, 1000)):
+    for turn in range(times(5, 1000)):
         done = subprocess.run(
             ["sh", "-c", f"{script} && {git}"], cwd=files, capture_output=True, text=True, check=False
         )
@@ -154,7 +154,7 @@ for number in range(count):
 def test_a_name_is_listed_from_its_creation_on(files: Path, mounts: list[Path]) -> None:
     """By each process of the mount, all the time from when the call that made it returned; by another mount in 2 s."""
     (files / "d").mkdir()
-    count = times(300, 3000)
+    count = times(150, 3000)
     with subprocess.Popen(
         [sys.executable, "-c", _MAKES, files / "d", str(count)], stdout=subprocess.PIPE, text=True
     ) as making:

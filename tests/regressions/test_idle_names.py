@@ -25,6 +25,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
+from tests.fault.long import times
 from tests.support.transports import SLOWNESS
 
 NAMES = 2000
@@ -63,7 +64,7 @@ def test_names_that_were_used_once_are_freed(cluster: smb.LocalCluster) -> None:
     with smb.connect(cluster.address) as client:
         kept = client.create("kept", 8)
         before = used_bytes(client)
-        for index in range(NAMES // 2):
+        for index in range(times(NAMES // 5, NAMES // 2)):
             with client.lock(f"once/{index}"):
                 pass
             assert client.barrier(f"once/{index}", 1) == 0
