@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from smb.train.exchange.background_send import Deltas
 from smb.train.group import Group
 from smb.train.member_table import FIELDS, SLOTS
 from smb.train.parameters import Parameters, Values
-from tests.support.clients import in_process
+from tests.support.clients import in_process, make_event
 from tests.support.daemons import stop, wait_for
+from tests.support.training import LEASE_S
 
 Connect = Callable[..., smb.Client]
 
@@ -245,43 +247,51 @@ def test_guards(client: smb.Client) -> None:
         assert (worker.status.refused, worker.status.contributions) == (5, 9)
 
 
-def _join_and_step(messages: Any, address: str, lease: float) -> None:
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A training that no other test has. The lock of a slot outlives a killed member by its lease: the first member of
+    a new training of that name gets another slot."""
+    return re.sub(r"\W+", "-", request.node.name)
+
+
+def _step_twice(messages: Any, address: str, name: str, again: Any) -> None:
+    """Tells its incarnation and how often it has joined again, after each step. It waits for `again` before the second
+    one: a process that is stopped in the middle of a step over shared memory keeps others from that memory."""
     with smb.connect(address) as client:
         values = _ones()
-        worker = smb.train.join(client, "run", values, Plain(), lease=lease)
-        told = None
-        while True:
+        worker = smb.train.join(client, name, values, Plain(), lease=LEASE_S)
+        for _ in range(2):
             values += 1
             worker.step()
-            now = (worker.status.incarnation, worker.status.rejoins)
-            if now != told:
-                messages.put(now)
-            told = now
+            messages.put((worker.status.incarnation, worker.status.rejoins))
+            again.wait()
 
 
-def test_dead_member(cluster: smb.LocalCluster, client: smb.Client) -> None:
+def test_dead_member(cluster: smb.LocalCluster, client: smb.Client, name: str) -> None:
     """A member that is killed is found by its lock, not before its lease is over, and its slot is free again."""
-    with in_process(_join_and_step, cluster.address, 0.3) as (process, messages):
+    with in_process(_step_twice, cluster.address, name, make_event()) as (process, messages):
         messages.get(timeout=30)
-        with smb.train.join(client, "run", _ones()) as worker:
+        with smb.train.join(client, name, _ones()) as worker:
             group = worker._group
             assert group.reap([0]) == []
             os.kill(process.pid, signal.SIGKILL)
             wait_for(lambda: group.reap([0]) == [0], "the dead one's slot")
-            assert [w.alive for w in smb.train.status(client, "run").workers] == [False, True]
-            with smb.train.join(client, "run", _ones()) as third:
+            assert [w.alive for w in smb.train.status(client, name).workers] == [False, True]
+            with smb.train.join(client, name, _ones()) as third:
                 assert third.status.slot == 0
                 assert third.status.incarnation == 3
 
 
-def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client) -> None:
+def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client, name: str) -> None:
     """A member that is stopped past its lease, and missed, joins again by itself when it goes on."""
-    with in_process(_join_and_step, cluster.address, 0.3) as (process, messages):
+    again = make_event()
+    with in_process(_step_twice, cluster.address, name, again) as (process, messages):
         messages.get(timeout=30)
-        with smb.train.join(client, "run", _ones()) as worker:
+        with smb.train.join(client, name, _ones()) as worker:
             stop(process.pid)
             wait_for(lambda: worker._group.reap([0]) == [0], "the stopped one's slot")
             os.kill(process.pid, signal.SIGCONT)
+            again.set()
             assert messages.get(timeout=30) == (3, 1)
 
 
