@@ -641,7 +641,8 @@ class Dispatcher:
         reader = opcode is not Opcode.READ and self.session.coordinator.tokens.read_only(place.id)
         asked = self._asked(request)
         why, timeout = self.session.why_untrusted(place.server), self.session.timeout
-        error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=timeout, why=why)
+        moved = self.info.movable and not self.info.lost
+        error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=timeout, why=why, moved=moved)
         error.outcome = known
         error._account = Failed(self, self._elements(request), None if touched else outcome.unknown)
         return error

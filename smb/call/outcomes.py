@@ -81,12 +81,18 @@ def error_of(
     reader: bool,
     timeout: float,
     why: str = "",
+    moved: bool = False,
 ) -> Error:
     """Return what to raise: what was `asked`, of `where`, why it failed (`timeout`: seconds; `reader`: the session may
-    read it only; `why` the peer there is not trusted), and what of it was `applied`.
+    read it only; `why` the peer there is not trusted; `moved`: the buffer is whole, and its segments move), and what of
+    it was `applied`.
     """
     if outcome.status is Status.TIMEOUT:
         return TimeoutError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
+    if outcome.status is Status.NOT_FOUND and moved:
+        return UnavailableError(
+            f"{asked}: a segment moved to {where} while this was on its way to the server that had it before; {applied}"
+        )
     if outcome.status is Status.NOT_FOUND:
         lost = _ONE_LOST if opcode in (Opcode.ACCUMULATE_FROM, Opcode.APPLY) else LOST
         return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")

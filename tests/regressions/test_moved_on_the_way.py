@@ -1,0 +1,62 @@
+"""A server was killed with a change on its way, came back and was drained before the client was back: the client was
+told that the memory was lost, and to delete the buffer. The buffer was whole, on another server.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+import smb
+from smb.errors import UNKNOWN
+from smb.rpc.coordinator_client import Coordinator
+from tests.support.clients import in_process
+from tests.support.daemons import stop, wait_for
+
+COUNT = 1 << 20
+
+
+def _write_until_it_fails(messages: Any, address: str) -> None:
+    """Tells that it has begun, then of the first error and whether the next calls are made."""
+    with smb.connect(address, transport="tcp") as client:
+        buffer, values = client.open("weights"), np.zeros(COUNT, np.float32)
+        buffer.write(values)
+        messages.put("begun")
+        try:
+            while True:
+                buffer.write(values)
+        except smb.Error as error:
+            messages.put((type(error), str(error), error.outcome))
+        buffer.write(values + 2)
+        messages.put(float(buffer.read().sum()))
+
+
+def test_a_change_on_its_way_to_a_server_that_is_emptied() -> None:
+    with (
+        smb.LocalCluster(servers=2) as cluster,
+        smb.connect(cluster.address) as client,
+        closing(Coordinator(cluster.address, None)) as coordinator,
+    ):
+        client.create("weights", COUNT, servers=["server-0"])
+        with in_process(_write_until_it_fails, cluster.address) as (process, messages):
+            assert messages.get(timeout=60) == "begun"
+            cluster.servers[0].kill()
+            stop(process.pid)
+            cluster.servers[0].start()
+
+            def is_empty() -> bool:
+                left = coordinator.drain_server("server-0", 10.0)
+                return not left.segment_count and not left.copying
+
+            wait_for(is_empty, "the server empty", 60.0)
+            os.kill(process.pid, signal.SIGCONT)
+            kind, told, outcome = messages.get(timeout=60)
+            assert kind is smb.UnavailableError, told
+            assert "moved to memory server server-1" in told
+            assert "lost" not in told
+            assert outcome == UNKNOWN
+            assert messages.get(timeout=60) == 2 * COUNT
