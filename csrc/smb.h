@@ -914,24 +914,24 @@ int smb_async_submit(struct smb_async *async, struct smb_window *window, struct 
                      int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink,
                      int op, double scale, int wire, uint64_t token, uint32_t timeout_ms,
                      uint64_t key, int priority, uint64_t tag);
-enum smb_told_what {
-    SMB_TOLD_DONE = 0,   /* the operation is no more */
-    SMB_TOLD_FAILED = 1, /* the caller may go on with it; then smb_async_end */
-    SMB_TOLD_BEGIN = 2,  /* the caller's call: it is its turn; then smb_async_end */
+enum smb_async_event_kind {
+    SMB_ASYNC_DONE = 0,   /* the operation is no more */
+    SMB_ASYNC_FAILED = 1, /* the caller may go on with it; then smb_async_end */
+    SMB_ASYNC_BEGIN = 2,  /* the caller's call: it is its turn; then smb_async_end */
     /* by smb_async_stop, before it began; then smb_async_end */
-    SMB_TOLD_CANCELLED = 3
+    SMB_ASYNC_CANCELLED = 3
 };
-struct smb_told {
+struct smb_async_event {
     struct smb_operation *operation;
     uint64_t tag; /* as submitted */
     int what;
     struct smb_outcome outcome; /* the caller's, as after smb_transfer */
 };
 /* Waits until there is something to be taken: 1; 0 after timeout_ms. */
-int smb_async_await_told(struct smb_async *async, uint32_t timeout_ms);
+int smb_async_await_event(struct smb_async *async, uint32_t timeout_ms);
 /* Takes those that ended, in that order; returns how many. Does not block. */
-uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t most);
-/* One that was told, but not as DONE: its turn is over. */
+uint32_t smb_async_take(struct smb_async *async, struct smb_async_event *events, uint32_t most);
+/* Of an event that was taken, other than DONE: its turn is over. */
 void smb_async_end(struct smb_async *async, struct smb_operation *operation);
 /* 1: the operation of that tag had not begun, and is no more. 0: it has, or there is none. */
 int smb_async_cancel(struct smb_async *async, uint64_t tag);

@@ -10,14 +10,14 @@
 #include "client/unknown.h"
 #include "memory/change.h"
 
-static void tell(struct smb_async *async, struct smb_operation *operation, int what)
+static void add_event(struct smb_async *async, struct smb_operation *operation, int what)
 {
     operation->state = OPERATION_ENDED;
     operation->what = what;
-    operation->next_told = NULL;
-    *async->told_end = operation;
-    async->told_end = &operation->next_told;
-    async->told_count++;
+    operation->next_event = NULL;
+    *async->events_end = operation;
+    async->events_end = &operation->next_event;
+    async->event_count++;
 }
 
 static void leave_order(struct smb_async *async, struct smb_operation *operation)
@@ -68,9 +68,9 @@ static void async_release(struct smb_async *async)
 {
     if (atomic_fetch_sub_explicit(&async->references, 1, memory_order_acq_rel) != 1)
         return;
-    SMB_ASSERT(async->told_count == 0);
+    SMB_ASSERT(async->event_count == 0);
     pthread_cond_destroy(&async->changed);
-    pthread_cond_destroy(&async->told);
+    pthread_cond_destroy(&async->event_there);
     pthread_cond_destroy(&async->ended);
     pthread_mutex_destroy(&async->mutex);
     client_release(async->client);
@@ -149,11 +149,11 @@ static void operation_over(struct smb_async *async, struct smb_operation *operat
     transfer_count(operation->buffer, &operation->request, &operation->outcome, operation->link,
                    operation->begun_ns);
     if (operation->failed) { /* it may be gone on with: its turn lasts until smb_async_end */
-        tell(async, operation, SMB_TOLD_FAILED);
+        add_event(async, operation, SMB_ASYNC_FAILED);
         return;
     }
     leave_order(async, operation);
-    tell(async, operation, SMB_TOLD_DONE);
+    add_event(async, operation, SMB_ASYNC_DONE);
 }
 
 static void end_slice(struct smb_async *async, struct slice *slice, uint64_t now_ns)
@@ -282,7 +282,7 @@ static void begin_what_may(struct smb_async *async)
         }
         heap_remove(operation);
         operation->window->in_flight += window_slice_bytes(operation);
-        tell(async, operation, SMB_TOLD_BEGIN);
+        add_event(async, operation, SMB_ASYNC_BEGIN);
     }
 }
 
@@ -322,8 +322,8 @@ static void *run(void *argument)
         reap(async);
         begin_what_may(async);
         bool idle = !async->flying && !async->here;
-        if (async->told_count >= async->taker_wants || (idle && async->told_count > 0))
-            pthread_cond_signal(&async->told);
+        if (async->event_count >= async->taker_wants || (idle && async->event_count > 0))
+            pthread_cond_signal(&async->event_there);
         if (idle && async->stopped && !some_begun(async))
             break;
         async->sleeps = idle;
@@ -386,13 +386,13 @@ int smb_async_create(struct smb_client *client, struct smb_async **async)
     made->client = client_retain(client);
     made->references = 1;
     made->pid = getpid();
-    made->told_end = &made->told_head;
+    made->events_end = &made->events_head;
     made->flying_end = &made->flying;
     made->taker_wants = 1;
     made->bell = (struct call){.is_bell = true, .deadline_ns = UINT64_MAX};
     pthread_mutex_init(&made->mutex, NULL);
     make_condition(&made->changed);
-    make_condition(&made->told);
+    make_condition(&made->event_there);
     make_condition(&made->ended);
     *async = made;
     return SMB_OK;
@@ -493,8 +493,8 @@ int smb_async_cancel(struct smb_async *async, uint64_t tag)
 void smb_async_end(struct smb_async *async, struct smb_operation *operation)
 {
     pthread_mutex_lock(&async->mutex);
-    SMB_ASSERT(operation->state == OPERATION_ENDED && operation->what != SMB_TOLD_DONE);
-    if (operation->what == SMB_TOLD_BEGIN)
+    SMB_ASSERT(operation->state == OPERATION_ENDED && operation->what != SMB_ASYNC_DONE);
+    if (operation->what == SMB_ASYNC_BEGIN)
         operation->window->in_flight -= window_slice_bytes(operation);
     leave_order(async, operation);
     forget(operation);
@@ -509,39 +509,39 @@ static bool wait_until(pthread_cond_t *condition, pthread_mutex_t *mutex, uint64
     return pthread_cond_timedwait(condition, mutex, &until) != ETIMEDOUT;
 }
 
-int smb_async_await_told(struct smb_async *async, uint32_t timeout_ms)
+int smb_async_await_event(struct smb_async *async, uint32_t timeout_ms)
 {
     uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     pthread_mutex_lock(&async->mutex);
     async->taker_wants = 1;
-    while (async->told_count == 0 && wait_until(&async->told, &async->mutex, until_ns))
+    while (async->event_count == 0 && wait_until(&async->event_there, &async->mutex, until_ns))
         continue;
-    async->taker_wants = TOLD_AT_ONCE;
+    async->taker_wants = EVENTS_AT_ONCE;
     until_ns = smb_now_ns() + TAKER_LINGERS_NS;
-    while (async->told_count > 0 && async->told_count < TOLD_AT_ONCE && async->busy &&
-           wait_until(&async->told, &async->mutex, until_ns))
+    while (async->event_count > 0 && async->event_count < EVENTS_AT_ONCE && async->busy &&
+           wait_until(&async->event_there, &async->mutex, until_ns))
         continue;
-    bool some = async->told_count > 0;
+    bool some = async->event_count > 0;
     pthread_mutex_unlock(&async->mutex);
     return some;
 }
 
-uint32_t smb_async_take(struct smb_async *async, struct smb_told *told, uint32_t most)
+uint32_t smb_async_take(struct smb_async *async, struct smb_async_event *events, uint32_t most)
 {
     uint32_t count = 0;
     pthread_mutex_lock(&async->mutex);
-    while (async->told_head && count < most) {
-        struct smb_operation *operation = async->told_head;
-        async->told_head = operation->next_told;
-        if (!async->told_head)
-            async->told_end = &async->told_head;
-        async->told_count--;
-        told[count++] = (struct smb_told){.operation = operation,
-                                          .tag = operation->tag,
-                                          .what = operation->what,
-                                          .outcome = operation->outcome};
+    while (async->events_head && count < most) {
+        struct smb_operation *operation = async->events_head;
+        async->events_head = operation->next_event;
+        if (!async->events_head)
+            async->events_end = &async->events_head;
+        async->event_count--;
+        events[count++] = (struct smb_async_event){.operation = operation,
+                                                   .tag = operation->tag,
+                                                   .what = operation->what,
+                                                   .outcome = operation->outcome};
         operation->outcome.unknown = NULL;
-        if (operation->what == SMB_TOLD_DONE)
+        if (operation->what == SMB_ASYNC_DONE)
             forget(operation);
     }
     pthread_mutex_unlock(&async->mutex);
@@ -582,10 +582,10 @@ void smb_async_stop(struct smb_async *async)
                 continue;
             if (operation->in_heap)
                 heap_remove(operation);
-            tell(async, operation, SMB_TOLD_CANCELLED);
+            add_event(async, operation, SMB_ASYNC_CANCELLED);
         }
     }
-    pthread_cond_signal(&async->told);
+    pthread_cond_signal(&async->event_there);
     wake_thread(async);
     pthread_mutex_unlock(&async->mutex);
 }

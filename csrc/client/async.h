@@ -2,7 +2,7 @@
  *
  * Threads. The async thread begins slices, does local pieces itself, one slice at a time, and waits
  * for links by a bell (call.h): as the progress thread, or beside it. Any thread submits, cancels,
- * waits. One thread takes what is told.
+ * waits. One thread takes the events.
  *
  * Locks. `mutex` guards all of operations, windows and lists but `flying` and `here`, which are the
  * async thread's. It is taken before the client's mutex, and never held over I/O. Slices and their
@@ -22,9 +22,9 @@
 
 enum {
     SLICES_MAX = 256, /* in flight: each is looked at whenever one of them is done */
-    /* Told together if they end one after the other: to wake the taker, and to hand it Python's
+    /* Taken together if they end one after the other: to wake the taker, and to hand it Python's
      * lock, takes as long as a small operation. */
-    TOLD_AT_ONCE = 16,
+    EVENTS_AT_ONCE = 16,
     TAKER_LINGERS_NS = 50000,
     /* of one window, not ended: each is looked at by every later one on buffers of its list */
     OPERATIONS_MAX = 1 << 14,
@@ -44,9 +44,9 @@ struct smb_async {
     _Atomic uint32_t references;
     pid_t pid; /* its thread is of no other process */
     pthread_mutex_t mutex;
-    pthread_cond_t changed; /* for the async thread */
-    pthread_cond_t told;    /* for who takes */
-    pthread_cond_t ended;   /* for those who wait for their turn, if any do */
+    pthread_cond_t changed;     /* for the async thread */
+    pthread_cond_t event_there; /* for who takes */
+    pthread_cond_t ended;       /* for those who wait for their turn, if any do */
     pthread_t thread;
     bool has_thread;
     bool stopped;     /* nothing is submitted, and no operation begins, any more */
@@ -55,8 +55,8 @@ struct smb_async {
     uint32_t waiting; /* threads on `ended` */
     struct order order;
     struct smb_window *windows;
-    struct smb_operation *told_head, **told_end;
-    uint32_t told_count, taker_wants; /* at least so many, while some are under way */
+    struct smb_operation *events_head, **events_end;
+    uint32_t event_count, taker_wants; /* at least so many, while some are under way */
     /* the async thread's */
     struct call bell;
     /* over links, in the order in which they began; their local part is done, or `here` */

@@ -18,12 +18,12 @@ enum { ORDERS = 64 }; /* lists of operations, by the buffer's number */
 enum operation_state {
     OPERATION_WAITS, /* for its turn, or in its window's heap */
     OPERATION_BEGUN,
-    OPERATION_ENDED, /* or handed to the library: to be told, or told */
+    OPERATION_ENDED, /* or handed to the library: its event is to be taken, or was */
 };
 
 struct smb_operation {
     struct smb_operation *earlier, *later; /* of its order's list */
-    struct smb_operation *next_told;
+    struct smb_operation *next_event;
     struct smb_operation *next_raised; /* while urgencies are raised */
     struct smb_window *window;
     struct heap *heap;         /* its window's */
@@ -41,7 +41,7 @@ struct smb_operation {
     bool in_heap, changes, failed;
     bool local;                  /* some of its buffer's segments are mapped */
     int state;                   /* enum operation_state */
-    int what;                    /* enum smb_told_what */
+    int what;                    /* enum smb_async_event_kind */
     const struct smb_link *link; /* one that it went over, or NULL */
     struct smb_outcome outcome, local_outcome;
 };

@@ -316,7 +316,7 @@ void group_stop_forwarding(struct replica_group *group, int status)
     feed_clear(&group->feed);
     end_copy(group);
     pthread_cond_broadcast(&group->room);
-    group->asking = false;
+    group->question_pending = false;
     atomic_store_explicit(&group->paired, false, memory_order_release);
     if (status == SMB_OK)
         atomic_store_explicit(&group->confirmed,
@@ -489,7 +489,7 @@ static void confirm(struct replica_group *group, struct forward *done)
 {
     if (done->asked_ns) {
         group->asked_at_ns = done->asked_ns;
-        group->asking = false;
+        group->question_pending = false;
     }
     atomic_store_explicit(&group->confirmed, done->order, memory_order_release);
     uint64_t order = done->order;

@@ -304,7 +304,7 @@ static bool ask_backup(struct replica *replica)
         replica = group->members;
     replica_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
     question->asked_ns = smb_now_ns();
-    group->asking = true;
+    group->question_pending = true;
     group_append(replica, question);
     feed_send(&group->feed);
     return true;
@@ -351,7 +351,7 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
     /* The backup may have been promoted. It says that it was not, after the read began. */
     pthread_mutex_lock(&group->lock);
     bool fresh = !is_paired(group) || group->asked_at_ns > begun_ns;
-    if (!fresh && !group->asking)
+    if (!fresh && !group->question_pending)
         ask_backup(replica);
     group_unlock(group);
     return fresh ? SMB_OK : SMB_BUSY;

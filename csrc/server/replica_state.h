@@ -48,11 +48,11 @@ struct replica_group {
     _Atomic bool paired; /* primary: there is a backup, which has to have all that is told */
     _Atomic bool yields; /* primary: its lease does not count: it may be replaced at any moment */
     _Atomic uint64_t order, confirmed;
-    uint64_t asked_at_ns; /* when the last question that was confirmed was asked */
-    bool asking;          /* one is on its way */
-    struct feed feed;     /* to the backup */
-    uint64_t fed_by;      /* the member by which the forwarder finds its connection */
-    bool told_works;      /* what was told last: there is a connection that works */
+    uint64_t asked_at_ns;  /* when the last question that was confirmed was asked */
+    bool question_pending; /* one is on its way */
+    struct feed feed;      /* to the backup */
+    uint64_t fed_by;       /* the member by which the forwarder finds its connection */
+    bool told_works;       /* what was told last: there is a connection that works */
     struct wait *waiting, *waiting_last; /* by order */
     char peer[SMB_SERVER_NAME_BYTES];    /* the server of the other copy, in this epoch */
     const struct connection *feeder;     /* backup: the primary's, compared only */

@@ -19,7 +19,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
-from smb.engine import AsyncOperations, BufferHandle, EngineError, Outcome, Request, Status, Switch, Taken, Told, Window
+from smb.engine import (
+    AsyncEvent,
+    AsyncEventKind,
+    AsyncOperations,
+    BufferHandle,
+    EngineError,
+    Outcome,
+    Request,
+    Status,
+    Switch,
+    Window,
+)
 from smb.errors import (
     Error,
     TimeoutError,  # noqa: A004 - the contract's name
@@ -262,31 +273,31 @@ class AsyncCalls:
     def _watch(self) -> None:
         """Complete the futures of what the engine has done, until no call is left."""
         while True:
-            self._operations.await_told(_WATCH_MS if self._calls else _LINGER_MS)
+            self._operations.await_event(_WATCH_MS if self._calls else _LINGER_MS)
             taken = self._operations.take()
             with self._lock:
                 if not taken and not self._calls:
                     self._watched = False
                     return
-                told = [(self._take(one), one) for one in taken]
-            for call, one in told:
-                if one.told == Told.DONE:
+                events = [(self._take(one), one) for one in taken]
+            for call, one in events:
+                if one.kind == AsyncEventKind.DONE:
                     call.future.set_result(call.result)
                 else:
                     self._hand_over(call, one)
-            told = taken = call = one = None  # type: ignore[assignment]  # what they hold is the futures' now
+            events = taken = call = one = None  # type: ignore[assignment]  # what they hold is the futures' now
 
-    def _take(self, one: Taken) -> _Call:
-        """Take what is told of a call out of the engine's; with the lock held."""
+    def _take(self, one: AsyncEvent) -> _Call:
+        """Take a call of which there is an event out of the engine's; with the lock held."""
         call = self._calls.pop(one.tag)
-        if one.told == Told.DONE:
+        if one.kind == AsyncEventKind.DONE:
             self._leave(call)
         else:
             self._running.add(call)
         return call
 
-    def _hand_over(self, call: _Call, one: Taken) -> None:
-        if one.told == Told.CANCELLED:
+    def _hand_over(self, call: _Call, one: AsyncEvent) -> None:
+        if one.kind == AsyncEventKind.CANCELLED:
             self._end(call, one)
             call.future.end_cancelled()
             return
@@ -296,7 +307,7 @@ class AsyncCalls:
         except RuntimeError:  # at the process's end no thread can be had: this one is the last
             self._run(call, one)
 
-    def _run(self, call: _Call, one: Taken) -> None:
+    def _run(self, call: _Call, one: AsyncEvent) -> None:
         call.future.set_running_or_notify_cancel()
         result: Any = None
         error: BaseException | None = None
@@ -312,7 +323,7 @@ class AsyncCalls:
             call.future.set_result(result)
         del call, one, error  # the traceback of the one refers to this frame
 
-    def _end(self, call: _Call, one: Taken) -> None:
+    def _end(self, call: _Call, one: AsyncEvent) -> None:
         self._operations.end(one.operation)
         with self._lock:
             self._running.discard(call)

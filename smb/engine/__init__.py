@@ -35,7 +35,7 @@ from smb.engine.arithmetic import (
     segment_file_bytes,
     state_sum,
 )
-from smb.engine.async_operations import AsyncOperations, Taken, Told, Window
+from smb.engine.async_operations import AsyncEvent, AsyncEventKind, AsyncOperations, Window
 from smb.engine.buffers import BufferHandle, direct, unmap
 from smb.engine.calls import NOWHERE, Outcome, Request, UnknownParts, address_of, direct_call, memory_at, memory_of
 from smb.engine.counters import ClientCounters, Latency, latencies_of
@@ -61,10 +61,11 @@ from smb.engine.links import LATEST, EngineClient, Link, PendingRequest, Reply, 
 __all__ = [
     "DEFAULT_CHUNK_BYTES", "DELTA_PART_MAX", "HELLO", "KINDS", "LANES_FURTHER_MAX", "LATEST", "NOWHERE",
     "PAGE_BYTES", "RECORD_BYTES",
-    "SEGMENTS_MAX", "SOURCES_MAX", "TRANSPORTS", "AskOpcode", "AsyncOperations", "BufferHandle", "ClientCounters",
-    "EngineClient", "EngineError", "Lane", "Latency", "Link", "Opcode", "Outcome", "PartState", "PendingRequest",
-    "Place", "Reply", "Request", "Segment", "Status", "Switch", "Taken", "Tls", "Token", "Told", "UnknownParts",
-    "Window", "address_of", "apply_op", "check_isa", "crc32c", "delta_apply", "delta_encode", "direct", "direct_call",
+    "SEGMENTS_MAX", "SOURCES_MAX", "TRANSPORTS", "AskOpcode", "AsyncEvent", "AsyncEventKind", "AsyncOperations",
+    "BufferHandle", "ClientCounters", "EngineClient", "EngineError", "Lane", "Latency", "Link", "Opcode", "Outcome",
+    "PartState", "PendingRequest", "Place", "Reply", "Request", "Segment", "Status", "Switch", "Tls", "Token",
+    "UnknownParts", "Window", "address_of", "apply_op", "check_isa", "crc32c", "delta_apply", "delta_encode", "direct",
+    "direct_call",
     "isa_names", "latencies_of", "layout_piece", "memory_at", "memory_of", "op_accepts", "round_as_sent",
     "segment_bytes", "segment_file_bytes", "state_sum", "status_name", "take_interrupt", "unmap",
 ]  # fmt: skip

@@ -16,32 +16,32 @@ Operation: TypeAlias = Any
 _TAKEN_MAX = 64
 
 
-class Told(IntEnum):
+class AsyncEventKind(IntEnum):
     """An operation has come so far."""
 
-    DONE = lib.SMB_TOLD_DONE  # it is no more
-    FAILED = lib.SMB_TOLD_FAILED  # its turn lasts until end()
-    BEGIN = lib.SMB_TOLD_BEGIN  # a call of the caller's, likewise
-    CANCELLED = lib.SMB_TOLD_CANCELLED  # it had not begun; end() it
+    DONE = lib.SMB_ASYNC_DONE  # it is no more
+    FAILED = lib.SMB_ASYNC_FAILED  # its turn lasts until end()
+    BEGIN = lib.SMB_ASYNC_BEGIN  # a call of the caller's, likewise
+    CANCELLED = lib.SMB_ASYNC_CANCELLED  # it had not begun; end() it
 
 
-class Taken(NamedTuple):
+class AsyncEvent(NamedTuple):
     """How far the operation of a tag has come; its outcome if it failed. `operation` is to be ended, unless DONE."""
 
     tag: int
     operation: Operation
-    told: Told
+    kind: AsyncEventKind
     outcome: Outcome | None
 
 
 class AsyncOperations:
-    """The async operations of one client; csrc/client/async.h. One thread takes what is told."""
+    """The async operations of one client; csrc/client/async.h. One thread takes the events."""
 
     def __init__(self, client: EngineClient) -> None:
         made = ffi.new("struct smb_async **")
         check(lib.smb_async_create(client.pointer, made))
         self.pointer = ffi.gc(made[0], lib.smb_async_destroy)
-        self._told = ffi.new("struct smb_told[]", _TAKEN_MAX)
+        self._events = ffi.new("struct smb_async_event[]", _TAKEN_MAX)
 
     def submit(
         self,
@@ -53,9 +53,9 @@ class AsyncOperations:
         priority: int,
         tag: int,
     ) -> None:
-        """Begin a read, write or addition in its turn; its memory, handle and window stay until it is told of, at most
+        """Begin a read, write or addition in its turn; its memory, handle and window stay until its last event, at most
         timeout_ms for each part after it began. EngineError INVALID where smb_transfer is to do or refuse it,
-        DISCONNECTED once stopped, BUSY if there are too many. It is told of by its tag.
+        DISCONNECTED once stopped, BUSY if there are too many. Its events have its tag.
         """
         opcode, offset, nbytes, source, sink, op, scale, _, _, wire, token, *_ = request
         check(
@@ -68,7 +68,7 @@ class AsyncOperations:
     def submit_call(
         self, window: Window, offset: int, nbytes: int, key: int, priority: int, tag: int, *, changes: bool
     ) -> None:
-        """Have a call of the caller's told as BEGIN in its turn."""
+        """Have an event BEGIN for a call of the caller's, in its turn."""
         opcode = Opcode.WRITE if changes else Opcode.READ
         check(
             lib.smb_async_submit(
@@ -77,19 +77,19 @@ class AsyncOperations:
             )
         )  # fmt: skip
 
-    def await_told(self, timeout_ms: int) -> None:
+    def await_event(self, timeout_ms: int) -> None:
         """Wait until there is something to take, at most so long."""
-        lib.smb_async_await_told(self.pointer, timeout_ms)
+        lib.smb_async_await_event(self.pointer, timeout_ms)
 
-    def take(self) -> list[Taken]:
-        """Return what is told by now, some of it; does not block. One thread at a time."""
-        told = self._told
+    def take(self) -> list[AsyncEvent]:
+        """Return the events so far, some of them; does not block. One thread at a time."""
+        events = self._events
         taken = []
-        for index in range(lib.smb_async_take(self.pointer, told, _TAKEN_MAX)):
-            one = told[index]
+        for index in range(lib.smb_async_take(self.pointer, events, _TAKEN_MAX)):
+            one = events[index]
             what = one.what
-            outcome = outcome_of(one.outcome) if what == Told.FAILED else None
-            taken.append(Taken(one.tag, one.operation, what, outcome))
+            outcome = outcome_of(one.outcome) if what == AsyncEventKind.FAILED else None
+            taken.append(AsyncEvent(one.tag, one.operation, what, outcome))
         return taken
 
     def end(self, operation: Operation) -> None:

@@ -28,7 +28,7 @@ from smb.errors import InvalidArgumentError
 from smb.train.partition import Layer
 
 _FLOAT_BYTES = 4  # parameters are exchanged as float32
-_FORWARD_SHARE = 1 / 3  # of both passes, where layers are not told: backward does two products for each of forward's
+_FORWARD_SHARE = 1 / 3  # of both passes, where layers are not given: backward does two products for each of forward's
 _LAYERS_MAX = 1000  # which a plan takes seconds for
 _TOP = {"name", "batch", "parameters", "bytes", "compute_ms", "layers"}
 _LAYER = {"name", "parameters", "bytes", "forward_ms", "backward_ms"}
@@ -66,7 +66,7 @@ class Compute:
 class Spec:
     """The model. layers: their times are those of a step of `batch` samples, and sum up to compute.seconds(batch).
 
-    by_layer: whether the layers were told; if not, there is one that stands for all.
+    by_layer: whether the layers were given; if not, there is one that stands for all.
     """
 
     name: str
@@ -110,28 +110,28 @@ def read_spec(path: Path) -> Spec:
         raise InvalidArgumentError(f"{path}: {error}") from error
 
 
-def make_spec(told: Any, name: str) -> Spec:
+def make_spec(given: Any, name: str) -> Spec:
     """Return the spec of what a file says. Raises InvalidArgumentError."""
-    if not isinstance(told, dict):
+    if not isinstance(given, dict):
         raise InvalidArgumentError("a spec is a table of names and values")
-    _check_names(told, _TOP, "a spec")
-    batch = told.get("batch", 1)
+    _check_names(given, _TOP, "a spec")
+    batch = given.get("batch", 1)
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise InvalidArgumentError(f"batch = {batch!r} is no number of samples from 1 on")
-    name = str(told.get("name", name))
-    compute = _compute(told["compute_ms"]) if "compute_ms" in told else None
-    if "layers" in told:
-        return _of_layers(told, name, batch, compute)
+    name = str(given.get("name", name))
+    compute = _compute(given["compute_ms"]) if "compute_ms" in given else None
+    if "layers" in given:
+        return _of_layers(given, name, batch, compute)
     if compute is None:
         raise InvalidArgumentError("it has neither layers nor compute_ms: how long does a step compute?")
-    whole = Layer(_nbytes(told, "the spec"), _FORWARD_SHARE, 1 - _FORWARD_SHARE)
+    whole = Layer(_nbytes(given, "the spec"), _FORWARD_SHARE, 1 - _FORWARD_SHARE)
     return Spec(name, batch, scaled((whole,), compute.seconds(batch)), compute, by_layer=False)
 
 
-def _of_layers(told: dict[str, Any], name: str, batch: int, compute: Compute | None) -> Spec:
-    if "parameters" in told or "bytes" in told:
+def _of_layers(given: dict[str, Any], name: str, batch: int, compute: Compute | None) -> Spec:
+    if "parameters" in given or "bytes" in given:
         raise InvalidArgumentError("layers have bytes of their own: leave out the spec's")
-    tables = told["layers"]
+    tables = given["layers"]
     if not isinstance(tables, list) or not 1 <= len(tables) <= _LAYERS_MAX:
         raise InvalidArgumentError(f"layers are 1 to {_LAYERS_MAX} tables, [[layers]] in TOML")
     layers = tuple(_layer(table, f"layer {number}") for number, table in enumerate(tables, 1))
@@ -151,23 +151,23 @@ def scaled(layers: tuple[Layer, ...], total_s: float) -> tuple[Layer, ...]:
     return tuple(replace(layer, forward_s=by * layer.forward_s, backward_s=by * layer.backward_s) for layer in layers)
 
 
-def _layer(told: Any, where: str) -> Layer:
-    if not isinstance(told, dict):
+def _layer(given: Any, where: str) -> Layer:
+    if not isinstance(given, dict):
         raise InvalidArgumentError(f"{where} is no table")
-    _check_names(told, _LAYER, where)
+    _check_names(given, _LAYER, where)
     forward, backward = (
-        _milliseconds(told.get(name, 0), f"{name} of {where}") for name in ("forward_ms", "backward_ms")
+        _milliseconds(given.get(name, 0), f"{name} of {where}") for name in ("forward_ms", "backward_ms")
     )
-    return Layer(_nbytes(told, where), forward, backward)
+    return Layer(_nbytes(given, where), forward, backward)
 
 
-def _nbytes(told: dict[str, Any], where: str) -> int:
-    if ("bytes" in told) == ("parameters" in told):
+def _nbytes(given: dict[str, Any], where: str) -> int:
+    if ("bytes" in given) == ("parameters" in given):
         raise InvalidArgumentError(f"{where} needs one of parameters and bytes")
-    if "bytes" in told:
-        nbytes = parse_bytes(told["bytes"])
+    if "bytes" in given:
+        nbytes = parse_bytes(given["bytes"])
     else:
-        count = told["parameters"]
+        count = given["parameters"]
         number = isinstance(count, int | float) and not isinstance(count, bool)
         if not number or not 0 <= count < math.inf or count != int(count):
             raise InvalidArgumentError(f"parameters = {count!r} of {where} is no number of them")
@@ -177,11 +177,11 @@ def _nbytes(told: dict[str, Any], where: str) -> int:
     return nbytes
 
 
-def _compute(told: Any) -> Compute:
-    if not isinstance(told, dict):
+def _compute(given: Any) -> Compute:
+    if not isinstance(given, dict):
         raise InvalidArgumentError("compute_ms is a table: batch = milliseconds")
     times = {}
-    for batch, value in told.items():
+    for batch, value in given.items():
         if not (batch.isascii() and batch.isdigit() and int(batch)):
             raise InvalidArgumentError(f"compute_ms: {batch!r} is no batch")
         times[int(batch)] = _milliseconds(value, f"compute_ms of {batch}")
@@ -196,8 +196,8 @@ def _milliseconds(value: Any, what: str) -> float:
     return value / 1e3
 
 
-def _check_names(told: dict[str, Any], known: set[str], where: str) -> None:
-    if foreign := told.keys() - known:
+def _check_names(given: dict[str, Any], known: set[str], where: str) -> None:
+    if foreign := given.keys() - known:
         names = ", ".join(map(repr, sorted(foreign)))
         raise InvalidArgumentError(f"{where} has no {names}; it takes {', '.join(sorted(known))}")
 

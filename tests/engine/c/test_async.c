@@ -21,13 +21,13 @@ enum { KEY = 7, SEED = 27 };
 
 static const char *const WAY_NAMES[] = {"tcp", "unix", "mapping", "both", "reference"};
 
-/* One client's operations, and what was told of them. */
+/* One client's operations, and what was events of them. */
 struct bench {
     struct rig rig;
     struct reach reach;
     struct smb_async *async;
     struct smb_window *window;
-    struct smb_told told[NOTED_MAX];
+    struct smb_async_event events[NOTED_MAX];
     uint32_t count;
     uint64_t tags; /* used */
 };
@@ -81,14 +81,14 @@ static uint64_t hold(struct bench *bench, uint64_t offset, uint64_t bytes)
     return tag;
 }
 
-/* Until so many were told in all, or more. */
+/* Until so many were events in all, or more. */
 static void take_until(struct bench *bench, uint32_t count)
 {
     uint64_t end_ns = check_now_ns() + 60000000000U;
     while (bench->count < count) {
         CHECK(check_now_ns() < end_ns);
-        smb_async_await_told(bench->async, 1000);
-        bench->count += smb_async_take(bench->async, bench->told + bench->count,
+        smb_async_await_event(bench->async, 1000);
+        bench->count += smb_async_take(bench->async, bench->events + bench->count,
                                        NOTED_MAX - bench->count);
     }
 }
@@ -96,7 +96,7 @@ static void take_until(struct bench *bench, uint32_t count)
 static uint32_t index_of(const struct bench *bench, uint64_t tag)
 {
     uint32_t index = 0;
-    while (index < bench->count && bench->told[index].tag != tag)
+    while (index < bench->count && bench->events[index].tag != tag)
         index++;
     CHECK(index < bench->count);
     return index;
@@ -146,8 +146,8 @@ static void all_is_in_the_order_of_the_calls(enum way way)
     }
     take_until(&bench, OPERATIONS);
     for (int i = 0; i < OPERATIONS; i++) {
-        CHECK_EQ(bench.told[i].what, SMB_TOLD_DONE);
-        CHECK_EQ(bench.told[i].outcome.status, SMB_OK);
+        CHECK_EQ(bench.events[i].what, SMB_ASYNC_DONE);
+        CHECK_EQ(bench.events[i].outcome.status, SMB_OK);
         if (reads[i].expected)
             CHECK(memcmp(reads[i].memory, reads[i].expected, 8 * reads[i].count) == 0);
         free(reads[i].memory);
@@ -196,7 +196,7 @@ static void the_most_urgent_goes_first(void)
         bench_start(&bench, (enum way)way, CHUNK);
         uint64_t holding = hold(&bench, 0, LAYOUT.bytes);
         take_until(&bench, 1);
-        CHECK_EQ(bench.told[0].what, SMB_TOLD_BEGIN);
+        CHECK_EQ(bench.events[0].what, SMB_ASYNC_BEGIN);
         static const int priorities[] = {0, 0, 5, -1, 5};
         uint64_t made[8];
         for (int i = 0; i < 5; i++)
@@ -205,8 +205,8 @@ static void the_most_urgent_goes_first(void)
         made[5] = submit(&bench, SMB_WRITE, 20U * CHUNK, 2U * CHUNK, memory, NULL, -9);
         made[6] = submit(&bench, SMB_WRITE, 21U * CHUNK, 2U * CHUNK, memory, NULL, -9);
         made[7] = submit(&bench, SMB_READ, 22U * CHUNK, CHUNK, NULL, memory, 7);
-        CHECK_EQ(smb_async_take(bench.async, bench.told + 1, NOTED_MAX - 1), 0);
-        smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
+        CHECK_EQ(smb_async_take(bench.async, bench.events + 1, NOTED_MAX - 1), 0);
+        smb_async_end(bench.async, bench.events[index_of(&bench, holding)].operation);
         take_until(&bench, 9);
         static const int order[] = {5, 6, 7, 2, 4, 0, 1, 3};
         for (int i = 0; i < 8; i++)
@@ -231,7 +231,7 @@ static void an_urgent_one_waits_for_one_window(void)
             submit(&bench, SMB_WRITE, i / 4 * (2 * CHUNK) + i % 4 * (CHUNK / 4), CHUNK / 4, memory,
                    NULL, 0);
         uint64_t read = submit(&bench, SMB_READ, 40U * CHUNK, CHUNK, NULL, part, 9);
-        smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
+        smb_async_end(bench.async, bench.events[index_of(&bench, holding)].operation);
         take_until(&bench, 66);
         CHECK(index_of(&bench, read) <= 1 + 4 * WINDOW);
         bench_end(&bench);
@@ -253,7 +253,7 @@ static void cancelling(void)
     take_until(&bench, 1);
     CHECK_EQ(smb_async_cancel(bench.async, holding), 0);
     CHECK_EQ(smb_async_cancel(bench.async, waits), 1);
-    smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
+    smb_async_end(bench.async, bench.events[index_of(&bench, holding)].operation);
     take_until(&bench, 2);
     CHECK_EQ(index_of(&bench, after), 1);
     holding = hold(&bench, 0, CHUNK);
@@ -261,12 +261,12 @@ static void cancelling(void)
     uint64_t left = submit(&bench, SMB_ACCUMULATE, 0, CHUNK, ones, NULL, 0);
     smb_async_stop(bench.async);
     take_until(&bench, 4);
-    CHECK_EQ(bench.told[3].what, SMB_TOLD_CANCELLED);
+    CHECK_EQ(bench.events[3].what, SMB_ASYNC_CANCELLED);
     CHECK_EQ(smb_async_submit(bench.async, bench.window, bench.reach.buffer, SMB_READ, 0, CHUNK,
                               NULL, now, 0, 0, 0, 0, RIG_TIMEOUT_MS, KEY, 0, 0),
              SMB_DISCONNECTED);
-    smb_async_end(bench.async, bench.told[index_of(&bench, left)].operation);
-    smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
+    smb_async_end(bench.async, bench.events[index_of(&bench, left)].operation);
+    smb_async_end(bench.async, bench.events[index_of(&bench, holding)].operation);
     must(bench.reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = CHUNK, .sink = now});
     CHECK(memcmp(now, ones, CHUNK) == 0);
     bench_end(&bench);
@@ -305,7 +305,7 @@ static void waiting_for_a_turn(void)
         pthread_mutex_unlock(&bench.async->mutex);
         waits;
     }));
-    smb_async_end(bench.async, bench.told[index_of(&bench, holding)].operation);
+    smb_async_end(bench.async, bench.events[index_of(&bench, holding)].operation);
     pthread_join(thread, NULL);
     bench_end(&bench);
     rig_stop(&bench.rig);
@@ -330,12 +330,12 @@ static void failing_in_the_middle(void)
         for (uint32_t i = 0; i < OPERATIONS; i++) {
             if (bench.count <= i)
                 take_until(&bench, i + 1);
-            struct smb_outcome *outcome = &bench.told[i].outcome;
-            if (bench.told[i].what == SMB_TOLD_DONE) {
+            struct smb_outcome *outcome = &bench.events[i].outcome;
+            if (bench.events[i].what == SMB_ASYNC_DONE) {
                 CHECK_EQ(outcome->bytes_applied, LAYOUT.bytes);
                 continue;
             }
-            CHECK_EQ(bench.told[i].what, SMB_TOLD_FAILED);
+            CHECK_EQ(bench.events[i].what, SMB_ASYNC_FAILED);
             CHECK(outcome->status == SMB_LINK_LOST || outcome->status == SMB_DISCONNECTED);
             uint64_t offset, bytes = outcome->bytes_applied;
             uint32_t length;
@@ -347,7 +347,7 @@ static void failing_in_the_middle(void)
             CHECK_EQ(bytes, LAYOUT.bytes);
             if (outcome->unknown)
                 smb_unknown_release(outcome->unknown);
-            smb_async_end(bench.async, bench.told[i].operation);
+            smb_async_end(bench.async, bench.events[i].operation);
             failed++;
         }
         CHECK((way == BY_MAPPING) == (failed == 0)); /* mapped segments go on working */
@@ -357,8 +357,8 @@ static void failing_in_the_middle(void)
 }
 
 /* Two servers that never answer, and much on its way to one of them: an operation on the other one
- * is told once its time is over, though nothing else happens then. */
-static void late_ones_are_told(void)
+ * is events once its time is over, though nothing else happens then. */
+static void late_ones_are_noticed(void)
 {
     enum { MUCH = 2 << 20, LATE_MS = 200, LEEWAY_MS = 20000, LONG_MS = 60000 };
     static uint8_t memory[2 * MUCH];
@@ -369,7 +369,7 @@ static void late_ones_are_told(void)
     struct smb_buffer *buffer;
     struct smb_async *async;
     struct smb_window *window;
-    struct smb_told told;
+    struct smb_async_event events;
     uint64_t instance;
     CHECK_EQ(smb_client_create(1, &client), SMB_OK);
     CHECK_EQ(smb_buffer_create(client, &layout, SMB_INT64, &buffer), SMB_OK);
@@ -388,16 +388,16 @@ static void late_ones_are_told(void)
                                   NULL, memory, 0, 0, SMB_WIRE_EXACT, 0, i ? LATE_MS : LONG_MS, KEY,
                                   0, i),
                  SMB_OK);
-    CHECK_EQ(smb_async_await_told(async, LEEWAY_MS), 1);
-    CHECK_EQ(smb_async_take(async, &told, 1), 1);
-    CHECK_EQ(told.tag, 1);
-    CHECK_EQ(told.what, SMB_TOLD_FAILED);
-    CHECK_EQ(told.outcome.status, SMB_TIMEOUT);
-    smb_async_end(async, told.operation);
+    CHECK_EQ(smb_async_await_event(async, LEEWAY_MS), 1);
+    CHECK_EQ(smb_async_take(async, &events, 1), 1);
+    CHECK_EQ(events.tag, 1);
+    CHECK_EQ(events.what, SMB_ASYNC_FAILED);
+    CHECK_EQ(events.outcome.status, SMB_TIMEOUT);
+    smb_async_end(async, events.operation);
     smb_client_close(client);
-    CHECK_EQ(smb_async_await_told(async, LEEWAY_MS), 1);
-    CHECK_EQ(smb_async_take(async, &told, 1), 1);
-    smb_async_end(async, told.operation);
+    CHECK_EQ(smb_async_await_event(async, LEEWAY_MS), 1);
+    CHECK_EQ(smb_async_take(async, &events, 1), 1);
+    smb_async_end(async, events.operation);
     smb_window_destroy(window);
     smb_async_destroy(async);
     smb_buffer_destroy(buffer);
@@ -479,7 +479,7 @@ int main(void)
         TEST(cancelling),
         TEST(waiting_for_a_turn),
         TEST(failing_in_the_middle),
-        TEST(late_ones_are_told),
+        TEST(late_ones_are_noticed),
         TEST(beside_blocking_calls),
     };
     return RUN_TESTS(tests);
