@@ -242,7 +242,6 @@ struct smb_token {
 };
 
 const char *smb_status_name(int status);
-const char *smb_version(void);
 
 /* ---- kernels --------------------------------------------------------------------------------- */
 
@@ -450,11 +449,6 @@ int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls);
 /* Only peers of the same uid, and root, are let in. The file is unlinked by smb_server_destroy. */
 int smb_server_listen_unix(struct smb_server *server, const char *path);
-/* Serves one more peer: fd is a connected stream socket, an end of a socketpair as well, and is
- * closed with the connection, or at once unless SMB_OK. The holder of the other end carries its
- * bytes to a client, and has checked that client. `transport` is what it is counted as.
- * SMB_OUT_OF_MEMORY: there are as many connections as may be. */
-int smb_server_adopt(struct smb_server *server, int fd, int transport);
 /* Memory that a peer's payloads are put into from outside, and answers' data fetched from: `count`
  * places of SMB_CHUNK_BYTES_MAX, each page aligned, slots of the journal if there is one. All of it
  * is allocated. SMB_OUT_OF_MEMORY. Counted references: the last one gives them back, before the
@@ -463,8 +457,10 @@ struct smb_slots;
 int smb_server_take_slots(struct smb_server *server, uint32_t count, struct smb_slots **slots);
 void *smb_slots_payload(const struct smb_slots *slots, uint32_t index);
 void smb_slots_release(struct smb_slots *slots);
-/* smb_server_adopt for a peer that sends records: its payloads are in these slots. Takes a
- * reference to them. */
+/* Serves one more peer, which sends records: its payloads are in these slots. Takes a reference to
+ * them. fd is an end of a socketpair. The descriptor is closed with the connection, or at once
+ * unless SMB_OK. The holder of the other end carries its bytes to a client, and has checked that
+ * client. SMB_OUT_OF_MEMORY: there are as many connections as may be. */
 int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slots *slots);
 /* A reference to a segment that is served, for smb_segment_release: as long as it is held the
  * segment's memory is not given back, though it be deleted. SMB_NOT_FOUND. */
@@ -679,10 +675,6 @@ int smb_client_connect_tls(struct smb_client *client, const char *address, uint1
                            struct smb_tls *tls, const char *expected, uint16_t lane,
                            uint32_t timeout_ms, struct smb_link **link, uint64_t *instance,
                            char why[400]);
-/* The same on a stream socket that is connected already: fd is closed with the link, or at once
- * unless SMB_OK. */
-int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms,
-                          struct smb_link **link, uint64_t *instance);
 /* Makes another link to the same server: a lane of its own, still without a connection. It gets one
  * as a link does whose connection broke, once a call needs one. The server must prove on it, if
  * ever, what it proved on the first. `follows`: an earlier link of the lane was closed, of which
@@ -732,8 +724,6 @@ int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lan
                                  uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
 int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance,
                               uint32_t timeout_ms, uint64_t *instance);
-int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms,
-                       uint64_t *instance);
 /* It gets no other connection: once this one breaks, the link is closed, and its calls end. */
 void smb_link_once(struct smb_link *link);
 /* Out of the caller's hands, without a connection; 1 if it still wants one. */

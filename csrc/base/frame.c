@@ -253,8 +253,3 @@ const char *smb_status_name(int status)
     default: return NULL;
     }
 }
-
-const char *smb_version(void)
-{
-    return "0.1.0";
-}

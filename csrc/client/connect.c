@@ -156,13 +156,6 @@ int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_
     return status;
 }
 
-int smb_client_connect_fd(struct smb_client *client, int fd, uint16_t lane, uint32_t timeout_ms,
-                          struct smb_link **link, uint64_t *instance)
-{
-    return connect_over(client, (struct channel){.fd = fd}, dial_fd(fd), lane,
-                        dial_until(client, timeout_ms), link, instance);
-}
-
 int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lane,
                                  uint32_t timeout_ms, struct smb_link **link, uint64_t *instance)
 {
@@ -307,13 +300,6 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
     int status = dial_unix(path, until, &channel.fd);
     atomic_store_explicit(&link->local, true, memory_order_relaxed);
     return resume_over(link, channel, false, status, accept_instance, until, instance, NULL);
-}
-
-int smb_link_resume_fd(struct smb_link *link, int fd, uint64_t accept_instance, uint32_t timeout_ms,
-                       uint64_t *instance)
-{
-    return resume_over(link, (struct channel){.fd = fd}, false, dial_fd(fd), accept_instance,
-                       dial_until(link->client, timeout_ms), instance, NULL);
 }
 
 int smb_link_resume_reference(struct smb_link *link, int fd, uint64_t accept_instance,

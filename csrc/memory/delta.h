@@ -21,7 +21,6 @@
 enum {
     DELTA_HEADER_BYTES = 16,
     DELTA_LONG_GAP = 255,
-    DELTA_ENTRY_BYTES_MAX = 1 + 4 + 8,
     DELTA_BLOCK_BYTES = 64 * (1 + 4 + 1) /* the most of 64 bytes of a state, of any width */
 };
 

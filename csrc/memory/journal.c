@@ -21,11 +21,10 @@ enum {
     HEADER_BYTES = PAGE + JOURNAL_SLOTS_MAX * (int)sizeof(uint32_t),
     /* the lowest slots keep their memory when they are free, the others give it back */
     FREE_KEPT = 16,
-    /* 3 is the same; 4 had SMB_WRITE, too: one left there is not finished, its chunk counts as
-     * torn */
+    /* 4 had SMB_WRITE, too: one left there is not finished, its chunk counts as torn. 3 is the
+     * same. 2 has no SMB_APPLY */
     VERSION = 5,
-    VERSION_ONE_SEGMENT = 2, /* without SMB_APPLY */
-    /* and without `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
+    /* nor `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
     VERSION_EXACT = 1
 };
 _Static_assert(HEADER_BYTES % PAGE == 0, "slots begin at a page");

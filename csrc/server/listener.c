@@ -115,29 +115,18 @@ void listener_accept(struct listener *listener)
     }
 }
 
-static int adopt(struct smb_server *server, int fd, int transport, struct smb_slots *slots)
+int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slots *slots)
 {
     int flags = fcntl(fd, F_GETFL);
-    int status = transport < 0 || transport >= SMB_TRANSPORT_COUNT ? SMB_INVALID
-                 : flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0
+    int status = flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0
                      ? SMB_SYSTEM
-                     : let_in(server, fd, transport, slots);
+                     : let_in(server, fd, SMB_TRANSPORT_VERBS, slots);
     if (status != SMB_OK) {
         int saved = errno;
         close(fd);
         errno = saved;
     }
     return status;
-}
-
-int smb_server_adopt(struct smb_server *server, int fd, int transport)
-{
-    return adopt(server, fd, transport, NULL);
-}
-
-int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slots *slots)
-{
-    return adopt(server, fd, SMB_TRANSPORT_VERBS, slots);
 }
 
 /* Takes fd over. Loop 0 accepts for all. */

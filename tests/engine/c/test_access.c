@@ -60,31 +60,34 @@ struct rigged {
     struct smb_buffer *buffer;
 };
 
-static void meet(struct smb_server *server, int *end)
+static struct smb_link *connect_to(struct smb_client *client, const struct rig *rig, int server,
+                                   uint16_t lane)
 {
-    int ends[2];
-    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
-    CHECK_EQ(smb_server_adopt(server, ends[0], SMB_TRANSPORT_TCP), SMB_OK);
-    *end = ends[1];
+    struct smb_link *link;
+    uint64_t instance;
+    CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig->ports[server], lane, RIG_TIMEOUT_MS,
+                                    &link, &instance),
+             SMB_OK);
+    return link;
 }
 
-static void adopt(struct rigged *rigged, int *end)
+static int resume_at(struct smb_link *link, const struct rig *rig, int server,
+                     uint64_t accept_instance)
 {
-    meet(rigged->rig.servers[0], end);
+    uint64_t instance;
+    int status = smb_link_resume_tcp(link, "127.0.0.1", rig->ports[server], accept_instance,
+                                     RIG_TIMEOUT_MS, &instance);
+    CHECK_EQ(instance, 1000 + server);
+    return status;
 }
 
 static void set_up(struct rigged *rigged)
 {
-    uint64_t instance;
-    int end;
     rig_start(&rigged->rig, LAYOUT, SMB_INT64);
     smb_server_guard(rigged->rig.servers[0]); /* no connection was made yet */
     CHECK_EQ(set_key(rigged->rig.servers[0], 4, 1000000), SMB_OK);
     CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
-    adopt(rigged, &end);
-    CHECK_EQ(
-        smb_client_connect_fd(rigged->client, end, 0, RIG_TIMEOUT_MS, &rigged->link, &instance),
-        SMB_OK);
+    rigged->link = connect_to(rigged->client, &rigged->rig, 0, 0);
     CHECK_EQ(smb_buffer_create(rigged->client, &LAYOUT, SMB_INT64, &rigged->buffer), SMB_OK);
     CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link),
              SMB_OK);
@@ -165,46 +168,36 @@ static void servers_prove_tokens(void)
     struct smb_link *link, *stray;
     struct smb_buffer *buffer;
     static int64_t found[ELEMENTS];
-    uint64_t instance, segment = rig_segment_id(0, 0);
-    int end;
+    uint64_t segment = rig_segment_id(0, 0);
+    enum { RIGHT, OTHER /* says OK to any token */ };
     set_up(&rigged);
-    /* which says OK to any token */
-    struct smb_server *right = rigged.rig.servers[0], *other = rigged.rig.servers[1];
     struct smb_token token = token_of(segment, 3, 2000000);
     CHECK_EQ(smb_client_create(SESSION, &client), SMB_OK);
     smb_client_want_proof(client);
-    meet(right, &end);
-    CHECK_EQ(smb_client_connect_fd(client, end, 1, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+    link = connect_to(client, &rigged.rig, RIGHT, 1);
     CHECK_EQ(show(link, &token), SMB_OK);
     CHECK_EQ(smb_buffer_create(client, &LAYOUT, SMB_INT64, &buffer), SMB_OK);
     CHECK_EQ(smb_buffer_set_link(buffer, 0, segment, RIG_EPOCH, link), SMB_OK);
     must(buffer, add());
-    meet(right, &end);
-    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    CHECK_EQ(resume_at(link, &rigged.rig, RIGHT, 0), SMB_OK);
     must(buffer, add());
 
-    meet(other, &end);
-    CHECK_EQ(smb_client_connect_fd(client, end, 2, RIG_TIMEOUT_MS, &stray, &instance), SMB_OK);
+    stray = connect_to(client, &rigged.rig, OTHER, 2);
     nothing_goes_to(stray);
     CHECK_EQ(show(stray, &token), SMB_UNTRUSTED);
     CHECK_EQ(smb_link_alive(stray), 0);
     smb_link_close(stray);
-    meet(other, &end);
-    CHECK_EQ(smb_link_resume_fd(link, end, 1001, RIG_TIMEOUT_MS, &instance), SMB_UNTRUSTED);
-    CHECK_EQ(instance, 1001);
+    CHECK_EQ(resume_at(link, &rigged.rig, OTHER, 1001), SMB_UNTRUSTED);
 
-    CHECK_EQ(set_key(right, 5, 1000000), SMB_OK);
-    meet(right, &end);
-    CHECK_EQ(smb_client_connect_fd(client, end, 3, RIG_TIMEOUT_MS, &stray, &instance), SMB_OK);
+    CHECK_EQ(set_key(rigged.rig.servers[RIGHT], 5, 1000000), SMB_OK);
+    stray = connect_to(client, &rigged.rig, RIGHT, 3);
     CHECK_EQ(why_not(stray, &token), SMB_DENIED_GENERATION);
     nothing_goes_to(stray);
     CHECK_EQ(smb_link_alive(stray), 0);
     smb_link_close(stray);
-    meet(right, &end);
-    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_UNTRUSTED);
-    CHECK_EQ(set_key(right, 4, 1000000), SMB_OK);
-    meet(right, &end);
-    CHECK_EQ(smb_link_resume_fd(link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
+    CHECK_EQ(resume_at(link, &rigged.rig, RIGHT, 0), SMB_UNTRUSTED);
+    CHECK_EQ(set_key(rigged.rig.servers[RIGHT], 4, 1000000), SMB_OK);
+    CHECK_EQ(resume_at(link, &rigged.rig, RIGHT, 0), SMB_OK);
     must(buffer, add());
     must(buffer, (struct smb_request){.opcode = SMB_READ, .bytes = sizeof found, .sink = found});
     for (int i = 0; i < ELEMENTS; i++)
@@ -220,12 +213,9 @@ static void servers_prove_tokens(void)
 static void *tend(void *argument)
 {
     struct rigged *rigged = argument;
-    uint64_t id, instance;
-    while (smb_client_wait_down(rigged->client, RIG_TIMEOUT_MS, &id) == SMB_OK) {
-        int end;
-        adopt(rigged, &end);
-        CHECK_EQ(smb_link_resume_fd(rigged->link, end, 0, RIG_TIMEOUT_MS, &instance), SMB_OK);
-    }
+    uint64_t id;
+    while (smb_client_wait_down(rigged->client, RIG_TIMEOUT_MS, &id) == SMB_OK)
+        CHECK_EQ(resume_at(rigged->link, &rigged->rig, 0, 0), SMB_OK);
     return NULL;
 }
 
@@ -273,13 +263,9 @@ static void tokens_follow_the_link(void)
      * these breaks the link's. */
     for (int i = 0; i < 10; i++) {
         struct smb_client *other;
-        struct smb_link *link;
-        uint64_t instance;
-        int end;
         usleep(3000);
-        adopt(&rigged, &end);
         CHECK_EQ(smb_client_create(SESSION, &other), SMB_OK);
-        CHECK_EQ(smb_client_connect_fd(other, end, 0, RIG_TIMEOUT_MS, &link, &instance), SMB_OK);
+        struct smb_link *link = connect_to(other, &rigged.rig, 0, 0);
         CHECK_EQ(show(link, &token), SMB_OK);
         smb_link_close(link);
         smb_client_close(other);
