@@ -64,20 +64,6 @@ def plan(source: Node, relays: Sequence[Node]) -> tuple[Tree, ...]:
     return _joined(trees)
 
 
-def rate_of(trees: Iterable[Tree], source: Node, relays: Sequence[Node]) -> float:
-    """Return how fast all relays are fed, where nothing but the links out of nodes limits."""
-    sent = {node.name: 0.0 for node in (source, *relays)}
-    for tree in trees:
-        for parent in tree.parents.values():
-            sent[parent] += tree.share
-    return min(node.rate / sent[node.name] for node in (source, *relays) if sent[node.name])
-
-
-def bound(source: Node, relays: Sequence[Node]) -> float:
-    """Return what no trees can exceed, by the links out of nodes."""
-    return min(source.rate, (source.rate + sum(relay.rate for relay in relays)) / len(relays))
-
-
 def parents_of(trees: Iterable[Tree], relay: str) -> tuple[tuple[float, str], ...]:
     """Return from whom the relay takes what: where each range of [0, 1) ends, and its parent there."""
     found: list[tuple[float, str]] = []

@@ -124,10 +124,3 @@ class Norm:
             self.bad += int(np.count_nonzero(~finite))
             block[~finite] = 0.0
             self.square += float(np.dot(block, block))
-
-
-def norm_of(contribution: Values) -> Norm:
-    """Return what the guards look at of a whole contribution, float32 (n,)."""
-    found = Norm()
-    found.add(contribution)
-    return found

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable, Sequence
 
 import pytest
 
-from smb.coordinator.trees import Node, Tree, bound, parents_of, plan, rate_of
+from smb.coordinator.trees import Node, Tree, parents_of, plan
 
 SOURCE = "source"
+
+
+def rate_of(trees: Iterable[Tree], source: Node, relays: Sequence[Node]) -> float:
+    """Return how fast all relays are fed, where nothing but the links out of nodes limits."""
+    sent = {node.name: 0.0 for node in (source, *relays)}
+    for tree in trees:
+        for parent in tree.parents.values():
+            sent[parent] += tree.share
+    return min(node.rate / sent[node.name] for node in (source, *relays) if sent[node.name])
+
+
+def bound(source: Node, relays: Sequence[Node]) -> float:
+    """Return what no trees can exceed, by the links out of nodes."""
+    return min(source.rate, (source.rate + sum(relay.rate for relay in relays)) / len(relays))
 
 
 def spanning(names: tuple[str, ...]) -> list[dict[str, str]]:

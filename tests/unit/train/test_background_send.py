@@ -9,7 +9,7 @@ import pytest
 
 import smb
 from smb.train.exchange.background_send import Deltas
-from smb.train.guards import norm_of
+from smb.train.guards import Norm
 from smb.train.parameters import ArrayParameters
 
 
@@ -65,7 +65,9 @@ def test_a_failed_delta_counts_once(applied: int | None) -> None:
     assert deltas.finish()
     assert (weights.values == 3).all()
     assert not deltas.finish()
-    assert deltas.take() == norm_of(np.ones(10, np.float32))
+    norm = Norm()
+    norm.add(np.ones(10, np.float32))
+    assert deltas.take() == norm
     deltas.send(fetch=True)
     assert (weights.values == 4).all()
     assert (values == 4).all()
