@@ -49,12 +49,12 @@ test:
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
 # Installing takes one processor, and the C tests need nothing of it: both run at once. The plain build's C tests are
-# the sanitized ones' without the checkers: `make c-test` has all three. Then lint, the fuzzers and the matrix, each of which
-# keeps one processor busy.
+# the sanitized ones' without the checkers: `make c-test` has all three. Then four that keep one processor busy each, the
+# longest first.
 test:
 	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target $(VENV)/test-installed c-test BUILDS="asan tsan"
-	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target lint fuzz-short matrix-short
-	@$(MAKE) --no-print-directory soak-short pytest
+	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target matrix-short soak-short lint fuzz-short
+	@$(MAKE) --no-print-directory pytest
 endif
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
