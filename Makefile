@@ -247,7 +247,7 @@ soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
 
-# Its short form, a part of `make test`. By itself: its clients and daemons want the whole machine.
+# Its short form, a part of `make test`. Its clients and daemons want half of the machine: not beside the other tests, which take all.
 soak-short: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables fuse3
 	@$(call step,$(BIN)/python -m tests.soak --minutes 0.75, the soak. Again: as its first line says)
