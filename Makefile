@@ -36,7 +36,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest lint format-c lock nightly soak soak-short nftables matrix matrix-short c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: demo test pytest packages lint format-c lock nightly soak soak-short nftables matrix matrix-short c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -48,21 +48,24 @@ test:
 	@$(MAKE) --no-print-directory lint soak-short pytest LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
-# Installing takes one processor, and the C tests need nothing of it: both run at once. The plain build's C tests are
-# the sanitized ones' without the checkers: `make c-test` has all three. Then four that keep one processor busy each, the
-# longest first.
+# Installing takes one processor and the network, and the C tests need nothing of it: all at once. The plain build's C
+# tests are the sanitized ones' without the checkers: `make c-test` has all three. Then four that keep one processor busy
+# each, the longest first.
 test:
-	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target $(VENV)/test-installed c-test BUILDS="asan tsan"
+	@$(MAKE) --no-print-directory --jobs=$$(($$(nproc) + 1)) --output-sync=target $(VENV)/test-installed packages c-test BUILDS="asan tsan"
 	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target matrix-short soak-short lint fuzz-short
 	@$(MAKE) --no-print-directory pytest
 endif
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n : 8)))
-pytest: $(VENV)/test-installed
-	-@$(MAKE) --no-print-directory spin systemd chromium tmux prometheus etcd-server fuse3 nftables
+pytest: $(VENV)/test-installed packages
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
+
+# Debian's, one after the other: each holds the package manager's lock. libssl before them, as the C tests have it installed, too.
+packages: libssl
+	-@for each in spin systemd chromium tmux prometheus etcd-server fuse3 nftables; do $(MAKE) --no-print-directory $$each; done
 
 C_FILES := $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] tests/support/*.c perf/*.[ch])
 # Text for people, and Python. Decisions and the record of bugs keep the words of their day (pyproject.toml).
