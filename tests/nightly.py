@@ -48,20 +48,20 @@ class Form:
 
 
 FORMS = (
-    Form("test", "test", 28, 20),
-    Form("latest", "test LATEST=1", 36, 24),
-    Form("matrix", "matrix", 18, 10),
-    Form("sanitized", "sanitized", 32, 20),
+    Form("test", "test", 30, 22),
+    Form("latest", "test LATEST=1", 36, 26),
+    Form("matrix", "matrix", 20, 14),
+    Form("sanitized", "sanitized", 32, 22),
     Form("c-test", "c-test SMB_LONG=1", 5, 2),
     Form("aarch64", "c-test ARCH=aarch64 VM=1", 10, 5),
     Form("fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s}", 20, 5),  # each of four targets; the last fifth is the compiler's
-    Form("model", "model", 12, 7),
-    Form("fault", "fault", 100, 60),
-    Form("long", "long", 64, 40),
-    Form("etcd", "etcd ROUNDS=60", 14, 8),
+    Form("model", "model", 12, 8),
+    Form("fault", "fault", 45, 33),
+    Form("long", "long", 45, 33),
+    Form("etcd", "etcd ROUNDS=60", 14, 9),
     Form("soak", "soak MINUTES={half_min}", 26, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 14, 10),
-    Form("verbs", "verbs", 34, 24),
+    Form("verbs", "verbs", 30, 20),
     Form("ray", "ray", 6, 3),
     Form("docs", "docs", 5, 3),
     Form("wheel", "wheel-test", 6, 3),
