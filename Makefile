@@ -250,9 +250,8 @@ soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
 
-# Its short form, a part of `make test`. Its clients and daemons want half of the machine: not beside the other tests, which take all.
-soak-short: $(VENV)/test-installed
-	-@$(MAKE) --no-print-directory nftables fuse3
+# Its short form, a part of `make test`. Its clients and daemons want a processor: not beside the other tests, which take all.
+soak-short: $(VENV)/test-installed packages
 	@$(call step,$(BIN)/python -m tests.soak --minutes 0.75, the soak. Again: as its first line says)
 
 # nftables, which cuts a network. Without it, or without root, that fault is named as not done.

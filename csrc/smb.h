@@ -716,7 +716,8 @@ int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accep
 int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port,
                         struct smb_tls *tls, const char *expected, uint64_t accept_instance,
                         uint32_t timeout_ms, uint64_t *instance, char why[400]);
-/* As the _fd functions, but requests travel as records. The holder of the other end moves payloads
+/* On a stream socket that is connected already, an end of a socketpair: fd is closed with the link,
+ * or at once unless SMB_OK. Requests travel as records. The holder of the other end moves payloads
  * and answers' data by the addresses in them. The engine takes the connection back by shutting down
  * its direction of the socket. It then waits until the other end is closed, which must not be
  * before all memory named in records is left alone. SMB_INVALID for a client with checksums. */
@@ -913,13 +914,13 @@ enum smb_async_event_kind {
 };
 struct smb_async_event {
     struct smb_operation *operation;
-    uint64_t tag; /* as submitted */
-    int what;
+    uint64_t tag;               /* as submitted */
+    int what;                   /* enum smb_async_event_kind */
     struct smb_outcome outcome; /* the caller's, as after smb_transfer */
 };
 /* Waits until there is something to be taken: 1; 0 after timeout_ms. */
 int smb_async_await_event(struct smb_async *async, uint32_t timeout_ms);
-/* Takes those that ended, in that order; returns how many. Does not block. */
+/* Takes events, the oldest first; returns how many. Does not block. */
 uint32_t smb_async_take(struct smb_async *async, struct smb_async_event *events, uint32_t most);
 /* Of an event that was taken, other than DONE: its turn is over. */
 void smb_async_end(struct smb_async *async, struct smb_operation *operation);

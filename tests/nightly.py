@@ -48,7 +48,7 @@ class Form:
 
 
 FORMS = (
-    Form("test", "test", 30, 22),
+    Form("test", "test", 34, 23),
     Form("latest", "test LATEST=1", 36, 26),
     Form("matrix", "matrix", 20, 14),
     Form("sanitized", "sanitized", 32, 22),
@@ -56,8 +56,8 @@ FORMS = (
     Form("aarch64", "c-test ARCH=aarch64 VM=1", 10, 5),
     Form("fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s}", 20, 5),  # each of four targets; the last fifth is the compiler's
     Form("model", "model", 12, 8),
-    Form("fault", "fault", 45, 33),
-    Form("long", "long", 45, 33),
+    Form("fault", "fault", 48, 34),
+    Form("long", "long", 48, 34),
     Form("etcd", "etcd ROUNDS=60", 14, 9),
     Form("soak", "soak MINUTES={half_min}", 26, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 14, 10),

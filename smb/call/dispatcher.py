@@ -151,7 +151,7 @@ class Dispatcher:
                         # Those that were found may be of before a move, and the description is of after it.
                         moved |= not told or (each.info.movable and not each.info.lost)
                 if others and not brought and self._was_apart(ended.status, others):
-                    left = self._left_of(request, ended, deadline)
+                    left = self._left_of(request, others, ended, deadline)
                     return self._bring(request, others, left, fence, deadline)
                 # Of what moves, a token may be of before a change of roles again and again.
                 moves = any(each.info.movable for each in others) and not self._is_read_only(ended)
@@ -174,12 +174,12 @@ class Dispatcher:
                         other._forget(other._handle)
                 if moved and ended.sent and deadline.left() > 0.0:
                     whole = [self._elements(request)]
-                    parts = whole if opcode is Opcode.READ else self._left_of(request, ended, deadline)
+                    parts = whole if opcode is Opcode.READ else self._left_of(request, others, ended, deadline)
                     if parts != whole:
                         return self._again(request, others, parts, fence, deadline)
                     ended = replace(ended, sent=False)
                 if not elsewhere or ended.sent or deadline.left() == 0.0:
-                    raise self._error(request, ended, touched=touched)
+                    raise self._error(request, others, ended, touched=touched)
                 ended = None
                 time.sleep(min(pause, deadline.left()))
                 pause = min(2 * pause, _RETRY_MAX_S)
@@ -284,13 +284,15 @@ class Dispatcher:
         moves = any(each.info.movable for each in (self, *others))
         return status is Status.APART or (moves and status in (Status.NOT_FOUND, Status.DENIED))
 
-    def _left_of(self, request: Request, ended: Outcome, deadline: Deadline) -> list[range]:
+    def _left_of(
+        self, request: Request, others: tuple[Dispatcher, ...], ended: Outcome, deadline: Deadline
+    ) -> list[range]:
         """Return what a call that failed did not apply. Raises its error where that is not known."""
         unknown = ended.unknown
         try:
             parts = self.session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
         except EngineError as error:
-            raise self._error(request, ended) from error
+            raise self._error(request, others, ended) from error
         known = (
             ended.bytes_applied + sum(nbytes for _, nbytes, _ in parts) >= request.nbytes or request.indices is not None
         )
@@ -298,7 +300,7 @@ class Dispatcher:
         result = request.opcode in (Opcode.FETCH_ADD, Opcode.COMPARE_SWAP) or engine.address_of(request.sink)
         bad = (PartState.UNKNOWN, PartState.APPLIED) if result else (PartState.UNKNOWN,)
         if not parts or not known or any(state in bad for _, _, state in parts):
-            raise self._error(request, ended)
+            raise self._error(request, others, ended)
         missing = [(at, nbytes) for at, nbytes, state in parts if state is PartState.NOT_APPLIED]
         return ranges_of(missing, self.arguments.itemsize)
 
@@ -619,7 +621,9 @@ class Dispatcher:
         self.arguments.info = info
         return True
 
-    def _error(self, request: Request, outcome: Outcome, *, touched: bool = False) -> Error:
+    def _error(
+        self, request: Request, others: tuple[Dispatcher, ...], outcome: Outcome, *, touched: bool = False
+    ) -> Error:
         opcode = request.opcode
         place = self.info.layout.segments[outcome.segment]
         where = f"memory server {place.server} at {place.address}"
@@ -641,7 +645,8 @@ class Dispatcher:
         reader = opcode is not Opcode.READ and self.session.coordinator.tokens.read_only(place.id)
         asked = self._asked(request)
         why, timeout = self.session.why_untrusted(place.server), self.session.timeout
-        moved = self.info.movable and not self.info.lost
+        infos = [each.info for each in (self, *others)]
+        moved = any(info.movable for info in infos) and not any(info.lost for info in infos)
         error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=timeout, why=why, moved=moved)
         error.outcome = known
         error._account = Failed(self, self._elements(request), None if touched else outcome.unknown)

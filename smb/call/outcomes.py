@@ -84,14 +84,15 @@ def error_of(
     moved: bool = False,
 ) -> Error:
     """Return what to raise: what was `asked`, of `where`, why it failed (`timeout`: seconds; `reader`: the session may
-    read it only; `why` the peer there is not trusted; `moved`: the buffer is whole, and its segments move), and what of
-    it was `applied`.
+    read it only; `why` the peer there is not trusted; `moved`: its segments move,
+    and the coordinator knows of none whose memory is lost), and what of it was `applied`.
     """
     if outcome.status is Status.TIMEOUT:
         return TimeoutError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
     if outcome.status is Status.NOT_FOUND and moved:
         return UnavailableError(
-            f"{asked}: a segment moved to {where} while this was on its way to the server that had it before; {applied}"
+            f"{asked}: this was on its way to a server that has the segment no more; no memory is known to be lost, so "
+            f"the segment has moved; {applied}"
         )
     if outcome.status is Status.NOT_FOUND:
         lost = _ONE_LOST if opcode in (Opcode.ACCUMULATE_FROM, Opcode.APPLY) else LOST

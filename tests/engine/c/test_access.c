@@ -2,7 +2,6 @@
  * on each new connection. */
 #include <pthread.h>
 #include <string.h>
-#include <sys/socket.h>
 
 #include "base/access.h"
 #include "base/frame.h"
@@ -77,7 +76,7 @@ static int resume_at(struct smb_link *link, const struct rig *rig, int server,
     uint64_t instance;
     int status = smb_link_resume_tcp(link, "127.0.0.1", rig->ports[server], accept_instance,
                                      RIG_TIMEOUT_MS, &instance);
-    CHECK_EQ(instance, 1000 + server);
+    CHECK(instance == 1000 + (uint64_t)server || (status != SMB_OK && status != SMB_UNTRUSTED));
     return status;
 }
 

@@ -24,7 +24,8 @@ static struct smb_buffer *buffer_over(struct smb_client *client, struct smb_link
     return buffer;
 }
 
-/* What can't be served is closed at once, and says why: no descriptor, nobody at the other end. */
+/* What is no connection is refused, and says why: no descriptor, nobody at the other end. A client
+ * closes what it refuses. */
 static void refused_descriptors_are_closed(void)
 {
     struct rig rig;

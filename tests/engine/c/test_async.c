@@ -21,7 +21,7 @@ enum { KEY = 7, SEED = 27 };
 
 static const char *const WAY_NAMES[] = {"tcp", "unix", "mapping", "both", "reference"};
 
-/* One client's operations, and what was events of them. */
+/* One client's operations, and their events. */
 struct bench {
     struct rig rig;
     struct reach reach;
@@ -81,7 +81,7 @@ static uint64_t hold(struct bench *bench, uint64_t offset, uint64_t bytes)
     return tag;
 }
 
-/* Until so many were events in all, or more. */
+/* Until there were so many events in all, or more. */
 static void take_until(struct bench *bench, uint32_t count)
 {
     uint64_t end_ns = check_now_ns() + 60000000000U;
@@ -357,7 +357,7 @@ static void failing_in_the_middle(void)
 }
 
 /* Two servers that never answer, and much on its way to one of them: an operation on the other one
- * is events once its time is over, though nothing else happens then. */
+ * has its event once its time is over, though nothing else happens then. */
 static void late_ones_are_noticed(void)
 {
     enum { MUCH = 2 << 20, LATE_MS = 200, LEEWAY_MS = 20000, LONG_MS = 60000 };
