@@ -90,9 +90,20 @@ def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: a gc.collect() of a test need not look through all of it again."""
+    """What is imported by now stays: a gc.collect() of a test need not look through all of it again.
+
+    Hypothesis makes its random numbers at the first example, and warns if it finds nobody who refers to them. What is
+    frozen is not found, so the first example comes before.
+    """
+    _first_example()
     gc.collect()
     gc.freeze()
+
+
+@hypothesis.settings(max_examples=1, derandomize=False, database=None)
+@hypothesis.given(hypothesis.strategies.none())
+def _first_example(nothing: None) -> None:
+    assert nothing is None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

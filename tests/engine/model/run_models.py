@@ -107,7 +107,7 @@ MODELS = (
     ),
     Model(
         "gated",
-        ("DRAWS=1", "READS=1"),
+        ("DRAWS=1", "READS=2"),
         ("DRAWS=2", "READS=2"),
         (
             "NO_LOOK",
