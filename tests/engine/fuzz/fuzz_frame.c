@@ -49,6 +49,9 @@ static struct smb_frame nearly(struct input *input)
         frame.dtype = SMB_FLOAT32;
         frame.op = (uint8_t)(what % 8);
     }
+    bool several = frame.opcode == SMB_ACCUMULATE_FROM && how & 64;
+    if (several && how & 32)
+        frame.op = SMB_REPLACE;
     frame.length = frame.opcode == SMB_HELLO || (frame.opcode >= SMB_WATERMARK && !steps)
                        ? 0
                        : lengths[what / 8 % 8];
@@ -56,6 +59,7 @@ static struct smb_frame nearly(struct input *input)
         frame.length = 8;
     frame.offset = what >> 6 == 3 ? UINT64_MAX - 7 - take(input, 1) * 8 : 64;
     frame.payload = steps && how & 64                           ? 96 + (how & 32 ? frame.length : 0)
+                    : several                                   ? 8 + 16 * (uint32_t)(what % 8)
                     : frame.opcode == SMB_AUTHORIZE && how & 64 ? 48
                     : how & 128                                 ? frame.length
                                                                 : payloads[how / 32 % 5];
@@ -102,6 +106,14 @@ static void check_reply(const struct smb_frame *frame)
     MUST(frame->payload == elements + checksum && frame->status < SMB_STATUS_COUNT);
 }
 
+/* Of ACCUMULATE_FROM: a sum replaces the elements. `more`: bytes than one source has. */
+static bool is_of_several_sources(const struct smb_frame *frame, uint32_t more)
+{
+    return frame->opcode == SMB_ACCUMULATE_FROM && (more + 8) % 16 == 0 && more >= 2 * 16 - 8 &&
+           more <= SMB_SOURCES_MAX * 16 - 8 && frame->op == SMB_REPLACE &&
+           frame->argument == smb_bits_of(1.0) && (frame->flags >> 4 & 7) == 0;
+}
+
 static void check_request(const struct smb_frame *frame)
 {
     bool changes = (frame->opcode >= SMB_WRITE && frame->opcode <= SMB_COMPARE_SWAP) ||
@@ -113,7 +125,8 @@ static void check_request(const struct smb_frame *frame)
     MUST(frame->status == 0 && frame->payload >= payload_of(frame));
     uint32_t more = frame->payload - payload_of(frame); /* entries, after the first */
     MUST(sparse ? more % (4 + element) == 0 && more / (4 + element) < frame->length / element
-                : more == 0 || (frame->opcode == SMB_APPLY && more == frame->length));
+                : more == 0 || (frame->opcode == SMB_APPLY && more == frame->length) ||
+                      is_of_several_sources(frame, more));
     MUST(sparse ? frame->opcode == SMB_ACCUMULATE
                 : !(frame->flags >> 4 & 7) || frame->dtype == SMB_FLOAT32);
     MUST(!(frame->flags & SMB_FLAG_FENCED) || changes);
