@@ -66,6 +66,10 @@ def _was_not_sent(error: Any) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
 
 
+def _had_no_time(error: Any) -> bool:
+    return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and ANSWERED not in trailers_of(error)
+
+
 def trailers_of(error: Any) -> dict[str, str]:
     """Return the metadata that came with an error."""
     return dict(error.trailing_metadata() or ())
@@ -273,8 +277,8 @@ class Coordinator:
                     may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
                 elif _was_not_sent(error):
                     failure, may_repeat = None, True
-                elif stood_by and stood_by[0] is peer and failure.outcome == errors.NOT_APPLIED:
-                    # Asked again as the timeout ends, it had no time to say again who leads.
+                elif stood_by and stood_by[0] is peer and _had_no_time(error) and failure.outcome == errors.NOT_APPLIED:
+                    # Asked again as the timeout ends, it could not say again who leads.
                     failure, may_repeat = stood_by[1], False
                 else:
                     may_repeat = (
