@@ -541,10 +541,10 @@ class Buffer:
         whole, and until then the old one; a publisher that dies in the middle leaves the old one. It writes over the
         oldest version that no reader has pinned. With versions=1 it is write() and a number. Publishers take turns.
         Blocks while another one is at it, and while readers have all copies but the latest pinned: for `timeout`
-        seconds (default: the client's), then TimeoutError, and nothing was done. Readers delay it by `readers` seconds
-        at most (default: a second less than `timeout`, at least 30), counted from when the first publisher had to wait
-        for them: then it goes on, and they read the next version. A pin whose reader makes no progress lasts 30 s. The
-        array travels exact, whatever the wire is.
+        seconds (default: the client's), then TimeoutError, and nothing was done, if the server answered. Readers delay
+        it by `readers` seconds at most (default: a second less than `timeout`, at least 30), counted from when the
+        first publisher had to wait for them: then it goes on, and they read the next version. A pin whose reader makes
+        no progress lasts 30 s. The array travels exact, whatever the wire is.
 
         A publisher that is killed in the middle keeps the next one waiting for `ttl` seconds (default: 10, or the
         client's timeout if that is longer). One that itself takes longer gets LockLostError, and has published nothing.

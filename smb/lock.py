@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from smb.call.lock_renewals import Renewals
-from smb.call.sync_requests import USER_LOCK, Home, MovedError, raise_fences, wait_ms
+from smb.call.sync_requests import USER_LOCK, Home, MovedError, NotInTimeError, raise_fences, wait_ms
 from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
     Error,
@@ -71,14 +71,17 @@ class Lock:
         return self._token != 0 and not self._lost and time.monotonic() < self._expires
 
     def acquire(self) -> Lock:
-        """Take it. Blocks until it is ours, at most `timeout` seconds. Raises TimeoutError, UnavailableError."""
+        """Take it. Blocks until it is ours, at most `timeout` seconds. Raises TimeoutError, UnavailableError.
+
+        If the server has not answered, the outcome is "unknown": the lock may stay taken until its ttl is over.
+        """
         asked = f"lock {self._home.what}"
         if self._token != 0:
             raise InvalidArgumentError(f"{asked}: it is taken already, by this object; make another one to wait for it")
         words = (self._ttl_ms, wait_ms(self._timeout), 0)
         try:
             reply = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
-        except TimeoutError as error:
+        except NotInTimeError as error:
             raise TimeoutError(
                 f"{asked}: not ours within {self._timeout:g} s: another holds it, or waited longer"
             ) from error

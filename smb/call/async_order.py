@@ -266,9 +266,12 @@ class AsyncCalls:
         self._operations.stop()
 
     def close(self) -> None:
-        """Wait until what had begun has ended. The caller has stopped it, and failed what is on its way."""
+        """Wait until what had begun has ended. The caller has stopped it, and failed what is on its way.
+
+        Inside an async call, or a callback of its future, it does not wait: this thread is one of those.
+        """
         if self._executor is not None:
-            self._executor.shutdown()
+            self._executor.shutdown(wait=not getattr(_here, "inside", False))
 
     def _watch(self) -> None:
         """Complete the futures of what the engine has done, until no call is left."""

@@ -58,6 +58,10 @@ class MovedError(UnavailableError):
     """The server does not answer for the segment: it may have moved."""
 
 
+class NotInTimeError(TimeoutError):
+    """The server answered: what was waited for did not come within the time given. Nothing was done."""
+
+
 class Home:
     """A segment and what it is called. `relocate` returns where it is now, e.g. after its server moved."""
 
@@ -86,8 +90,8 @@ class Home:
         """Return the server's answer; blocks `wait` seconds (None: without end), and the client's timeout on top of
         that.
 
-        Raises TimeoutError, LockLostError, BrokenBarrierError, NotFoundError (it was deleted), UnavailableError (the
-        server was not reached for the client's timeout).
+        Raises NotInTimeError, TimeoutError (of unknown outcome: no answer), LockLostError, BrokenBarrierError,
+        NotFoundError (it was deleted), UnavailableError (the server was not reached for the client's timeout).
         """
         opened, deadline = False, Deadline(self._client.timeout)
         first = time.monotonic()
@@ -249,7 +253,7 @@ class Home:
     def _error(self, asked: str, reply: Reply) -> Error:
         match reply.status:
             case Status.TIMEOUT:
-                return TimeoutError(f"{asked}: not within the time given")
+                return NotInTimeError(f"{asked}: not within the time given")
             case Status.LOCK_LOST:
                 return LockLostError(f"{asked}: its lease ran out; another may hold the lock now; take it again")
             case Status.BROKEN:

@@ -13,7 +13,7 @@ from typing import Any
 
 from smb.call.dispatcher import Dispatcher
 from smb.call.outcomes import Failed
-from smb.call.sync_requests import PUBLISHER_LOCK, Home, raise_fences, wait_ms
+from smb.call.sync_requests import PUBLISHER_LOCK, Home, NotInTimeError, raise_fences, wait_ms
 from smb.engine import LATEST, AskOpcode, Opcode, Request, address_of, memory_at
 from smb.errors import (
     NOT_APPLIED,
@@ -261,7 +261,7 @@ class Versions:
                 (round(1000 * ttl), wait_ms(timeout), 0, wait_ms(readers)),
                 wait=timeout,
             )
-        except TimeoutError as error:
+        except NotInTimeError as error:
             raise TimeoutError(
                 f"{asked}: another publisher, or a reader's pin, for {timeout:g} s; nothing done"
             ) from error

@@ -119,9 +119,12 @@ class SegmentMaker:
             failpoint("coordinator.create.segments_made")
             made = (await self._commit_log.commit(BufferMade(record.key, record.segments))).state.buffers[record.key]
         except BaseException:
-            failed = await self._commit_log.commit(BufferFailed(record.key, record.copies))
-            failpoint("coordinator.create.taken_back")
-            await self.drop(failed)
+            try:
+                failed = await self._commit_log.commit(BufferFailed(record.key, record.copies))
+                failpoint("coordinator.create.taken_back")
+                await self.drop(failed)
+            except Error as error:  # the reason why it was not made is what the caller hears
+                _log.warning("%s: what was made of it is taken back by the next coordinator: %s", asked, error)
             raise
         failpoint("coordinator.create.ready_stored")
         return made

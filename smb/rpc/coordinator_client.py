@@ -70,6 +70,13 @@ def _had_no_time(error: Any) -> bool:
     return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and ANSWERED not in trailers_of(error)
 
 
+def _doubted(failure: errors.Error) -> errors.Error:
+    """Return the error of the last attempt if one before it may have been carried out."""
+    if failure.outcome == errors.UNKNOWN:
+        return failure
+    return type(failure)(f"{failure}. An earlier attempt may have been carried out", outcome=errors.UNKNOWN)
+
+
 def trailers_of(error: Any) -> dict[str, str]:
     """Return the metadata that came with an error."""
     return dict(error.trailing_metadata() or ())
@@ -254,7 +261,12 @@ class Coordinator:
         failed_at = 0.0  # first
         repeatable = (several or self._answered) and _is_repeatable(request)
         term = named = ""  # of the leader that one that stands by has named: the next round of questions is patient
+        in_doubt = False  # an attempt may have been carried out
+        waits_ms = request.timeout_ms if isinstance(request, pb.OpenBufferRequest) else 0
         while True:
+            answered = False  # by the leader
+            if waits_ms:  # for the name: of that a part is over
+                request.timeout_ms = max(0, waits_ms - int(1000 * (time.monotonic() - begun)))
             peer = self._peers.now
             left_s = max(_LAST_S, begun + timeout - time.monotonic())
             # Not grpc.channel_ready_future: the thread that watches for it may find the channel closed, and then
@@ -270,6 +282,7 @@ class Coordinator:
             except grpc.RpcError as error:
                 trailers = trailers_of(error)
                 failure = self._error(error, timeout, isinstance(request, _CHANGES))
+                answered = ANSWERED in trailers and STANDBY not in trailers
                 if STANDBY in trailers:
                     named = trailers[STANDBY]
                     stood_by = peer, failure
@@ -277,6 +290,7 @@ class Coordinator:
                     may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
                 elif _was_not_sent(error):
                     failure, may_repeat = None, True
+                    stood_by = None if stood_by and stood_by[0] is peer else stood_by
                 elif stood_by and stood_by[0] is peer and _had_no_time(error) and failure.outcome == errors.NOT_APPLIED:
                     # Asked again as the timeout ends, it could not say again who leads.
                     failure, may_repeat = stood_by[1], False
@@ -288,9 +302,11 @@ class Coordinator:
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
             now = time.monotonic()
             failed_at = failed_at or now
+            in_doubt |= failure is not None and failure.outcome == errors.UNKNOWN
             if not may_repeat or now >= min(begun + timeout, failed_at + patience):
+                failure = failure or (stood_by[1] if stood_by else self._nobody(self._why_not()))
                 try:
-                    raise failure or self._nobody(self._why_not()) from None
+                    raise (_doubted(failure) if in_doubt and not answered else failure) from None
                 finally:
                     del failure, stood_by  # else these and this frame keep each other, and a forgotten buffer, alive
             if self._peers.go_on(peer):

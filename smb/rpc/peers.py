@@ -110,19 +110,24 @@ class Peers:
             return call(request, timeout=timeout, metadata=metadata)
         answer = call.future(request, timeout=timeout, metadata=metadata)  # type: ignore[attr-defined]
         begun = time.monotonic()
+        other = None
         try:
             while True:
-                waited_s = time.monotonic() - begun
+                look_s = max(_LOOK_S, patience_s / 2 if term else 0.0, _LOOK_PART * (time.monotonic() - begun))
+                if other is not None:
+                    # It may have answered by now. One that keeps the call hears of the leader a little later than we,
+                    # and then refuses the call: who gives up before does not know that nothing was done.
+                    look_s = _LOOK_S if term else 0.0
                 try:
-                    return answer.result(timeout=max(_LOOK_S, patience_s / 2 if term else 0.0, _LOOK_PART * waited_s))
+                    return answer.result(timeout=look_s)
                 except grpc.FutureCancelledError:
                     raise ValueError("the channel was closed") from None  # as a call that begins then
                 except grpc.FutureTimeoutError:
-                    pass
+                    if other is not None:
+                        raise MovedError from None
                 other = self._leader(but=peer, timeout=min(_PROBE_S, max(0.01, begun + timeout - time.monotonic())))
                 if other is not None:
                     self._at = other.index
-                    raise MovedError
         finally:
             answer.cancel()
 

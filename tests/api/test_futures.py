@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -65,3 +67,24 @@ def test_closing_ends_what_is_pending(client: smb.Client) -> None:
         assert future.done()
         if not future.cancelled():
             assert isinstance(future.exception(), (type(None), smb.UnavailableError))
+
+
+def test_closing_in_a_callback(client: smb.Client) -> None:
+    """A callback runs on a thread that close() waits for elsewhere: it raised, and left the session open."""
+    buffer = client.create("w", 1000)
+    ended: Future[None] = Future()
+
+    def close(_: object) -> None:
+        try:
+            client.close()
+        except BaseException as error:  # noqa: BLE001 - the test's own thread judges
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    go = threading.Event()
+    client.submit(go.wait).add_done_callback(close)
+    go.set()
+    ended.result(timeout=60)
+    with pytest.raises(smb.UnavailableError, match="closed"):
+        buffer.read()

@@ -254,8 +254,10 @@ def test_members_come_and_go(cluster: smb.LocalCluster, connect: Connect) -> Non
     client = connect()
     halt = make_event()
     with ExitStack() as stack:
-        for number in range(2):
+        running = [
             stack.enter_context(in_process(mark_steps, cluster.address, smb.train.R2SP(), number, 2, halt=halt))
+            for number in range(2)
+        ]
         wait_for(lambda: min(_clocks(client), default=0) > 3, "two going round")
         status = members(client)
         assert [worker.staleness for worker in status] == [1, 1]
@@ -268,7 +270,8 @@ def test_members_come_and_go(cluster: smb.LocalCluster, connect: Connect) -> Non
         try:
             wait_for(lambda: [w.staleness for w in members(client)][:2] == [1, 1], "two again")
         except AssertionError as error:  # seen once in some hundred runs, and not explained yet
-            raise AssertionError(f"{error}; {_state(client)}; {_state(client)}") from None
+            ended = [process.exitcode for process, _ in running]
+            raise AssertionError(f"{error}; exits {ended}; {_state(client)}; {_state(client)}") from None
         before = min(_clocks(client)[:2])
         wait_for(lambda: min(_clocks(client)[:2]) > before + 5, "going on")
         halt.set()

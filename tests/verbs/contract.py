@@ -100,6 +100,8 @@ LEFT_OUT = {
     "ops/test_top_in_tmux.py": "asks the coordinator alone",
     "regressions/test_a_call_as_a_lead_begins.py": "is about the coordinator",
     "regressions/test_who_leads_is_told_at_the_end.py": "is about the coordinator",
+    "regressions/test_outcomes_over_a_change_of_leader.py": "is about the coordinator",
+    "regressions/test_no_answer_is_no_holder.py": "asks a server that is stopped, over any connection",
     "regressions/test_async_order.py": _ELSEWHERE,
     "regressions/test_call_inside_a_call.py": _ELSEWHERE,
     "regressions/test_checkout_beside_an_installation.py": "is about imports",
