@@ -32,11 +32,12 @@ static void take_failure(struct smb_link *link, struct inflight *inflight, int s
 {
     struct stream *stream = inflight->stream;
     /* A change that is known to be applied stays applied, even if its answer is lost. A repetition
-     * without a right to it, or to a server that has the segment no more, is refused before anybody
-     * looks at what became of the first request. */
+     * without a right to it, or to a server that has the segment no more, or no room for the
+     * request, is refused before anybody looks at what became of the first request. */
     bool stays = inflight->fate == SMB_OUTCOME_APPLIED ||
                  (inflight->fate == SMB_OUTCOME_UNKNOWN &&
-                  (status == SMB_DENIED || status == SMB_STALE_EPOCH || status == SMB_NOT_FOUND));
+                  (status == SMB_DENIED || status == SMB_STALE_EPOCH || status == SMB_NOT_FOUND ||
+                   status == SMB_OUT_OF_MEMORY));
     int state = stays ? inflight->fate : state_after(status);
     inflight_resolve(inflight, state);
     if (stream) {

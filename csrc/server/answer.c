@@ -319,9 +319,15 @@ enum step answer_request(struct connection *connection)
     if (connection->admitted == SMB_OK && !connection->request.segment)
         connection->admitted = gate_admit(connection->loop->server, &connection->request.frame,
                                           &connection->request);
+    uint8_t opcode = connection->request.frame.opcode;
+    /* A change that waits for the backup's word is made: to refuse it, as its token has expired
+     * meanwhile, would say that it is not. A client that comes back is told what became of it. */
+    if (connection->admitted != SMB_OK && connection->admitted != SMB_STALE_EPOCH &&
+        connection->awaits && smb_opcode_changes(opcode))
+        return connection_refuse(connection, connection->admitted);
     if (connection->admitted != SMB_OK)
         return answer_failure(connection, connection->admitted);
-    switch (connection->request.frame.opcode) {
+    switch (opcode) {
     case SMB_READ: return answer_read(connection);
     case SMB_ATTACH: return answer_attach(connection);
     case SMB_WATERMARK: return answer_watermark(connection);
@@ -329,7 +335,6 @@ enum step answer_request(struct connection *connection)
     case SMB_REFUSED: return answer_refused(connection);
     case SMB_COPY: return answer_copied(connection);
     default:
-        return smb_opcode_changes(connection->request.frame.opcode) ? answer_change(connection)
-                                                                    : answer_sync(connection);
+        return smb_opcode_changes(opcode) ? answer_change(connection) : answer_sync(connection);
     }
 }

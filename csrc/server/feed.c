@@ -98,6 +98,7 @@ void feed_append(struct feed *feed, struct forward *forward, uint64_t order, uin
 void feed_enter_epoch(struct feed *feed, uint32_t epoch)
 {
     feed_disconnect(feed);
+    feed->at_odds = false; /* another server has the copy from here on */
     for (struct forward *forward = feed->first; forward; forward = forward->next)
         stamp(forward, epoch);
 }
@@ -105,6 +106,7 @@ void feed_enter_epoch(struct feed *feed, uint32_t epoch)
 void feed_clear(struct feed *feed)
 {
     feed_disconnect(feed);
+    feed->at_odds = false;
     while (feed->first) {
         struct forward *forward = feed->first;
         feed->first = forward->next;
@@ -220,12 +222,14 @@ static int take_answer(struct feed *feed, struct forward **confirmed)
     *confirmed = NULL;
     if (smb_frame_parse(feed->in, &reply) != SMB_OK || !(reply.flags & SMB_FLAG_REPLY))
         return SMB_PROTOCOL;
-    if (reply.status != SMB_OK)
+    if (reply.status != SMB_OK) {
+        feed->at_odds |= feed->greeting_answered == FEED_GREETING_FRAMES;
         return reply.status;
+    }
     if (feed->greeting_answered < FEED_GREETING_FRAMES) {
         if (reply.opcode == SMB_HELLO && reply.segment != feed->instance)
             return SMB_NOT_FOUND; /* another run of it */
-        if (++feed->greeting_answered == FEED_GREETING_FRAMES)
+        if (++feed->greeting_answered == FEED_GREETING_FRAMES && !feed->at_odds)
             feed->broken_ns = 0;
         return SMB_OK;
     }
@@ -235,6 +239,9 @@ static int take_answer(struct feed *feed, struct forward **confirmed)
         smb_frame_parse(feed->first->frame, &asked) != SMB_OK || reply.opcode != asked.opcode ||
         reply.sequence != asked.sequence || reply.session != asked.session)
         return SMB_PROTOCOL;
+    if (feed->at_odds)
+        feed->broken_ns = 0;
+    feed->at_odds = false;
     *confirmed = feed->first;
     feed->first = feed->first->next;
     if (!feed->first)

@@ -31,6 +31,9 @@ struct feed {
     int refused;            /* how the last one ended: smb.h */
     uint64_t instance;
     uint64_t broken_ns; /* since when there is no connection that works; 0: there is */
+    /* The other end refused a frame of ours. It greets us all the same: a connection works again
+     * when a frame is confirmed. */
+    bool at_odds;
     uint8_t greeting[FEED_GREETING_FRAMES * SMB_FRAME_BYTES];
     uint32_t greeting_sent, greeting_answered;
     struct forward *first, *last; /* what is not confirmed, by order */

@@ -358,11 +358,78 @@ static void no_feature_no_use_of_it(void)
     leave_it(&self, &reached);
 }
 
+static void greet(int fd)
+{
+    struct smb_frame hello;
+    uint8_t bytes[SMB_FRAME_BYTES];
+    CHECK(fd >= 0 && hear(fd, &hello));
+    hello = smb_frame_reply(&hello, SMB_OK);
+    smb_frame_encode(&hello, bytes);
+    CHECK_EQ(send(fd, bytes, sizeof bytes, MSG_NOSIGNAL), sizeof bytes);
+}
+
+/* Lost with a change on its way. Then it has no room for what is sent again, and does not look
+ * what became of it. */
+static void *answer_without_room(void *argument)
+{
+    struct answering *self = argument;
+    struct smb_frame frame;
+    uint8_t bytes[SMB_FRAME_BYTES];
+    int fd = accept4(self->listener, NULL, NULL, SOCK_CLOEXEC);
+    greet(fd);
+    CHECK(hear(fd, &frame) && frame.opcode == SMB_FILL);
+    close(fd);
+    fd = accept4(self->listener, NULL, NULL, SOCK_CLOEXEC);
+    greet(fd);
+    while (hear(fd, &frame)) {
+        frame = smb_frame_reply(&frame,
+                                frame.opcode == SMB_FILL ? SMB_OUT_OF_MEMORY : SMB_NOT_FOUND);
+        smb_frame_encode(&frame, bytes);
+        CHECK_EQ(send(fd, bytes, sizeof bytes, MSG_NOSIGNAL), sizeof bytes);
+    }
+    close(fd);
+    return NULL;
+}
+
+static void *fill_one(void *argument)
+{
+    struct smb_request fill = {.opcode = SMB_FILL, .bytes = CHUNK, .timeout_ms = RIG_TIMEOUT_MS};
+    struct smb_outcome outcome;
+    CHECK_EQ(smb_transfer(argument, &fill, &outcome), SMB_OUT_OF_MEMORY);
+    uint64_t offset;
+    uint32_t bytes;
+    int state;
+    CHECK(outcome.unknown && smb_unknown_part(outcome.unknown, 0, &offset, &bytes, &state));
+    CHECK_EQ(state, SMB_OUTCOME_UNKNOWN); /* made once more, it could count twice */
+    smb_unknown_release(outcome.unknown);
+    return NULL;
+}
+
+static void no_room_for_a_repetition(void)
+{
+    struct answering self = {.wire = SMB_WIRE_EXACT};
+    struct reached reached;
+    struct sockaddr_in name;
+    socklen_t length = sizeof name;
+    pthread_t caller;
+    uint64_t link_id, instance;
+    reach_it(&self, &reached, answer_without_room);
+    CHECK_EQ(getsockname(self.listener, (struct sockaddr *)&name, &length), 0);
+    CHECK_EQ(pthread_create(&caller, NULL, fill_one, reached.buffer), 0);
+    CHECK_EQ(smb_client_wait_down(reached.client, RIG_TIMEOUT_MS, &link_id), SMB_OK);
+    CHECK_EQ(smb_link_resume_tcp(reached.link, "127.0.0.1", ntohs(name.sin_port), 0, RIG_TIMEOUT_MS,
+                                 &instance),
+             SMB_OK);
+    pthread_join(caller, NULL);
+    leave_it(&self, &reached);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(answers_in_order),     TEST(answers_in_any_order), TEST(refusals_among_them),
-        TEST(answers_that_are_cut), TEST(answers_to_one_place), TEST(no_feature_no_use_of_it),
+        TEST(answers_in_order),         TEST(answers_in_any_order), TEST(refusals_among_them),
+        TEST(answers_that_are_cut),     TEST(answers_to_one_place), TEST(no_feature_no_use_of_it),
+        TEST(no_room_for_a_repetition),
     };
     return RUN_TESTS(tests);
 }

@@ -430,6 +430,36 @@ static void what_is_refused(void)
     stop(&pair);
 }
 
+/* A backup that lacks one of the segments greets its primary, and refuses each frame for that one.
+ * Each new connection counted as one that works: nobody was told, and clients waited for ever. */
+static void a_backup_that_refuses_counts_as_broken(void)
+{
+    struct pair pair;
+    start(&pair);
+    CHECK_EQ(smb_server_delete_segment(pair.servers[1], FIRST_MOMENT), SMB_OK);
+    struct raw raw = raw_begin(&pair, 0, 20);
+    struct smb_frame fill = {.opcode = SMB_FILL,
+                             .dtype = SMB_FLOAT32,
+                             .epoch = 1,
+                             .segment = FIRST_MOMENT,
+                             .sequence = 1,
+                             .length = CHUNK};
+    raw_send(&raw, fill);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 1);
+    uint64_t refusals = 0;
+    do {
+        CHECK_EQ(feed(&pair, 1), SMB_OK);
+        WAIT_UNTIL(!status_of(&pair, 0).dialled);
+        refusals++;
+    } while (status_of(&pair, 0).broken_ms < 200);
+    CHECK(refusals > 1);
+    CHECK_EQ(status_of(&pair, 0).unconfirmed, 1);
+    set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false); /* as the coordinator does then */
+    CHECK_EQ(raw_receive(&raw).status, SMB_OK);
+    close(raw.fd);
+    stop(&pair);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -439,6 +469,7 @@ int main(void)
         TEST(a_member_leaves),
         TEST(a_member_leaves_a_slow_backup),
         TEST(a_member_leaves_without_the_backup),
+        TEST(a_backup_that_refuses_counts_as_broken),
         TEST(a_role_is_the_groups),
         TEST(what_is_refused),
     };
