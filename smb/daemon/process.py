@@ -7,6 +7,8 @@ registry) must be safe in these threads.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
@@ -16,6 +18,7 @@ import signal
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle holds a thread this long
+PAGE_REQUESTS_MAX = 32  # at once, each with a thread: of scrapers, browsers and strangers
+_PAGE_PAUSE_S = 0.1  # without a descriptor for the next one
 
 # Without so_reuseport=0 two daemons would share one port, each getting half of the calls.
 # The largest request that smb/rpc/bounds.py lets through has 1.3 MiB: a registration with all its segments.
@@ -248,7 +253,47 @@ class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, family: socket.AddressFamily, host: str, port: int) -> None:
         self.address_family = family
+        self._lock = threading.Lock()
+        self._begun: dict[socket.socket, float] = {}  # requests under way, the oldest first
         super().__init__((host, port), _PageRequest)
+
+    def get_request(self) -> Any:
+        """Accept a connection. Without a descriptor left it waits a moment: the socket stays readable."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_PAGE_PAUSE_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer it in a thread of its own. With as many as there may be it is closed, and so is the oldest if that has
+        had its time.
+        """
+        now = time.monotonic()
+        with self._lock:
+            full = len(self._begun) >= PAGE_REQUESTS_MAX
+            oldest = next(iter(self._begun), None)
+            late = full and oldest is not None and now - self._begun[oldest] > PAGE_CLIENT_TIMEOUT_S
+            if late and oldest is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            if not full:
+                self._begun[request] = now
+        if full:
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError as error:  # no thread is to be had
+            _log.warning("a page was not served: %s", error)
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close it: the last of each one."""
+        with self._lock:
+            self._begun.pop(request, None)
+        super().shutdown_request(request)
 
     def server_bind(self) -> None:
         """Bind without the base's look-up of our own name, which waits for a DNS server that may not be there."""

@@ -302,7 +302,7 @@ class Links:
             if found is None:
                 return  # nobody says: each of the others would take as long, and this thread mends what breaks
             if found.epoch > entry.place.epoch and link.connected():
-                with self._lock:
+                with self._lock, contextlib.suppress(RuntimeError):  # without a thread to be had: at the next look
                     if not self._closing.is_set():
                         self._start(self._move_copies, (entry, link), "smb-resume")
 
@@ -375,15 +375,19 @@ class Links:
     def _start(self, target: Callable[..., None], given: tuple[object, ...], name: str) -> None:
         """Start a thread that `join` waits for. With the lock."""
         thread = threading.Thread(target=target, args=given, name=name, daemon=True)
-        self._threads.add(thread)
         thread.start()
+        self._threads.add(thread)
 
     def begin_resume(self, link_id: int) -> None:
         """Have a thread give that link a new connection."""
-        with self._lock:
-            self._threads = {thread for thread in self._threads if thread.is_alive()}
-            if not self._closing.is_set():
-                self._start(self.resume, (link_id,), "smb-resume")
+        try:
+            with self._lock:
+                self._threads = {thread for thread in self._threads if thread.is_alive()}
+                if not self._closing.is_set():
+                    self._start(self.resume, (link_id,), "smb-resume")
+        except RuntimeError as error:  # this process may have no more threads: other links wait for this one
+            _log.warning("a connection is made again without a thread of its own: %s", error)
+            self.resume(link_id)
 
     def _connect(self, entry: _Entry, where: Whereabouts, deadline: Deadline) -> Link:
         if entry.lane in _UNIX:

@@ -11,14 +11,17 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from smb import errors
+from smb.config.parse import parse_address
+from smb.daemon import process
 from smb.daemon.process import Pages, check_listen, start_log, write_ready_file
+from tests.support.daemons import wait_for
 
 
 @pytest.fixture
@@ -107,3 +110,32 @@ def test_a_log_entry_is_one_line(root_log: logging.Logger, capsys: pytest.Captur
     assert line.endswith(r"INFO coordinator: hello one\n2026 ERROR forged\x1b[2J")
     with pytest.raises(errors.InvalidArgumentError, match="is no log level"):
         start_log("loud")
+
+
+def _answered(address: str) -> bool:
+    with socket.create_connection(parse_address(address), 10) as asking:
+        asking.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+        try:
+            return asking.recv(1000).startswith(b"HTTP/1.0 200")
+        except ConnectionResetError:
+            return False
+
+
+def test_strangers_take_so_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who connects and says nothing takes a thread each, up to a number; one who leaves makes room. One that has had
+    its time makes room, too.
+    """
+    with Pages("127.0.0.1:0", CollectorRegistry(), lambda: {"ok": True}) as pages, ExitStack() as silent:
+        before = threading.active_count()
+        held = []
+        for _ in range(process.PAGE_REQUESTS_MAX):
+            held.append(silent.enter_context(socket.create_connection(parse_address(pages.address), 10)))
+        wait_for(lambda: threading.active_count() == before + process.PAGE_REQUESTS_MAX, "all of them")
+        assert not _answered(pages.address)
+        assert threading.active_count() == before + process.PAGE_REQUESTS_MAX
+        held.pop().close()
+        wait_for(lambda: _answered(pages.address), "room")
+        held.append(silent.enter_context(socket.create_connection(parse_address(pages.address), 10)))
+        wait_for(lambda: not _answered(pages.address), "all being taken")
+        monkeypatch.setattr(process, "PAGE_CLIENT_TIMEOUT_S", 0.01)
+        wait_for(lambda: _answered(pages.address), "the room of the oldest")
