@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -10,7 +11,7 @@ import numpy as np
 
 from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
-from smb.errors import InvalidArgumentError, LockLostError, NotFoundError
+from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 # (version, offset, count, out, wire) to what was read, or None if the version was overwritten.
@@ -80,4 +81,5 @@ class Pin:
     ) -> None:
         name, self._name = self._name, None
         if name is not None:
-            self._home.ask(self._asked, AskOpcode.UNPIN, 0, (name,))
+            with contextlib.suppress(Error):  # what the block did is done, or says itself what failed; the pin ends
+                self._home.ask(self._asked, AskOpcode.UNPIN, 0, (name,))

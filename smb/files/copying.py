@@ -89,7 +89,7 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
         _read_into_file(buffer, view, part, path, progress, lock=lock)
         return 0
     _into_file(Live(copy, view), f"{copy.name}{form.value}", part, path, progress)
-    client.delete(copy.name, missing_ok=True)
+    _sweep(client, copy.name)
     return 0
 
 
@@ -317,7 +317,7 @@ def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
         copy.accumulate_from(buffer, op="replace")
         client.rename(making, name)
     except BaseException:
-        client.delete(making, missing_ok=True)
+        _sweep(client, making)
         raise
     return client.open(name)
 
@@ -339,7 +339,7 @@ def _made(client: Client, plan: Plan, wanted: str, copies: int, asked: int | Non
     try:
         yield buffer
     except BaseException:
-        client.delete(buffer.name, missing_ok=True)
+        _sweep(client, buffer.name)
         raise
 
 
@@ -394,7 +394,7 @@ def _restored(
         if not isinstance(error, (KeyboardInterrupt, UnavailableError, TimeoutError)) or LOST in str(error):
             left = _open(client, private)
             if left is not None and (buffer is None or left.info.id == buffer.info.id):  # not another host's
-                client.delete(private, missing_ok=True)
+                _sweep(client, private)
             state.end()
         raise
     state.end()
@@ -411,6 +411,14 @@ def _is_as_told(source: Reads, sums: Sums) -> bool:
     return sums.nbytes == source.nbytes
 
 
+def _sweep(client: Client, name: str) -> None:
+    """Delete what is not needed any more. If that fails it is logged: what was done, or failed before, is told."""
+    try:
+        client.delete(name, missing_ok=True)
+    except Error as error:
+        _log.warning("buffer %r is left over; delete it: %s", name, error)
+
+
 def _open(client: Client, name: str) -> Buffer | None:
     try:
         return client.open(name)
@@ -422,7 +430,7 @@ def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
     try:
         client.rename(made.name, name, replace=replace)
     except BaseException:
-        client.delete(made.name, missing_ok=True)
+        _sweep(client, made.name)
         raise
     return client.open(name)
 

@@ -218,9 +218,11 @@ class BufferFile(io.RawIOBase):
         try:
             super().close()
         finally:
-            self._file.close()
-            if self._client is not None:
-                self._client.close()
+            try:
+                self._file.close()
+            finally:
+                if self._client is not None:
+                    self._client.close()
 
     def discard(self) -> None:
         """Close without making a staged file a buffer."""

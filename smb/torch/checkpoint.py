@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -57,6 +58,8 @@ _PACK_BYTES = 8 << 20  # small tensors travel together, up to so many bytes a ca
 _CALLS_MAX = 4  # under way at once, of a rank
 _SAVE = r"\.[0-9a-f]{16}\.(data|index)"
 _OPENINGS_MAX = 10
+
+_log = logging.getLogger("smb")
 
 
 class _OfName:
@@ -164,7 +167,10 @@ class Writer(_OfName, StorageWriter):
         )
         index.write(np.frombuffer(text + blobs, np.uint8))
         self._client.rename(made, self._name, replace=True)
-        _sweep(self._client, self._name)
+        try:
+            _sweep(self._client, self._name)
+        except Error as error:  # the checkpoint is there; the next save sweeps
+            _log.warning("save %r: what former saves left was not deleted: %s", self._name, error)
 
 
 class Reader(_OfName, StorageReader):
@@ -223,6 +229,9 @@ class Reader(_OfName, StorageReader):
                 _end_read(under_way)
         except NotFoundError as error:
             raise NotFoundError(f"{asked}: another one took its place meanwhile; load again ({error})") from error
+        finally:
+            # A read that ended later would write over what the caller does with these tensors after the error.
+            wait([future for future, _ in under_way])
         return _done(None)
 
     @property
@@ -450,8 +459,9 @@ def _start_read(
 
 
 def _end_read(under_way: deque[tuple[Future[Any], Callable[[], None]]]) -> None:
-    call, end = under_way.popleft()
-    call.result()
+    call, end = under_way[0]
+    call.result()  # it stays among them while it is waited for
+    under_way.popleft()
     end()
 
 

@@ -102,6 +102,7 @@ class HostExchange(Exchange):
         self._samples = 0
         self._due: int | None = None  # the host's round, while what follows it is not done
         self._taken: bool | None = None  # the base is what the host's model is to be; True: and the difference is due
+        self._told = False  # the host's model is that base: the difference is to be sent
         self._refused: RefusedContributionError | None = None
         name = f"{group.name}/host/{host_name()}"
         placement = _placement(group.client, name)
@@ -148,6 +149,7 @@ class HostExchange(Exchange):
     def flush(self) -> None:
         """Wait for what the root sent."""
         if self._elastic is not None:
+            self._send_taken(self._elastic)
             self._elastic.finish()
 
     def close(self) -> None:
@@ -174,6 +176,8 @@ class HostExchange(Exchange):
         Nobody contributes to the round before that, so it stays open, and the host's model is written by no one else.
         """
         host = self._host
+        if self._elastic is not None:
+            self._send_taken(self._elastic)  # the last call failed after the host's model was written
         while True:
             rows = host.table.read()
             if rows[host.member.row, t.INCARNATION] != host.member.incarnation:
@@ -204,7 +208,7 @@ class HostExchange(Exchange):
                 elastic.take()
             except RefusedContributionError as error:
                 self._refused = error
-                self._group.weights.read(out=model, wire="exact")
+                model[...] = self._group.weights.read(wire="exact")  # at once: a read that fails leaves the base whole
                 self._taken = False
             else:
                 elastic.pay()
@@ -212,15 +216,24 @@ class HostExchange(Exchange):
         failpoint("hsgd-taken")
         self._tell_host(due)
         failpoint("hsgd-told")
+        self._send_taken(elastic)
+        self._inner.restart()
+
+    def _send_taken(self, elastic: Elastic) -> None:
+        """Send the difference by which the host's model was drawn, once that is written. Else it does nothing."""
+        if not self._told:
+            return
         if self._taken:
             elastic.send(self._samples)
             failpoint("hsgd-sent")
-        self._taken = None
+        self._told, self._taken = False, None
         self._samples = 0
-        self._inner.restart()
 
     def _tell_host(self, due: int) -> None:
-        """Make the base the host's model, and wake the others. Raises MembershipLostError if it is another's."""
+        """Make the base the host's model, and wake the others. Raises MembershipLostError if it is another's.
+
+        An error after that is logged: the lock ends with its ttl, and the others look again by themselves.
+        """
         host = self._host
         try:
             with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
@@ -231,9 +244,15 @@ class HostExchange(Exchange):
                 host.weights.write(self._inner.snapshot.base, fence=fence, wire="exact")
                 failpoint("hsgd-written")
                 host.table.swap(0, _MET, int(rows[0, _MET]), due)
-        except LockLostError as error:
-            raise host.member.lost() from error
-        host.wake()
+                self._told = True
+            host.wake()
+        except Error as error:
+            if self._told:
+                _log.warning("training %r: after its host had the model: %s", host.name, error)
+            elif isinstance(error, LockLostError):
+                raise host.member.lost() from error
+            else:
+                raise
 
     def _revive(self) -> None:
         """A host in which nobody is left starts from the shared model, not from its own. The oldest of the workers that
@@ -288,5 +307,6 @@ def _servers_here(client: Client, name: str) -> list[str]:
         except Error as error:
             _log.debug("memory server %s: %s", server, error)
         finally:
-            client.delete(probe, missing_ok=True)
+            with contextlib.suppress(Error):  # the join is not about the probe
+                client.delete(probe, missing_ok=True)
     return here

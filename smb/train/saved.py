@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from smb.train.scheme import scheme_of
 
 STATISTICS = "state"  # of smb.torch.join: NAME/state
 _KEY = "smb.train"
+_log = logging.getLogger("smb")
 _OUTER = {"smb.outer.0": momentum_name, "smb.step": step_name}  # two copies each, which take turns
 _WHOLE = "values"
 _VERSION = 1
@@ -119,7 +121,10 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 _make(client, name, file, start, (head_fields, table, ranges), metadata, placement, made)
             except BaseException:
                 for each in reversed(made):
-                    client.delete(each, missing_ok=True)
+                    try:
+                        client.delete(each, missing_ok=True)
+                    except Error as error:  # the reason why it was not loaded is what the caller hears
+                        _log.warning("load of %s: buffer %r is left over; delete it: %s", path, each, error)
                 raise
     return number
 

@@ -6,7 +6,9 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 
 import smb
 import smb.torch.checkpoint
+from smb.torch import checkpoint
 from tests.fault.long import LIMIT_S, seed
-from tests.support.daemons import tidy
+from tests.support.daemons import tidy, wait_for
 
 pytestmark = [
     pytest.mark.timeout(LIMIT_S),
@@ -186,3 +189,31 @@ def test_no_room_for_it(client: smb.Client) -> None:
     assert isinstance(failure(full), smb.OutOfMemoryError)
     load(client, state := {"x": torch.zeros(5)})
     assert state["x"].tolist() == [1.0] * 5
+
+
+def test_a_load_that_fails_leaves_no_read_behind(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ended later wrote over tensors that the caller had gone on with."""
+    save(client, {name: torch.ones(4) for name in "abcd"})
+    reads: list[Future[Any]] = []
+    late = Future[Any]()
+
+    def read_async(*_: object, **__: object) -> Future[Any]:
+        reads.append(Future[Any]() if not reads else late)
+        if len(reads) == 1:
+            reads[0].set_exception(smb.UnavailableError("its server is away"))
+        elif len(reads) == 3:
+            threading.Thread(target=lambda: (wait_for(lambda: waited, "the wait"), late.set_result(None))).start()
+        return reads[-1]
+
+    waited: list[object] = []
+    wait = checkpoint.wait
+
+    def waits(futures: Any) -> Any:
+        waited.append(futures)
+        return wait(futures)
+
+    monkeypatch.setattr(checkpoint, "wait", waits)
+    monkeypatch.setattr(smb.Buffer, "read_async", read_async)
+    with pytest.raises(dcp.api.CheckpointException):
+        load(client, {name: torch.zeros(4) for name in "abcd"})
+    assert late.done()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import smb
+import smb.lock
 import smb.train
 from smb.config.parse import TRAIN_HOST_VARIABLE
+from smb.train import hsgd
 from smb.train import member_table as t
 from tests.support import elastic
 from tests.support.elastic import Trace, Values, sgd
@@ -215,3 +218,32 @@ def test_settings_that_mean_nothing(settings: dict[str, float]) -> None:
     """They are refused by name."""
     with pytest.raises(smb.InvalidArgumentError, match="hsgd"):
         smb.train.HSGD(**settings)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("fault", [smb.UnavailableError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", ["wake", "release"])
+def test_what_a_root_gave_arrives(
+    make: Callable[..., Hosts], client: smb.Client, monkeypatch: pytest.MonkeyPatch,
+    call: str, fault: type[BaseException], closes: bool,
+) -> None:  # fmt: skip
+    """The host's model was drawn to the shared one, and then a call failed: the other half was lost."""
+    hosts = make(smb.train.HSGD(alpha=0.5), 100)
+    worker = hosts.join(0, 0)
+    exchange = worker.exchange
+    owner: object = exchange._host if call == "wake" else smb.lock.Lock
+    done = getattr(owner, call)
+
+    def fails(*given: object) -> None:
+        done(*given)
+        if exchange._due is not None and exchange._host.table.get(0, hsgd._MET) == exchange._due:
+            raise fault("its server is away")
+
+    hosts.values[0] += 8
+    with monkeypatch.context() as faults, contextlib.suppress(KeyboardInterrupt):
+        faults.setattr(owner, call, fails)
+        worker.step()
+    if not closes:
+        worker.step()
+    hosts.close()
+    np.testing.assert_allclose(smb.train.shared(client, "run") - hosts.start, 4, rtol=1e-5)
