@@ -44,7 +44,7 @@ from smb.torch.model_parameters import Entry, ModelParameters
 from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
 from smb.torch.overlap import Overlap, check_overlap
 from smb.torch.part_parameters import PartParameters
-from smb.train.group import clear, copies_of, enter, view
+from smb.train.group import clear, copies_of, enter, keeping, view
 from smb.train.overlap_plan import Plan
 
 STATE = "state"
@@ -177,14 +177,17 @@ class Shared:
         self._units: smb.train.WorkUnits | None = None  # of batches()
         self._owned = contextlib.ExitStack()  # the client, where it is ours
         self._overlap: Overlap | None = None
+        self._new: smb.train.Worker | None = None  # while the join may fail
         with contextlib.ExitStack() as on_failure:
             if self._asked_overlap != "none":
                 self._overlap = Overlap(model, optimizer, self._trained, self._asked_overlap)
                 on_failure.callback(self._overlap.remove)
             self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
             on_failure.callback(self._hook.remove)
+            on_failure.callback(self._withdraw)  # Ctrl-C at the end of the join, or another rank of a mesh that failed
             self._join(name, scheme, settings, parts, options)
             on_failure.pop_all()
+        self._new = None
         self._open = True
         _joined.add(self)
 
@@ -203,10 +206,9 @@ class Shared:
         options: dict[str, Any],
     ) -> None:
         """Become a member. Nothing of the model is changed before all that can fail is done."""
+        copies = copies_of(self._client, name, options.get("replicas")) or 1
         # Kept from before joining until the state is there, so that both buffers are of one maker.
-        with self._client.lock(
-            f"{name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies_of(self._client, name, options.get("replicas")) or 1
-        ):
+        with keeping(self._client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies)):
             self._join_locked(name, scheme, settings, parts, options)
         self._contributions = self.worker.contributions
 
@@ -236,7 +238,7 @@ class Shared:
         metadata = _metadata(self._trained) | ({FROZEN: mark} if mark else {})
         guards, lease = options.pop("guards"), options.pop("lease")
         joined = enter(client, name, self._trained, chosen, guards, lease, metadata=metadata, **options)
-        self.worker = smb.train.Worker(joined, self._trained)
+        self.worker = self._new = smb.train.Worker(joined, self._trained)
         try:
             _compare(joined.weights, self._trained.table)  # another may have made it meanwhile
             _compare_frozen(joined.weights, mark)
@@ -244,16 +246,25 @@ class Shared:
                 raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another made it at this moment")
             self._state = self._join_state(client, name)
             self.worker.begin()
+            if self._state is not None:
+                self._statistics.spread()
+            if self._overlap is not None:
+                self._overlap.attach(self.worker, lambda: self.samples)
+            self.worker.announce()
+            _say_idle(name, self._trained.entries)
         except BaseException:
-            if self.worker.withdraw():
-                client.delete(f"{name}/{STATE}", missing_ok=True)
+            if self._withdraw():
+                with contextlib.suppress(Error):  # the reason of the failed join matters more
+                    client.delete(f"{name}/{STATE}", missing_ok=True)
             raise
-        if self._state is not None:
-            self._statistics.spread()
-        if self._overlap is not None:
-            self._overlap.attach(self.worker, lambda: self.samples)
-        self.worker.announce()
-        _say_idle(name, self._trained.entries)
+
+    def _withdraw(self) -> bool:
+        """Leave after a join that failed, if it had come to that. Returns whether the group is gone.
+
+        Without the lock of the join its state stays then, as it may be another's by now; the next maker deletes it.
+        """
+        worker, self._new = self._new, None
+        return worker is not None and worker.withdraw()
 
     @property
     def scheme(self) -> smb.train.Scheme:

@@ -158,6 +158,18 @@ class Group:
             _log.warning("training %r: could not take away what a join that failed has made: %s", self.name, error)
         return False
 
+    def undo(self, setup: Lock) -> None:
+        """Take away what `enter` has made, and the slot, as taking it failed. Under the setup lock: nobody else has
+        come. Failures are only logged, as in withdraw.
+        """
+        if hasattr(self, "member"):  # but the others could not be woken; they look by themselves, after a while
+            try:
+                self.member.leave()
+            except Error as error:
+                _log.warning("training %r: could not leave after a join that failed: %s", self.name, error)
+        if self.made and setup.held:
+            _delete(self.client, self.name)
+
     def live(self, rows: t.Rows) -> list[int]:
         """Return the slots that are taken, in order."""
         return list(members.live(rows))
@@ -301,10 +313,11 @@ class Group:
     # ---- contributions
 
     def check(self, contribution: Norm, staleness: int = 0, *, whole: bool = True) -> None:
-        """Call it before a contribution counts: looks at the guards and at our membership; no call to a server.
+        """Call it before a contribution counts: looks at the guards and at our membership. If the lease looks run out
+        it asks the server; else no call, but to tell that a guard has refused.
 
         Without `whole` before a part of it does, with all parts so far: what is sent keeps to the guards.
-        Raises RefusedContributionError (counted), MembershipLostError.
+        Raises RefusedContributionError (counted), MembershipLostError, UnavailableError.
         """
         self.member.check()
         try:
@@ -312,7 +325,8 @@ class Group:
         except RefusedContributionError as error:
             self.guard_fired = str(error)
             self.member.add(t.REFUSED, 1)
-            self.member.report()
+            with contextlib.suppress(Error):  # the next report has it too; the caller must learn of the refusal
+                self.member.report()
             raise
         if not whole:
             return
@@ -360,24 +374,48 @@ def enter(
     copies = copies_of(client, name, replicas)
     if scheme is None and copies is None:
         raise _nobody(name)
-    with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies or 1) as setup:
-        group = _opened(client, name)
-        if group is None:
-            if scheme is None:
-                raise _nobody(name)
-            scheme.check(name, parameters)
-            _check_lease(name, lease)
-            settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
-            group = _made(client, name, parameters, settings, placement, setup)
-        else:
-            _compare(group, scheme, guards, lease, replicas, placement.get("wire"))
-        if group.weights.size != parameters.size:
-            raise InvalidArgumentError(
-                f"join of training {name!r}: {parameters.size} values, and the shared model has {group.weights.size}"
-            )
-        group.scheme.check(name, parameters)
-        group.admit()
+    with contextlib.ExitStack() as on_failure:
+        with keeping(client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies or 1)) as setup:
+            group = _opened(client, name)
+            if group is None:
+                if scheme is None:
+                    raise _nobody(name)
+                scheme.check(name, parameters)
+                _check_lease(name, lease)
+                settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
+                group = _made(client, name, parameters, settings, placement, setup)
+            else:
+                _compare(group, scheme, guards, lease, replicas, placement.get("wire"))
+            if group.weights.size != parameters.size:
+                raise InvalidArgumentError(
+                    f"join of training {name!r}: {parameters.size} values, and the shared model has "
+                    f"{group.weights.size}"
+                )
+            group.scheme.check(name, parameters)
+            try:
+                group.admit()
+            except BaseException:
+                group.undo(setup)
+                raise
+            on_failure.callback(group.withdraw)  # Ctrl-C while the lock is given back
+        on_failure.pop_all()
     return group
+
+
+@contextlib.contextmanager
+def keeping(lock: Lock) -> Iterator[Lock]:
+    """Hold a lock of joining while the block runs. If it was lost, or can't be given back, that is only logged.
+
+    The block is done then, and counts: members' locks keep their slots, and the lease of this one ends it.
+    """
+    lock.acquire()
+    try:
+        yield lock
+    finally:
+        try:
+            lock.release()
+        except Error as error:
+            _log.warning("joining: %s", error)
 
 
 @contextlib.contextmanager

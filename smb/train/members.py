@@ -185,7 +185,13 @@ def admit(
         except TimeoutError:
             continue
         holder = int(seen[1 + slot, t.INCARNATION])
-        member = _seated(table, slot, holder, lock, first_clock)
+        try:
+            member = _seated(table, slot, holder, lock, first_clock)
+        except BaseException:
+            # As long as somebody keeps the error the lock would be renewed, and the slot be nobody's.
+            with contextlib.suppress(Error):
+                lock.release()
+            raise
         if member is not None:
             return member
         with contextlib.suppress(LockLostError):

@@ -160,13 +160,18 @@ class WorkUnits:
                 return self._handed_out(former, found)
 
     def close(self) -> None:
-        """Hand back what is in hand, and leave. Twice does nothing."""
+        """Hand back what is in hand, and leave. Twice does nothing.
+
+        If a server is away it raises UnavailableError or TimeoutError, and has left as far as it can: what was in hand
+        is then handed out again as that of a worker that died.
+        """
         member, self._member = self._member, None
         if member is None:
             return
-        self._hand_back()
-        member.leave()
-        wake(self._tick, self._lease)
+        with contextlib.ExitStack() as last:  # a member that stays would keep its unit from the others
+            last.callback(wake, self._tick, self._lease)
+            last.callback(member.leave)
+            self._hand_back()
 
     def __enter__(self) -> WorkUnits:
         return self
@@ -174,7 +179,16 @@ class WorkUnits:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Error as failure:
+            if error is None:
+                raise
+            _log.warning(
+                "work units %r: could not hand back what was in hand, on the way out of an error: %s",
+                self._name,
+                failure,
+            )
 
     # ---- inside
 

@@ -74,10 +74,10 @@ def join(
         if fresh and not worker.made:
             raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another has made it at this moment")
         worker.begin()
+        worker.announce()
     except BaseException:
         worker.withdraw()
         raise
-    worker.announce()
     return worker
 
 
@@ -554,8 +554,11 @@ class Worker:
         )
 
     def announce(self) -> None:
-        """Log what joining did. One small read."""
-        _news.info("%s", self.arrival())
+        """Log what joining did. One small read; if that fails, this is logged."""
+        try:
+            _news.info("%s", self.arrival())
+        except Error as error:  # the join is done, and the values are the shared model's: a line is no reason to leave
+            _log.warning("joined training %r; how many train there is not known now: %s", self.name, error)
 
     def arrival(self) -> str:
         """Return what joining did, in a line. One small read."""

@@ -198,6 +198,18 @@ class Rank:
         self._shared = smb.torch.join(model, self._optimizer, name, client=self._client, **options)
         return "joined"
 
+    def fail_at_write(self, rank: int) -> None:
+        """Have a rank's next write of a contribution fail."""
+        if rank != self._rank:
+            return
+        write = smb.Buffer.write_async
+
+        def fail(*_: Any) -> Any:
+            smb.Buffer.write_async = write  # type: ignore[method-assign]
+            raise smb.UnavailableError("away, says the test")
+
+        smb.Buffer.write_async = fail  # type: ignore[assignment,method-assign]
+
     def step(self, count: int) -> int:
         """Do so many steps; return how many it has done."""
         for _ in range(count):

@@ -145,6 +145,21 @@ def test_fewer_bits_lose_nothing(meshes: list[Mesh], connect: Any, scheme: str, 
     assert _near(shared.values(), model.state_dict().values(), 1e-7)
 
 
+def test_a_rank_that_could_not_write(meshes: list[Mesh], connect: Any) -> None:
+    """One rank's write of a contribution fails, after the other's: the next step contributes all of both, in fewer bits
+    too.
+    """
+    mesh, client, model = meshes[0], connect(), network()
+    assert mesh.ask("join", 0, "columns", scheme="bsp", wire="int8") == ["joined", "joined"]
+    mesh.ask("fail_at_write", 1)
+    assert all("says the test" in told for told in mesh.ask("step", 1))
+    mesh.ask("idle", 4)
+    local_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 0)
+    shared = smb.torch.shared_state_dict(client, "run")
+    mesh.ask("close")
+    assert _near(shared.values(), model.state_dict().values(), 1e-7)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "columns"])
 def test_both_sides_take_what_was_rounded(meshes: list[Mesh], connect: Any, kind: str) -> None:
     """An elastic member gives what the shared model takes, in fewer bits too, whatever its shards: their sum stays."""

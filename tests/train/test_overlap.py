@@ -409,16 +409,19 @@ def test_an_exchange_that_fails_goes_on(
     assert torch.allclose(ends[0], ends[1], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("scheme", ["asp", "bsp"])
 def test_a_lease_that_cant_be_renewed_for_a_moment(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, overlap: str
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, overlap: str, scheme: str
 ) -> None:
-    """The look at the lease fails in the middle of a contribution, of which parts were sent: they count once, too."""
+    """The look at the lease fails in the middle of a contribution, of which parts were sent, or all: they count once,
+    too.
+    """
     ends = []
     for name in ("whole", "broken"):
         model = Network(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         looks = [0]
-        with smb.torch.join(model, optimizer, name, scheme="asp", client=connect(), overlap=overlap) as shared:
+        with smb.torch.join(model, optimizer, name, scheme=scheme, client=connect(), overlap=overlap) as shared:
             member, failures = shared.worker._group.member, 0
 
             def look(check: Callable[[], None], looks: list[int] = looks, broken: bool = name == "broken") -> None:

@@ -205,6 +205,56 @@ def test_refused(connect: Connect) -> None:
     crew.close()
 
 
+@pytest.mark.parametrize("wire", ["exact", "float16"])
+def test_a_look_at_the_lease_that_fails(connect: Connect, monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
+    """It fails after the inbox was written: the step called again contributes all of it, in fewer bits too."""
+    crew, weights = Crew(connect, 1, BSP(), wire=wire), start()
+    member, looks = crew.workers[0]._group.member, 0
+    check = member.check
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # the first one is before the writing
+            raise smb.UnavailableError("away, says the test")
+        check()
+
+    monkeypatch.setattr(member, "check", look)
+    with pytest.raises(smb.UnavailableError, match="says the test"):
+        crew.step(0)
+    crew.workers[0].step()
+    mean = mean_round(weights, [(delta_of(weights, 0, [0]), 1.0)])
+    assert np.allclose(crew.values[0], mean, rtol=0, atol=0 if wire == "exact" else 1e-3)
+    crew.workers[0].step()  # what rounding had left
+    assert np.allclose(crew.values[0], mean, rtol=0, atol=1e-6)
+    crew.close()
+
+
+def test_a_refusal_that_could_not_be_told(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is away as a guard refuses: the refusal is raised all the same, and nothing of the contribution counts.
+    The next report counts it.
+    """
+    crew, weights = Crew(connect, 1, BSP(), guards=Guards(norm_max=1.0), wire="float16"), start()
+    member, reports = crew.workers[0]._group.member, 0
+    report = member.report
+
+    def tell() -> None:
+        nonlocal reports
+        reports += 1
+        if reports == 1:
+            raise smb.UnavailableError("away, says the test")
+        report()
+
+    monkeypatch.setattr(member, "report", tell)
+    with pytest.raises(RefusedContributionError, match="norm_max"):
+        crew.step(0)
+    _all_equal(crew, weights)
+    crew.workers[0].step()
+    _all_equal(crew, weights)
+    assert smb.train.status(crew.clients[0], "run").workers[0].refused == 1
+    crew.close()
+
+
 def test_quorum(connect: Connect) -> None:
     """Two of three close the round; the third one's delta counts in the next, staler and lighter."""
     crew, weights = Crew(connect, 3, LocalSGD(every=1, quorum=2)), start()

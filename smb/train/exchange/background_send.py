@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from smb.buffer import Buffer
-from smb.errors import Error
 from smb.feedback import as_sent
 from smb.train.exchange.contribution import missed
 from smb.train.guards import Check, Norm
@@ -31,8 +32,8 @@ class Deltas:
         self._delta = np.empty(parameters.size, np.float32)
         self.landing: Values | None = None  # what was read, or came back, and is not taken over yet
         self._unsent: Values | None = None if weights.wire == "exact" else np.zeros(parameters.size, np.float32)
-        self._failure: tuple[Run, Error] | None = None
-        self._left: list[Run] = []  # after that one
+        self._failure: tuple[Run, BaseException] | None = None  # Ctrl-C, too
+        self._left: deque[Run] = deque()  # known as not applied
 
     def restart(self) -> None:
         """Make the parameters the shared weights. Changes not sent are dropped. If it raises, the parameters stay."""
@@ -103,27 +104,29 @@ class Deltas:
 
     def add(self, fetch: bool) -> None:
         """Add the delta to the shared weights; with `fetch` their new values are there for `adopt`."""
-        # From here on the base is what the parameters are: what is done to them is the next delta.
+        left = deque(self._parameters.runs)
+        # From here on the base is what the parameters are: what is done to them is the next delta. No call until all of
+        # this one is left to be sent, as Ctrl-C comes at calls.
         self._base += self._delta
         if self._unsent is not None:
             self._base -= self._unsent
-            for run in self._parameters.runs:
-                for part in run.cut():
-                    piece = self._delta[part.place]
-                    np.subtract(piece, as_sent(self._weights, piece, part.there), out=self._unsent[part.place])
+        self._left = left
+        self._keep_rounding()
         self.landing = None
-        self._add(list(self._parameters.runs), fetch)
+        self._add(fetch)
         if fetch and self.landing is None:  # nothing here is this process's to send
             self.landing = np.empty_like(self._base)
 
     def add_missing(self) -> bool:
         """Add what an addition that failed has left; False if none did."""
-        if self._failure is None:
+        if self._failure is None and not self._left:
             return False
-        run, error = self._failure
-        left = [*missed(self._weights, run, error), *self._left]
-        self._failure, self._left = None, []
-        self._add(left, fetch=False)
+        if self._failure is not None:
+            run, error = self._failure
+            left = deque([*missed(self._weights, run, error), *self._left])
+            self._failure, self._left = None, left
+        self._keep_rounding()  # Ctrl-C may have ended it
+        self._add(fetch=False)
         return True
 
     def fetch(self) -> None:
@@ -138,13 +141,25 @@ class Deltas:
         self._parameters.fill(landing)
         self._base = landing
 
-    def _add(self, runs: list[Run], fetch: bool) -> None:
-        for number, run in enumerate(runs):
+    def _keep_rounding(self) -> None:
+        """Keep what rounding leaves out of the delta. A second time changes nothing."""
+        if self._unsent is None:
+            return
+        for run in self._parameters.runs:
+            for part in run.cut():
+                piece = self._delta[part.place]
+                np.subtract(piece, as_sent(self._weights, piece, part.there), out=self._unsent[part.place])
+
+    def _add(self, fetch: bool) -> None:
+        while self._left:
+            run = self._left[0]
             try:
                 fetched = self._weights.accumulate(self._delta[run.place], run.there, fetch=fetch)
-            except Error as error:
-                self._failure, self._left = (run, error), runs[number + 1 :]
+            except BaseException as error:
+                self._failure = run, error
+                self._left.popleft()
                 raise
+            self._left.popleft()
             if fetched is None:
                 continue
             if run.count == self._base.size:

@@ -110,15 +110,17 @@ class Contribution:
                 _log.warning("after a contribution to buffer %r: %s", self._buffer.name, error)
 
 
-def missed(buffer: Buffer, run: Run, error: Error) -> list[Run]:
+def missed(buffer: Buffer, run: Run, error: BaseException) -> list[Run]:
     """Return what of a change by this run was not applied, and never will be. Blocks. Raises TimeoutError.
 
-    If that can't be known any more, nothing is sent: an element counts at most once then."""
+    `error`, or Ctrl-C, ended it. If that can't be known any more, nothing is sent: an element counts at most once.
+    """
     try:
         missing = buffer.settle(error)
         return [Run(run.here + part.start - run.there, part.start, len(part)) for part in missing]
     except InvalidArgumentError:
-        return [run]  # it was refused, or never sent: no outcome is of unknown outcome
+        # An error: it was refused, or never sent: nothing is unknown. Ctrl-C: most likely it came as the call returned.
+        return [run] if isinstance(error, Error) else []
     except UnavailableError as unknown:
         _log.warning("a contribution may have been lost in part: %s", unknown)
         return []

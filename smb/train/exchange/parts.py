@@ -103,7 +103,7 @@ class Flow:
         self.delta: Values = np.zeros(parameters.size, np.float32)
         self.landing: Values = np.zeros(parameters.size, np.float32)
         self.unsent: Values | None = None  # what rounding has left out, if deltas travel in fewer bits
-        self.unsettled = False  # what `delta` holds was not sent. Computing thread between steps, then the other one
+        self.unsettled = False  # `delta` may have to be sent again. Computing thread between steps, then the other one
         self._on_top = False  # it was so when this step began: what was done since is added to it
         self.running = False  # a step is under way: written by the computing thread between steps
         self.pushed = Traffic()
@@ -191,9 +191,10 @@ class Flow:
             self._adopted.add(number)
 
     def refill(self, values: Values) -> None:
-        """Make the parameters and the base these values, all at once, between steps; forget what was not sent."""
+        """Make the parameters and the base these values, all at once, between steps. A delta is settled, or dropped."""
         self.parameters.fill(values)
         self.base[:] = values
+        self.unsettled = False
 
     def forget(self) -> None:
         """Drop what was not sent."""
@@ -247,6 +248,10 @@ class Flow:
     def sent(self, buffer: Buffer) -> None:
         """Account for a delta that was sent, or is sure to be."""
         self.unsettled = False
+        self.keep_rounding(buffer)
+
+    def keep_rounding(self, buffer: Buffer) -> None:
+        """Keep what rounding leaves out of `delta`, for when that is settled. Until then all of `delta` is unsent."""
         if self.unsent is None:
             return
         for part in self.cut.push:
@@ -352,7 +357,7 @@ class PartedDeltas(Deltas):
         self._sent_bytes = sent_bytes
         self._moved_bytes = 0
         self._go_on = go_on
-        self._failures: list[tuple[Run, Error]] = []
+        self._failures: list[tuple[Run, BaseException]] = []
         self._parts_left: list[int] = []  # not begun
         self._runs_left: list[Run] = []  # known as not applied
         self._touched = False
@@ -404,7 +409,7 @@ class PartedDeltas(Deltas):
 
     def _note_left(self, sending: _Sending, begun: set[int]) -> None:
         """Wait for what is under way, and take note of what is left to be sent, where any of it was begun."""
-        self._failures = sending.finish()
+        self._failures = [*sending.finish()]
         self._parts_left, self._runs_left = [], []
         if not begun:
             return  # all of it is: with what is done until the next exchange
@@ -441,21 +446,24 @@ class PartedDeltas(Deltas):
         if not self._failures and not self._runs_left and not self._parts_left:
             return False
         while self._parts_left:
-            number = self._parts_left.pop()
+            number = self._parts_left[-1]
             if self._flow.is_made(number):  # else its worker leaves in the middle of a step
                 self._runs_left += self._flow.cut.push[number].runs
+            self._parts_left.pop()
         while self._failures:
             run, error = self._failures[0]
             self._runs_left += missed(self._weights, run, error)
             self._failures.pop(0)
+        self._flow.sent(self._weights)  # before the last call: after it Ctrl-C would have all sent again
         while self._runs_left:
-            run = self._runs_left.pop(0)
+            run = self._runs_left[0]
             try:
                 self._weights.accumulate(self._flow.delta[run.place], run.there)
-            except Error as failure:
-                self._failures.append((run, failure))
+            except BaseException as failure:
+                self._failures = [(run, failure)]
+                self._runs_left.pop(0)
                 raise
-        self._flow.sent(self._weights)
+            self._runs_left.pop(0)
         return True
 
 
@@ -476,7 +484,9 @@ class PartedSnapshot(Snapshot):
         return self._flow.running
 
     def send(self, inbox: Buffer) -> Norm:
-        """Write all parts. Nothing of them counts before the member has marked."""
+        """Write all parts. Nothing of them counts before the member has marked: the delta is settled once the values
+        are taken over. If the caller fails before that, the next step sends it, too.
+        """
         flow, queue = self._flow, self._flow.queue()
         sending = _Sending(flow, flow.pushed)
         found = Norm()
@@ -494,7 +504,7 @@ class PartedSnapshot(Snapshot):
         if failures:
             raise failures[0][1]
         if not found.bad:
-            flow.sent(inbox)
+            flow.keep_rounding(inbox)
         return found
 
     def _write(self, queue: Queue, inbox: Buffer, run: Run, part: Part) -> Future[Any]:

@@ -652,5 +652,9 @@ def _contributions(rows: t.Rows, number: int) -> dict[int, float]:
 
 
 def _release(fence: Lock) -> None:
-    with contextlib.suppress(LockLostError, InvalidArgumentError):  # the latter: it was not taken
+    try:
         fence.release()
+    except InvalidArgumentError:
+        return  # it was not taken
+    except Error as error:  # its lease ends it; the next lock is to be given back all the same, and the others woken
+        _log.debug("after a round: %s", error)

@@ -29,6 +29,7 @@ class Snapshot:
         parameters.hold(self.base)
         self._parameters = parameters
         self._unsent: Values | None = None if wire == "exact" else np.zeros(parameters.size, np.float32)
+        self._written: list[tuple[Buffer, Values, int]] = []  # of that, what an inbox has, and where
 
     @property
     def by_parts(self) -> bool:
@@ -44,28 +45,33 @@ class Snapshot:
         step.read(self._parameters.origin, self.base.size, out=room, wire=wire)
 
     def adopt(self) -> None:
-        """Make the parameters what was fetched."""
+        """Make the parameters what was fetched. The values that `send` has written are not unsent any more."""
+        while self._written:
+            inbox, part, there = self._written[-1]
+            part -= as_sent(inbox, part, there)  # rounded as the calls were
+            self._written.pop()  # one by one: Ctrl-C in between takes nothing off twice
         self._parameters.fill(self.base)
 
     def forget(self) -> None:
         """Drop what was left of earlier contributions."""
+        self._written = []
         if self._unsent is not None:
             self._unsent[:] = 0
 
     def send(self, inbox: Buffer) -> Norm:
         """Write what was done since the parameters were filled into an inbox, by pieces: one travels while the next is
-        made. Blocks until all is there. If it raises, call it again: nothing is lost.
+        made. Blocks until all is there. Until `adopt` it may be called again after any failure: it writes all of it.
         """
         found = Norm()
-        sent: list[tuple[Values, int]] = []  # what is this process's to write, and where
+        written: list[tuple[Buffer, Values, int]] = []  # what is this process's to write
         under_way: deque[list[Future[Any]]] = deque()
         try:
             for begin, delta in self._parameters.deltas(self.base):
                 piece = delta if self._unsent is None else self._gather(begin, delta, self._unsent)
                 for part, there in self._parameters.parts(piece, begin):
                     found.add(part)
-                    sent.append((part, there))
-                if sent and piece.size == inbox.size == sent[0][0].size:
+                    written.append((inbox, part, there))
+                if written and piece.size == inbox.size == written[0][1].size:
                     inbox.write(piece)
                     break
                 under_way.append(self._parameters.write(inbox, piece, begin))
@@ -75,9 +81,8 @@ class Snapshot:
                 _end(under_way)
         finally:
             _wait(under_way)  # the memory is in use until then
-        if self._unsent is not None and not found.bad:
-            for part, there in sent:  # parts of what is unsent, rounded as the calls above were
-                part -= as_sent(inbox, part, there)
+        if self._unsent is not None:
+            self._written = written  # and unsent still: only the caller knows when it is sure to count
         return found
 
     # ---- in two halves, for an exchange in the background

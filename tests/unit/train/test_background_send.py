@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import smb
+from smb.train.exchange import background_send
 from smb.train.exchange.background_send import Deltas
 from smb.train.guards import Norm
-from smb.train.parameters import ArrayParameters
+from smb.train.parameters import ArrayParameters, Run
 
 
 class Weights:
@@ -20,6 +21,7 @@ class Weights:
         self.values = np.zeros(size, np.float32)
         self.fails: list[int | None] = []  # None: nothing is of unknown outcome, nothing was applied
         self.away = self.forgotten = False
+        self.error: BaseException = smb.UnavailableError("the connection was lost")
         self.name = "weights"
         self._missing: list[range] | None = None
 
@@ -28,11 +30,11 @@ class Weights:
             applied = self.fails.pop(0)
             self._missing = None if applied is None else [range(offset + applied, offset + array.size)]
             self.values[offset:][: applied or 0] += array[: applied or 0]
-            raise smb.UnavailableError("the connection was lost")
-        self.values[offset : offset + array.size] += array
+            raise self.error
+        self.values[offset : offset + array.size] += _rounded(self, array, offset)
         return self.values.copy() if fetch else None
 
-    def settle(self, error: smb.Error) -> list[range]:
+    def settle(self, error: BaseException) -> list[range]:
         if self.away:
             raise smb.TimeoutError("no answer")
         if self.forgotten:
@@ -46,6 +48,12 @@ class Weights:
 
     def read(self, *, out: Any, wire: str) -> None:
         out[:] = self.values
+
+
+class InRuns(ArrayParameters):
+    """Parameters that go to a buffer by two calls."""
+
+    runs = (Run(0, 0, 6), Run(6, 6, 4))
 
 
 def _setup() -> tuple[Weights, Any, Deltas]:
@@ -103,3 +111,99 @@ def test_failures_in_a_row() -> None:
     weights.away = False
     assert deltas.finish()
     assert (weights.values == 3).all()
+
+
+@pytest.mark.parametrize("applied", [0, 4, 10])
+def test_an_interrupted_delta_counts_once(applied: int) -> None:
+    """Ctrl-C in the middle of the call, and again as the rest is sent."""
+    weights, values, deltas = _setup()
+    values += 3
+    deltas.take()
+    weights.fails, weights.error = [applied, 0], KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        deltas.send(fetch=True)
+    values += 1
+    if applied < 10:
+        with pytest.raises(KeyboardInterrupt):
+            deltas.finish()
+    weights.fails = []
+    assert deltas.finish()
+    assert (weights.values == 3).all()
+    assert not deltas.finish()
+    deltas.take()
+    deltas.send(fetch=True)
+    assert (weights.values == 4).all()
+
+
+def test_an_interrupt_as_the_call_returned() -> None:
+    """Such a one has no account: the delta is there, and is not sent again. What was not begun is sent."""
+    weights, values = Weights(10), np.zeros(10, np.float32)
+    parameters = InRuns(values, "test")
+    deltas = Deltas(weights, parameters, values.nbytes)  # type: ignore[arg-type]
+    values += 3
+    deltas.take()
+
+    def interrupted(array: Any, offset: int = 0, *, fetch: bool = False) -> None:
+        Weights.accumulate(weights, array, offset, fetch=fetch)
+        raise KeyboardInterrupt
+
+    weights.accumulate = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        deltas.send(fetch=False)
+    del weights.accumulate
+    assert deltas.finish()
+    assert (weights.values == 3).all()
+    assert not deltas.finish()
+
+
+def test_an_interrupt_as_what_is_missing_is_asked_for() -> None:
+    """It is asked for again, and sent."""
+    weights, values, deltas = _setup()
+    values += 3
+    deltas.take()
+    weights.fails = [4]
+    with pytest.raises(smb.UnavailableError):
+        deltas.send(fetch=False)
+    settle, asked = weights.settle, 0
+
+    def interrupted(error: BaseException) -> list[range]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise KeyboardInterrupt
+        return settle(error)
+
+    weights.settle = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        deltas.finish()
+    assert deltas.finish()
+    assert (weights.values == 3).all()
+
+
+@pytest.mark.parametrize("wire", ["exact", "float16"])
+def test_an_interrupt_before_the_first_call(monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
+    """Ctrl-C while the rounding is computed: nothing was sent, and finish sends all of it, with nothing twice."""
+    weights, values = Weights(10), np.zeros(10, np.float32)
+    monkeypatch.setattr(Weights, "wire", wire)
+    monkeypatch.setattr(background_send, "as_sent", _rounded)
+    deltas = Deltas(weights, ArrayParameters(values, "test"), values.nbytes)  # type: ignore[arg-type]
+    for number in range(3):
+        values += np.float32(1.0001)
+        deltas.take()
+        if number < 2:
+            deltas.send(fetch=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(deltas, "_keep_rounding", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            deltas.send(fetch=True)
+    assert deltas.finish()
+    left = 0 if deltas._unsent is None else deltas._unsent
+    assert np.allclose(weights.values + left, 3 * 1.0001, rtol=0, atol=1e-6)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _rounded(buffer: Any, values: Any, offset: int) -> Any:
+    return values if buffer.wire == "exact" else values.astype(np.float16).astype(np.float32)
