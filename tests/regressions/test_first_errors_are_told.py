@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ AWAY = "the coordinator is away"
 
 
 @pytest.fixture
-def kept(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def kept(client: smb.Client) -> Iterator[list[str]]:
     """Nothing that is there can be deleted; the names of what was to be."""
     names: list[str] = []
 
@@ -28,8 +29,9 @@ def kept(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(name)
             raise smb.UnavailableError(AWAY)
 
-    monkeypatch.setattr(client, "delete", delete)
-    return names
+    with pytest.MonkeyPatch.context() as patched:  # undone before the client tidies up
+        patched.setattr(client, "delete", delete)
+        yield names
 
 
 def test_a_pin_that_cannot_be_given_back(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +101,12 @@ def test_a_snapshot_that_is_whole(client: smb.Client, kept: list[str], tmp_path:
     assert kept
 
 
-def test_a_file_that_cannot_be_closed(cluster: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_closed(
+    client: smb.Client, cluster: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its client is, with its session and threads."""
+    client.create("w", 10, "uint8")
     own = smb.connect(cluster.address)
-    own.create("w", 10, "uint8")
     file = open_file("w", "rb", client=own)
     monkeypatch.setattr(file, "_client", own)
 
