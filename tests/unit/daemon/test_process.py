@@ -121,18 +121,21 @@ def _answered(address: str) -> bool:
             return False
 
 
+def _serving() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+
+
 def test_strangers_take_so_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who connects and says nothing takes a thread each, up to a number; one who leaves makes room. One that has had
     its time makes room, too.
     """
     with Pages("127.0.0.1:0", CollectorRegistry(), lambda: {"ok": True}) as pages, ExitStack() as silent:
-        before = threading.active_count()
         held = []
         for _ in range(process.PAGE_REQUESTS_MAX):
             held.append(silent.enter_context(socket.create_connection(parse_address(pages.address), 10)))
-        wait_for(lambda: threading.active_count() == before + process.PAGE_REQUESTS_MAX, "all of them")
+        wait_for(lambda: len(_serving()) == process.PAGE_REQUESTS_MAX, "all of them")
         assert not _answered(pages.address)
-        assert threading.active_count() == before + process.PAGE_REQUESTS_MAX
+        assert len(_serving()) == process.PAGE_REQUESTS_MAX
         held.pop().close()
         wait_for(lambda: _answered(pages.address), "room")
         held.append(silent.enter_context(socket.create_connection(parse_address(pages.address), 10)))
