@@ -273,13 +273,13 @@ class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
         now = time.monotonic()
         with self._lock:
             full = len(self._begun) >= PAGE_REQUESTS_MAX
-            oldest = next(iter(self._begun), None)
-            late = full and oldest is not None and now - self._begun[oldest] > PAGE_CLIENT_TIMEOUT_S
-            if late and oldest is not None:
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
             if not full:
                 self._begun[request] = now
+            else:
+                oldest, begun = next(iter(self._begun.items()))
+                if now - begun > PAGE_CLIENT_TIMEOUT_S:
+                    with contextlib.suppress(OSError):  # it has just gone by itself
+                        oldest.shutdown(socket.SHUT_RDWR)
         if full:
             self.shutdown_request(request)
             return

@@ -40,7 +40,7 @@ from smb.files.checksums import BLOCK_BYTES, State, Sums, state_of
 from smb.files.contents import Live, Octets, Reads
 from smb.files.formats import Plan, View, header_bytes, plan_of, view_of
 from smb.files.names import Form
-from smb.files.temporary_names import create, private_name
+from smb.files.temporary_names import create, private_name, sweep
 
 _PIN_S = 30.0
 # The servers can't copy a buffer. Another server may have room; readers make no buffers.
@@ -89,7 +89,7 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
         _read_into_file(buffer, view, part, path, progress, lock=lock)
         return 0
     _into_file(Live(copy, view), f"{copy.name}{form.value}", part, path, progress)
-    _sweep(client, copy.name)
+    sweep(client, copy.name)
     return 0
 
 
@@ -317,7 +317,7 @@ def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
         copy.accumulate_from(buffer, op="replace")
         client.rename(making, name)
     except BaseException:
-        _sweep(client, making)
+        sweep(client, making)
         raise
     return client.open(name)
 
@@ -339,7 +339,7 @@ def _made(client: Client, plan: Plan, wanted: str, copies: int, asked: int | Non
     try:
         yield buffer
     except BaseException:
-        _sweep(client, buffer.name)
+        sweep(client, buffer.name)
         raise
 
 
@@ -394,7 +394,7 @@ def _restored(
         if not isinstance(error, (KeyboardInterrupt, UnavailableError, TimeoutError)) or LOST in str(error):
             left = _open(client, private)
             if left is not None and (buffer is None or left.info.id == buffer.info.id):  # not another host's
-                _sweep(client, private)
+                sweep(client, private)
             state.end()
         raise
     state.end()
@@ -411,14 +411,6 @@ def _is_as_told(source: Reads, sums: Sums) -> bool:
     return sums.nbytes == source.nbytes
 
 
-def _sweep(client: Client, name: str) -> None:
-    """Delete what is not needed any more. If that fails it is logged: what was done, or failed before, is told."""
-    try:
-        client.delete(name, missing_ok=True)
-    except Error as error:
-        _log.warning("buffer %r is left over; delete it: %s", name, error)
-
-
 def _open(client: Client, name: str) -> Buffer | None:
     try:
         return client.open(name)
@@ -430,7 +422,7 @@ def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
     try:
         client.rename(made.name, name, replace=replace)
     except BaseException:
-        _sweep(client, made.name)
+        sweep(client, made.name)
         raise
     return client.open(name)
 

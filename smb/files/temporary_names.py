@@ -5,6 +5,7 @@ It is in the namespace of the file in question: who may use the one may use the 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -14,11 +15,13 @@ from pathlib import Path
 
 from smb.buffer import Buffer
 from smb.client import Client
-from smb.errors import UnavailableError
+from smb.errors import Error, UnavailableError
 from smb.files.formats import Plan
 from smb.files.names import PRIVATE, private_of
 
 _AGAIN_S = 0.2
+
+_log = logging.getLogger("smb")
 
 
 def private_name(name: str, rest: str = "") -> str:
@@ -45,6 +48,14 @@ def create(client: Client, name: str, plan: Plan, replicas: int = 1) -> Buffer:
                 raise
             asked = True
             time.sleep(_AGAIN_S)
+
+
+def sweep(client: Client, name: str) -> None:
+    """Delete what is not needed any more. If that fails it is logged: what was done, or failed before, is told."""
+    try:
+        client.delete(name, missing_ok=True)
+    except Error as error:
+        _log.warning("buffer %r is left over; delete it: %s", name, error)
 
 
 def left_by_dead(name: str) -> bool:

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from smb.buffer import Buffer
 from smb.client import Client
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.files.formats import HEADER_BYTES_MAX, parse_safetensors, safetensors_header
+from smb.files.temporary_names import sweep
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
@@ -38,7 +38,6 @@ from smb.train.scheme import scheme_of
 
 STATISTICS = "state"  # of smb.torch.join: NAME/state
 _KEY = "smb.train"
-_log = logging.getLogger("smb")
 _OUTER = {"smb.outer.0": momentum_name, "smb.step": step_name}  # two copies each, which take turns
 _WHOLE = "values"
 _VERSION = 1
@@ -121,10 +120,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 _make(client, name, file, start, (head_fields, table, ranges), metadata, placement, made)
             except BaseException:
                 for each in reversed(made):
-                    try:
-                        client.delete(each, missing_ok=True)
-                    except Error as error:  # the reason why it was not loaded is what the caller hears
-                        _log.warning("load of %s: buffer %r is left over; delete it: %s", path, each, error)
+                    sweep(client, each)
                 raise
     return number
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -14,8 +13,9 @@ import pytest
 
 from smb import errors
 from smb.rpc import control_pb2 as pb
-from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from smb.rpc.control_pb2_grpc import CoordinatorServicer
 from smb.rpc.coordinator_client import ANSWERED, OUTCOME, STANDBY, Coordinator
+from tests.support.control_plane import served
 
 Answer: TypeAlias = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -65,19 +65,6 @@ class Scripted(CoordinatorServicer):
         self.requests.append(request)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         return answer(request, context)
-
-
-@contextmanager
-def served(service: Scripted) -> Iterator[str]:
-    """Serve it; the address."""
-    server = grpc.server(ThreadPoolExecutor(4))
-    add_CoordinatorServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(None)
 
 
 @contextmanager

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import grpc
 import pytest
 
 from smb import errors
 from smb.rpc import control_pb2 as pb
-from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from smb.rpc.control_pb2_grpc import CoordinatorServicer
 from smb.rpc.coordinator_client import ANSWERED, STANDBY, Coordinator
+from tests.support.control_plane import served
 
 _LONG_S = 3.0  # for the first attempt, and for what comes of the second
 SAID = "a:1 does not lead now, b:2 does"
@@ -51,18 +51,12 @@ class StandsBy(CoordinatorServicer):
 
 @contextmanager
 def _client_of(service: StandsBy) -> Iterator[Coordinator]:
-    server = grpc.server(ThreadPoolExecutor(2))
-    add_CoordinatorServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    coordinator = Coordinator(f"127.0.0.1:{port}")
-    try:
-        yield coordinator
-        assert service.asked
-    finally:
-        service.over.set()
-        coordinator.close()
-        server.stop(None)
+    with served(service) as address, closing(Coordinator(address)) as coordinator:
+        try:
+            yield coordinator
+            assert service.asked
+        finally:
+            service.over.set()
 
 
 @pytest.mark.parametrize("changes", [False, True])
