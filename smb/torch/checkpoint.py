@@ -272,15 +272,11 @@ def _nbytes_of(item: WriteItem) -> int:
     if item.type == WriteItemType.BYTE_IO:
         return 0
     assert item.tensor_data is not None
-    return math.prod(item.tensor_data.chunk.sizes) * _itemsize(item.tensor_data.properties.dtype)
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=dtype).element_size()
 
 
 def _sweep(client: Client, name: str) -> None:
@@ -354,7 +350,7 @@ def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
         for begins, extents, offset in tensor["pieces"]:
             begin, sizes = torch.Size(begins), torch.Size(extents)
             chunks.append(dcp.ChunkStorageMetadata(begin, sizes))
-            places[dcp.MetadataIndex(fqn, begin)] = int(offset), math.prod(sizes) * _itemsize(dtype)
+            places[dcp.MetadataIndex(fqn, begin)] = int(offset), math.prod(sizes) * dtype.itemsize
         properties = dcp.TensorProperties(dtype=dtype)
         entries[fqn] = dcp.TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
     for fqn, (offset, nbytes) in text["objects"].items():
@@ -437,14 +433,14 @@ def _start_read(
         planner.commit_tensor(item, target)
         return
     shape = (lengths[0], *sizes[1:]) if lengths else ()
-    row_bytes = math.prod(sizes[1:]) * _itemsize(entry.properties.dtype)
+    row_bytes = math.prod(sizes[1:]) * entry.properties.dtype.itemsize
     offset = index.places[item.storage_index][0] + (begins[0] * row_bytes if begins else 0)
     in_place = (
         target.device.type == "cpu"
         and target.is_contiguous()
         and (target.dtype, tuple(target.shape)) == (entry.properties.dtype, shape)
     )
-    rows = target if in_place else torch.empty(shape, dtype=entry.properties.dtype)
+    rows = target if in_place else torch.empty(shape, dtype=entry.properties.dtype, device="cpu")
 
     def end() -> None:
         if not in_place:

@@ -568,7 +568,7 @@ def _steps_alike(model: torch.nn.Module, mesh: DeviceMesh) -> bool:
 def _part_of(batch: torch.Tensor, share: int, shares: int) -> torch.Tensor:
     """Return one of so many equal shares; the last ones begin again at the first rows."""
     each = -(-len(batch) // shares)
-    return batch[torch.arange(share * each, (share + 1) * each) % len(batch)]
+    return batch[torch.arange(share * each, (share + 1) * each, device=batch.device) % len(batch)]
 
 
 def _release(lock: Lock) -> None:

@@ -102,7 +102,7 @@ class Statistics:
 
     def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
         self.table, self.entries = lay_out(tensors)
-        self.vector = torch.zeros(self.table.size, dtype=torch.float32)
+        self.vector = torch.zeros(self.table.size, dtype=torch.float32, device="cpu")
         self.values: Values = self.vector.numpy()
 
     def collect(self) -> None:

@@ -58,9 +58,10 @@ def piece_of(name: str, tensor: torch.Tensor) -> Piece | None:
     placements = tensor.placements
     if not all(type(placement) in (Shard, Replicate, _StridedShard) for placement in placements):
         raise InvalidArgumentError(f"parameter {name!r} is placed as {placements}: shards and replicas can be shared")
-    if any(type(placement) is _StridedShard for placement in placements):
-        return tuple(_ranges(tensor, dim) for dim in range(tensor.dim()))
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    with torch.device("cpu"):  # torch reckons with tensors, which a program's default device is not for
+        if any(type(placement) is _StridedShard for placement in placements):
+            return tuple(_ranges(tensor, dim) for dim in range(tensor.dim()))
+        shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
     return tuple(((int(first), int(count)),) for first, count in zip(offsets, shape, strict=True))
 
 

@@ -27,7 +27,9 @@ def world() -> DeviceMesh | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     accelerator = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
-    mesh = DeviceMesh("cpu" if accelerator is None else accelerator.type, torch.arange(dist.get_world_size()))
+    mesh = DeviceMesh(
+        "cpu" if accelerator is None else accelerator.type, torch.arange(dist.get_world_size(), device="cpu")
+    )
     _of_frameworks.add(mesh)
     return mesh
 

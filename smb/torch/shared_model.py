@@ -322,7 +322,7 @@ class Shared:
     def _batches(
         self, units: smb.train.WorkUnits | None, rows: int, seed: int, epochs: int | None
     ) -> Iterator[torch.Tensor]:
-        order, shuffled, taken = torch.empty(0, dtype=torch.int64), -1, 0
+        order, shuffled, taken = torch.empty(0, dtype=torch.int64, device="cpu"), -1, 0
         while (unit := self._taken(units)) is not None:
             if unit.epoch != shuffled:
                 shuffled = unit.epoch

@@ -77,6 +77,7 @@ class Staging:
 
 def _pinned(nbytes: int) -> torch.Tensor:
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except (RuntimeError, NotImplementedError):
-        return torch.empty(nbytes, dtype=torch.uint8)  # the device can't copy from it by itself: slower, no less right
+        # The device can't copy from it by itself: slower, no less right.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -57,7 +57,8 @@ def client(connect: Connect) -> smb.Client:
 
 def network(dtype: torch.dtype, device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7), nn.Linear(7, 4))
+    with torch.device("cpu"):
+        layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7), nn.Linear(7, 4))
     layers[2].weight.data = layers[2].weight.data.t().contiguous().t()  # not contiguous
     return layers.to(device, dtype)
 
@@ -82,8 +83,8 @@ def train(client: smb.Client, name: str, device: str, dtype: torch.dtype, scheme
         for model, optimizer in zip(models, optimizers, strict=True):
             # No backward pass, and a rate that rounds nothing: kernels round as their operands lie in memory.
             for parameter in model.parameters():
-                goal = torch.linspace(-1, 1 + number % 2, parameter.numel()).reshape(parameter.shape).to(dtype)
-                parameter.grad = parameter.detach() - goal.to(device)
+                goal = torch.linspace(-1, 1 + number % 2, parameter.numel(), device="cpu").to(dtype)
+                parameter.grad = parameter.detach() - goal.reshape(parameter.shape).to(device)
             optimizer.step()
     found = [[parameter.detach().cpu().clone() for parameter in model.parameters()] for model in models]
     for shared in joined:
@@ -109,6 +110,23 @@ def test_a_device_trains_as_the_host(client: smb.Client, dtype: torch.dtype, sch
     for ours, theirs in zip(here, there, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     assert all(torch.isfinite(tensor).all() for tensor in here[-1])
+
+
+def test_in_a_program_whose_tensors_are_there_by_default(client: smb.Client) -> None:
+    """Tensors that smb makes for itself are in the host's memory all the same. As above, equal to the bit."""
+    here = train(client, "here", "cpu", torch.bfloat16, "easgd", 2)
+    with torch.device(DEVICE):
+        there = train(client, "there", DEVICE, torch.bfloat16, "easgd", 2)
+        model, theirs = network(torch.bfloat16, DEVICE), network(torch.bfloat16, DEVICE)
+        with torch.no_grad():
+            theirs[0].weight.zero_()
+        publisher = smb.torch.Publisher(client, "policy", model)
+        follower = smb.torch.follow(client, "policy")
+        for number in (1, 2):
+            assert publisher.publish() == number
+            assert follower.load(theirs) == number
+    found = [*zip(here, there, strict=True), ([*model.parameters()], [*theirs.parameters()])]
+    assert all(torch.equal(one, other) for ours, their in found for one, other in zip(ours, their, strict=True))
 
 
 @FAKE

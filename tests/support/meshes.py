@@ -19,6 +19,7 @@ import smb.train
 from tests.support.devices import BACKEND, DEVICE, ON_HOST
 
 NAME = "run"
+NOWHERE = torch.device("meta")  # a program's default device, which is not for what smb makes
 PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "smb.torch.mesh"]  # what forks shall find
 
 
@@ -99,7 +100,9 @@ class Rank:
         """Make a model and its Publisher, mesh= found by itself; return the generation so far."""
         if options.pop("given", False):
             options["mesh"] = self._mesh
-        self._publisher = smb.torch.Publisher(self._client, name, self.sharded(kind, seed), **options)
+        model = self.sharded(kind, seed)
+        with NOWHERE:
+            self._publisher = smb.torch.Publisher(self._client, name, model, **options)
         return self._publisher.generation
 
     def publish(self, seed: int, wrong: tuple[int, ...] = ()) -> tuple[int, int, bool]:
@@ -195,7 +198,8 @@ class Rank:
         name = options.pop("name", NAME)
         if options.pop("mesh", True):
             options["mesh"] = self._mesh
-        self._shared = smb.torch.join(model, self._optimizer, name, client=self._client, **options)
+        with NOWHERE:
+            self._shared = smb.torch.join(model, self._optimizer, name, client=self._client, **options)
         return "joined"
 
     def fail_at_write(self, rank: int) -> None:

@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 
+from tests.support.devices import DEVICE
+
 Init = TypeVar("Init")
 Update = TypeVar("Update")
 
@@ -146,7 +148,7 @@ class Worker:
     def __init__(self, model: Model) -> None:
         config = SimpleNamespace(backend="smb")
         vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=model.ranks), model_config="config")
-        self.engine = Factory.create_engine(config, vllm_config, torch.device("cpu"), model)
+        self.engine = Factory.create_engine(config, vllm_config, torch.device(DEVICE), model)
 
     def init(self, info: dict[str, Any]) -> None:
         """init_weight_transfer_engine."""

@@ -17,7 +17,7 @@ import smb
 import smb.torch
 import smb.train
 from tests.support.forks import forks_of
-from tests.support.meshes import PRELOADED
+from tests.support.meshes import NOWHERE, PRELOADED
 
 RANKS, STEPS = 2, 4
 TOLD_S = 240  # to import a framework takes long where the machine is busy
@@ -45,7 +45,9 @@ def _accelerate(client: smb.Client, rank: int, kind: str, directory: str) -> nn.
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, wrapped = accelerator.prepare(model, optimizer)
-    with together.join(accelerator, prepared, wrapped, "run", "localsgd", every=2, samples=8, client=client) as shared:
+    with NOWHERE:
+        shared = together.join(accelerator, prepared, wrapped, "run", "localsgd", every=2, samples=8, client=client)
+    with shared:
         schedule = torch.optim.lr_scheduler.LinearLR(wrapped.optimizer, 1.0, 1.0)
         shared.catch_up(schedule)
         for images in _rows().view(STEPS, RANKS, 4, 6)[:, rank]:

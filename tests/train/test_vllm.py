@@ -14,13 +14,14 @@ import smb
 import smb.torch
 from smb.torch import vllm
 from tests.conftest import Connect
+from tests.support.devices import DEVICE
 from tests.support.states import filled
 from tests.support.vllm_interface import EarlierEngine, Factory, Model, Worker, install
 
 
 def network(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.Linear(8, 4, dtype=torch.bfloat16))
+    return torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.Linear(8, 4, dtype=torch.bfloat16)).to(DEVICE)
 
 
 @pytest.fixture

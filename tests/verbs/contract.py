@@ -137,6 +137,7 @@ LEFT_OUT = {
     "regressions/test_one_of_two_is_gated.py": "is about shared memory",
     "regressions/test_outcomes.py": _ELSEWHERE,
     "regressions/test_overlapping_views.py": "is about shared memory",
+    "regressions/test_default_device.py": _TRAINING,
     "regressions/test_deferred_once.py": "is about shared memory",
     "regressions/test_pid_namespaces.py": "is about shared memory",
     "regressions/test_private_names_are_deleted.py": _ELSEWHERE,

@@ -86,6 +86,7 @@ def test_copies_are_waited_for_where_another_block_has_the_lock(monkeypatch: pyt
 def test_what_cuda_refuses_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is unlocked then; nothing is asked where there is no CUDA, or no memory."""
     runtime, memory = Runtime(failure=712), np.zeros(10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert page_lock(memory) is None
     _cuda(monkeypatch, runtime)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: runtime.asked.append("a launch that takes the error"))
