@@ -184,21 +184,30 @@ class Reader(_OfName, StorageReader):
     def __init__(self, client: Client, name: str) -> None:
         super().__init__(client, name)
         self._index: _Index | None = None
+        self._failure: Error | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See torch: a load begins."""
         super().reset(checkpoint_id)
-        self._index = None
+        self._index = self._failure = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return what the checkpoint has. Raises NotFoundError, and InvalidArgumentError if it is none."""
-        self._index = _read_index(self._client, self._name)
+        if self._failure is not None and "rank" in kwargs:
+            # Later releases of torch drop that failure, and ask for what this rank alone saved. It is raised below.
+            return dcp.Metadata({})
+        self._failure = None
+        try:
+            self._index = _read_index(self._client, self._name)
+        except Error as error:
+            self._failure = error
+            raise
         return self._index.metadata
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See torch. Raises InvalidArgumentError if ranks are to load without each other."""
-        if not kwargs.get("use_collectives", True):
-            raise InvalidArgumentError(f"load {self._name!r}: leave use_collectives=True, as it was saved")
+        """See torch. Raises what read_metadata raised, where torch went on."""
+        if self._failure is not None:
+            raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """See torch: this rank tells which checkpoint it found."""

@@ -127,11 +127,22 @@ def test_all_dtypes_and_shapes(client: smb.Client) -> None:
 def test_what_is_no_checkpoint_or_not_safe_is_refused(client: smb.Client) -> None:
     """Nothing there; a buffer that is none; a pickle in the place of an object, which is not run, neither when it is
     saved nor when it is loaded; a save that fails leaves the former one."""
-    with pytest.raises(dcp.CheckpointException, match='no buffer "nowhere"'):
-        load(client, {"x": torch.zeros(1)}, "nowhere")
+    reader = smb.torch.checkpoint.Reader(client, "nowhere")
+    for _ in range(2):
+        with pytest.raises(dcp.CheckpointException, match='no buffer "nowhere"') as missing:
+            dcp.load({"x": torch.zeros(1)}, storage_reader=reader)
+        assert isinstance(failure(missing), smb.NotFoundError)
+    with pytest.raises(smb.NotFoundError, match='no buffer "nowhere"'):
+        reader.read_metadata()
     client.create("plain", 10)
-    with pytest.raises(dcp.CheckpointException, match="no checkpoint"):
+    with pytest.raises(dcp.CheckpointException, match="no checkpoint") as plain:
         load(client, {"x": torch.zeros(1)}, "plain")
+    assert isinstance(failure(plain), smb.InvalidArgumentError)
+    save(client, {"x": torch.ones(1)}, "nowhere")
+    dcp.load(late := {"x": torch.zeros(1)}, storage_reader=reader)
+    assert late["x"] == 1
+    client.delete("plain")
+    smb.torch.checkpoint.delete(client, "nowhere")
     save(client, {"x": "before"})
     with pytest.raises(dcp.CheckpointException, match="weights_only"):
         save(client, {"x": _Boom()})
