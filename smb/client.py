@@ -216,7 +216,7 @@ class Client:
         added to.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
-        InvalidArgumentError; nothing is left behind then.
+        InvalidArgumentError; nothing is left behind then. NotFoundError: somebody deleted it before the answer came.
         """
         _check_name("create", name)
         check_replicas(f"create {name!r}", replicas)

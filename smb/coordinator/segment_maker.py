@@ -27,7 +27,7 @@ from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
 from smb.coordinator.replicas import copies_on
 from smb.coordinator.state import State
-from smb.coordinator.steps.creation import NotNowError
+from smb.coordinator.steps.creation import NotNowError, made_before
 from smb.coordinator.store import StoreError
 from smb.coordinator.validate import Creation
 from smb.daemon.failpoint import failpoint
@@ -103,12 +103,13 @@ class SegmentMaker:
                         if mute or creation.like or creation.server_names or creation.mirror_of:
                             raise
                         mute, said = error.servers, str(error)
-            record = self._commit_log.state.buffers.get(creation.key)
+            state = self._commit_log.state
+            record = made_before(state, creation) or state.buffers.get(creation.key)
             if record is not None and record.ready:
                 return record
-            # Another client is at it: what becomes of it decides.
+            # Another client is at it, or an attempt before this one: what becomes of it decides.
             remaining_s = deadline - time.monotonic()
-            if record is not None and not await self._commit_log.wait(creation.key, remaining_s):
+            if record is not None and not await self._commit_log.wait(record.key, remaining_s):
                 raise UnavailableError(
                     f"{creation.asked}: another client is at it, and it does not get ready; try again"
                 )

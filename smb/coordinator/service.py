@@ -58,7 +58,10 @@ from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import copies_to_come
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
+    APPLIED,
+    NOT_APPLIED,
     AlreadyExistsError,
+    CallOutcome,
     InvalidArgumentError,
     NotFoundError,
     OutOfMemoryError,
@@ -92,6 +95,10 @@ def _name_of(client_name: str) -> str:
 def _mark_lost(message: pb.Buffer, lost: Collection[int]) -> None:
     for segment in message.layout.segments:
         segment.lost = segment.id in lost
+
+
+def _renamed_away(name: str, outcome: CallOutcome = NOT_APPLIED) -> PermissionDeniedError:
+    return PermissionDeniedError(f'buffer "{name}" was renamed to a namespace that is not yours', outcome=outcome)
 
 
 def _check_unlimited(method: str) -> None:
@@ -326,6 +333,8 @@ class CoordinatorService(CoordinatorServicer):
         left_s = context.time_remaining()  # None: the caller has set no deadline
         patience_s = min(OTHERS_CREATION_S, OTHERS_CREATION_S if left_s is None else left_s) - _LAST_WORD_S
         record = await asyncio.shield(self._segments.create(creation, patience_s))
+        if record.name != request.name and not caller().may_see(record.name):  # made before the answer was lost
+            raise _renamed_away(request.name, APPLIED)
         return self._opened(request, record)
 
     async def _free_if_lost(self, name: str) -> None:
@@ -360,9 +369,7 @@ class CoordinatorService(CoordinatorServicer):
                 renamed = self._commit_log.state.find_id(request.id)
                 if renamed is not None:
                     if not caller().may_see(renamed.name):
-                        raise PermissionDeniedError(
-                            f'buffer "{request.name}" was renamed to a namespace that is not yours'
-                        )
+                        raise _renamed_away(request.name)
                     return self._opened(request, renamed)
         record = await self._opens_wait(kind, request.name, timeout_s)
         if record is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from smb.config.quotas import Quota
+from smb.coordinator import limits
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import CopyProgress, Effect, Instant, ServerRegistered
 from smb.coordinator.leases import Leases
@@ -62,6 +63,9 @@ class State:
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace; a setting of this run
     # No token of a lock that was freed is higher. One for all, so that nothing is kept of names that are gone.
     token_floor: int = 0
+    # Of the creations whose buffers were deleted last: asked for again, because the answer was lost, they would make
+    # another one. Not stored: the answer would have to stay lost over creation, deletion and a change of leader.
+    deleted_attempts: tuple[int, ...] = ()
     # Of copies that are being made, by the server that makes them, as it told last.
     progress: Mapping[str, Mapping[int, CopyProgress]] = field(default_factory=dict)
 
@@ -185,6 +189,15 @@ def remove(state: State, record: BufferRecord) -> State:
     """Return the state without the record."""
     allocated = allocate(state.allocated, record, -1)
     return replace(state, buffers=without(state.buffers, record.key), allocated=allocated)
+
+
+def delete(state: State, record: BufferRecord) -> State:
+    """Return the state without a buffer that was ready."""
+    state = remove(state, record)
+    if not record.attempt_id:
+        return state
+    attempts = (*state.deleted_attempts, record.attempt_id)[-limits.DELETED_ATTEMPTS_MAX :]
+    return replace(state, deleted_attempts=attempts)
 
 
 def allocate(allocated: Mapping[str, Allocation], record: BufferRecord, sign: int) -> dict[str, Allocation]:

@@ -333,10 +333,10 @@ class Coordinator:
         code, details = error.code(), error.details() or ""
         trailers = trailers_of(error)
         ours = ANSWERED in trailers
-        unknown = changes and (trailers.get(OUTCOME) == errors.UNKNOWN or not ours)
+        told = trailers.get(OUTCOME) if ours else errors.UNKNOWN
         failure = self._class_of(code, details, timeout, ours)
-        if unknown and code is not grpc.StatusCode.UNIMPLEMENTED:
-            failure.outcome = errors.UNKNOWN
+        if changes and code is not grpc.StatusCode.UNIMPLEMENTED and told in (errors.UNKNOWN, errors.APPLIED):
+            failure.outcome = errors.UNKNOWN if told == errors.UNKNOWN else errors.APPLIED
         return failure
 
     def _class_of(self, code: grpc.StatusCode, details: str, timeout: float, ours: bool) -> errors.Error:

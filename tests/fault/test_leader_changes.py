@@ -119,8 +119,9 @@ class Crowd:
                     found = client.open(name).metadata["mark"]
                     assert isinstance(found, int)
                     mark = found
-        except smb.NotFoundError:
-            answer = MISSING
+        except smb.NotFoundError as error:
+            # A creation that was asked for again: it was made, and another client had deleted it.
+            answer = OK if error.outcome == "applied" else MISSING
         except smb.AlreadyExistsError as error:
             # A name whose buffer is being made is taken, and nobody can open it yet: that says nothing of an order.
             if kind == "rename" or "is being created" in str(error):

@@ -242,11 +242,11 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
         return pb.CreateBufferRequest(name=name, shape=[1] * 32, dtype="uint8", attempt_id=number + 1)
 
     def described(number: int) -> Any:
-        form: dict[str, Any] = {"shape": [1], "dtype": "uint8", "attempt_id": number + 1}
+        form: dict[str, Any] = {"shape": [1], "dtype": "uint8", "attempt_id": number + 1_000_000}
         return pb.CreateBufferRequest(name=f"m{number}", packed_metadata=packed, **form)
 
     def looked_at(number: int) -> Any:
-        form: dict[str, Any] = {"shape": [1], "dtype": "uint8", "attempt_id": number + 1}
+        form: dict[str, Any] = {"shape": [1], "dtype": "uint8", "attempt_id": number + 2_000_000}
         return pb.CreateBufferRequest(name=f"d{number}", packed_metadata=dense, **form)
 
     reader, client = certificates / "reader", certificates / "client"

@@ -290,11 +290,17 @@ def test_a_buffer_that_leaves_the_namespace_is_lost(connect_as: ConnectAs) -> No
     """
     everybody, team = connect_as("client"), connect_as("of-team", "tcp")
     moved, kept = team.create("team/moved", (4,)), team.create("team/kept", (4,))
+    lost = pb.CreateBufferRequest(name="team/lost", shape=[4], dtype="float32", attempt_id=7)
+    team._session.coordinator._opened("CreateBuffer", lost, 5)
     team.rename("team/kept", "team/called")
     everybody.rename("team/moved", "other/moved")
     assert team._session.coordinator.open_buffer("team/kept", 0, 5, kept.info.id).name == "team/called"
     with pytest.raises(smb.PermissionDeniedError, match="not yours"):
         team._session.coordinator.open_buffer("team/moved", 0, 5, moved.info.id)
+    everybody.rename("team/lost", "other/lost")
+    with pytest.raises(smb.PermissionDeniedError, match="not yours") as asked_again:
+        team._session.coordinator._opened("CreateBuffer", lost, 5)
+    assert asked_again.value.outcome == "applied"
     with pytest.raises(smb.NotFoundError):
         team.open("team/moved")
 

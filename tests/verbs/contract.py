@@ -109,6 +109,7 @@ LEFT_OUT = {
     "regressions/test_checkout_beside_an_installation.py": "is about imports",
     "regressions/test_close_beside_stopped_daemons.py": "tests/verbs/test_closing.py has it",
     "regressions/test_close_while_reconnecting.py": "tests/verbs/test_closing.py has it",
+    "regressions/test_creates_that_are_asked_for_again.py": _ELSEWHERE,
     "regressions/test_dead_attaching_link.py": "is about shared memory",
     "regressions/test_dead_server_over_shm.py": "is about shared memory",
     "regressions/test_deleted_memory.py": "tests/verbs/test_refusals.py has it for keys",

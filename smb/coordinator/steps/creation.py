@@ -28,6 +28,7 @@ from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
 from smb.coordinator.state import FIRST_EPOCH, State, Step, add, find_ready, remove
 from smb.coordinator.validate import Creation, check_wire
 from smb.errors import (
+    APPLIED,
     AlreadyExistsError,
     Error,
     InvalidArgumentError,
@@ -46,6 +47,8 @@ class NotNowError(UnavailableError):
 def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     """Choose servers for a buffer. Nothing happens if the buffer is there already, and alike. Raises NotNowError."""
     creation = event.creation
+    if made_before(state, creation) is not None:
+        return state, ()
     if creation.mirror_of:
         creation = _mirroring(state, creation)
     if creation.joins:
@@ -87,6 +90,21 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         state = replace(state, buffers={**state.buffers, first.key: first})
     check_quota(state.quotas, state.buffers.values(), record, creation.asked)
     return add(state, record), (*saves, MakeSegments(record))
+
+
+def made_before(state: State, creation: Creation) -> BufferRecord | None:
+    """Return what this creation made when it was asked for before, whatever that is called now. Raises NotFoundError if
+    it was deleted since.
+    """
+    if not creation.attempt_id:
+        return None
+    if creation.attempt_id in state.deleted_attempts:
+        raise NotFoundError(
+            f"{creation.asked}: it was made, and deleted by somebody before the answer came; create it again if it is "
+            f"still wanted",
+            outcome=APPLIED,
+        )
+    return next((record for record in state.buffers.values() if record.attempt_id == creation.attempt_id), None)
 
 
 def _joining(state: State, creation: Creation) -> Creation:
@@ -202,8 +220,6 @@ def _is_ring(state: State, record: BufferRecord) -> bool:
 
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:
     """Raise AlreadyExistsError unless `existing` is what an exist_ok creation describes."""
-    if creation.attempt_id and creation.attempt_id == existing.attempt_id:
-        return  # the answer was lost on the way
     if existing.kind is not Kind.BUFFER:
         return  # its form was decided here, perhaps by an earlier version of ours, and stays
     if not creation.exist_ok:

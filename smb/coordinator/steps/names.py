@@ -21,7 +21,7 @@ from smb.coordinator.events import (
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind
-from smb.coordinator.state import ARRIVED, State, Step, allocate, remove, without
+from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, without
 from smb.coordinator.validate import check_name
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from smb.security.roles import namespace_of
@@ -38,7 +38,7 @@ def buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
     for each in (record, *state.mirrors(record)):
         beside = state.buffers.get(each.name + ARRIVED) if each.mirror_of else None
         for gone in (each, *([beside] if beside is not None and beside.ready else [])):
-            state = remove(state, gone)
+            state = delete(state, gone)
             effects += [EraseBuffer(gone.key), DropSegments(gone.copies)]
             effects.append(Report(logging.INFO, f"deleted {gone.title}"))
     return state, tuple(effects)
@@ -74,7 +74,7 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     elif there is not None:
         if not event.replace or not there.ready:
             raise AlreadyExistsError(f'{asked}: a buffer "{event.new_name}" exists; delete it, or have it replaced')
-        state, effects = remove(state, there), (DropSegments(there.copies),)
+        state, effects = delete(state, there), (DropSegments(there.copies),)
     state, renamed = _called(state, record, event.new_name, asked)
     return state, (*effects, *renamed, Report(logging.INFO, f'renamed {record.title} to "{event.new_name}"'))
 

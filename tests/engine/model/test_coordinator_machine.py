@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from dataclasses import replace
 from itertools import count
 
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,7 @@ from smb.coordinator.events import (
     BufferDeleted,
     BufferFailed,
     BufferMade,
+    BufferRenamed,
     BufferWanted,
     DropSegments,
     Effect,
@@ -71,6 +73,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.sessions: dict[int, SessionRecord] = {}
         self.dropped: set[int] = set()  # segments that some server was told to drop
         self.shown: dict[str, BufferRecord] = {}  # locks and barriers, as the first client was told
+        self.asked: list[Creation] = []  # of which the answer may get lost
+        self.made: defaultdict[int, set[int]] = defaultdict(set)  # ids of buffers, by the attempt that made them
         self.ended: list[int] = []
         self.seen: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self.heard: defaultdict[str, set[int]] = defaultdict(set)  # sessions' ends, by server
@@ -127,6 +131,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert self.state.ended_sessions.incarnation != before, "numbers of before would be taken for ours"
         assert all(record.ready for record in self.state.buffers.values())
         assert all(record.ready for record in self.buffers.values())
+        # Of what was made and deleted before the stop nothing is known.
+        there = {record.attempt_id for record in self.buffers.values()}
+        self.asked = [asked for asked in self.asked if asked.attempt_id in there or not self.made[asked.attempt_id]]
 
     @rule(lost=st.integers(1, 3))
     def lose_power(self, lost: int) -> None:
@@ -217,7 +224,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
             creation = Creation(
                 name, (kibibytes, KIB), "uint8", count, (), stripe, exist_ok=exist_ok, versions=versions
             )
+        if not exist_ok:
+            creation = replace(creation, attempt_id=next(self.ids))
+            self.asked.append(creation)
         return self.want(check_creation(creation, replicas=1))
+
+    @rule(target=pending, which=st.integers(0, 7))
+    def create_again(self, which: int) -> object:
+        """One of the last ones: its answer was lost."""
+        return self.want(self.asked[-1 - which]) if which < len(self.asked) else multiple()
 
     @rule(target=pending, kind=st.sampled_from([Kind.LOCK, Kind.BARRIER]), name=GOOD_NAMES)
     def use(self, kind: Kind, name: str) -> object:
@@ -260,6 +275,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
             well = False
         self.do(BufferMade(key) if well else BufferFailed(key))
         assert (key in self.state.buffers) == well
+        if well and record.attempt_id:
+            self.made[record.attempt_id].add(record_id)
+            assert len(self.made[record.attempt_id]) == 1, "one create made two buffers"
         if well and record.kind is not Kind.BUFFER:
             assert key not in self.shown, "a second home"
             self.shown[key] = self.state.buffers[key]
@@ -268,6 +286,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def delete(self, name: str, missing_ok: bool) -> None:
         self.do(BufferDeleted(name, missing_ok))
         assert self.state.find(Kind.BUFFER, name) is None
+
+    @rule(name=NAMES, new_name=GOOD_NAMES, replaces=st.booleans())
+    def rename(self, name: str, new_name: str, replaces: bool) -> None:
+        record = self.state.find(Kind.BUFFER, name)
+        if self.do(BufferRenamed(name, new_name, replaces, "", folder=False)):
+            assert record is not None
+            assert self.state.buffers[new_name].id == record.id
 
     # Sessions
 
