@@ -8,18 +8,15 @@ the data path saw no error; and a create begun at the fault was answered within 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 import signal
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import smb
@@ -27,7 +24,8 @@ from tests.fault.long import LIMIT_S, LONG, seed, times
 from tests.support.clocks import Clock
 from tests.support.daemons import running_daemons, stop, wait_for
 from tests.support.etcd import LEASE_S, Coordinators, EtcdCluster, Gate, Member, needs_etcd, running_etcd
-from tests.support.name_history import EXISTS, MISSING, NEVER, OK, UNKNOWN, Call, find_order, now
+from tests.support.name_callers import TIMEOUT_S, NameCallers
+from tests.support.name_history import UNKNOWN, find_order
 from tests.support.transports import SLOWNESS
 
 pytestmark = [needs_etcd, pytest.mark.timeout(LIMIT_S)]
@@ -36,104 +34,8 @@ ROUNDS = times(1, int(os.environ.get("SMB_ROUNDS", "100")))
 LEASE = times(3, LEASE_S)
 SLACK_S = 4.0 if LONG else 8.0  # a short run is one of many on a busy machine, a long one of two
 ELECTION_S = 4.0  # etcd's own takes 1 to 3 s
-NAMES = ("a", "b", "c")  # before "sum"
-TIMEOUT_S = 60.0
 JUMP_S = 3 * 86_400  # of a wall clock
-PAUSE_S = 0.05  # between a thread's calls: a history of thousands is not searched
-
-
-class Crowd:
-    """Clients of a cluster, until they are told to end."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._end = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._marks = iter(range(1, 1 << 30))
-        self._lock = threading.Lock()
-        self._turns = [threading.Lock() for _ in range(3)]
-        self._calls: list[Call] = []
-        self.additions = 0
-        self.errors: list[str] = []
-
-    def start(self, rng: random.Random) -> None:
-        """Begin."""
-        works: list[Callable[[], None]] = [self._add]
-        works += [functools.partial(self._name, turn, rng.random()) for turn in self._turns]
-        for work in works:
-            self._threads.append(threading.Thread(target=self._guarded, args=(work,)))
-            self._threads[-1].start()
-
-    def end(self) -> None:
-        """Let each end its call."""
-        self._end.set()
-        for thread in self._threads:
-            thread.join(2 * TIMEOUT_S)
-            assert not thread.is_alive(), "a client hangs"
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[list[Call]]:
-        """No call about names is under way in the block. Give those so far, and forget them."""
-        with contextlib.ExitStack() as turns:
-            for turn in self._turns:
-                turns.enter_context(turn)
-            calls, self._calls = self._calls, []
-            yield calls
-
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - the test's own thread judges
-            self.errors.append(repr(error))
-
-    def _add(self) -> None:
-        with smb.connect(self._address, timeout=TIMEOUT_S) as client:
-            buffer, ones = client.open("sum"), np.ones(1000, "int64")
-            while not self._end.wait(0.001):
-                buffer.accumulate(ones)
-                self.additions += 1
-
-    def _name(self, turn: threading.Lock, number: float) -> None:
-        rng = random.Random(number)
-        with smb.connect(self._address, timeout=TIMEOUT_S) as client:
-            while not self._end.wait(PAUSE_S):
-                with turn:
-                    call = self._call(client, rng)
-                    self._calls.append(call)
-
-    def _call(self, client: smb.Client, rng: random.Random) -> Call:
-        kind = rng.choice(("create", "create", "delete", "rename", "read", "read"))
-        name, new_name = rng.sample(NAMES, 2)
-        with self._lock:
-            mark = next(self._marks)
-        begin, answer, end = now(), OK, 0.0
-        try:
-            match kind:
-                case "create":
-                    client.create(name, 1, metadata={"mark": mark})
-                case "delete":
-                    client.delete(name)
-                case "rename":
-                    client.rename(name, new_name)
-                case "read":
-                    found = client.open(name).metadata["mark"]
-                    assert isinstance(found, int)
-                    mark = found
-        except smb.NotFoundError as error:
-            # A creation that was asked for again: it was made, and another client had deleted it.
-            answer = OK if error.outcome == "applied" else MISSING
-        except smb.AlreadyExistsError as error:
-            # A name whose buffer is being made is taken, and nobody can open it yet: that says nothing of an order.
-            if kind == "rename" or "is being created" in str(error):
-                return Call("read", "nothing", MISSING, begin, now())
-            answer = EXISTS
-        except smb.UnavailableError as error:
-            if kind == "read":
-                raise
-            if error.outcome != "unknown":
-                return Call("read", "nothing", MISSING, begin, now())
-            answer, end = UNKNOWN, NEVER
-        return Call(kind, name, answer, begin, end or now(), mark, new_name)
+PAUSE_S = 0.05
 
 
 class Rig:
@@ -246,8 +148,8 @@ def test_rounds(tmp_path: Path) -> None:
     waits: dict[str, list[float]] = {}
     with Rig(tmp_path, times(1, 3)) as rig, smb.connect(rig.coordinators.address, timeout=TIMEOUT_S) as client:
         total = client.create("sum", 1000, "int64")
-        crowd = Crowd(rig.coordinators.address)
-        crowd.start(rng)
+        callers = NameCallers(rig.coordinators.address, PAUSE_S)
+        callers.start(rng)
         try:
             names: dict[str, Any] = {}
             done = unknown = 0
@@ -259,10 +161,10 @@ def test_rounds(tmp_path: Path) -> None:
                     client.create("probe", 1)
                     waits.setdefault(kind, []).append(time.monotonic() - begun)
                 client.delete("probe")
-                before = crowd.additions
-                wait_for(lambda: crowd.additions > before or crowd.errors, "additions")  # noqa: B023 - called at once
-                assert not crowd.errors, f"round {number}, {kind}: {crowd.errors}"
-                with crowd.held() as calls:
+                before = callers.additions
+                wait_for(lambda: callers.additions > before or callers.errors, "additions")  # noqa: B023 - called at once
+                assert not callers.errors, f"round {number}, {kind}: {callers.errors}"
+                with callers.held() as calls:
                     found = {info.name: client.open(info.name).metadata["mark"] for info in client.list()[:-1]}
                 assert find_order(calls, names, found), f"round {number}, {kind}: no coordinator answers so: {calls}"
                 names = found
@@ -275,10 +177,10 @@ def test_rounds(tmp_path: Path) -> None:
                 )
                 print(f"round {number}: {kind}, a create after {waits[kind][-1]:.2f} s", flush=True)
         finally:
-            crowd.end()
-        assert not crowd.errors, crowd.errors
-        assert total.read().tolist() == [crowd.additions] * 1000
-    print(f"{ROUNDS} rounds, {crowd.additions} additions, {done} calls about names, {unknown} of unknown outcome")
+            callers.end()
+        assert not callers.errors, callers.errors
+        assert total.read().tolist() == [callers.additions] * 1000
+    print(f"{ROUNDS} rounds, {callers.additions} additions, {done} calls about names, {unknown} of unknown outcome")
     for kind, seconds in waits.items():
         median, most = statistics.median(seconds), max(seconds)
         print(f"{kind:16} {len(seconds):3} times, a create after {median:.2f} s, at most {most:.2f} s")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 OK, MISSING, EXISTS, UNKNOWN = "ok", "missing", "exists", "unknown"
-Kind = Literal["create", "delete", "rename", "read"]
+Kind = Literal["create", "delete", "rename", "replace", "read"]
 NEVER = float("inf")
 Names = tuple[tuple[str, int], ...]
 
@@ -44,8 +44,9 @@ class Call:
             case "delete":
                 expected = MISSING if there is None else OK
                 after.pop(self.name, None)
-            case "rename":
-                expected = MISSING if there is None else EXISTS if self.new_name in names else OK
+            case "rename" | "replace":
+                taken = self.kind == "rename" and self.new_name in names
+                expected = MISSING if there is None else EXISTS if taken else OK
                 if expected == OK:
                     after[self.new_name] = after.pop(self.name)
         if self.answer not in (expected, UNKNOWN):

@@ -69,6 +69,7 @@ LEFT_OUT = {
     "fault/test_forgotten_connections.py": "is about TCP",
     "fault/test_histories.py": _LONG,
     "fault/test_leader_changes.py": _ELSEWHERE,
+    "fault/test_lost_answers.py": _ELSEWHERE,
     "fault/test_partitions.py": _TWO_COPIES,
     "fault/test_random_kills.py": _LONG,
     "fault/test_second_copy.py": _TWO_COPIES,

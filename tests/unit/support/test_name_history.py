@@ -18,6 +18,7 @@ def test_good_histories_are_found_good() -> None:
     lost = [Call("delete", "a", UNKNOWN, 0, NEVER), Call("read", "a", OK, 1, 2, mark=1)]
     assert find_order(lost, {"a": 1}, {"a": 1})
     assert find_order([*lost, Call("read", "a", MISSING, 3, 4)], {"a": 1}, {})
+    assert find_order([Call("replace", "a", OK, 0, 1, new_name="b")], {"a": 1, "b": 2}, {"b": 1})
 
 
 def test_planted_faults_are_found() -> None:
@@ -29,3 +30,7 @@ def test_planted_faults_are_found() -> None:
     assert not find_order([Call("delete", "a", OK, 0, 1)], {"a": 1}, {"a": 1})
     half = [Call("rename", "a", OK, 0, 1, new_name="b")]
     assert not find_order(half, {"a": 1}, {"a": 1, "b": 1})
+    assert not find_order([Call("rename", "a", OK, 0, 1, new_name="b")], {"a": 1, "b": 2}, {"b": 1})
+    twice = [Call("create", "a", OK, 0, 9, mark=1), Call("rename", "a", OK, 2, 3, new_name="b")]
+    assert find_order(twice, {}, {"b": 1})
+    assert not find_order(twice, {}, {"a": 1, "b": 1})
