@@ -216,7 +216,8 @@ class Client:
         added to.
 
         Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
-        InvalidArgumentError; nothing is left behind then. NotFoundError: somebody deleted it before the answer came.
+        InvalidArgumentError; nothing is left behind then. If somebody renamed it before the answer came (a coordinator
+        was lost), the buffer returned has that name; if somebody deleted it, NotFoundError has the outcome "applied".
         """
         _check_name("create", name)
         check_replicas(f"create {name!r}", replicas)

@@ -94,22 +94,21 @@ class SegmentMaker:
                 if mute:  # the others do not do: that these did not answer is the cause
                     raise _MuteServersError(said, mute) from None
                 raise
-            for effect in committed.effects:
-                if isinstance(effect, MakeSegments):
-                    failpoint("coordinator.create.pending_stored")
-                    try:
-                        return await self._make(committed, effect.record, creation.asked)
-                    except _MuteServersError as error:
-                        if mute or creation.like or creation.server_names or creation.mirror_of:
-                            raise
-                        mute, said = error.servers, str(error)
-            state = self._commit_log.state
-            record = made_before(state, creation) or state.buffers.get(creation.key)
-            if record is not None and record.ready:
+            wanted = next((effect.record for effect in committed.effects if isinstance(effect, MakeSegments)), None)
+            if wanted is not None:
+                failpoint("coordinator.create.pending_stored")
+                try:
+                    return await self._make(committed, wanted, creation.asked)
+                except _MuteServersError as error:
+                    if mute or creation.like or creation.server_names or creation.mirror_of:
+                        raise
+                    mute, said = error.servers, str(error)
+                    continue  # another client may have made one of that name meanwhile
+            record = made_before(committed.state, creation) or committed.state.buffers[creation.key]
+            if record.ready:
                 return record
             # Another client is at it, or an attempt before this one: what becomes of it decides.
-            remaining_s = deadline - time.monotonic()
-            if record is not None and not await self._commit_log.wait(record.key, remaining_s):
+            if not await self._commit_log.wait(creation.key, deadline - time.monotonic()):
                 raise UnavailableError(
                     f"{creation.asked}: another client is at it, and it does not get ready; try again"
                 )

@@ -53,6 +53,7 @@ from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker, new_id
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SERVER_LEASE_S
+from smb.coordinator.steps.creation import made_before
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import copies_to_come
@@ -316,18 +317,9 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto."""
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
-        plain = sorted(self._commit_log.state.pool(self._commit_log.now()).plain)
-        # A lock is found again by its creation: what is there goes on.
-        there = self._commit_log.state.find(kind_of(request.kind), request.name)
-        if request.replicas > 1 and self._tokens is not None and plain and there is None:
-            raise InvalidArgumentError(
-                f'create of "{request.name}" with replicas={request.replicas}: with credentials servers forward '
-                f"changes to each other inside TLS alone, and without it data is served by "
-                f"{', '.join(plain[:SERVERS_SHOWN_MAX])} (--data-tls off); start them without that option, or use "
-                f"replicas=1"
-            )
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
         creation = await self._checked(request)
+        self._check_two_copies(creation)
         if creation.kind is Kind.BARRIER:
             await self._free_if_lost(creation.name)
         left_s = context.time_remaining()  # None: the caller has set no deadline
@@ -336,6 +328,21 @@ class CoordinatorService(CoordinatorServicer):
         if record.name != request.name and not caller().may_see(record.name):  # made before the answer was lost
             raise _renamed_away(request.name, APPLIED)
         return self._opened(request, record)
+
+    def _check_two_copies(self, creation: Creation) -> None:
+        """Raise InvalidArgumentError if servers would have to forward changes to each other outside TLS."""
+        state = self._commit_log.state
+        plain = sorted(state.pool(self._commit_log.now()).plain)
+        if creation.replicas < 2 or self._tokens is None or not plain:
+            return
+        # A lock is found again by its creation, and a buffer by its attempt: what is there goes on.
+        if made_before(state, creation) is None and state.find(creation.kind, creation.name) is None:
+            raise InvalidArgumentError(
+                f'create of "{creation.name}" with replicas={creation.replicas}: with credentials servers forward '
+                f"changes to each other inside TLS alone, and without it data is served by "
+                f"{', '.join(plain[:SERVERS_SHOWN_MAX])} (--data-tls off); start them without that option, or use "
+                f"replicas=1"
+            )
 
     async def _free_if_lost(self, name: str) -> None:
         """Free a barrier whose memory was lost: nobody can be in it. A lock stays, as its next token must be above its

@@ -26,7 +26,7 @@ from smb.call.sync_requests import LOST
 from smb.client import Client
 from smb.engine import crc32c
 from smb.errors import (
-    UNKNOWN,
+    NOT_APPLIED,
     AlreadyExistsError,
     Error,
     InvalidArgumentError,
@@ -83,7 +83,7 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
     try:
         copy = _still(client, buffer, part, lock=lock)
     except _NO_COPY as error:
-        if error.outcome == UNKNOWN:
+        if error.outcome != NOT_APPLIED:
             raise
         _log.warning("snapshot of %r: the servers make no copy of it, so it is read as it is (%s)", name, error)
         _read_into_file(buffer, view, part, path, progress, lock=lock)
@@ -139,7 +139,7 @@ def copy_buffer(
         try:
             made = _beside(source, buffer, private_name(new_name), copies)
         except _NO_COPY as error:
-            if error.outcome == UNKNOWN:
+            if error.outcome != NOT_APPLIED:
                 raise
             _log.info("copy of %r: the servers make none, so its bytes travel through here (%s)", name, error)
         else:

@@ -45,6 +45,7 @@ ANSWERED = "smb-answered"
 OUTCOME = "smb-outcome"
 # And with that of one that does not lead.
 STANDBY = "smb-standby"
+_OUTCOMES: dict[str, errors.CallOutcome] = {errors.UNKNOWN: errors.UNKNOWN, errors.APPLIED: errors.APPLIED}
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
 # Codes of a call whose coordinator went away in the middle.
@@ -333,10 +334,10 @@ class Coordinator:
         code, details = error.code(), error.details() or ""
         trailers = trailers_of(error)
         ours = ANSWERED in trailers
-        told = trailers.get(OUTCOME) if ours else errors.UNKNOWN
+        told = trailers.get(OUTCOME, "") if ours else errors.UNKNOWN
         failure = self._class_of(code, details, timeout, ours)
-        if changes and code is not grpc.StatusCode.UNIMPLEMENTED and told in (errors.UNKNOWN, errors.APPLIED):
-            failure.outcome = errors.UNKNOWN if told == errors.UNKNOWN else errors.APPLIED
+        if changes and code is not grpc.StatusCode.UNIMPLEMENTED:
+            failure.outcome = _OUTCOMES.get(told, failure.outcome)
         return failure
 
     def _class_of(self, code: grpc.StatusCode, details: str, timeout: float, ours: bool) -> errors.Error:

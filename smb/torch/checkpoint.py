@@ -200,7 +200,8 @@ class Reader(_OfName, StorageReader):
         try:
             self._index = _read_index(self._client, self._name)
         except Error as error:
-            self._failure = error
+            # As new: its traceback has this frame, and so this reader.
+            self._failure = type(error)(str(error), outcome=error.outcome)
             raise
         return self._index.metadata
 

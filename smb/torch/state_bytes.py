@@ -134,4 +134,6 @@ class PartBytes(_Memory):
 def as_torch(memory: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
     """Return bytes as a tensor, without a copy."""
     kind = getattr(torch, dtype.name)
-    return torch.from_numpy(memory).view(kind).view(shape) if memory.size else torch.empty(shape, dtype=kind)
+    return (
+        torch.from_numpy(memory).view(kind).view(shape) if memory.size else torch.empty(shape, dtype=kind, device="cpu")
+    )

@@ -4,7 +4,7 @@ one was made: one create counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -30,8 +30,8 @@ def client(connect: Callable[..., smb.Client]) -> smb.Client:
 class LosesAnAnswer(CoordinatorServicer):
     """Before a real coordinator: of the first create the answer is lost, after `meanwhile`."""
 
-    def __init__(self, address: str, meanwhile: Callable[[], object]) -> None:
-        self._behind = CoordinatorStub(grpc.insecure_channel(address))
+    def __init__(self, channel: grpc.Channel, meanwhile: Callable[[], object]) -> None:
+        self._behind = CoordinatorStub(channel)
         self._meanwhile: Callable[[], object] | None = meanwhile
 
     def ListBuffers(self, request: pb.ListBuffersRequest, context: grpc.ServicerContext) -> pb.ListBuffersReply:  # noqa: N802
@@ -53,7 +53,7 @@ class LosesAnAnswer(CoordinatorServicer):
 
 def create(address: str, meanwhile: Callable[[], object]) -> pb.Buffer:
     """One create, of which the first answer is lost."""
-    with served(LosesAnAnswer(address, meanwhile)) as between:
+    with grpc.insecure_channel(address) as channel, served(LosesAnAnswer(channel, meanwhile)) as between:
         coordinator = Coordinator(between)
         try:
             coordinator.list_buffers(10.0)  # it has had an answer, so it asks again
@@ -97,7 +97,7 @@ def test_what_was_deleted_stays_so(cluster: smb.LocalCluster, client: smb.Client
 
 
 @pytest.fixture
-def decisions() -> Iterator[Cluster]:
+def decisions() -> Cluster:
     cluster = Cluster()
     cluster.register("a")
     return cluster

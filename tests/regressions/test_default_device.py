@@ -69,12 +69,15 @@ def test_batches(client: smb.Client) -> None:
 def test_published_and_saved(client: smb.Client) -> None:
     """A follower and a load bring what was published and saved, also into a tensor that is not contiguous."""
     model, theirs = network(0), network(1)
+    for each in (model, theirs):
+        each.register_buffer("nothing", torch.empty(0))
     with torch.device("meta"):
         publisher = smb.torch.Publisher(client, "policy", model, versions=4, deltas=2)
         follower = smb.torch.follow(client, "policy")
         for generation in (1, 2, 3):
             assert publisher.publish() == generation
             assert follower.load(theirs) == generation
+            assert {tensor.device.type for tensor in follower.state_dict().values()} == {"cpu"}
     assert all(torch.equal(theirs.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
     state = {"x": torch.randn(5, 6), "turned": torch.randn(6, 4).t()}
     read = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

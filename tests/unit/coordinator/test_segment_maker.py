@@ -1,17 +1,22 @@
-"""What the caller of a create hears if the coordinator loses its leadership in the middle."""
+"""What the caller of a create hears if the coordinator loses its leadership in the middle, or a server is silent."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from smb.coordinator.events import BufferFailed, BufferMade
+from smb.coordinator.commit_log import CommitLog
+from smb.coordinator.events import BufferFailed, BufferMade, ServerRegistered
+from smb.coordinator.records import ServerRecord
 from smb.coordinator.segment_maker import SegmentMaker
-from smb.coordinator.store import DeposedError
-from smb.errors import NOT_APPLIED, UNKNOWN, OutOfMemoryError
+from smb.coordinator.store import DeposedError, SqliteStore
+from smb.coordinator.validate import Creation
+from smb.errors import NOT_APPLIED, UNKNOWN, AlreadyExistsError, OutOfMemoryError, UnavailableError
+from tests.support.decisions import server
 
 
 class Deposed:
@@ -46,3 +51,38 @@ def test_the_first_failure_is_told(monkeypatch: pytest.MonkeyPatch, full: bool) 
         asyncio.run(maker._make(SimpleNamespace(), record, "create 'w'"))  # type: ignore[arg-type]
     assert raised.value.outcome == (NOT_APPLIED if full else UNKNOWN)
     assert isinstance(log.events[-1], BufferFailed)
+
+
+def test_what_another_client_made_meanwhile_is_anothers(tmp_path: Path) -> None:
+    """A server did not answer; before others were tried somebody else made a buffer of that name. It was the answer,
+    whatever its shape."""
+
+    async def work() -> None:
+        store = SqliteStore(tmp_path)
+        log = await CommitLog.open(store, 1)
+        for name in "ab":
+            await log.commit(ServerRegistered(server(name), frozenset()))
+
+        class Servers:
+            """Whichever is asked first does not answer, and takes time for that."""
+
+            mute: str = ""
+
+            async def create(self, at: ServerRecord, *_: object) -> int:
+                self.mute = self.mute or at.name
+                if at.name == self.mute:
+                    raise UnavailableError(f'memory server "{at.name}" does not answer')
+                return 0
+
+            async def drop(self, at: ServerRecord, *_: object) -> int:
+                (answers,) = {"a", "b"} - {at.name}
+                await maker.create(Creation("w", (3,), "float32", server_names=(answers,)), 1.0)
+                raise UnavailableError(f'memory server "{at.name}" does not answer')
+
+        maker = SegmentMaker(log, Servers())  # type: ignore[arg-type]
+        with pytest.raises(AlreadyExistsError, match='"w" exists'):
+            await maker.create(Creation("w", (10,), "float32"), 1.0)
+        assert log.state.buffers["w"].shape == (3,)
+        await store.close()
+
+    asyncio.run(work())
