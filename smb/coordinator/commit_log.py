@@ -64,6 +64,7 @@ class CommitLog:
         self._store = store
         self._clock = clock
         self._turn = asyncio.Lock()
+        self._under_way: set[asyncio.Task[Committed]] = set()
         self._openers: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._stopping = False
         self._owed: dict[str, str | None] = {}  # changes that were shown, but could not be stored yet
@@ -86,8 +87,10 @@ class CommitLog:
 
         Raises StoreError for records that cannot be read.
         """
+        restarted = Restarted(incarnation, store.changes_max)
         commit_log = CommitLog(store, _read(await store.load(), session_lease_s, stripe_bytes, quotas or {}), clock)
-        await commit_log.commit(Restarted(incarnation))
+        while any(not record.ready for record in (await commit_log.commit(restarted)).state.buffers.values()):
+            pass
         return commit_log
 
     def now(self) -> Instant:
@@ -95,12 +98,29 @@ class CommitLog:
         return self._clock()
 
     async def commit(self, event: Event) -> Committed:
-        """Decide, store, then show. Raises smb.errors.Error where the event is refused or could not be stored."""
-        async with self._turn:
+        """Decide, store, then show. Raises smb.errors.Error where the event is refused or could not be stored.
+
+        A caller that is cancelled before it is the event's turn has changed nothing. Later the event comes to its end
+        all the same: of what the store carries out the state has to hear.
+        """
+        await self._turn.acquire()
+        # No local of ours names the task: its error's traceback has this frame.
+        return await asyncio.shield(self._begun(event))
+
+    def _begun(self, event: Event) -> asyncio.Task[Committed]:
+        task = asyncio.create_task(self._commit(event))
+        self._under_way.add(task)  # the loop itself would let it go
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    async def _commit(self, event: Event) -> Committed:
+        try:
             before, now = self.state, self.now()
             state, effects = step(before, event, now)
             await self._put(event, effects)
             self.state = state
+        finally:
+            self._turn.release()
         committed = Committed(state, effects)
         if self.on_commit is not None:
             self.on_commit(event, before, committed, now)

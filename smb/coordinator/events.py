@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord, SessionRecord
 from smb.coordinator.validate import Creation
@@ -30,10 +30,12 @@ class CopyProgress:
 @dataclass(frozen=True, slots=True)
 class Restarted:
     """The records were just loaded: creations that were under way are taken back, servers and sessions are given one
-    lease to report. `incarnation` is a random number, not 0, for this run.
+    lease to report. `incarnation` is a random number, not 0, for this run. Again until none is under way: at most so
+    many are taken back at a time.
     """
 
     incarnation: int
+    changes_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +185,13 @@ class BufferWanted:
 
 @dataclass(frozen=True, slots=True)
 class BufferMade:
-    """All segments of a pending buffer are there. `segments`: as they were made; empty: as they are in the record."""
+    """All segments of a pending buffer are there. `segments`: as they were made; empty: as they are in the record.
+    `instances`: by which runs of the servers.
+    """
 
     key: str
     segments: tuple[SegmentRecord, ...] = ()
+    instances: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -17,7 +18,7 @@ from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.dashboard.server import Dashboard
-from smb.coordinator.events import Event, Instant, TellEnded, Ticked
+from smb.coordinator.events import Event, Instant, SaveBuffer, TellEnded, Ticked
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
 from smb.coordinator.idle_names import IdleNames
@@ -33,6 +34,7 @@ from smb.coordinator.state import State
 from smb.coordinator.store import DeposedError, Store, StoreError
 from smb.coordinator.token_issuer import Tokens
 from smb.daemon.process import Answer
+from smb.errors import Error
 from smb.rpc import control_pb2 as pb
 
 TICK_S = 0.5  # a lease is seen to have run out at most this late
@@ -115,7 +117,9 @@ class Leading:
         service.resting = copy_maker.resting
         service.move = copy_maker.move
         for beginning in (_tick(commit_log, endings, around.health), idle_names.run(), copy_maker.run()):
-            leaving.push_async_callback(cancel, asyncio.create_task(beginning))
+            task = asyncio.create_task(beginning)
+            task.add_done_callback(end_if_failed)
+            leaving.push_async_callback(cancel, task)
         return Leading(commit_log, watch, Dashboard(overview), around)
 
     def page(self, path: str, query: str) -> Answer | None:
@@ -129,14 +133,30 @@ async def _tick(commit_log: CommitLog, endings: SessionEndNotifier, health: Heal
     # Of one change: two records for each session, as an old one may be forgotten, one for each server, one for each
     # buffer that lost a copy.
     most = None if commit_log.changes_max is None else commit_log.changes_max // 4
+    said = ""
     while True:
         more = False
-        with suppress(StoreError, DeposedError):  # the commit_log has said it, once; the next tick tries again
+        try:
             committed = await commit_log.commit(Ticked(most))
             endings.tell(committed)
-            more = any(isinstance(effect, TellEnded) for effect in committed.effects) and most is not None
+            more = most is not None and any(isinstance(effect, TellEnded | SaveBuffer) for effect in committed.effects)
+        except (StoreError, DeposedError):
+            pass  # the commit_log has said it, once; the next tick tries again
+        except Error as error:
+            if str(error) != said:
+                said = str(error)
+                _log.error("leases that have run out, and what follows from that: %s", said)
         health.ticked()
         await asyncio.sleep(0 if more else TICK_S)
+
+
+def end_if_failed(task: asyncio.Task[None]) -> None:
+    """End the process where a task that lasts as long as the lead has failed by a fault of ours: without it the
+    coordinator does half its work, and a supervisor's restart helps.
+    """
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("ends: it can do its work no more", exc_info=error)
+        os._exit(1)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, aio_channel, server_name
 
 ANSWER_S = 3.0  # an idle server answers within a millisecond; a busy host may hold it up
+_LAST_CALLS_S = 24 * 3600.0  # more than any deadline here
 # Pages of a new segment are allocated and zeroed: several GB/s where memory is free, far less where it must be
 # reclaimed.
 CREATE_BYTES_PER_S_MIN = 200 << 20
@@ -39,6 +40,7 @@ class MemoryServers:
     def __init__(self, credentials: Credentials | None = None) -> None:
         self._current = Current(credentials) if credentials is not None else None
         self._peers: dict[str, _Peer] = {}
+        self._replaced: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     async def create(
         self,
@@ -64,7 +66,7 @@ class MemoryServers:
         )
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
-            peer = await self._peer(server)
+            peer = self._peer(server)
             reply = await peer.stub.CreateSegment(request, timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "make a segment", error) from error
@@ -79,7 +81,7 @@ class MemoryServers:
         and can't. Raises UnavailableError (outcome unknown).
         """
         try:
-            peer = await self._peer(server)
+            peer = self._peer(server)
             reply = await peer.stub.TakeRoles(pb.TakeRolesRequest(replicas=replicas), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "take roles", error) from error
@@ -92,7 +94,7 @@ class MemoryServers:
         server's used bytes. Raises UnavailableError (outcome unknown).
         """
         try:
-            peer = await self._peer(server)
+            peer = self._peer(server)
             reply = await peer.stub.DeleteSegment(pb.DeleteSegmentRequest(id=segment_id, epoch=epoch), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "drop a segment", error) from error
@@ -104,7 +106,7 @@ class MemoryServers:
         """
         request = pb.RetireSegmentsRequest(ids=segment_ids, idle_ms=round(idle_s * 1000))
         try:
-            peer = await self._peer(server)
+            peer = self._peer(server)
             reply = await peer.stub.RetireSegments(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "retire locks and barriers", error) from error
@@ -113,7 +115,7 @@ class MemoryServers:
     async def end_sessions(self, server: ServerRecord, session_ids: Sequence[int]) -> None:
         """Tell that these sessions are over. Raises UnavailableError (outcome unknown)."""
         try:
-            peer = await self._peer(server)
+            peer = self._peer(server)
             await peer.stub.EndSessions(pb.EndSessionsRequest(session_ids=session_ids), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "end sessions", error) from error
@@ -146,8 +148,10 @@ class MemoryServers:
 
     async def close(self) -> None:
         """Close all channels."""
-        for peer in self._peers.values():
-            await peer.channel.close(None)
+        for task in self._replaced:
+            task.cancel()
+        for channel in (*self._replaced.values(), *(peer.channel for peer in self._peers.values())):
+            await channel.close(None)
         self._peers.clear()
 
     def _channel(self, server: ServerRecord) -> grpc.aio.Channel:
@@ -156,7 +160,7 @@ class MemoryServers:
     def _credentials(self) -> Credentials | None:
         return self._current.now() if self._current is not None else None
 
-    async def _peer(self, server: ServerRecord) -> _Peer:
+    def _peer(self, server: ServerRecord) -> _Peer:
         known = self._peers.get(server.name)
         credentials = self._credentials()
         if known is not None and known.address == server.control_address and known.credentials is credentials:
@@ -165,7 +169,10 @@ class MemoryServers:
         peer = _Peer(server.control_address, credentials, channel, MemoryServerStub(channel))  # type: ignore[no-untyped-call]
         self._peers[server.name] = peer
         if known is not None:
-            await known.channel.close(None)
+            # Not at once: its calls would end as if their callers were cancelled. Each has a deadline.
+            task = asyncio.create_task(known.channel.close(_LAST_CALLS_S))
+            self._replaced[task] = known.channel
+            task.add_done_callback(lambda ended: self._replaced.pop(ended, None))
         return peer
 
 

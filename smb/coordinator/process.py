@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import gc
 import logging
-import os
 import signal
 from contextlib import AsyncExitStack
 
@@ -19,7 +18,7 @@ from smb.coordinator.contender import Contender, Shown
 from smb.coordinator.etcd.connection import SCHEME, Access, Place
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
-from smb.coordinator.leader import Around, Leading, cancel
+from smb.coordinator.leader import Around, Leading, cancel, end_if_failed
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
 from smb.coordinator.options import Options
 from smb.coordinator.rpc_interceptor import Answers
@@ -117,7 +116,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(contender.close)
         await server.start()
         contending = asyncio.create_task(contender.run())
-        contending.add_done_callback(_end_if_failed)
+        contending.add_done_callback(end_if_failed)
         leaving.push_async_callback(cancel, contending)
         leaving.push_async_callback(_stop_answering, server, shown, front)
         await contender.settled.wait()
@@ -132,15 +131,6 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
     interval_s = watchdog_interval_s()
     if interval_s is not None:
         leaving.push_async_callback(cancel, asyncio.create_task(_feed_watchdog(interval_s, health)))
-
-
-def _end_if_failed(contending: asyncio.Task[None]) -> None:
-    """End the process where what contends for the lead has failed by a fault of ours: it would neither lead nor stand
-    by, and a supervisor's restart helps.
-    """
-    if not contending.cancelled() and (error := contending.exception()) is not None:
-        _log.critical("ends: it can neither lead nor stand by", exc_info=error)
-        os._exit(1)
 
 
 async def _stop_answering(server: grpc.aio.Server, shown: Shown, front: Front) -> None:

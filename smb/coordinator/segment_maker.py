@@ -117,7 +117,9 @@ class SegmentMaker:
         try:
             await self._make_segments(committed, record, asked)
             failpoint("coordinator.create.segments_made")
-            made = (await self._commit_log.commit(BufferMade(record.key, record.segments))).state.buffers[record.key]
+            instances = {copy.server: committed.state.servers[copy.server].instance_id for copy in record.copies}
+            event = BufferMade(record.key, record.segments, instances)
+            made = (await self._commit_log.commit(event)).state.buffers[record.key]
         except BaseException:
             try:
                 failed = await self._commit_log.commit(BufferFailed(record.key, record.copies))

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc.aio
 
@@ -27,6 +28,7 @@ from smb.coordinator.events import (
     NamesFreed,
     ServerDrained,
     ServerLeft,
+    ServerRegistered,
     ServerRenewed,
     ServerReturned,
     SessionClosed,
@@ -141,6 +143,7 @@ class CoordinatorService(CoordinatorServicer):
         self._shared = shared or pb.SharedSettings()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._parsing = asyncio.Lock()
+        self._registering: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by the server's name
         self._mirrors = mirrors
         self.bound: Callable[[], Collection[int]] = frozenset  # segments that can't move
         self.resting: Callable[[], Collection[int]] = frozenset  # groups of which no copy is begun just now
@@ -194,6 +197,11 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto. A run of the same name whose lease runs is asked: it keeps the name if it answers."""
         failpoint("coordinator.register.asked")
         event = registration_of(request)
+        # One at a time of a name: of two that find a former run dead the second one has to ask the first.
+        async with self._registering.setdefault(event.server.name, asyncio.Lock()):
+            return await self._registered(request, event)
+
+    async def _registered(self, request: pb.RegisterServerRequest, event: ServerRegistered) -> pb.RegisterServerReply:
         rival = self._commit_log.state.rival(event, self._commit_log.now())
         if rival and rival.control_address != event.server.control_address and await self._servers.answers(rival):
             raise AlreadyExistsError(

@@ -26,6 +26,7 @@ SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
 SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up
 SESSION_RENEWALS_PER_S = 300.0  # of all clients, a third of what one coordinator answers: else leases grow
 SESSION_LEASE_S_LONGEST = 120.0  # to which they grow: one client's many sessions must not hide that others are dead
+JUST_MADE_S = 10.0  # a registration tells of what was there when it was sent: if no leader was there, seconds ago
 FIRST_EPOCH = 1
 ARRIVED = ".arrived"  # after a mirror's name: the buffer that says which bytes are there (smb/relay/arrived.py)
 

@@ -29,14 +29,13 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.records import BufferRecord
-from smb.coordinator.state import State
+from smb.coordinator.state import JUST_MADE_S, State
 from smb.rpc import control_pb2 as pb
 
 STEP_S = 2.0  # a server renews every 2 s: finer steps would show nothing more
 SPAN_S = 300.0
 LAG_S = 2.5  # some server may not have reported its last seconds yet
 RECENT_S = 60.0  # over which errors are counted
-JUST_MADE_S = 10.0  # a registration tells of what was there when it was sent: if no leader was there, seconds ago
 LOST_CLIENTS_S = 300.0
 EVENTS_MAX = 200
 LOST_CLIENTS_MAX = 1000

@@ -30,8 +30,10 @@ from smb.coordinator.replicas import (
     let_move,
     lose_backups,
 )
-from smb.coordinator.state import State, Step, add, remove
+from smb.coordinator.state import JUST_MADE_S, State, Step, add, remove
 from smb.errors import NotFoundError
+
+CHANGED_BYTES_MAX = 1 << 20  # of records' texts, where a store bounds a change: etcd takes 1.5 MB
 
 
 def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
@@ -42,7 +44,11 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     def alive(name: str) -> bool:
         return name != event.name and state.server_leases.runs(name, now.monotonic)
 
-    held = Groups(state.buffers.values()).counted(event.name, event.segment_ids, alive)
+    segment_ids = event.segment_ids
+    if not restarted:  # what was made since its list was sent is there
+        late = (record for record in state.buffers.values() if abs(now.wall - record.created_at) <= JUST_MADE_S)
+        segment_ids = segment_ids.union(segment.id for record in late for segment in record.segments)
+    held = Groups(state.buffers.values()).counted(event.name, segment_ids, alive)
 
     def judge(record: BufferRecord) -> BufferRecord:
         return come_back(record, event.name, held, alive, restarted=restarted)
@@ -151,6 +157,7 @@ def judge_copies(
     """
     effects: list[Effect] = []
     changed: dict[str, BufferRecord] = {}
+    left = CHANGED_BYTES_MAX
     groups: Groups | None = None
     for record in state.buffers.values():
         if not record.movable:
@@ -160,9 +167,11 @@ def judge_copies(
             continue
         groups = groups or Groups(state.buffers.values())
         together = [judged, *groups.followers(judged, changed)]
-        more = sum(each.key not in changed for each in together)
-        if changes_max is not None and changed and len(changed) + more > changes_max:
+        more = [each for each in together if each.key not in changed]
+        size = sum(len(each.to_json()) for each in more) if changes_max is not None else 0
+        if changes_max is not None and changed and (len(changed) + len(more) > changes_max or size > left):
             break
+        left -= size
         changed |= {each.key: each for each in together}
     for judged in changed.values():
         state = add(remove(state, state.buffers[judged.key]), judged)

@@ -41,7 +41,9 @@ from smb.security.roles import namespace_of
 
 
 class NotNowError(UnavailableError):
-    """The buffer that it is to move together with is moving. It may be tried again at once; nothing is left behind."""
+    """The buffer that it is to move together with is moving, or a server was started anew. It may be tried again at
+    once; nothing is left behind.
+    """
 
 
 def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
@@ -165,6 +167,9 @@ def buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
     """A pending buffer has all of its segments."""
     record = replace(state.buffers[event.key], ready=True)
     _check_roles(record, event)
+    for name, instance_id in event.instances.items():
+        if name not in state.servers or state.servers[name].instance_id != instance_id:
+            raise NotNowError(f'{record.title}: memory server "{name}" was started anew meanwhile; try again')
     if record.mirror_of and state.source(record) is None:
         raise NotFoundError(f"{record.title}: the buffer that it was to mirror was deleted meanwhile")
     state = replace(state, buffers={**state.buffers, record.key: record})

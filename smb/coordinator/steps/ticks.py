@@ -17,7 +17,7 @@ from smb.coordinator.steps.sessions import end_sessions
 def restarted(state: State, event: Restarted, now: Instant) -> Step:
     """Take back half-made buffers, and let all leases run anew."""
     effects: list[Effect] = []
-    for record in [record for record in state.buffers.values() if not record.ready]:
+    for record in [record for record in state.buffers.values() if not record.ready][: event.changes_max]:
         state = remove(state, record)
         effects += [
             EraseBuffer(record.key),

@@ -1,0 +1,302 @@
+"""What the coordinator looks at, and what may have changed before it uses that: callers that give up, servers that are
+started anew or come back at another address, registrations that are late, changes that no transaction of etcd takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+
+from smb.coordinator import service as services
+from smb.coordinator.commit_log import CommitLog
+from smb.coordinator.dashboard.history import Watch
+from smb.coordinator.etcd import etcd_pb2
+from smb.coordinator.etcd.election import campaign
+from smb.coordinator.etcd.store import CHANGES_MAX, EtcdStore, read_records
+from smb.coordinator.events import (
+    BufferDeleted,
+    BufferWanted,
+    Instant,
+    ServerDied,
+    ServerRegistered,
+    ServerReturned,
+    Ticked,
+)
+from smb.coordinator.health import Health
+from smb.coordinator.leader import _tick
+from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.records import SegmentRecord, ServerRecord
+from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.segment_maker import SegmentMaker, new_id
+from smb.coordinator.session_end_notifier import SessionEndNotifier
+from smb.coordinator.store import SqliteStore
+from smb.coordinator.validate import Creation
+from smb.errors import AlreadyExistsError, UnavailableError
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
+from smb.rpc.metadata import pack
+from tests.support.decisions import server
+from tests.support.fake_etcd import PLACE, FakeEtcd
+
+LARGE = 1 << 34
+
+
+class SlowEtcd(FakeEtcd):
+    """Carries a change out, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done, self.answers = asyncio.Event(), asyncio.Event()
+        self.answers.set()
+
+    async def transact(self, request: etcd_pb2.TxnRequest, timeout_s: float) -> tuple[etcd_pb2.TxnResponse, bool]:
+        found = await super().transact(request, timeout_s)
+        self.done.set()
+        await self.answers.wait()
+        return found
+
+
+@dataclass
+class Servers:
+    """Memory servers, as a coordinator asks them. `holds`: which segments each has; `waits` for what a create waits."""
+
+    holds: dict[str, set[int]] = field(default_factory=lambda: {"a": set(), "b": set(), "c": set()})
+    waits: dict[str, Callable[[], Coroutine[Any, Any, object]]] = field(default_factory=dict)
+    probed: list[int] = field(default_factory=list)
+
+    async def create(self, at: ServerRecord, _: object, segment: SegmentRecord, *__: object) -> int:
+        if at.name in self.waits:
+            await self.waits.pop(at.name)()
+        self.holds[at.name].add(segment.id)
+        return 0
+
+    async def drop(self, at: ServerRecord, segment_id: int, _: int = 0) -> int:
+        self.holds[at.name].discard(segment_id)
+        return 0
+
+    async def answers(self, rival: ServerRecord) -> bool:
+        self.probed.append(rival.instance_id)
+        await asyncio.sleep(0)
+        return rival.instance_id != 1
+
+    async def end_sessions(self, *_: object) -> None:
+        pass
+
+    async def take_roles(self, *_: object) -> frozenset[int]:
+        return frozenset()
+
+
+async def opened(etcd: FakeEtcd, **options: Any) -> tuple[CommitLog, Any]:
+    """The commit log of a coordinator that leads, and its lead."""
+    lead = await campaign(cast(Any, etcd), PLACE, "us:1", 8)
+    assert lead is not None
+    return await CommitLog.open(EtcdStore(cast(Any, etcd), PLACE, lead), 1, **options), lead
+
+
+async def register(log: CommitLog, *names: str) -> None:
+    for name in names:
+        await log.commit(ServerRegistered(server(name, capacity_bytes=LARGE), frozenset()))
+
+
+def service_of(log: CommitLog, servers: Servers) -> services.CoordinatorService:
+    known = cast(Any, servers)
+    ends = SessionEndNotifier(log, known)
+    maker, roles = SegmentMaker(log, known), RoleChanges(log, known, ends)
+    return services.CoordinatorService(log, known, maker, roles, ends, Watch(log.now()), cast(Any, None), Mirrors())
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_caller_that_gives_up(has_begun: bool) -> None:
+    """The coordinator hears what etcd carried out, though the caller has gone. It lost its lead, or showed what was
+    deleted. A call that had to wait has changed nothing.
+    """
+
+    async def work() -> None:
+        etcd = SlowEtcd()
+        log, lead = await opened(etcd)
+        await register(log, "a")
+        maker = SegmentMaker(log, cast(Any, Servers()))
+        for name in "wv":
+            await maker.create(Creation(name, (8,), "float32"), 1.0)
+        etcd.done.clear()
+        etcd.answers.clear()
+        calls = [asyncio.create_task(log.commit(BufferDeleted(name, missing_ok=False))) for name in "wv"]
+        await etcd.done.wait()
+        calls[0 if has_begun else 1].cancel()
+        await asyncio.sleep(0)
+        etcd.answers.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*calls)
+        await calls[1 if has_begun else 0]
+        await log.commit(BufferDeleted("nothing", missing_ok=True))
+        left = set() if has_begun else {"v"}
+        assert set(log.state.buffers) == left
+        assert {key for key in await read_records(cast(Any, etcd), PLACE) if "buffer" in key} == {
+            f"buffer/{name}" for name in left
+        }
+        await maker.create(Creation("x", (8,), "float32"), 1.0)
+        assert lead.holds
+
+    asyncio.run(work())
+
+
+def test_more_creations_under_way_than_etcd_takes_back_at_once() -> None:
+    """No coordinator could lead any more."""
+
+    async def work() -> None:
+        etcd = FakeEtcd()
+        log, lead = await opened(etcd)
+        await register(log, "a")
+        for number in range(2 * CHANGES_MAX + 1):
+            await log.commit(BufferWanted(Creation(f"w{number}", (8,), "float32"), new_id))
+        await lead.close()
+        log, _ = await opened(etcd)
+        assert not log.state.buffers
+        assert not any("buffer" in key for key in await read_records(cast(Any, etcd), PLACE))
+
+    asyncio.run(work())
+
+
+def test_more_metadata_than_etcd_takes_at_once() -> None:
+    """A server is lost whose buffers' records together are too much for a request: the work of leases ended unheard."""
+
+    async def work() -> None:
+        clock = [Instant(0.0, 1.7e9)]
+        log, _ = await opened(FakeEtcd(), clock=lambda: clock[0])
+        await register(log, "a", "b", "c")
+        metadata = pack('{"x":"' + os.urandom(350_000).hex() + '"}')
+        maker = SegmentMaker(log, cast(Any, Servers()))
+        for number in range(6):
+            creation = Creation(f"w{number}", (8,), "float32", replicas=2, metadata=metadata, server_names=("a",))
+            await maker.create(creation, 1.0)
+        await log.commit(ServerDied("a", 1))
+        ticks = asyncio.create_task(_tick(log, SessionEndNotifier(log, cast(Any, Servers())), Health("us:1")))
+        deadline = asyncio.get_running_loop().time() + 30
+        while any(segment.server == "a" for record in log.state.buffers.values() for segment in record.segments):
+            assert not ticks.done()
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.01)
+        ticks.cancel()
+
+    asyncio.run(work())
+
+
+class OldHost(MemoryServerServicer):
+    """A server's control port. It is silent until it is told to answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def DeleteSegment(self, request: pb.DeleteSegmentRequest, _: object) -> pb.DeleteSegmentReply:  # noqa: N802
+        self.asked.set()
+        await self.answers.wait()
+        return pb.DeleteSegmentReply(used_bytes=request.id)
+
+
+def test_a_server_at_another_address_ends_no_call_to_the_former_one() -> None:
+    """The former call's task was cancelled, and with it all later work of that task."""
+
+    async def work() -> None:
+        hosts = [OldHost(), OldHost()]
+        daemons, addresses = [], []
+        for host in hosts:
+            daemon = grpc.aio.server()
+            add_MemoryServerServicer_to_server(host, daemon)  # type: ignore[no-untyped-call]
+            addresses.append(f"127.0.0.1:{daemon.add_insecure_port('127.0.0.1:0')}")
+            await daemon.start()
+            daemons.append(daemon)
+        servers = MemoryServers()
+        former, later = (replace(server("a"), control_address=address) for address in addresses)
+        waits = asyncio.create_task(servers.drop(former, 5))
+        await hosts[0].asked.wait()
+        hosts[1].answers.set()
+        assert await servers.drop(later, 6) == 6
+        hosts[0].answers.set()
+        assert await waits == 5
+        await servers.close()
+        for daemon in daemons:
+            await daemon.stop(None)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_server_that_is_started_anew_during_a_creation(tmp_path: Path, patient: bool) -> None:
+    """The segment that it had made is gone. The buffer counted as made, and nobody knew that a part of it was not."""
+
+    async def work() -> None:
+        log = await CommitLog.open(SqliteStore(tmp_path), 1)
+        await register(log, "a", "b")
+        servers = Servers()
+
+        async def restart() -> None:
+            while not servers.holds["a"]:
+                await asyncio.sleep(0)
+            servers.holds["a"].clear()
+            await log.commit(ServerReturned("a", 2, frozenset()))
+            await log.commit(ServerRegistered(server("a", instance_id=2), frozenset()))
+
+        servers.waits["b"] = restart
+        maker = SegmentMaker(log, cast(Any, servers))
+        creation = Creation("w", (1 << 20,), "float32", server_names=("a", "b"))
+        if not patient:
+            with pytest.raises(UnavailableError, match='"a" was started anew meanwhile'):
+                await maker.create(creation, 0.0)
+            assert not log.state.buffers
+            assert servers.holds == {"a": set(), "b": set(), "c": set()}
+            return
+        record = await maker.create(creation, 5.0)
+        assert [servers.holds[segment.server] for segment in record.segments] == [{s.id} for s in record.segments]
+
+    asyncio.run(work())
+
+
+def test_two_new_runs_of_one_server(tmp_path: Path) -> None:
+    """Both found the former one dead, and both were taken: the buffers of the first were lost."""
+
+    async def work() -> None:
+        log = await CommitLog.open(SqliteStore(tmp_path), 1)
+        await register(log, "a")
+        servers = Servers()
+        service = service_of(log, servers)
+
+        def request(run: int) -> pb.RegisterServerRequest:
+            at = f"10.0.0.{run}"
+            return pb.RegisterServerRequest(
+                name="a", instance_id=run, data_address=f"{at}:1", control_address=f"{at}:2", capacity_bytes=1 << 26
+            )
+
+        calls = [service.RegisterServer(request(run), cast(Any, None)) for run in (2, 3)]
+        first, second = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(first, pb.RegisterServerReply)
+        assert isinstance(second, AlreadyExistsError)
+        assert log.state.servers["a"].instance_id == 2
+        assert servers.probed == [1, 2]
+
+    asyncio.run(work())
+
+
+def test_a_registration_of_before(tmp_path: Path) -> None:
+    """It was sent to a coordinator that stood by. What was made since is there: a good copy was dropped."""
+
+    async def work() -> None:
+        log = await CommitLog.open(SqliteStore(tmp_path), 1)
+        await register(log, "a", "b")
+        maker = SegmentMaker(log, cast(Any, Servers()))
+        made = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
+        await log.commit(ServerReturned("a", 1, frozenset()))
+        assert log.state.buffers["w"] == made
+        await log.commit(ServerReturned("a", 2, frozenset()))  # another run has nothing
+        assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
+        await log.commit(Ticked())
+
+    asyncio.run(work())
