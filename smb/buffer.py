@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from smb.buffer_info import BufferInfo
 from smb.call.dispatcher import Dispatcher, signed
 from smb.call.operands import check_beside, check_step, each_of
 from smb.call.optimizer_rules import hyper_of, rule_of
-from smb.call.session import Session
+from smb.call.session import FenceAsMade, Session
 from smb.call.settling import leave_to_settle, settle
 from smb.call.sync_requests import wait_ms
 from smb.call.versions import Versions
@@ -661,6 +662,8 @@ class Buffer:
     def _write_later(
         self, array: Any, offset: int, *, fence: Lock | None, wire: str | None, **when: Any
     ) -> Future[None]:
+        fence = _as_made(fence)
+
         def call() -> None:
             self.write(array, offset, fence=fence, wire=wire)
 
@@ -688,6 +691,8 @@ class Buffer:
         feedback: ErrorFeedback | None = None,
         **when: Any,
     ) -> Future[Array | None]:
+        fence = _as_made(fence)
+
         def call() -> Array | None:
             return self.accumulate(
                 array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
@@ -745,6 +750,10 @@ class Buffer:
             call, self._dispatcher.turns, start, start + elements, changes=changes, priority=priority, window=window
         )
 
+    def _renamed(self, name: str) -> None:
+        """Take note of the name that this client has given it, for those who are shown it; nobody is asked."""
+        self._arguments.info = replace(self._arguments.info, name=name)
+
     def _operands(self, call: str, *others: Buffer) -> tuple[Dispatcher, ...]:
         for each in others:
             if not isinstance(each, Buffer) or each._session is not self._session:
@@ -754,9 +763,14 @@ class Buffer:
         return tuple(each._dispatcher for each in others)
 
     def _check_feedback(self, feedback: ErrorFeedback, op: str, call: str) -> None:
-        if op != "sum" or not isinstance(feedback, ErrorFeedback) or feedback.buffer.name != self.name:
+        if op != "sum" or not isinstance(feedback, ErrorFeedback):
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: feedback= takes an ErrorFeedback of this buffer, and op='sum'"
+            )
+        if feedback.buffer.info.id != self.info.id:  # the name may be another buffer's by now
+            raise InvalidArgumentError(
+                f"{self._arguments.asked(call)}: feedback= is of another buffer, which had the name "
+                f"{feedback.buffer.name!r}; make an ErrorFeedback of this buffer"
             )
 
     def _check_versions(self, call: str) -> None:
@@ -783,6 +797,11 @@ class Buffer:
 
 
 _MASK = 2**64 - 1
+
+
+def _as_made(fence: Lock | None) -> Lock | None:
+    """Return the lock of an async call as it is now, when the call is made."""
+    return None if fence is None else cast(Lock, FenceAsMade(fence))
 
 
 def _elements(array: Any) -> int | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.engine import EngineClient, Link, Switch
+from smb.errors import InvalidArgumentError
 from smb.rpc.coordinator_client import Coordinator
 from smb.transport.base import Deadline, SegmentPath, SegmentPlace
 from smb.transport.verbs.transport import Verbs
@@ -60,3 +61,29 @@ class Fence(Protocol):
 
     def lose(self, token: int) -> None:
         """It is known to be lost."""
+
+
+class FenceAsMade:
+    """The lock of an async call, with the token that it had when the call was made. The lock may be released, and taken
+    anew, before the call's turn: that is another holding, and others may have changed the buffer in between.
+    """
+
+    def __init__(self, fence: Any) -> None:
+        self.owner: object = getattr(fence, "owner", None)  # None of what is no lock, which the call refuses
+        self._fence = fence
+        self._token, self._refused = 0, ""
+        try:
+            self._token = getattr(fence, "token", 0)
+        except InvalidArgumentError as error:
+            self._refused = str(error)  # the call's future says so; the error itself would keep this frame
+
+    @property
+    def token(self) -> int:
+        """The fencing token. Raises InvalidArgumentError unless the lock was taken."""
+        if self._refused:
+            raise InvalidArgumentError(self._refused)
+        return self._token
+
+    def lose(self, token: int) -> None:
+        """It is known to be lost: of the lock's present holding only if it is that one."""
+        self._fence.lose(token)

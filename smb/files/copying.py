@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -88,7 +89,8 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
         _log.warning("snapshot of %r: the servers make no copy of it, so it is read as it is (%s)", name, error)
         _read_into_file(buffer, view, part, path, progress, lock=lock)
         return 0
-    _into_file(Live(copy, view), f"{copy.name}{form.value}", part, path, progress)
+    # By the copy's id: one that was deleted, and made anew, has the same name and another moment in it.
+    _into_file(Live(copy, view), f"{copy.info.id:x}{form.value}", part, path, progress)
     sweep(client, copy.name)
     return 0
 
@@ -159,7 +161,7 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
-        self.nbytes = path.stat().st_size
+        self.nbytes = os.fstat(self._file.fileno()).st_size  # another file may be at the path by now
 
     def read_into(self, offset: int, out: Octets) -> int:
         """Fill `out`."""
@@ -294,7 +296,8 @@ def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
 
 def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
     """Return a copy of the buffer that nobody changes: that of the snapshot that was interrupted, or a new one."""
-    asked = f"{buffer.info.id:x} {part.absolute()}"
+    # With the host: the same path is another file on another one, whose snapshot may be under way.
+    asked = f"{socket.gethostname()} {buffer.info.id:x} {part.absolute()}"
     name = private_name(buffer.name, f"snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}")
     if part.exists():
         try:
@@ -319,7 +322,8 @@ def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
     except BaseException:
         sweep(client, making)
         raise
-    return client.open(name)
+    copy._renamed(name)
+    return copy
 
 
 def _plan(file_name: str, name: str, source: Reads) -> Plan:
@@ -353,7 +357,8 @@ def _into_buffer(
             live.write(offset, data)
             progress(offset + data.size, source.nbytes)
         client.rename(buffer.name, name, replace=replace)
-    return client.open(name)
+    buffer._renamed(name)  # and not opened: the name may be another client's by now
+    return buffer
 
 
 def _restored(
@@ -398,7 +403,8 @@ def _restored(
             state.end()
         raise
     state.end()
-    return client.open(name)
+    buffer._renamed(name)
+    return buffer
 
 
 def _is_as_told(source: Reads, sums: Sums) -> bool:
@@ -424,7 +430,8 @@ def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
     except BaseException:
         sweep(client, made.name)
         raise
-    return client.open(name)
+    made._renamed(name)
+    return made
 
 
 @contextmanager

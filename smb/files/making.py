@@ -14,6 +14,7 @@ from typing import TypeGuard
 
 import numpy as np
 
+from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import Error, OutOfMemoryError
@@ -42,8 +43,9 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A file's bytes in the buffer that its new path asks for, which has a private name yet. `state` is the file's."""
+    """A file's bytes in the buffer that its new path asks for, which was made as `name`. `state` is the file's."""
 
+    buffer: Buffer
     name: str
     plan: Plan
     state: tuple[int, int]
@@ -53,7 +55,7 @@ class Maker:
     """Makes buffers of files. See the module. `replicas`: copies of what was not there before."""
 
     def __init__(
-        self, client: Client, catalogue: Catalogue, folders: set[str], modified: dict[str, int], replicas: int
+        self, client: Client, catalogue: Catalogue, folders: set[str], modified: dict[int, int], replicas: int
     ) -> None:
         self._client = client
         self._catalogue = catalogue
@@ -92,8 +94,8 @@ class Maker:
         info = listing.infos.get(target)
         return info is None or self.listed(target, info, listing.infos, listing.folders | self._folders) == path
 
-    def filled(self, source: Reads, plan: Plan, before: BufferInfo | None = None) -> str:
-        """Make a buffer with all of a file in it; return its private name. It has as many copies as the file had
+    def filled(self, source: Reads, plan: Plan, before: BufferInfo | None = None) -> Buffer:
+        """Make a buffer with all of a file in it, under a private name. It has as many copies as the file had
         before, or as the one whose place it takes; a new file, as many as new ones get.
         """
         name = private_name(name_of(plan.name))
@@ -106,7 +108,7 @@ class Maker:
         except BaseException:
             self.drop(name)
             raise
-        return name
+        return buffer
 
     def drop(self, *names: str) -> None:
         """Delete buffers with private names. While the coordinator is away that is put off, until the next file is made
@@ -125,14 +127,15 @@ class Maker:
                 self._dropped.append(name)
                 return
 
-    def named(self, name: str, plan: Plan, there: Found | None, victim: Node | None) -> Live:
-        """Give such a buffer its own name."""
+    def named(self, buffer: Buffer, plan: Plan, there: Found | None, victim: Node | None) -> Live:
+        """Give such a buffer its own name. It is not opened by that: the name may be another client's by then."""
+        name = buffer.name
         try:
             self.put(name, plan.name, there, victim)
         except BaseException:
             self.drop(name)
             raise
-        buffer = self._client.open(name_of(plan.name))
+        buffer._renamed(name_of(plan.name))
         self._catalogue.add(plan.name, buffer)
         return Live(buffer, plan.view)
 
@@ -144,7 +147,7 @@ class Maker:
         else:
             self._client.delete(found.info.name)
         self._catalogue.remove(found.shown.name)
-        self._modified.pop(found.shown.name, None)
+        self._modified.pop(found.info.id, None)
 
     def put(self, name: str, target: str, there: Found | None, victim: Node | None) -> None:
         """Give a buffer its path, in place of the file that is there: in one step, unless that one is of a buffer with
@@ -155,11 +158,14 @@ class Maker:
             self._client.rename(name, name_of(target), replace=True)
             if replaced:
                 self.take_away(there, victim)
-        elif is_open(victim):
+            return
+        if is_open(victim):
             victim.displaced = private_name(name_of(target))
             self._client.displace(name, name_of(target), victim.displaced)
         else:
             self._client.rename(name, name_of(target), replace=True)
+        if there is not None:
+            self._modified.pop(there.info.id, None)
 
     def plan_anew(self, found: Found, target: str, new_path: str) -> Plan | None:
         """Return the buffer that is to be made of a file at its new path; None if the one that it is gets the name
@@ -179,7 +185,7 @@ class Maker:
 
     def state(self, found: Found, node: Node | None) -> tuple[int, int]:
         """Return what is another one once a file was replaced, or written to by way of this process."""
-        modified = self._modified.get(found.shown.name, 0)
+        modified = self._modified.get(found.info.id, 0)
         return found.info.id, max(modified, node.written if node is not None else 0)
 
     def made_anew(
@@ -190,16 +196,16 @@ class Maker:
         a second one for the old. None if there is no room for two.
         """
         if copied is not None and (copied.plan, copied.state) == (plan, self.state(found, node)):
-            name = copied.name
+            buffer = copied.buffer
         else:
             if copied is not None:
                 self._client.delete(copied.name, missing_ok=True)
             try:
-                name = self.filled(Live(self._catalogue.open(found.shown.name), found.view), plan, found.info)
+                buffer = self.filled(Live(self._catalogue.open(found.shown.name), found.view), plan, found.info)
             except OutOfMemoryError as error:
                 _log.warning("%s is not made anew: %s", found.shown.path, error)
                 return None
-        live = self.named(name, plan, there, victim)
+        live = self.named(buffer, plan, there, victim)
         self._client.delete(found.info.name, missing_ok=True)
         self._catalogue.remove(found.shown.name)
         return live

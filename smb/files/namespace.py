@@ -87,7 +87,7 @@ class Tree:
         self._lock = threading.RLock()
         self._nodes: dict[str, Node] = {}
         self._folders: set[str] = set()  # made with mkdir, or left empty: no buffer is below them
-        self._modified: dict[str, int] = {}
+        self._modified: dict[int, int] = {}  # by the buffer's id: a name may be another client's since
         self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, Status] = {}
         self._maker = Maker(client, self._catalogue, self._folders, self._modified, replicas)
@@ -109,7 +109,7 @@ class Tree:
             found = self._look(path)
             if found is None or found.info.id in self._hidden_ids():  # and stays so: it may be about to be replaced
                 raise self._none(path)
-            modified = self._modified.get(found.shown.name, round(1e9 * found.info.created))
+            modified = self._modified.get(found.info.id, round(1e9 * found.info.created))
             return Status(found.view.nbytes, modified, version=found.shown.version)
 
     def list(self, path: str) -> builtins.list[tuple[str, bool]]:
@@ -213,7 +213,7 @@ class Tree:
         view = self._catalogue.view(buffer.info, found.shown.form)
         if view is None:
             raise refuse(errno.ENOENT, path)
-        modified = self._modified.get(found.shown.name, round(1e9 * buffer.info.created))
+        modified = self._modified.get(buffer.info.id, round(1e9 * buffer.info.created))
         node = Node(path, Live(buffer, view), modified)
         node.base_bytes = view.nbytes
         if truncate:
@@ -243,12 +243,16 @@ class Tree:
         buffer = self._catalogue.open(found.shown.name)
         if buffer.versions == 1:
             raise refuse(errno.ENOENT, f"buffer {buffer.name!r} keeps no versions: it was created with versions=1")
+        # Of the buffer that was opened: another client may have put it there since the listing.
+        view = self._catalogue.view(buffer.info, found.shown.form)
+        if view is None:
+            raise refuse(errno.ENOENT, found.shown.path)
         wanted = buffer.version if found.shown.version is None else found.shown.version
         frozen = self._frozen.get((buffer.info.id, wanted))
         if frozen is None:
             frozen = Frozen(buffer, found.shown.version)
             frozen = self._frozen.setdefault((buffer.info.id, frozen.version), frozen)
-        return FrozenFile(frozen, found.view, by_version=found.shown.version is not None)
+        return FrozenFile(frozen, view, by_version=found.shown.version is not None)
 
     # ---- names
 
@@ -413,7 +417,8 @@ class Tree:
         if found.shown.version is not None or not new_path.endswith(form.value):
             raise refuse(errno.EXDEV, f"{found.shown.path!r} is another form than {new_path!r} would be; copy it")
         target = new_path[: len(new_path) - len(form.value)]
-        modified = self._modified.get(old, time.time_ns())
+        modified = self._modified.get(found.info.id, time.time_ns())
+        buffer_id = found.info.id  # of what has the new path at the end
         plan = self._maker.plan_anew(found, target, new_path)
         if plan is not None:
             with nullcontext() if node is None else node.lock:
@@ -422,12 +427,15 @@ class Tree:
                     node.content = live
             if live is None and (is_long(name_of(target)) or not self._maker.is_free(target, new_path)):
                 raise refuse(errno.ENOSPC, f"{new_path!r}: the memory servers have no room for a copy under that name")
-            target, plan = (target, None) if live is None else (plan.name, plan)
+            if live is None:
+                plan = None
+            else:
+                buffer_id = live.buffer.info.id
         if plan is None:
             self._maker.put(found.info.name, target, there, victim)
             self._catalogue.rename({old: (target, found.info)})
-        self._modified.pop(old, None)
-        self._modified[target] = modified
+        self._modified.pop(found.info.id, None)
+        self._modified[buffer_id] = modified
 
     def _copied(self, path: str, new_path: str) -> Copied | None:
         """Make the copy of a file that its rename needs, if it needs one and nobody is in the middle of writing it:
@@ -445,7 +453,8 @@ class Tree:
             if plan is None:
                 return None
             source = Live(self._catalogue.open(found.shown.name), found.view)
-            return Copied(self._maker.filled(source, plan, found.info), plan, state)
+            made = self._maker.filled(source, plan, found.info)
+            return Copied(made, made.name, plan, state)
         except (Error, OSError) as error:  # the rename meets it too, or does without
             _log.debug("%s", error)
             return None
@@ -483,7 +492,7 @@ class Tree:
                 node.modified = modified
             found = self._find(path)
             if found is not None:
-                self._modified[found.shown.name] = modified
+                self._modified[found.info.id] = modified
 
     def truncate(self, path: str, nbytes: int) -> None:
         """Set a file's size. A file of another size than before becomes one of bytes."""
@@ -556,16 +565,20 @@ class Tree:
                 raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
             # To end what is hidden takes the lock that comes before the node's.
             found = self._look(node.path) if node.path not in self._hidden else None
-            live, target = None, ""
+            live = None
             if found is not None and found.view.nbytes == staged.nbytes:
-                live, target = Live(self._catalogue.open(found.shown.name), found.view), found.shown.name
+                buffer = self._catalogue.open(found.shown.name)
+                if buffer.info.id != found.info.id:  # another client has put it there since the listing
+                    found = self._look(node.path)
+                if found is not None and (buffer.info.id, staged.nbytes) == (found.info.id, found.view.nbytes):
+                    live = Live(buffer, found.view)
             if live is None or not staged.nbytes or not live.takes(staged):
                 plan = self._maker.plan(node.path, staged)
-                name = self._maker.filled(staged, plan, found.info if found is not None else None)
+                buffer = self._maker.filled(staged, plan, found.info if found is not None else None)
                 if node.removed:  # meanwhile
-                    self.client.delete(name, missing_ok=True)
+                    self.client.delete(buffer.name, missing_ok=True)
                     return
-                live, target = self._maker.named(name, plan, found, None), plan.name
+                live = self._maker.named(buffer, plan, found, None)
             elif live.buffer.versions == 1:
                 copy_all(staged, live)
             else:
@@ -574,7 +587,7 @@ class Tree:
                 node.content = live
             node.changed = False
             node.base_bytes = live.nbytes
-            self._modified[target] = node.modified
+            self._modified[live.buffer.info.id] = node.modified
 
     def discard_node(self, node: Node) -> None:
         """Forget a staged file that is not in the cluster."""
@@ -606,9 +619,9 @@ class Tree:
     def _note_modified(self, node: Node) -> None:
         """Of what was written in place nothing is asked: the coordinator may be away, and all others wait meanwhile."""
         if isinstance(node.content, Live):
-            self._modified[node.content.buffer.name] = node.modified
+            self._modified[node.content.buffer.info.id] = node.modified
         elif (found := self._find(node.path)) is not None:
-            self._modified[found.shown.name] = node.modified
+            self._modified[found.info.id] = node.modified
 
     def _detach(self, node: Node, source: Live | FrozenFile) -> None:
         staged = StagedFile(self._staged_files)

@@ -1,0 +1,250 @@
+"""A name is another client's from one moment to the next. What was made under a name, or listed by it, was looked up by
+that name once more: the answer of restore and copy, the handle of a file, its size, its time, a snapshot's copy.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import smb
+from smb.files import catalogue, checksums, copying
+from smb.files.handles import OpenFile
+from smb.files.namespace import Tree
+from tests.conftest import Connect
+
+_BLOCK = 1 << 16
+
+
+class _CutError(Exception):
+    """It stops a snapshot in the middle."""
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "BLOCK_BYTES", _BLOCK)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", _BLOCK)
+
+
+def _replaced_after_the_rename(
+    monkeypatch: pytest.MonkeyPatch, client: smb.Client, name: str, other: Callable[[], object]
+) -> None:
+    """Let another client be at work right after this one has given a buffer that name."""
+    rename = client.rename
+
+    def then_other(old: str, new: str, **options: bool) -> None:
+        rename(old, new, **options)
+        if new == name:
+            monkeypatch.setattr(client, "rename", rename)
+            other()
+
+    monkeypatch.setattr(client, "rename", then_other)
+
+
+def _put(tree: Tree, path: str, data: bytes) -> None:
+    file = tree.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file.write(0, np.frombuffer(data, np.uint8))
+    file.flush()
+    file.close()
+
+
+def _read(file: OpenFile) -> bytes:
+    out = np.empty(file.nbytes, np.uint8)
+    return out[: file.read_into(0, out)].tobytes()
+
+
+@pytest.mark.parametrize("how", ["restored", "restored without a state", "copied by the servers", "copied from here"])
+def test_the_answer_is_what_was_made(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    """Another client replaces it right after its rename; the answer was that client's buffer."""
+    client, other = connect(), connect()
+    path = tmp_path / "w.npy"
+    np.save(path, np.ones(8, np.float32))
+    client.create("source", 8).fill(1)
+
+    def replace() -> None:
+        other.delete("w")
+        other.create("w", (3, 3), "int32")
+
+    _replaced_after_the_rename(monkeypatch, client, "w", replace)
+    if how == "restored without a state":
+        monkeypatch.setattr(checksums.io, "FileIO", _no_place)
+    made = (
+        copying.restore(client, path, "w") if how.startswith("restored")
+        else copying.copy_buffer(client if how == "copied by the servers" else other, "source", client, "w")
+    )  # fmt: skip
+    assert (made.name, made.shape, made.dtype) == ("w", (8,), np.float32)
+    with pytest.raises(smb.NotFoundError, match="'w'"):
+        made.read()
+    assert other.open("w").shape == (3, 3)
+
+
+def _no_place(*_: object) -> None:
+    raise PermissionError(13, "a directory that takes no files")
+
+
+def test_what_was_made_goes_on_under_its_new_name(connect: Connect, tmp_path: Path) -> None:
+    """The answers of restore and copy read and write what others find by the name."""
+    client, other = connect(), connect()
+    np.save(tmp_path / "w.npy", np.ones(8, np.float32))
+    restored = copying.restore(client, tmp_path / "w.npy", "restored")
+    copied = copying.copy_buffer(client, "restored", client, "copied")
+    for made in (restored, copied):
+        assert made.info.id == other.open(made.name).info.id
+        made.write(np.full(8, 2, np.float32))
+        assert (other.open(made.name).read() == 2).all()
+    assert [info.name for info in client.list()] == ["copied", "restored"]
+
+
+def test_a_file_that_was_made_is_not_anothers(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client replaces the file right after the fsync; the handle went on with that client's bytes."""
+    client = connect()
+    tree, others = Tree(client), Tree(connect())
+    file = tree.open("f", os.O_RDWR | os.O_CREAT)
+    file.write(0, np.frombuffer(b"A" * 100, np.uint8))
+    _replaced_after_the_rename(monkeypatch, client, "f", lambda: _put(others, "f", b"B" * 1000))
+    file.flush()
+    with pytest.raises(OSError, match=r"deleted|replaced"):
+        file.write(0, np.frombuffer(b"a" * 50, np.uint8))
+    file.close()
+    assert client.open("f").read().tobytes() == b"B" * 1000
+
+
+def test_a_file_is_whole_where_another_was_put_since_it_was_listed(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rewritten file has the size of the listing's, and another client has put a longer one there: the rewritten
+    bytes went into its beginning.
+    """
+    client = connect()
+    tree, others = Tree(client), Tree(connect())
+    _put(tree, "f", b"o" * 100)
+    monkeypatch.setattr(catalogue, "FRESH_S", 60.0)
+    file = tree.open("f", os.O_WRONLY | os.O_TRUNC)
+    file.write(0, np.frombuffer(b"A" * 100, np.uint8))
+    _put(others, "f", b"B" * 1000)
+    file.flush()
+    file.close()
+    assert client.open("f").read().tobytes() == b"A" * 100
+
+
+def test_a_published_file_has_its_own_header(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client deletes a published buffer and makes one of another type: its bytes had the old one's header."""
+    client, other = connect(), connect()
+    other.create("v", 4, versions=2).publish(np.ones(4, np.float32))
+    for name in ("FRESH_S", "_MISSES_COST"):  # no listing is asked for anew
+        monkeypatch.setattr(catalogue, name, 1e9)
+    monkeypatch.setattr(catalogue, "_CHEAP_S", 0.0)
+    tree = Tree(client)
+    assert tree.list("") == [("v.npy", False)]
+    other.delete("v")
+    other.create("v", 6, "int32", versions=2).publish(np.arange(6, dtype=np.int32))
+    file = tree.open("v.npy", os.O_RDONLY)
+    found = np.load(io.BytesIO(_read(file)))
+    file.close()
+    assert found.dtype == np.int32
+    assert found.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_time_of_change_is_of_the_file_that_is_there(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client replaces a file by one of the same size: stat said that nothing had changed."""
+    monkeypatch.setattr(catalogue, "FRESH_S", 0.0)
+    client = connect()
+    tree, others = Tree(client), Tree(connect())
+    _put(tree, "f", b"1" * 100)
+    tree.set_modified("f", 12345)
+    tree.rename("f", "g")
+    assert tree.status("g").modified == 12345, "a rename keeps it"
+    _put(others, "g", b"2" * 101)
+    others.rename("g", "h")
+    _put(others, "g", b"2" * 100)
+    assert tree.status("g").modified == round(1e9 * client.open("g").info.created)
+    file = tree.open("g", os.O_RDONLY)
+    assert file.modified == round(1e9 * client.open("g").info.created)
+    file.close()
+
+
+def test_times_of_files_that_were_replaced_are_forgotten(connect: Connect) -> None:
+    """A file that is written again and again is one more buffer each time."""
+    tree = Tree(connect())
+    for turn in range(1, 6):
+        _put(tree, "f", b"1" * turn)
+        _put(tree, "f.tmp", b"2" * turn)
+        tree.rename("f.tmp", "g")
+    assert len(tree._modified) == 2
+    tree.remove("f")
+    tree.remove("g")
+    assert not tree._modified
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its size was asked for by its path, and was the new file's: of the old one only so much was restored."""
+    path = tmp_path / "w.bin"
+    path.write_bytes(b"1" * 1000)
+    opened = Path.open
+
+    def then_replace(self: Path, *arguments: Any, **options: Any) -> Any:
+        file = opened(self, *arguments, **options)
+        if self == path and arguments[:1] == ("rb",):
+            (tmp_path / "new").write_bytes(b"2" * 100)
+            (tmp_path / "new").replace(path)
+        return file
+
+    monkeypatch.setattr(Path, "open", then_replace)
+    assert copying.restore(connect(), path, "w").read().tobytes() == b"1" * 1000
+
+
+def _cut(done: int, _: int) -> None:
+    if done >= _BLOCK:
+        raise _CutError
+
+
+def test_a_snapshot_goes_on_from_its_own_copy_alone(connect: Connect, tmp_path: Path) -> None:
+    """Somebody deletes the copy of an interrupted one; the next made another by that name, and the file was of two
+    moments, with checksums that were right.
+    """
+    client, path = connect(), tmp_path / "w.bin"
+    buffer = client.create("w", 3 * _BLOCK // 4)
+    buffer.fill(1)
+    with pytest.raises(_CutError):
+        copying.snapshot(client, "w", path, progress=_cut)
+    [copy] = [info.name for info in client.list() if "snapshot" in info.name]
+    client.delete(copy)
+    buffer.fill(2)
+    copying.snapshot(client, "w", path)
+    assert np.unique(np.fromfile(path, np.float32)).tolist() == [2]
+    assert [info.name for info in client.list()] == ["w"]
+
+
+def test_hosts_have_snapshots_of_their_own(connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another host takes one into the same path: it deleted the copy from which the first one was to go on."""
+    client, link = connect(), tmp_path / "local"
+    buffer = client.create("w", 3 * _BLOCK // 4)
+
+    def on(host: str) -> Path:
+        (tmp_path / host).mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / host)
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        return link / "w.bin"
+
+    buffer.fill(1)
+    path = on("a")
+    with pytest.raises(_CutError):
+        copying.snapshot(client, "w", path, progress=_cut)
+    buffer.fill(2)
+    copying.snapshot(client, "w", on("b"))
+    copying.snapshot(client, "w", on("a"))
+    assert np.unique(np.fromfile(tmp_path / "a/w.bin", np.float32)).tolist() == [1]
+    assert np.unique(np.fromfile(tmp_path / "b/w.bin", np.float32)).tolist() == [2]
+    assert [info.name for info in client.list()] == ["w"]
