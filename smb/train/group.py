@@ -5,12 +5,16 @@
     NAME/tick      published to wake all that wait for anything
     NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
 
-The first to join makes them. Joining is done under the lock NAME/setup: it keeps joiners apart, and nobody else."""
+The first to join makes them. Joining is done under the lock NAME/setup, and deleting, too: it keeps these apart, and
+nobody else. Buffers are deleted by name, so who deletes asks right before whether it holds that lock still: if not,
+another may have made the group anew by now.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import math
 import struct
@@ -32,6 +36,7 @@ from smb.errors import (
     NotFoundError,
     OutOfMemoryError,
     TimeoutError,  # noqa: A004 - the contract's name
+    UnavailableError,
 )
 from smb.lock import Lock
 from smb.train import member_table as t
@@ -47,6 +52,7 @@ LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
 _PLACEMENT = {"servers", "stripe", "wire", "replicas"}
 _SETUP_S = 30.0
+_OVERVIEW_S = 3.0
 WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}  # of an element
 
 _log = logging.getLogger("smb")
@@ -150,10 +156,9 @@ class Group:
             with contextlib.suppress(InvalidArgumentError):  # left already
                 self.leave()
             if self.made:
-                with self.client.lock(f"{self.name}/setup", timeout=_SETUP_S, replicas=self.weights.info.replicas):
+                with setup_lock(self.client, self.name, self.weights.info.replicas) as setup:
                     if self.table.get(0, t.INCARNATIONS) == 1:
-                        _delete(self.client, self.name, sorted(self._names))
-                        return True
+                        return _undo(self.client, self.name, setup, sorted(self._names))
         except Error as error:
             _log.warning("training %r: could not take away what a join that failed has made: %s", self.name, error)
         return False
@@ -167,8 +172,8 @@ class Group:
                 self.member.leave()
             except Error as error:
                 _log.warning("training %r: could not leave after a join that failed: %s", self.name, error)
-        if self.made and setup.held:
-            _delete(self.client, self.name)
+        if self.made:
+            _undo(self.client, self.name, setup)
 
     def live(self, rows: t.Rows) -> list[int]:
         """Return the slots that are taken, in order."""
@@ -375,7 +380,7 @@ def enter(
     if scheme is None and copies is None:
         raise _nobody(name)
     with contextlib.ExitStack() as on_failure:
-        with keeping(client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies or 1)) as setup:
+        with keeping(setup_lock(client, name, copies)) as setup:
             group = _opened(client, name)
             if group is None:
                 if scheme is None:
@@ -409,13 +414,69 @@ def keeping(lock: Lock) -> Iterator[Lock]:
     The block is done then, and counts: members' locks keep their slots, and the lease of this one ends it.
     """
     lock.acquire()
-    try:
+    with _giving_back(lock, "joining"):
         yield lock
+
+
+@contextlib.contextmanager
+def _giving_back(lock: Lock, doing: str) -> Iterator[None]:
+    try:
+        yield
     finally:
         try:
             lock.release()
         except Error as error:
-            _log.warning("joining: %s", error)
+            _log.warning("%s: %s", doing, error)
+
+
+def setup_lock(client: Client, name: str, copies: int | None) -> Lock:
+    """Return the lock under which what is called `name` is made, joined and deleted. It is not waited for without
+    end.
+    """
+    return client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies or 1)
+
+
+@contextlib.contextmanager
+def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], object]]:
+    """Keep those away who would make, or join, what is called `name` while the block deletes it. Gives what to call
+    right before each deletion by name: it raises LockLostError if others may have made it anew by now.
+
+    Raises TimeoutError, which says who holds the lock, if it can't be had: nothing was deleted.
+    """
+    setup = setup_lock(client, name, copies_of(client, name, None))
+    with contextlib.ExitStack() as last:
+        check: Callable[[], object] = setup.check
+        try:
+            setup.acquire()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{asked}: nothing was deleted: {_holder(client, f'{name}/setup')} makes, joins or deletes it at this "
+                f"moment ({error}); try again"
+            ) from error
+        except UnavailableError as error:
+            # A training with a part on a server that is gone for good must be deleted all the same. Joiners need this
+            # lock, too, and get it no more than we do.
+            _log.warning("%s: going on without its lock, whose server is away: %s", asked, error)
+            check = _nothing_to_ask
+        else:
+            last.enter_context(_giving_back(setup, asked))
+        try:
+            yield check
+        except LockLostError as error:
+            raise LockLostError(f"{asked} was broken off; call it again: {error}") from error
+
+
+def _nothing_to_ask() -> None:
+    """The check where there is no lock."""
+
+
+def _holder(client: Client, lock: str) -> str:
+    """Return who holds a lock, HOST:PID, as far as the coordinator knows."""
+    with contextlib.suppress(Error, KeyError, TypeError, ValueError):  # it is away, or of another version
+        for each in json.loads(client._coordinator.overview(_OVERVIEW_S))["waits"]:
+            if (each["kind"], each["name"]) == ("lock", lock) and each["holder"]:
+                return str(each["holder"])
+    return "another client"
 
 
 @contextlib.contextmanager
@@ -430,10 +491,12 @@ def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
         ) from error
 
 
-def view(client: Client, name: str) -> Group:
-    """Return a group to look at, without joining. Raises NotFoundError."""
-    group = _opened(client, name)
-    if group is None:
+def view(client: Client, name: str, *, deleted: bool = False) -> Group:
+    """Return a group to look at, without joining. Raises NotFoundError; with `deleted` not for one whose deletion was
+    begun, as long as enough of it is there.
+    """
+    group, ready = _found(client, name)
+    if group is None or not ready or (ready == t.DELETED and not deleted):
         raise NotFoundError(f"there is no training {name!r}; see what there is with: smb train ls")
     return group
 
@@ -452,17 +515,34 @@ def shared(client: Client, name: str, out: Values | None = None) -> Values:
 def delete(client: Client, name: str) -> None:
     """Delete a group with all buffers under its name, its work units too.
 
-    Its workers' next step raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Raises
-    NotFoundError.
+    Its workers' next step raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Waits for a
+    process that joins at this moment, for at most 30 s. Raises NotFoundError and TimeoutError. LockLostError: this
+    process was stopped for so long that another one may have made it anew; call it again.
     """
-    view(client, name).table.write(
-        0, t.READY, np.array([t.DELETED])
-    )  # so that the error about a missing buffer says why
-    # These last, as a group that lacks one of them is taken for half-made, in which a scheme left nothing.
-    own = [f"{name}/tick", f"{name}/members", name]
-    schemes = [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own]
-    for each in schemes + own:
+    view(client, name, deleted=True)  # no lock is made for what is not there
+    with deleting(client, f"delete of training {name!r}", name) as check:
+        _delete(client, view(client, name, deleted=True), check)
+
+
+def _delete(client: Client, group: Group, check: Callable[[], object]) -> None:
+    """Delete a group. Under the setup lock, which `check` asks about."""
+    check()
+    group.table.write(0, t.READY, np.array([t.DELETED]))  # so that the error about a missing buffer says why
+    for each in _all_of(client, group.name):
+        check()
         client.delete(each, missing_ok=True)
+
+
+def _own(name: str) -> list[str]:
+    return [f"{name}/tick", f"{name}/members", name]
+
+
+def _all_of(client: Client, name: str) -> list[str]:
+    """Return a group's buffers in the order in which they are deleted: the group's own last, as one that lacks one of
+    them is taken for half-made, in which a scheme left nothing.
+    """
+    own = _own(name)
+    return [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own] + own
 
 
 def clear(
@@ -483,7 +563,7 @@ def clear(
     _check_scheme(name, scheme)
     scheme.check(name, parameters)
     _check_lease(name, lease)
-    with client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies_of(client, name, replicas) or 1):
+    with setup_lock(client, name, copies_of(client, name, replicas)) as setup:
         group = _opened(client, name)
         if group is None:
             return
@@ -497,7 +577,7 @@ def clear(
                 f"{group.lease:g} s ago, one on {members.host_of(row)} (pid {int(row[t.PID])}); leave fresh= out to "
                 f"train with them, or take another name"
             )
-        delete(client, name)
+        _delete(client, group, setup.check)
 
 
 def copies_of(client: Client, name: str, asked: int | None) -> int | None:
@@ -517,20 +597,37 @@ def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]
     return {"scheme": scheme.NAME, "settings": scheme.settings(), "guards": guards.settings(), "lease": lease}
 
 
+def leftovers(client: Client, name: str) -> list[str]:
+    """Return what may be left of a group, where `view` finds none, in the order in which it is deleted. Under the setup
+    lock: who was at making or deleting it died.
+
+    Under its name only a deletion that broke off leaves more than the group's own: nobody has joined what is half-made,
+    so a scheme made nothing yet.
+    """
+    _, ready = _found(client, name)
+    return _all_of(client, name) if ready == t.DELETED else _own(name)
+
+
 def _opened(client: Client, name: str) -> Group | None:
-    """Return the group, None if there is none or its maker died half-way."""
+    """Return the group, None if there is none, or who made or deleted it died half-way."""
+    group, ready = _found(client, name)
+    return group if ready != t.DELETED and ready else None
+
+
+def _found(client: Client, name: str) -> tuple[Group | None, int]:
+    """Return the group, if all of its own buffers are there, and its word READY."""
     try:
         weights = client.open(name)
     except NotFoundError:
-        return None
+        return None, 0
     settings = weights.metadata.get(METADATA)
     if not isinstance(settings, dict):
         raise InvalidArgumentError(f"buffer {name!r} is no group of smb.train; choose another name")
     try:
         group = Group(client, name, weights, settings)
+        return group, group.table.get(0, t.READY)
     except NotFoundError:
-        return None
-    return group if group.table.get(0, t.READY) else None
+        return None, 0
 
 
 def _check_scheme(name: str, scheme: object) -> None:
@@ -559,14 +656,14 @@ def _check_lease(name: str, lease: float | None) -> None:
 def _made(
     client: Client, name: str, parameters: Parameters, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
 ) -> Group:
-    """Make the group. Under the setup lock, so what there is of it was left by a maker that died."""
-    setup.check()  # who was stopped since it looked must not delete what another has made
-    for left in (f"{name}/tick", f"{name}/members", name):  # nobody has joined it: a scheme made nothing yet
+    """Make the group. Under the setup lock, so what there is of it was left by one that died."""
+    for left in leftovers(client, name):
+        setup.check()  # who was stopped since it looked must not delete what another has made
         client.delete(left, missing_ok=True)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}
     scheme = scheme_of(settings["scheme"], settings["settings"])
     with room(name, scheme, 4 * parameters.size), contextlib.ExitStack() as on_failure:
-        on_failure.callback(_delete, client, name)
+        on_failure.callback(_undo, client, name, setup)
         weights = client.create(name, parameters.size, "float32", metadata=metadata, **placement)
         copies = weights.info.replicas
         client.create(f"{name}/tick", 1, "int64", servers=1, replicas=copies)
@@ -580,12 +677,19 @@ def _made(
     return group
 
 
-def _delete(client: Client, name: str, others: Iterable[str] = ()) -> None:
-    """Delete what a join that fails has made. Under the setup lock. A group without its table is taken for half-made,
-    in which a scheme left nothing: so the scheme's buffers go first."""
-    with contextlib.suppress(Error):
-        for each in (*others, f"{name}/tick", f"{name}/members", name):
+def _undo(client: Client, name: str, setup: Lock, others: Iterable[str] = ()) -> bool:
+    """Delete what a join that fails has made; return whether it is gone. Under the setup lock: if that was lost, what
+    is there may be another's. A group without its table is taken for half-made, in which a scheme left nothing: so the
+    scheme's buffers go first.
+    """
+    try:
+        for each in (*others, *_own(name)):
+            setup.check()
             client.delete(each, missing_ok=True)
+    except Error as error:
+        _log.debug("training %r: what a join that failed has made may be there still: %s", name, error)
+        return False
+    return True
 
 
 def _nobody(name: str) -> NotFoundError:

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from smb.client import Client
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.files.formats import HEADER_BYTES_MAX, parse_safetensors, safetensors_header
 from smb.files.temporary_names import sweep
+from smb.lock import Lock
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
@@ -43,6 +45,8 @@ _WHOLE = "values"
 _VERSION = 1
 _TRIES = 3  # without keeping rounds from being closed
 _LOCK_S = 60.0
+
+_log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
         saved = {"wire": head_fields.get("wire", "exact"), "replicas": head_fields.get("replicas", 1)}
         placement = {**saved, **{key: value for key, value in placement.items() if value is not None}}
         groups.check_placement(f"load of {path}", placement)
-        with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement["replicas"]):
+        with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement["replicas"]) as setup:
             with contextlib.suppress(NotFoundError):
                 groups.view(client, name)
                 raise AlreadyExistsError(
@@ -117,10 +121,14 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 )
             made: list[str] = []
             try:
-                _make(client, name, file, start, (head_fields, table, ranges), metadata, placement, made)
+                _make(client, name, file, start, (head_fields, table, ranges), metadata, placement, made, setup)
             except BaseException:
-                for each in reversed(made):
-                    sweep(client, each)
+                try:
+                    for each in reversed(made):
+                        setup.check()  # who was stopped meanwhile must not delete what another has made
+                        sweep(client, each)
+                except Error as error:
+                    _log.warning("load of %s: what it has made of training %r is left alone: %s", path, name, error)
                 raise
     return number
 
@@ -265,13 +273,15 @@ def _make(
     metadata: dict[str, Any],
     placement: dict[str, Any],
     made: list[str],
+    setup: Lock,
 ) -> None:
     """Make the group's buffers. Under the setup lock. Without its table a group is taken for half-made: that comes
     last.
     """
     head_fields, table, ranges = head
     where = {each: (start + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
-    for left in (f"{name}/tick", f"{name}/members", name):
+    for left in groups.leftovers(client, name):
+        setup.check()
         client.delete(left, missing_ok=True)
 
     replicas = placement["replicas"]
@@ -290,6 +300,7 @@ def _make(
         for copy, (offset, count) in _good_states(spans, head_fields["round"]):
             _fill(copies[copy], offset, file, where[stored][0] + 4 * offset, count)
     if (kept := head_fields.get("statistics")) is not None:
+        setup.check()
         client.delete(f"{name}/{STATISTICS}", missing_ok=True)
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])
         values = np.zeros(kept["size"], np.float32)

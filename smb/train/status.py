@@ -95,7 +95,7 @@ def _taken(rows: t.Rows) -> list[int]:
 
 def status(client: Client, name: str) -> GroupStatus:
     """Return what is known of a training. Changes nothing. Raises NotFoundError, InvalidArgumentError (no group)."""
-    group = groups.view(client, name)
+    group = groups.view(client, name, deleted=True)  # `smb train rm` asks before it deletes the rest of one
     before = group.table.read()[:, t.INCARNATION].copy()
     slots = (int(slot) for slot in np.flatnonzero(before[1:]))
     lapsed = members.lapsed(client, name, group.lease, slots, group.weights.info.replicas)

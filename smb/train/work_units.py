@@ -26,7 +26,7 @@ from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFound
 from smb.errors import TimeoutError as SmbTimeoutError
 from smb.train import member_table as t
 from smb.train import members
-from smb.train.group import wake
+from smb.train.group import deleting, keeping, setup_lock, wake
 from smb.train.members import Member, MembershipLostError
 
 if TYPE_CHECKING:
@@ -88,28 +88,30 @@ class WorkUnits:
         self._client, self._name = client, name
         self._total, self._unit, self._seed, self._lease = total, unit, seed, lease
         self._end = _LOW if epochs is None else epochs
-        try:
-            self._words = client.create(
-                name,
-                1 + self._units,
-                "int64",
-                servers=1,
-                replicas=replicas,
-                exist_ok=True,
-                metadata={_METADATA: settings},
+        # Else who deletes them at this moment could take a part of what is made here.
+        with keeping(setup_lock(client, name, replicas)):
+            try:
+                self._words = client.create(
+                    name,
+                    1 + self._units,
+                    "int64",
+                    servers=1,
+                    replicas=replicas,
+                    exist_ok=True,
+                    metadata={_METADATA: settings},
+                )
+            except AlreadyExistsError as error:
+                raise InvalidArgumentError(f"{asked}: {error}: another number of units, or something else") from error
+            found = self._words.metadata.get(_METADATA)
+            if isinstance(found, dict):
+                found = {key: value for key, value in found.items() if key != "epochs"}  # which version 0.1 stored
+            if found != settings:
+                raise InvalidArgumentError(f"{asked}: it is there with {found}, not {settings}")
+            shape = (1 + t.SLOTS, t.FIELDS)
+            self._table = t.Table(
+                client.create(f"{name}/members", shape, "int64", servers=1, replicas=replicas, exist_ok=True)
             )
-        except AlreadyExistsError as error:
-            raise InvalidArgumentError(f"{asked}: {error}: another number of units, or something else") from error
-        found = self._words.metadata.get(_METADATA)
-        if isinstance(found, dict):
-            found = {key: value for key, value in found.items() if key != "epochs"}  # which version 0.1 stored
-        if found != settings:
-            raise InvalidArgumentError(f"{asked}: it is there with {found}, not {settings}")
-        shape = (1 + t.SLOTS, t.FIELDS)
-        self._table = t.Table(
-            client.create(f"{name}/members", shape, "int64", servers=1, replicas=replicas, exist_ok=True)
-        )
-        self._tick = client.create(f"{name}/tick", 1, "int64", servers=1, replicas=replicas, exist_ok=True)
+            self._tick = client.create(f"{name}/tick", 1, "int64", servers=1, replicas=replicas, exist_ok=True)
         self._seen = self._tick.version
         self._member: Member | None = self._admit()
         self._held: tuple[int, int] | None = None  # unit, word
@@ -365,8 +367,13 @@ def epochs_of(client: Client, name: str) -> tuple[int | None, bool]:
 
 
 def delete_units(client: Client, name: str) -> None:
-    """Delete the buffers of work units that nobody needs any more. Raises NotFoundError."""
+    """Delete the buffers of work units that nobody needs any more. Waits for a process that makes them at this moment.
+
+    Raises NotFoundError; TimeoutError and LockLostError as smb.train.delete.
+    """
     if not any(info.name == name for info in client.list()):
         raise NotFoundError(f"there are no work units {name!r}")
-    for suffix in ("", "/members", "/tick"):
-        client.delete(name + suffix, missing_ok=True)
+    with deleting(client, f"delete of work units {name!r}", name) as check:
+        for suffix in ("", "/members", "/tick"):
+            check()
+            client.delete(name + suffix, missing_ok=True)

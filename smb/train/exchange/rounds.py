@@ -159,6 +159,9 @@ class RoundExchange(Exchange):
         self._grace = Grace(scheme.grace, group.lease)
 
         member = group.member
+        # By the handle, so it raises NotFoundError if the training was deleted, and made anew, since we have joined:
+        # what follows goes by names, and must not meet the other's buffers.
+        self._weight_word = group.table.get(member.row, t.WEIGHT)
         if member.former:
             group.client.delete(f"{group.name}/{_inbox(member.former)}", missing_ok=True)
         self._next = group.buffer("next")
@@ -172,7 +175,6 @@ class RoundExchange(Exchange):
         self._over: list[int] = []  # of these, those that nobody needs any more
         self._word = 0  # ROUND, when the fate of the contribution was seen
         self._ending: Future[None] | None = None  # of a round that we have closed: giving locks back, waking the others
-        self._weight_word = group.table.get(member.row, t.WEIGHT)
 
     # ---- the worker's side
 
