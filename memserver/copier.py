@@ -65,14 +65,16 @@ class Copier:
         with self._lock:
             self._copies.pop(segment_id, None)
 
-    def give_up(self, segment_id: int) -> bool:
-        """Go on without a copy whose server cannot be reached; return whether that can be decided here. Once it was
-        said to be whole only the coordinator can.
+    def give_up(self, segment_id: int, epoch: int) -> bool:
+        """Go on without the copy of that epoch, as its server cannot be reached; return whether that can be decided
+        here. Once it was said to be whole only the coordinator can.
         """
         with self._lock:
             copy = self._copies.get(segment_id)
-        if copy is None or not self._engine.abandon_copy(segment_id, copy.epoch):
-            return copy is not None and copy.state is CopyState.GONE
+        if copy is None or copy.epoch != epoch:
+            return False
+        if not self._engine.abandon_copy(segment_id, epoch):
+            return copy.state is CopyState.GONE
         _log.warning("segment %016x: its new copy is given up, as its server cannot be reached", segment_id)
         self._ended(copy, CopyState.GONE)
         return True

@@ -191,8 +191,8 @@ class Registration:
     def _run(self) -> None:
         registered, wait_s = False, RETRY_FIRST_S
         while not self._stop.is_set():
-            self._take_new_certificate()
             try:
+                self._take_new_certificate()
                 lease_ms = self._renew() if registered else self._register()
             except grpc.RpcError as error:
                 if registered and error.code() == grpc.StatusCode.NOT_FOUND:
@@ -203,6 +203,10 @@ class Registration:
                 if error.code() in _ELSEWHERE and self._ask_the_next():
                     continue
                 self._failed(error)
+                pause_s, wait_s = wait_s, min(2 * wait_s, RETRY_MAX_S)
+            # Without this thread the server is lost to everybody, and nobody would hear why.
+            except Exception:  # noqa: BLE001
+                _log.exception("registration: a fault of ours; it is tried again")
                 pause_s, wait_s = wait_s, min(2 * wait_s, RETRY_MAX_S)
             else:
                 registered, wait_s = True, RETRY_FIRST_S

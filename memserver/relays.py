@@ -83,7 +83,10 @@ class Relays:
             self._changed.clear()
             if self._wanted and not self._stop.is_set():
                 self._changed.set()
-                self._serve()
+                try:
+                    self._serve()
+                except OSError as error:  # no process, or no descriptor, is to be had
+                    _log.error("the relay cannot be started: %s; it is tried again", error)
                 self._stop.wait(_AGAIN_S)
 
     def _serve(self) -> None:

@@ -177,7 +177,8 @@ class Replication:
             if status.role == PRIMARY and status.group_id not in dialled and part.data_address not in unreachable:
                 dialled.add(status.group_id)
                 self._dial(part, status, unreachable)
-            if part.copying and status.broken_ms >= COPY_BROKEN_MS and self._copier.give_up(part.segment_id):
+            lost = part.copying and status.broken_ms >= COPY_BROKEN_MS
+            if lost and self._copier.give_up(part.segment_id, part.epoch):
                 continue
             if status.broken_ms >= BROKEN_MS:
                 broken.append(pb.BrokenPair(segment_id=part.segment_id, epoch=part.epoch, for_ms=status.broken_ms))

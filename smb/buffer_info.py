@@ -32,6 +32,7 @@ class Mirror:
     arrived_bytes: int
     published: int
     feeds: Mapping[str, float]
+    id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class BufferInfo:
                     m.arrived_bytes,
                     m.published,
                     {feed.name: feed.bytes_per_s for feed in m.feeds},
+                    m.id,
                 )
                 for m in buffer.mirrors
             ),

@@ -63,6 +63,7 @@ class Mirrors:
             last = last_of.get(record.name)
             message = pb.Mirror(
                 name=record.name,
+                id=record.id,
                 server=record.segments[0].server,
                 zone=server.zone if server is not None else "",
                 alive=self._is_alive(state, record, now),

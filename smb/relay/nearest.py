@@ -93,13 +93,13 @@ class Nearest:
     def buffer(self) -> Buffer:
         """Return what to read from now."""
         if time.monotonic() - self._looked > _LOOK_S or not self._looked:
-            self._choose(self._source.info if not self._looked else None)
+            self._choose()
         return self._mirror or self._source
 
-    def _choose(self, info: BufferInfo | None = None) -> None:
+    def _choose(self) -> None:
         now = time.monotonic()
         try:
-            mirrors = (info or self._asked()).mirrors
+            mirrors = self._asked().mirrors
             if not mirrors:
                 self._mirror = None
                 return
@@ -107,10 +107,13 @@ class Nearest:
             local, zone = near_servers(self._client, self._near)
             parts = {place.server for place in self._source.layout.segments}
             name = nearest(kept, parts, local, zone, self._client.name)
-            if name and (self._mirror is None or self._mirror.name != name):
-                self._mirror = self._client.open(name)
-            elif not name:
+            chosen = next((m.id for m in kept if m.name == name), 0)
+            if not name:
                 self._mirror = None
+            elif self._mirror is None or self._mirror.info.id != chosen:
+                opened = self._client.open(name)
+                # Of that name there may be another by now: of a source that was made anew, or of any.
+                self._mirror = opened if opened.info.id == chosen else None
         except Error as error:  # the coordinator is away: as before
             _log.debug("%s", error)
         finally:
@@ -168,6 +171,8 @@ class Nearest:
         """Return what the coordinator says of the source now. A reader waits little for one that is away."""
         source = self._source.info
         answer = self._client._coordinator.open_buffer(source.name, 0.0, min(self._client.timeout, _ASK_S), source.id)
+        if answer.id != source.id:  # the name is another's by now, and so are its mirrors
+            raise NotFoundError(f"buffer {source.name!r} was deleted and made anew; open it again")
         return BufferInfo.of(answer)
 
     def _progress(self, mirror: Buffer) -> tuple[int, int]:

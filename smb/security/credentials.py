@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 import threading
@@ -121,16 +122,18 @@ def _stamp(credentials: Credentials) -> tuple[tuple[int, int, int], ...] | None:
 def load(ca: Path, certificate: Path, key: Path) -> Credentials:
     """Read the three files. Raises InvalidArgumentError if one is missing, or others may read the key."""
     parts: list[bytes] = []
+    mode = 0
     for path in (ca, certificate, key):
         try:
-            parts.append(path.read_bytes())
+            with path.open("rb") as opened:
+                parts.append(opened.read())
+                mode = os.fstat(opened.fileno()).st_mode  # at last the key's
         except OSError as error:
             sets = sorted(found.parent.name for found in path.parent.glob("*/cert.pem"))
             hint = f"name one of its directories: {', '.join(sets)}" if sets else "`smb certs` makes a set for a lab"
             raise InvalidArgumentError(f"credentials: cannot read {path}: {error.strerror}; {hint}") from None
         if b"-----BEGIN" not in parts[-1]:
             raise InvalidArgumentError(f"credentials: {path} is not in PEM form")
-    mode = key.stat().st_mode
     if mode & 0o007:
         raise InvalidArgumentError(f"credentials: anybody may read the key {key}; chmod 600 {key}")
     credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key)

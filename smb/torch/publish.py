@@ -12,14 +12,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
 from smb.call.published_states import PUBLISHER, READER
 from smb.errors import Error, InvalidArgumentError, NotFoundError
-from smb.pins import PIN_S_MAX
+from smb.pins import PIN_S_MAX, Pin
 from smb.published import ABOUT
 from smb.relay.nearest import Nearest
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
@@ -461,10 +461,8 @@ class Follower:
             self._read(f"pin of {self.buffer.name!r}")
             yield self._generation(self.generation, self._copy)
             return
-        near = self._nearest.buffer()
-        if near is not self.buffer and near.version < max(self.generation, 1):
-            near = self.buffer
-        with near.pin(ttl=ttl) as pin:
+        with ExitStack() as held:
+            pin = self._pin_nearest(held, ttl)
             if pin.version == 0:
                 raise _nothing_yet(f"pin of {self.buffer.name!r}")
             self._pinned = pin.version
@@ -474,6 +472,16 @@ class Follower:
                 pin.read(start // dtype.itemsize, memory.nbytes // dtype.itemsize, out=memory.view(dtype))
 
             yield self._generation(pin.version, read)
+
+    def _pin_nearest(self, held: ExitStack, ttl: float) -> Pin:
+        while (near := self._nearest.buffer()) is not self.buffer:
+            try:
+                if near.version < max(self.generation, 1):
+                    break
+                return held.enter_context(near.pin(ttl=ttl))
+            except Error as error:
+                self._nearest.leave(error)
+        return held.enter_context(self.buffer.pin(ttl=ttl))
 
     def _generation(self, number: int, read: ReadBytes) -> Generation:
         names = {name: name for name in self._memory.tensors}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from smb.engine import address_of, memory_at, memory_of
+from smb.errors import NotFoundError
 from smb.tensors import ALIGNMENT_BYTES, TensorPlace
 from smb.torch.page_lock import page_lock
 from smb.torch.pieces import Piece, runs_of, shape_of
@@ -73,6 +74,8 @@ class StateBytes(_Memory):
 
     def read(self, buffer: Buffer, version: int | None = None) -> int:
         """Read a version, by default the latest, of the buffer or a mirror of it; return which one it is."""
+        if buffer.nbytes != self.nbytes:  # it would be written beyond our memory
+            raise NotFoundError(f"{buffer.name!r} has {buffer.nbytes} bytes, not {self.nbytes}: it is another state")
         return buffer._versions.read(0, buffer.size, memory_of(self.elements), 0, version)
 
     def read_one(self, name: str, read: ReadBytes) -> torch.Tensor:
