@@ -58,7 +58,6 @@ FORMS = (
     Form("model", "model", 12, 8),
     Form("fault", "fault", 48, 34),
     Form("long", "long", 48, 34),
-    Form("etcd", "etcd ROUNDS=60", 14, 9),
     Form("soak", "soak MINUTES={half_min}", 26, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 14, 10),
     Form("verbs", "verbs", 30, 20),
