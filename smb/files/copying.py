@@ -116,7 +116,8 @@ def restore(
             )
         plan = _plan(path.name, name, source)
         checked = source if sums is None else _Checked(source, sums.blocks, str(path))
-        with state_of(path, f"{client.address} {name}") as state:
+        # With the host: the same path is another file on another one, whose restore may be under way.
+        with state_of(path, f"{socket.gethostname()} {client.address} {name}") as state:
             if state is None:
                 return _into_buffer(client, checked, plan, name, replace, replicas, progress)
             return _restored(client, checked, plan, name, replace, replicas, progress, state)

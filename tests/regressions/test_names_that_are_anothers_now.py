@@ -248,3 +248,28 @@ def test_hosts_have_snapshots_of_their_own(connect: Connect, monkeypatch: pytest
     assert np.unique(np.fromfile(tmp_path / "a/w.bin", np.float32)).tolist() == [1]
     assert np.unique(np.fromfile(tmp_path / "b/w.bin", np.float32)).tolist() == [2]
     assert [info.name for info in client.list()] == ["w"]
+
+
+def test_hosts_have_restores_of_their_own(connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another host began to restore the same path under that name: its buffer, half filled, was given the name."""
+    client, other, link = connect(), connect(), tmp_path / "local"
+
+    def on(host: str) -> Path:
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / host)
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        return link / "w.bin"
+
+    def other_begins(done: int, nbytes: int) -> None:
+        if done == nbytes:  # all but the name
+            with pytest.raises(_CutError):
+                copying.restore(other, on("b"), "w", progress=_cut)
+            on("a")
+
+    for host in "ab":
+        (tmp_path / host).mkdir()
+        np.ones(3 * _BLOCK // 4, np.float32).tofile(tmp_path / host / "w.bin")
+    copying.restore(client, on("a"), "w", progress=other_begins)
+    assert np.unique(client.open("w").read().view(np.float32)).tolist() == [1]
+    copying.restore(other, on("b"), "w", replace=True)  # it goes on
+    assert [info.name for info in client.list()] == ["w"]
