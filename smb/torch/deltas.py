@@ -27,6 +27,7 @@ import numpy as np
 
 from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
+from smb.pins import PIN_S_MAX
 from smb.published import DELTAS, GENERATIONS, MIRROR
 from smb.relay import arrived
 from smb.relay.generations import ENTRY_WORDS, HEAD_WORDS, Entry, Head
@@ -46,6 +47,7 @@ _DELTA_SHARE = 12  # of the ring that one delta may take: what is larger is publ
 _RING_MIN = 1 << 16
 _SLICE = 1 << 20  # elements that one thread compares at a time
 _HEAD_VERSIONS = 4
+_TURN_S = 10.0  # of a publisher that is killed; a slow one renews it
 _TRIES = 100  # of a reader against publications
 _TRIES_NEAR = 3  # the same at a mirror, before it takes another
 
@@ -173,15 +175,31 @@ class DeltaWriter:
         head, delta = self._head, self._delta
         self._head = self._delta = None
         self.sent_bytes = 0
-        if head is not None and delta is not None and self._ring.heads.version == head.generation:
-            made = self._with_delta(head, delta)
-            if made is not None:
-                return self._finish(asked, made, timeout)
+        heads = self._ring.heads
+        # In the turn of a publisher of the heads: another trainer's generation, put there after we have looked, would
+        # be described by our words, and its delta be where ours is.
+        turn = heads._versions.begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
+        with turn.kept():
+            try:
+                made = None
+                if head is not None and delta is not None and heads.version == head.generation:
+                    made = self._with_delta(head, delta)
+                made = made or self._whole(asked, timeout)
+                turn.write(0, heads.nbytes, heads._arguments.readable(made.to_words(heads.size), "publish").place)
+            except BaseException:
+                turn.give_up()
+                raise
+            turn.commit()
+        self.sent_bytes += heads.nbytes
+        return self._finish(asked, made, timeout)
+
+    def _whole(self, asked: str, timeout: float) -> Head:
+        """Publish all of the state, as an anchor for readers to begin with."""
         latest = Head.read(asked, self._ring.heads, self._ring.size)
         total = state_sum(self._state.bytes)
         version = self._publish_anchor(timeout)
         generation = latest.generation + 1
-        return self._finish(asked, Head(generation, total, version, generation, total, latest.end), timeout)
+        return Head(generation, total, version, generation, total, latest.end)
 
     def _with_delta(self, head: Head, delta: bytes) -> Head | None:
         """Write the delta; None if readers could not come from the anchor to it."""
@@ -201,13 +219,6 @@ class DeltaWriter:
         return made
 
     def _finish(self, asked: str, made: Head, timeout: float) -> int:
-        published = self._ring.heads.publish(made.to_words(self._ring.heads.size), timeout=timeout)
-        self.sent_bytes += self._ring.heads.nbytes
-        if published != made.generation:
-            raise Error(
-                f"{asked}: generation {made.generation} was published by another process at the same time; "
-                f"one trainer at a time publishes with deltas="
-            )
         if made.generation - made.anchor_generation >= self._deltas or self._is_far(made):
             # Named by the next generation: until then readers begin with the one before.
             try:

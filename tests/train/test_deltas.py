@@ -211,6 +211,31 @@ def test_dense_steps_and_other_trainers(client: smb.Client, connect: Connect) ->
     assert [info.name for info in client.list() if info.name.startswith("v")] == []
 
 
+def test_trainers_that_overlap(connect: Connect) -> None:
+    """An old one that is slow to end, and its successor. The loser of a turn described the winner's generation: nobody
+    could read the state any more, until it was deleted.
+    """
+    first, second = connect(), connect()
+    publishers = [smb.torch.Publisher(each, "w", state_of(0), deltas=8) for each in (first, second)]
+    published: list[int] = []
+
+    def publish(publisher: smb.torch.Publisher, begin: int) -> None:
+        for number in range(begin, begin + 15):
+            published.append(publisher.publish(state_of(number)))
+
+    threads = [threading.Thread(target=publish, args=each) for each in zip(publishers, (100, 200), strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(published) == list(range(1, 31))
+    third = smb.torch.Publisher(connect(), "w", state_of(0), deltas=8)
+    follower = smb.torch.follow(connect(), "w")
+    for number in (1, 2):
+        assert third.publish(state_of(number)) == 30 + number
+        assert equal(follower.state_dict(), state_of(number))
+
+
 def test_damage_is_never_shown(client: smb.Client, connect: Connect) -> None:
     """Deltas that somebody overwrote are noticed by the sum: the reader takes whole states until it is right again."""
     publisher = smb.torch.Publisher(client, "w", state_of(0), deltas=4)
