@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from smb.coordinator.events import (
 from smb.coordinator.groups import group_of
 from smb.coordinator.rebalance import plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.steps import copies
 from smb.coordinator.wanted_copies import still_wanted, wishes
 from smb.errors import Error
 from tests.support.decisions import MIB, Cluster, server
@@ -133,7 +135,9 @@ class Machine:
         lost = max((each.id for each in ours if each.group and each.id in self.held[name]), default=0)
         if lost:
             self.held[name].discard(lost)
-            self.do(ServerReturned(name, self.runs[name], frozenset(self.held[name])))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(copies, "JUST_MADE_S", -1.0)  # its registration is not older than what was made
+                self.do(ServerReturned(name, self.runs[name], frozenset(self.held[name])))
             self.do(ServerRegistered(server(name, self.runs[name], CAPACITY), frozenset(self.held[name])))
             self.held[name].difference_update(self.cluster.only(AnswerDrops).segment_ids)
 

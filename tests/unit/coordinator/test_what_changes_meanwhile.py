@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -100,6 +100,14 @@ async def opened(etcd: FakeEtcd, **options: Any) -> tuple[CommitLog, Any]:
     lead = await campaign(cast(Any, etcd), PLACE, "us:1", 8)
     assert lead is not None
     return await CommitLog.open(EtcdStore(cast(Any, etcd), PLACE, lead), 1, **options), lead
+
+
+@asynccontextmanager
+async def beside(directory: Path) -> AsyncIterator[CommitLog]:
+    """The commit log of a coordinator with records in SQLite."""
+    store = SqliteStore(directory)
+    yield await CommitLog.open(store, 1)
+    await store.close()
 
 
 async def register(log: CommitLog, *names: str) -> None:
@@ -234,28 +242,28 @@ def test_a_server_that_is_started_anew_during_a_creation(tmp_path: Path, patient
     """The segment that it had made is gone. The buffer counted as made, and nobody knew that a part of it was not."""
 
     async def work() -> None:
-        log = await CommitLog.open(SqliteStore(tmp_path), 1)
-        await register(log, "a", "b")
-        servers = Servers()
+        async with beside(tmp_path) as log:
+            await register(log, "a", "b")
+            servers = Servers()
 
-        async def restart() -> None:
-            while not servers.holds["a"]:
-                await asyncio.sleep(0)
-            servers.holds["a"].clear()
-            await log.commit(ServerReturned("a", 2, frozenset()))
-            await log.commit(ServerRegistered(server("a", instance_id=2), frozenset()))
+            async def restart() -> None:
+                while not servers.holds["a"]:
+                    await asyncio.sleep(0)
+                servers.holds["a"].clear()
+                await log.commit(ServerReturned("a", 2, frozenset()))
+                await log.commit(ServerRegistered(server("a", instance_id=2), frozenset()))
 
-        servers.waits["b"] = restart
-        maker = SegmentMaker(log, cast(Any, servers))
-        creation = Creation("w", (1 << 20,), "float32", server_names=("a", "b"))
-        if not patient:
-            with pytest.raises(UnavailableError, match='"a" was started anew meanwhile'):
-                await maker.create(creation, 0.0)
-            assert not log.state.buffers
-            assert servers.holds == {"a": set(), "b": set(), "c": set()}
-            return
-        record = await maker.create(creation, 5.0)
-        assert [servers.holds[segment.server] for segment in record.segments] == [{s.id} for s in record.segments]
+            servers.waits["b"] = restart
+            maker = SegmentMaker(log, cast(Any, servers))
+            creation = Creation("w", (1 << 20,), "float32", server_names=("a", "b"))
+            if not patient:
+                with pytest.raises(UnavailableError, match='"a" was started anew meanwhile'):
+                    await maker.create(creation, 0.0)
+                assert not log.state.buffers
+                assert servers.holds == {"a": set(), "b": set(), "c": set()}
+                return
+            record = await maker.create(creation, 5.0)
+            assert [servers.holds[segment.server] for segment in record.segments] == [{s.id} for s in record.segments]
 
     asyncio.run(work())
 
@@ -264,23 +272,23 @@ def test_two_new_runs_of_one_server(tmp_path: Path) -> None:
     """Both found the former one dead, and both were taken: the buffers of the first were lost."""
 
     async def work() -> None:
-        log = await CommitLog.open(SqliteStore(tmp_path), 1)
-        await register(log, "a")
-        servers = Servers()
-        service = service_of(log, servers)
+        async with beside(tmp_path) as log:
+            await register(log, "a")
+            servers = Servers()
+            service = service_of(log, servers)
 
-        def request(run: int) -> pb.RegisterServerRequest:
-            at = f"10.0.0.{run}"
-            return pb.RegisterServerRequest(
-                name="a", instance_id=run, data_address=f"{at}:1", control_address=f"{at}:2", capacity_bytes=1 << 26
-            )
+            def request(run: int) -> pb.RegisterServerRequest:
+                at = f"10.0.0.{run}"
+                return pb.RegisterServerRequest(
+                    name="a", instance_id=run, data_address=f"{at}:1", control_address=f"{at}:2", capacity_bytes=1 << 26
+                )
 
-        calls = [service.RegisterServer(request(run), cast(Any, None)) for run in (2, 3)]
-        first, second = await asyncio.gather(*calls, return_exceptions=True)
-        assert isinstance(first, pb.RegisterServerReply)
-        assert isinstance(second, AlreadyExistsError)
-        assert log.state.servers["a"].instance_id == 2
-        assert servers.probed == [1, 2]
+            calls = [service.RegisterServer(request(run), cast(Any, None)) for run in (2, 3)]
+            first, second = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(first, pb.RegisterServerReply)
+            assert isinstance(second, AlreadyExistsError)
+            assert log.state.servers["a"].instance_id == 2
+            assert servers.probed == [1, 2]
 
     asyncio.run(work())
 
@@ -289,14 +297,14 @@ def test_a_registration_of_before(tmp_path: Path) -> None:
     """It was sent to a coordinator that stood by. What was made since is there: a good copy was dropped."""
 
     async def work() -> None:
-        log = await CommitLog.open(SqliteStore(tmp_path), 1)
-        await register(log, "a", "b")
-        maker = SegmentMaker(log, cast(Any, Servers()))
-        made = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
-        await log.commit(ServerReturned("a", 1, frozenset()))
-        assert log.state.buffers["w"] == made
-        await log.commit(ServerReturned("a", 2, frozenset()))  # another run has nothing
-        assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
-        await log.commit(Ticked())
+        async with beside(tmp_path) as log:
+            await register(log, "a", "b")
+            maker = SegmentMaker(log, cast(Any, Servers()))
+            made = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
+            await log.commit(ServerReturned("a", 1, frozenset()))
+            assert log.state.buffers["w"] == made
+            await log.commit(ServerReturned("a", 2, frozenset()))  # another run has nothing
+            assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
+            await log.commit(Ticked())
 
     asyncio.run(work())
