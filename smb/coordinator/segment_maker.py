@@ -104,11 +104,15 @@ class SegmentMaker:
                         raise
                     mute, said = error.servers, str(error)
                     continue  # another client may have made one of that name meanwhile
-            record = made_before(committed.state, creation) or committed.state.buffers[creation.key]
+            decided = made_before(committed.state, creation) or committed.state.buffers[creation.key]
+            # As it is now: what got ready meanwhile wakes nobody any more.
+            record = self._commit_log.state.buffers.get(decided.key)
+            if record is None or record.id != decided.id:
+                continue
             if record.ready:
                 return record
             # Another client is at it, or an attempt before this one: what becomes of it decides.
-            if not await self._commit_log.wait(creation.key, deadline - time.monotonic()):
+            if not await self._commit_log.wait(record.key, deadline - time.monotonic()):
                 raise UnavailableError(
                     f"{creation.asked}: another client is at it, and it does not get ready; try again"
                 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.events import BufferFailed, BufferMade, ServerRegistered
+from smb.coordinator.commit_log import CommitLog, Committed
+from smb.coordinator.events import BufferFailed, BufferMade, BufferWanted, Event, ServerRegistered
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.store import DeposedError, SqliteStore
@@ -83,6 +83,41 @@ def test_what_another_client_made_meanwhile_is_anothers(tmp_path: Path) -> None:
         with pytest.raises(AlreadyExistsError, match='"w" exists'):
             await maker.create(Creation("w", (10,), "float32"), 1.0)
         assert log.state.buffers["w"].shape == (3,)
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_what_gets_ready_before_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes nobody any more. A creator of the same name waited for 30 s."""
+
+    async def work() -> None:
+        store = SqliteStore(tmp_path)
+        log = await CommitLog.open(store, 1)
+        await log.commit(ServerRegistered(server("a"), frozenset()))
+        decided, ready = asyncio.Event(), asyncio.Event()
+        commit = log.commit
+
+        async def late(event: Event) -> Committed:
+            committed = await commit(event)
+            if isinstance(event, BufferWanted) and not committed.effects:
+                decided.set()
+                await ready.wait()
+            elif isinstance(event, BufferMade):
+                ready.set()
+            return committed
+
+        class Servers:
+            async def create(self, *_: object) -> int:
+                await decided.wait()
+                return 0
+
+        monkeypatch.setattr(log, "commit", late)
+        maker = SegmentMaker(log, Servers())  # type: ignore[arg-type]
+        creation = Creation("w", (10,), "float32", exist_ok=True)
+        made = asyncio.gather(*(maker.create(creation, 1.0) for _ in range(2)))
+        first, second = await asyncio.wait_for(made, 10)
+        assert first == second
         await store.close()
 
     asyncio.run(work())
