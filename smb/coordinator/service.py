@@ -339,12 +339,12 @@ class CoordinatorService(CoordinatorServicer):
 
     def _check_two_copies(self, creation: Creation) -> None:
         """Raise InvalidArgumentError if servers would have to forward changes to each other outside TLS."""
+        if creation.replicas < 2 or self._tokens is None:
+            return
         state = self._commit_log.state
         plain = sorted(state.pool(self._commit_log.now()).plain)
-        if creation.replicas < 2 or self._tokens is None or not plain:
-            return
         # A lock is found again by its creation, and a buffer by its attempt: what is there goes on.
-        if made_before(state, creation) is None and state.find(creation.kind, creation.name) is None:
+        if plain and made_before(state, creation) is None and state.find(creation.kind, creation.name) is None:
             raise InvalidArgumentError(
                 f'create of "{creation.name}" with replicas={creation.replicas}: with credentials servers forward '
                 f"changes to each other inside TLS alone, and without it data is served by "
