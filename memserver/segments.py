@@ -73,6 +73,7 @@ class Segments:
             if form.epoch <= known and held != form:
                 raise NotFoundError(f"segment {form.id:016x} was dropped before; it is not made again")
             if held == form:
+                self._held[form.id] = form  # asked for again: another one than a listing of before has
                 if token_floor:
                     self._engine.raise_token(form.id, token_floor)
                 return
@@ -105,9 +106,28 @@ class Segments:
             self._dropped[segment_id] = max(epoch, self._dropped.pop(segment_id, 0))
             if len(self._dropped) > DROPPED_MAX:
                 del self._dropped[next(iter(self._dropped))]
-            if self._held.pop(segment_id, None) is None:
+            if held is None:
                 return
-            self._busy.add(segment_id)
+            self._take(segment_id)
+        self._delete(segment_id)
+
+    def give_up(self, seen: SegmentForm, epoch: int) -> bool:
+        """Drop a copy that held() has shown, unless it was made later than in that epoch, or was made or asked for
+        since. It may be made again, in the same epoch too. Returns whether it was dropped.
+        """
+        with self._lock:
+            if self._held.get(seen.id) is not seen or seen.epoch > epoch:
+                return False
+            self._take(seen.id)
+        self._delete(seen.id)
+        return True
+
+    def _take(self, segment_id: int) -> None:
+        """Take it out of the books, for _delete. Under the lock."""
+        del self._held[segment_id]
+        self._busy.add(segment_id)
+
+    def _delete(self, segment_id: int) -> None:
         failpoint("memserver.delete.booked")
         try:
             self._engine.delete_segment(segment_id)
@@ -157,6 +177,11 @@ class Segments:
         with self._lock:
             return session_id in self._ended
 
+    def held(self) -> dict[int, SegmentForm]:
+        """Return what is held, by id. One that is made, or asked for, again has another object from then on."""
+        with self._lock:
+            return dict(self._held)
+
     def ids(self) -> list[int]:
         """Return the ids of all that is held or being made."""
         with self._lock:
@@ -164,8 +189,7 @@ class Segments:
 
     def file_bytes(self) -> dict[int, int]:
         """Return the bytes of capacity that each segment takes, by its id."""
-        with self._lock:
-            forms = list(self._held.values())
+        forms = self.held().values()
         return {form.id: segment_file_bytes(form.nbytes, form.chunk_bytes) for form in forms}
 
     def used_bytes(self) -> int:

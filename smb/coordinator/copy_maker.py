@@ -60,6 +60,7 @@ class CopyMaker:
         self._unconfirmed: dict[int, tuple[int, float]] = {}  # groups that their source did not confirm: times, since
         self._bound: dict[int, float] = {}  # segments of which their servers said that they can't move; until when
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
+        self._making: set[tuple[str, int]] = set()  # servers, and segments of copies that have not begun
 
     def bound(self) -> Collection[int]:
         """Segments of which their servers have said that they can't move."""
@@ -73,6 +74,10 @@ class CopyMaker:
             for group, (times, since) in self._unconfirmed.items()
             if times >= LACKING_TIMES and now < since + LACKING_S
         )
+
+    def making(self, server: str) -> Collection[int]:
+        """Segments that a server is being asked to make, for copies that have not begun."""
+        return [segment_id for name, segment_id in self._making if name == server]
 
     def move(self, moves: Iterable[Move]) -> None:
         """Make these, in place of those that were asked for before and have not begun."""
@@ -211,7 +216,8 @@ class CopyMaker:
             wish.leaving,
             frozenset(member.id for _, member in wish.members),
         )
-        asked = wish.target
+        asked, making = wish.target, {(wish.target, member.id) for _, member in wish.members}
+        self._making |= making
         try:
             if len(wish.members) > 1:
                 asked = wish.source
@@ -236,6 +242,8 @@ class CopyMaker:
         except Error as error:
             self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
             return
+        finally:
+            self._making -= making
         failpoint("coordinator.copy.begun")
         await self._tell_roles((wish.segment.id,), (wish.source,))
         await self._drop(committed)

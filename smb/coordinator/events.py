@@ -51,6 +51,7 @@ class ServerRegistered:
 
     server: ServerRecord
     segment_ids: frozenset[int]
+    making: frozenset[int] = frozenset()  # that the coordinator has it make now, for copies that have not begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +345,8 @@ class DropSegments:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDrops:
-    """Tell the server that registers to drop these of its segments, unless they were made in a later epoch than its
-    number in `epochs`; 0: in any.
+    """Tell the server that registers to drop these of its segments. `epochs`, where that is not 0: one that was made
+    in a later epoch stays. So does one that was made, or asked for, since the server told.
     """
 
     segment_ids: tuple[int, ...]

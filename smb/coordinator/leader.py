@@ -115,6 +115,7 @@ class Leading:
         roles.on_copies, roles.on_apart = copy_maker.look_now, copy_maker.keep_apart
         service.bound = copy_maker.bound
         service.resting = copy_maker.resting
+        service.making = copy_maker.making
         service.move = copy_maker.move
         for beginning in (_tick(commit_log, endings, around.health), idle_names.run(), copy_maker.run()):
             task = asyncio.create_task(beginning)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -147,6 +148,7 @@ class CoordinatorService(CoordinatorServicer):
         self._mirrors = mirrors
         self.bound: Callable[[], Collection[int]] = frozenset  # segments that can't move
         self.resting: Callable[[], Collection[int]] = frozenset  # groups of which no copy is begun just now
+        self.making: Callable[[str], Collection[int]] = lambda _: ()  # by a server, for copies that have not begun
         self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
 
     # Sessions
@@ -211,7 +213,7 @@ class CoordinatorService(CoordinatorServicer):
         await self._roles.settle(
             ServerReturned(event.server.name, event.server.instance_id, event.segment_ids, self._commit_log.changes_max)
         )
-        committed = await self._commit_log.commit(event)
+        committed = await self._commit_log.commit(replace(event, making=frozenset(self.making(request.name))))
         answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
         failpoint("coordinator.register.stored")
         return pb.RegisterServerReply(

@@ -146,6 +146,7 @@ LEFT_OUT = {
     "regressions/test_private_names_are_deleted.py": _ELSEWHERE,
     "regressions/test_progress_ends_while_it_is_closed.py": "is about the thread itself",
     "regressions/test_readers_of_what_was_made_anew.py": _TRAINING,
+    "regressions/test_room_for_a_copy_that_never_began.py": "is about the control plane",
     "regressions/test_saved_while_a_round_closes.py": _TRAINING,
     "regressions/test_slow_connect.py": _ELSEWHERE,
     "regressions/test_slow_reader.py": "shapes a link of its own",

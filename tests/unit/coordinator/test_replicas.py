@@ -10,6 +10,7 @@ from smb import errors
 from smb.coordinator.events import (
     AnswerDrops,
     BackupsLost,
+    CopyBegun,
     DropSegments,
     SaveBuffer,
     ServerDied,
@@ -98,6 +99,26 @@ def test_the_backup_is_promoted_once_the_primary_is_gone(cluster: Cluster, how: 
     cluster.do(ServerRegistered(server("a"), frozenset({segment.id})))
     assert cluster.only(AnswerDrops).segment_ids == (segment.id,)
     assert roles(cluster.state.buffers["w"]) == [(segment.backup, "", 2)]
+
+
+def test_room_for_a_copy_that_never_began_is_dropped(cluster: Cluster) -> None:
+    """It was made for the next epoch. A server kept it for good, and no renewal was good as it held too much. What is
+    being made now stays: the copy is about to begin.
+    """
+    (segment,) = make(cluster).segments
+    cluster.do(ServerDied(segment.backup, 1))
+    cluster.do(Ticked())
+    (segment,) = cluster.state.buffers["w"].segments
+    held = frozenset({segment.id})
+    with pytest.raises(errors.NotFoundError, match="it holds more than the buffers do"):
+        cluster.renew("c", used_bytes=segment.file_bytes)
+    cluster.do(ServerRegistered(server("c"), held, making=held))
+    assert cluster.only(AnswerDrops) == AnswerDrops((segment.id,), (segment.epoch,))
+    cluster.do(ServerRegistered(server("c"), held))
+    assert cluster.only(AnswerDrops) == AnswerDrops((segment.id,), (segment.epoch + 1,))
+    cluster.do(CopyBegun("w", segment.id, "c", 1, segment.epoch + 1))
+    cluster.do(ServerRegistered(server("c"), held))
+    assert cluster.only(AnswerDrops) == AnswerDrops((), ())
 
 
 def test_a_lost_backup_leaves_the_record(cluster: Cluster) -> None:

@@ -44,6 +44,25 @@ def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.suffix not in (".lock", ".journal"))
 
 
+def test_room_is_given_up_as_it_was_seen_alone(tmp_path: Path, leaving: ExitStack) -> None:
+    """Not if it was asked for, or made anew, since; it may be made again in the same epoch."""
+    run = Run(tmp_path, leaving)
+    made = replace(FORM, epoch=3)
+    run.segments.create(made)
+    seen = run.segments.held()[FORM.id]
+    assert not run.segments.give_up(seen, 2), "of a later epoch"
+    run.segments.create(replace(made))
+    assert not run.segments.give_up(seen, 3), "asked for since"
+    assert run.segments.ids() == [FORM.id]
+    seen = run.segments.held()[FORM.id]
+    assert run.segments.give_up(seen, 3)
+    assert not run.segments.give_up(seen, 3), "gone already"
+    assert (files(tmp_path), run.segments.used_bytes()) == ([], 0)
+    run.segments.create(replace(made))
+    assert not run.segments.give_up(seen, 3), "made again"
+    assert run.segments.ids() == [FORM.id]
+
+
 def test_a_segment_is_made_once_and_dropped_with_its_file(tmp_path: Path, leaving: ExitStack) -> None:
     """The same creation again is no error, another form under its id is, and a drop leaves no file."""
     run = Run(tmp_path, leaving)
