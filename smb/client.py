@@ -258,6 +258,7 @@ class Client:
             replicas=replicas or 1,
             versions=versions,
             like=model.name if model is not None else "",
+            model_id=model.info.id if model is not None else 0,
             joins=state_of is not None,
             exist_ok=exist_ok,
             wire=wire or "",
@@ -321,22 +322,25 @@ class Client:
                 _log.debug("%s", error)
         return whole_pages(extents, element.numpy)
 
-    def delete(self, name: str, *, missing_ok: bool = False) -> None:
+    def delete(self, name: str | Buffer | BufferInfo, *, missing_ok: bool = False) -> None:
         """Delete a buffer. Its name and its memory are free at once; clients that still use it get NotFoundError.
 
-        Raises NotFoundError unless missing_ok.
+        By name, whichever buffer has that name now. By a Buffer, or one of list(), that one alone: if it was renamed or
+        deleted meanwhile, another one of its name stays. Raises NotFoundError unless missing_ok.
         """
         self._session.check_open()
-        _check_name("delete", name)
-        self._coordinator.delete_buffer(name, missing_ok, self.timeout)
+        name, known_id = _named("delete", name)
+        self._coordinator.delete_buffer(name, missing_ok, self.timeout, known_id)
 
-    def rename(self, name: str, new_name: str, *, replace: bool = False) -> None:
+    def rename(self, name: str | Buffer | BufferInfo, new_name: str, *, replace: bool = False) -> None:
         """Give a buffer another name. Its memory stays where it is, and clients that have it open go on.
 
-        With replace=True a buffer of the new name is deleted in the same step: an open of that name finds the one or
-        the other, never nothing. Raises NotFoundError, and AlreadyExistsError without it.
+        By a Buffer, or one of list(), that one alone, as with delete. With replace=True a buffer of the new name is
+        deleted in the same step: an open of that name finds the one or the other, never nothing. Raises NotFoundError,
+        and AlreadyExistsError without it.
         """
-        self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=replace))
+        name, known_id = _named("rename", name)
+        self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=replace, id=known_id))
 
     def rename_folder(self, folder: str, new_folder: str) -> None:
         """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError if there are none,
@@ -344,9 +348,13 @@ class Client:
         """
         self._rename(pb.RenameBufferRequest(name=folder, new_name=new_folder, folder=True))
 
-    def displace(self, name: str, new_name: str, displaced_name: str) -> None:
+    def displace(self, name: str | Buffer | BufferInfo, new_name: str, displaced_name: str) -> None:
         """As rename with replace=True, but a buffer of the new name is kept, as `displaced_name`: in the same step."""
-        self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=True, displaced_name=displaced_name))
+        name, known_id = _named("rename", name)
+        request = pb.RenameBufferRequest(
+            name=name, new_name=new_name, replace=True, displaced_name=displaced_name, id=known_id
+        )
+        self._rename(request)
 
     def _rename(self, request: pb.RenameBufferRequest) -> None:
         self._session.check_open()
@@ -377,7 +385,7 @@ class Client:
             servers = [name for name in open_to if name not in parts]
         else:
             servers = builtins.list(_server_names(name, to))
-        made: builtins.list[str] = []
+        made: builtins.list[pb.Buffer] = []
         try:
             self._add_mirrors(source, servers, made)
             others = self._beside(source)  # after the state: what is left of one that failed is found by it
@@ -387,7 +395,7 @@ class Client:
         except BaseException:
             for mirror in made:
                 with contextlib.suppress(Error):  # the first error says more
-                    self.delete(mirror, missing_ok=True)
+                    self._coordinator.delete_buffer(mirror.name, True, self.timeout, mirror.id)
             raise
         return sorted(mirror.server for mirror in self.open(name).info.mirrors)
 
@@ -398,24 +406,26 @@ class Client:
         except NotFoundError:
             return []
 
-    def _add_mirrors(self, source: Buffer, servers: Iterable[str], made: builtins.list[str]) -> None:
+    def _add_mirrors(self, source: Buffer, servers: Iterable[str], made: builtins.list[pb.Buffer]) -> None:
         has = {mirror.server for mirror in source.info.mirrors}
         for server in dict.fromkeys(servers):
             mirror = f"{source.name}{MIRROR}{server}"
-            if server in has and self._is_lost(mirror):
-                self.delete(mirror, missing_ok=True)
+            if server in has and not self._is_whole(mirror):
                 has.remove(server)
             if server not in has:
-                request = pb.CreateBufferRequest(name=mirror, mirror_of=source.name, server_names=[server])
-                self._coordinator.create_buffer(request, self.timeout)
-                made.append(mirror)
+                request = pb.CreateBufferRequest(
+                    name=mirror, mirror_of=source.name, model_id=source.info.id, server_names=[server]
+                )
+                made.append(self._coordinator.create_buffer(request, self.timeout))
 
-    def _is_lost(self, mirror: str) -> bool:
-        """Whether its server came back without its memory, or it was stopped just now."""
-        try:
-            return self.open(mirror).info.lost
-        except NotFoundError:
-            return True
+    def _is_whole(self, mirror: str) -> bool:
+        """Whether a mirror is still there; one whose server came back without its memory is deleted."""
+        with contextlib.suppress(NotFoundError):  # it was stopped just now
+            buffer = self.open(mirror)
+            if not buffer.info.lost:
+                return True
+            self.delete(buffer)
+        return False
 
     def stop_relays(self, name: str, to: Iterable[str] | None = None) -> builtins.list[str]:
         """Delete a buffer's mirrors on these servers, or all; return the servers. Readers go to what is left."""
@@ -607,6 +617,14 @@ def _check_name(call: str, name: str) -> None:
     """Refuse what could not even be sent; which names are good the coordinator says."""
     if not isinstance(name, str) or not name.isprintable():
         raise InvalidArgumentError(f"{call}: {name!r} can't be a name; a name is a str of printable characters")
+
+
+def _named(call: str, buffer: str | Buffer | BufferInfo) -> tuple[str, int]:
+    """Return a buffer's name, and its id; 0: whichever has that name."""
+    info = buffer.info if isinstance(buffer, Buffer) else buffer
+    name, known_id = (info.name, info.id) if isinstance(info, BufferInfo) else (info, 0)
+    _check_name(call, name)
+    return name, known_id
 
 
 def _table(name: str, tensors: Mapping[str, Any], *others: object) -> TensorTable:

@@ -209,12 +209,13 @@ class BufferDeleted:
 
     name: str
     missing_ok: bool
+    id: int = 0  # not 0: of that buffer alone
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRenamed:
     """A rename of one buffer, or of all in a folder. With `replace` a buffer of the new name is deleted, or gets the
-    name `displaced_name` where that is not empty.
+    name `displaced_name` where that is not empty. With an `id` that is not 0 of that one buffer alone.
     """
 
     name: str
@@ -222,6 +223,7 @@ class BufferRenamed:
     replace: bool = False
     displaced_name: str = ""
     folder: bool = False
+    id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
         attempt_id=request.attempt_id,
         mirror_of=request.mirror_of,
         joins=request.joins,
+        model_id=request.model_id,
     )
     return check_creation(creation, replicas=request.replicas)
 

@@ -410,7 +410,7 @@ class CoordinatorService(CoordinatorServicer):
         if caller().role is Role.SERVER:
             relay_access.check_delete(self._commit_log.state, caller().name, request.name)
         failpoint("coordinator.delete.asked")
-        committed = await self._commit_log.commit(BufferDeleted(request.name, request.missing_ok))
+        committed = await self._commit_log.commit(BufferDeleted(request.name, request.missing_ok, request.id))
         failpoint("coordinator.delete.erased")
         await self._segments.drop(committed)
         failpoint("coordinator.delete.dropped")
@@ -419,7 +419,9 @@ class CoordinatorService(CoordinatorServicer):
     async def RenameBuffer(self, request: pb.RenameBufferRequest, context: Context) -> pb.RenameBufferReply:
         """See control.proto."""
         failpoint("coordinator.rename.asked")
-        event = BufferRenamed(request.name, request.new_name, request.replace, request.displaced_name, request.folder)
+        event = BufferRenamed(
+            request.name, request.new_name, request.replace, request.displaced_name, request.folder, request.id
+        )
         committed = await self._commit_log.commit(event)
         failpoint("coordinator.rename.stored")
         await self._segments.drop(committed)

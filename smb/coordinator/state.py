@@ -172,11 +172,13 @@ def load(
     return state
 
 
-def find_ready(state: State, name: str) -> BufferRecord:
-    """Return the ready buffer of that name. Raises NotFoundError."""
+def find_ready(state: State, name: str, known_id: int = 0) -> BufferRecord:
+    """Return the ready buffer of that name; if `known_id` is not 0, only the one of that id. Raises NotFoundError."""
     record = state.find(Kind.BUFFER, name)
     if record is None:
         raise NotFoundError(f'no buffer "{name}"')
+    if known_id not in (0, record.id):
+        raise NotFoundError(f'"{name}" is another buffer by now: the one that was meant was renamed or deleted')
     return record
 
 

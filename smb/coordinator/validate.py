@@ -39,6 +39,7 @@ class Creation:
     replicas: int = 1
     mirror_of: str = ""
     joins: bool = False  # its segments move together with those of `like`
+    model_id: int = 0  # of the buffer that `like`, or `mirror_of`, is to be the name of
 
     @property
     def key(self) -> str:
@@ -164,6 +165,8 @@ def _check_wishes(creation: Creation, asked: str) -> None:
         or creation.wire
     ):
         raise InvalidArgumentError(f'{asked}, named "{creation.name}": give one server, and nothing else')
+    if creation.model_id and not (creation.like or creation.mirror_of):
+        raise InvalidArgumentError(f"{asked}: an id of the buffer that it is like, or a mirror of, and no name of that")
     if creation.joins and not creation.like:
         raise InvalidArgumentError(f"{asked}: it is to move together with another buffer; name that one, with like")
     if creation.joins and creation.versions > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Container, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -17,7 +18,7 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
-from smb.errors import Error, OutOfMemoryError
+from smb.errors import Error, NotFoundError, OutOfMemoryError
 from smb.files import formats
 from smb.files.catalogue import Catalogue
 from smb.files.contents import FrozenFile, Live, Octets, Reads
@@ -139,13 +140,16 @@ class Maker:
         self._catalogue.add(plan.name, buffer)
         return Live(buffer, plan.view)
 
-    def take_away(self, found: Found, node: Node | None) -> None:
-        """Delete a file's buffer, or give it a private name while somebody here has it open."""
+    def take_away(self, found: Found, node: Node | None, *, whichever: bool = False) -> None:
+        """Delete a file's buffer, or give it a private name while somebody here has it open. With `whichever` that of
+        its name, if another client has put another one there since. Raises NotFoundError.
+        """
+        buffer = found.info.name if whichever else found.info
         if is_open(node):
             node.displaced = private_name(found.info.name)
-            self._client.rename(found.info.name, node.displaced)
+            self._client.rename(buffer, node.displaced)
         else:
-            self._client.delete(found.info.name)
+            self._client.delete(buffer)
         self._catalogue.remove(found.shown.name)
         self._modified.pop(found.info.id, None)
 
@@ -157,7 +161,8 @@ class Maker:
             replaced = there.shown.version is None and self.is_listed(there, there.shown.path)
             self._client.rename(name, name_of(target), replace=True)
             if replaced:
-                self.take_away(there, victim)
+                with suppress(NotFoundError):  # another client has taken it away
+                    self.take_away(there, victim)
             return
         if is_open(victim):
             victim.displaced = private_name(name_of(target))
@@ -206,7 +211,7 @@ class Maker:
                 _log.warning("%s is not made anew: %s", found.shown.path, error)
                 return None
         live = self.named(buffer, plan, there, victim)
-        self._client.delete(found.info.name, missing_ok=True)
+        self._client.delete(found.info, missing_ok=True)
         self._catalogue.remove(found.shown.name)
         return live
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from smb.buffer import Buffer
 from smb.client import Client
-from smb.errors import Error, PermissionDeniedError
+from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.files.catalogue import Catalogue
 from smb.files.contents import Frozen, FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, refuse
@@ -299,7 +299,7 @@ class Tree:
             if found is not None and found.shown.version is not None:
                 raise refuse(errno.EACCES, f"{path!r} is a version of a buffer; delete the buffer")
             if found is not None:
-                self._maker.take_away(found, node)
+                self._maker.take_away(found, node, whichever=True)
             self._orphan(path)
         self._keep_folder(path)
 
@@ -347,9 +347,11 @@ class Tree:
             self._unhide(path)
             try:
                 found = self._look(path)
-                if found is not None and self._catalogue.is_current(found.shown.name, hidden.buffer_id):
+                if found is not None and found.info.id == hidden.buffer_id:
                     self._maker.take_away(found, hidden.node)
                     self._keep_folder(path)
+            except NotFoundError as error:  # another client has taken it away, or put another one there
+                _log.debug("%s: %s", path, error)
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
 

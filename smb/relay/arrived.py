@@ -113,7 +113,7 @@ def open_mirror(client: Client, mirror: str, server: str) -> tuple[Buffer, Buffe
     try:
         return client.open(mirror), words
     except NotFoundError:  # deleted at this moment, and its words were not there to be deleted with it
-        client.delete(words.name, missing_ok=True)
+        client.delete(words, missing_ok=True)
         raise
 
 

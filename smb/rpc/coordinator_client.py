@@ -84,8 +84,12 @@ def trailers_of(error: Any) -> dict[str, str]:
 
 
 def _is_repeatable(request: Any) -> bool:
-    """Whether doing it twice is no worse than once. Not a delete: what is there the second time may be another's."""
-    return not isinstance(request, (pb.DeleteBufferRequest, pb.RenameBufferRequest))
+    """Whether doing it twice is no worse than once. Not a delete by name: what is there the second time may be
+    another's.
+    """
+    if isinstance(request, pb.DeleteBufferRequest):
+        return bool(request.id and request.missing_ok)
+    return not isinstance(request, pb.RenameBufferRequest)
 
 
 def _why_not(address: str, credentials: Credentials | None) -> str:
@@ -206,9 +210,9 @@ class Coordinator:
         reply: pb.ListBuffersReply = self._call("ListBuffers", pb.ListBuffersRequest(), timeout)
         return list(reply.buffers)
 
-    def delete_buffer(self, name: str, missing_ok: bool, timeout: float) -> None:
+    def delete_buffer(self, name: str, missing_ok: bool, timeout: float, known_id: int = 0) -> None:
         """See control.proto."""
-        request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok)
+        request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok, id=known_id)
         self._call("DeleteBuffer", request, timeout)
 
     def rename_buffer(self, request: pb.RenameBufferRequest, timeout: float) -> None:

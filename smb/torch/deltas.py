@@ -52,17 +52,17 @@ _TRIES = 100  # of a reader against publications
 _TRIES_NEAR = 3  # the same at a mirror, before it takes another
 
 
-def create(client: Client, made: list[str], name: str, *form: Any, **options: Any) -> Buffer:
-    """Client.create of what may be there; what it had to make is named in `made`."""
+def create(client: Client, made: list[Buffer], name: str, *form: Any, **options: Any) -> Buffer:
+    """Client.create of what may be there; what it had to make is added to `made`."""
     try:
         buffer = client.create(name, *form, **options)
     except AlreadyExistsError:
         return client.create(name, *form, exist_ok=True, **options)
-    made.append(name)
+    made.append(buffer)
     return buffer
 
 
-def _make_heads(client: Client, made: list[str], name: str, words: int, placement: Mapping[str, Any]) -> Buffer:
+def _make_heads(client: Client, made: list[Buffer], name: str, words: int, placement: Mapping[str, Any]) -> Buffer:
     """Make the heads beside the states, if their servers were named; open them wherever they are."""
     servers = placement.get("servers")
     named = servers if not isinstance(servers, int) else None  # a number of servers is for what is striped
@@ -71,7 +71,13 @@ def _make_heads(client: Client, made: list[str], name: str, words: int, placemen
 
 
 def _create_beside(
-    client: Client, made: list[str], name: str, size: int, dtype: str, placement: Mapping[str, Any], versions: int = 1
+    client: Client,
+    made: list[Buffer],
+    name: str,
+    size: int,
+    dtype: str,
+    placement: Mapping[str, Any],
+    versions: int = 1,
 ) -> Buffer:
     """Make what lies beside a state, or open it as it was made: an earlier release gave it one copy."""
     try:
@@ -81,7 +87,7 @@ def _create_beside(
         if copies < (placement.get("replicas") or 1):
             _log.warning("%s has one copy, as it was made by an earlier release; delete the state to have two", name)
         return client.create(name, size, dtype, versions=versions, replicas=copies, exist_ok=True)
-    made.append(name)
+    made.append(buffer)
     return buffer
 
 
@@ -94,11 +100,11 @@ class Ring:
         anchors: Buffer,
         deltas: int,
         *,
-        made: list[str] | None = None,
+        made: list[Buffer] | None = None,
         timeout: float = 0.0,
         placement: Mapping[str, Any] | None = None,
     ) -> None:
-        """`made`: they are made where they are not there, and named in it; else they are opened."""
+        """`made`: they are made where they are not there, and added to it; else they are opened."""
         self.anchors = anchors
         words = HEAD_WORDS + ENTRY_WORDS * 2 * deltas
         head, ring = anchors.name + GENERATIONS, anchors.name + DELTAS
@@ -124,7 +130,7 @@ class DeltaWriter:
         state: StateBytes,
         deltas: int,
         placement: Mapping[str, Any],
-        made: list[str],
+        made: list[Buffer],
     ) -> None:
         self._ring = Ring(client, anchors, deltas, made=made, placement=placement)
         self._state = state

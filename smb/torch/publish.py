@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
@@ -162,7 +162,7 @@ class Publisher:
         about = {"deltas": deltas, "tied": self._tied, "part": names is not None}
         options["metadata"] = {**(options.get("metadata") or {}), ABOUT: about}
         placement = {key: value for key, value in options.items() if key in ("servers", "stripe", "replicas")}
-        made: list[str] = []
+        made: list[Buffer] = []
         self._writer: _Writer
         try:
             with _agreed(ranks):
@@ -186,9 +186,8 @@ class Publisher:
                 if relays is not None and (ranks is None or ranks.speaks):
                     client.relay(name, relays)
         except BaseException:
-            for each in reversed(made):
-                with suppress(Error):  # the first error says more
-                    client.delete(each, missing_ok=True)
+            with suppress(Error):  # the first error says more
+                _give_up(client, made)
             raise
         self._last = self._writer.generation
         client._session.published.add(self)
@@ -569,6 +568,14 @@ def _about(buffer: Buffer) -> dict[str, Any]:
     """Return how a state is published: of one from before there was a choice, as then."""
     stored = buffer.metadata.get(ABOUT, {})
     return {"deltas": 0, "tied": {}, "part": False, **(stored if isinstance(stored, dict) else {})}
+
+
+def _give_up(client: Client, made: Sequence[Buffer]) -> None:
+    """Delete what a Publisher that failed has made, unless another one has published there since."""
+    if any(buffer.version for buffer in made if buffer.versions > 1):
+        return
+    for buffer in reversed(made):
+        client.delete(buffer, missing_ok=True)
 
 
 def _agreed(ranks: Ranks | None) -> AbstractContextManager[None]:

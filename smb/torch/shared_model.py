@@ -221,6 +221,7 @@ class Shared:
         options: dict[str, Any],
     ) -> None:
         client, mark = self._client, mark_of(parts.frozen) if parts.frozen else None
+        self._state: smb.Buffer | None = None
         group, fresh = None, options.pop("fresh")
         if fresh:
             chosen = _scheme(scheme, settings, None)
@@ -244,7 +245,7 @@ class Shared:
             _compare_frozen(joined.weights, mark)
             if fresh and not self.worker.made:
                 raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another made it at this moment")
-            self._state = self._join_state(client, name)
+            self._join_state(client, name)
             self.worker.begin()
             if self._state is not None:
                 self._statistics.spread()
@@ -253,9 +254,9 @@ class Shared:
             self.worker.announce()
             _say_idle(name, self._trained.entries)
         except BaseException:
-            if self._withdraw():
+            if self._withdraw() and self._state is not None:
                 with contextlib.suppress(Error):  # the reason of the failed join matters more
-                    client.delete(f"{name}/{STATE}", missing_ok=True)
+                    client.delete(self._state, missing_ok=True)
             raise
 
     def _withdraw(self) -> bool:
@@ -498,14 +499,14 @@ class Shared:
 
     # ---- coming and going
 
-    def _join_state(self, client: smb.Client, name: str) -> smb.Buffer | None:
+    def _join_state(self, client: smb.Client, name: str) -> None:
         """Take running statistics from the group, or be the first to store them. Under the lock."""
         statistics = self._statistics
         if not statistics.entries:
-            return None
+            return
         self._collect_statistics()
         metadata = _metadata(statistics)
-        state = client.create(
+        self._state = state = client.create(
             f"{name}/{STATE}",
             statistics.values.size,
             metadata=metadata,
@@ -517,7 +518,6 @@ class Shared:
             state.read(out=statistics.values)
         else:  # who made it may have died before it was written
             state.publish(statistics.values)
-        return state
 
     def _leave(self) -> None:
         self._open = False

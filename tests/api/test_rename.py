@@ -44,6 +44,29 @@ def test_a_rename_replaces(client: smb.Client) -> None:
             client.rename(name, new_name)
 
 
+def test_by_its_handle_a_buffer_is_meant_and_no_other_of_its_name(client: smb.Client, connect: Connect) -> None:
+    """A delete and a rename by a Buffer, or by what list() has told, leave what has its name now."""
+    mine = client.create("w", 10)
+    (listed,) = client.list()
+    connect().rename("w", "kept")
+    other = connect().create("w", 10)
+    for meant in (mine, listed):
+        with pytest.raises(smb.NotFoundError, match=r'"w" is another buffer by now: .* renamed or deleted'):
+            client.delete(meant)
+        with pytest.raises(smb.NotFoundError, match=r'rename of "w" to "v": "w" is another buffer by now'):
+            client.rename(meant, "v")
+        client.delete(meant, missing_ok=True)
+    assert [info.name for info in client.list()] == ["kept", "w"]
+    client.rename(other, "v")
+    client.delete(client.open("v"))
+    client.delete(client.open("kept").info)
+    assert client.list() == []
+    with pytest.raises(smb.NotFoundError, match='delete: no buffer "v"'):
+        client.delete("v")
+    with pytest.raises(smb.InvalidArgumentError, match="can't be a name"):
+        client.delete(7)  # type: ignore[arg-type]
+
+
 def test_a_folder_is_renamed_as_a_whole(client: smb.Client) -> None:
     """All that is in it, or nothing: not where something is there already."""
     for name in ("run/1/w", "run/1/m", "run/10/w", "done/z"):

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import smb
+import smb.torch
 from smb.files import catalogue, checksums, copying
 from smb.files.handles import OpenFile
 from smb.files.namespace import Tree
+from smb.torch.shared_model import Shared
 from tests.conftest import Connect
 
 _BLOCK = 1 << 16
@@ -273,3 +276,137 @@ def test_hosts_have_restores_of_their_own(connect: Connect, monkeypatch: pytest.
     assert np.unique(client.open("w").read().view(np.float32)).tolist() == [1]
     copying.restore(other, on("b"), "w", replace=True)  # it goes on
     assert [info.name for info in client.list()] == ["w"]
+
+
+def test_what_is_like_a_buffer_is_like_that_one(connect: Connect) -> None:
+    """Another client has put a buffer of another form there: the new one was like that."""
+    client, other = connect(), connect()
+    model = client.create("w", 8, stripe="64KiB")
+    other.delete("w")
+    other.create("w", 8, stripe="4KiB")
+    with pytest.raises(smb.NotFoundError, match='"w" is another buffer by now'):
+        client.create("twin", like=model)
+    assert [info.name for info in client.list()] == ["w"]
+
+
+def _before_a_delete_of(
+    monkeypatch: pytest.MonkeyPatch, client: smb.Client, name: str, other: Callable[[], object]
+) -> None:
+    """Let another client be at work right before this one deletes what has that name."""
+    delete = client.delete
+
+    def other_first(asked: Any, **options: bool) -> None:
+        if name == (asked if isinstance(asked, str) else asked.name):
+            monkeypatch.setattr(client, "delete", delete)
+            other()
+        delete(asked, **options)
+
+    monkeypatch.setattr(client, "delete", other_first)
+
+
+def test_the_end_of_a_hidden_file_is_not_anothers(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removed file is somebody's still; another client puts one there just before its name is taken away."""
+    client = connect()
+    tree, others = Tree(client), Tree(connect())
+    _put(tree, "f", b"1" * 100)
+    tree.hide("f", ".alias")
+    _before_a_delete_of(monkeypatch, client, "f", lambda: _put(others, "f", b"2" * 101))
+    tree.end_hidden()
+    assert client.open("f").read().tobytes() == b"2" * 101
+    assert [info.name for info in client.list()] == ["f"]
+
+
+def test_a_file_that_is_made_anew_leaves_anothers(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes become an array by their new name; another client puts a file at the old one before that is taken away."""
+    client, octets = connect(), io.BytesIO()
+    np.save(octets, np.arange(5))
+    tree, others = Tree(client), Tree(connect())
+    _put(tree, "f", octets.getvalue())
+    _before_a_delete_of(monkeypatch, client, "f", lambda: _put(others, "f", b"2" * 101))
+    tree.rename("f", "g.npy")
+    assert client.open("f").read().tobytes() == b"2" * 101
+    assert client.open("g").read().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_relay_that_fails_leaves_anothers(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It deleted the mirrors that it had made by their names; another client had stopped them and made its own."""
+    client, other = connect(), connect()
+    client.create("w", 8, versions=2, servers=["server-0"]).publish(np.ones(8, np.float32))
+    create = client._coordinator.create_buffer
+
+    def then_other(*arguments: Any) -> Any:
+        made = create(*arguments)
+        monkeypatch.undo()
+        other.stop_relays("w")
+        other.relay("w", ["server-1"])
+        return made
+
+    monkeypatch.setattr(client._coordinator, "create_buffer", then_other)
+    with pytest.raises(smb.Error, match="nobody"):
+        client.relay("w", ["server-1", "nobody"])
+    assert [mirror.server for mirror in client.open("w").info.mirrors] == ["server-1"]
+    client.delete("w")
+
+
+@pytest.mark.parametrize("how", ["made anew", "published"])
+@pytest.mark.parametrize("deltas", [0, 4])
+def test_a_publisher_that_fails_leaves_anothers(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, how: str, deltas: int
+) -> None:
+    """It deleted what it had made by its name; another had made it anew, or has published there since."""
+    client, other = connect(), connect()
+    state = {"w": torch.ones(8)}
+
+    def fail(name: str, _: object) -> None:
+        if how == "made anew":
+            for info in other.list():
+                other.delete(info)
+        smb.torch.Publisher(other, name, state, deltas=deltas).publish()
+        raise smb.OutOfMemoryError("no room for mirrors")
+
+    monkeypatch.setattr(client, "relay", fail)
+    with pytest.raises(smb.OutOfMemoryError, match="no room for mirrors"):
+        smb.torch.Publisher(client, "policy", state, deltas=deltas, relays="auto")
+    assert smb.torch.follow(other, "policy").state_dict()["w"].tolist() == [1] * 8
+    for info in other.list():
+        other.delete(info.name)
+
+
+def test_a_publisher_that_fails_leaves_nothing_of_its_own(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else was there."""
+    client = connect()
+
+    def fail(*_: object) -> None:
+        raise smb.OutOfMemoryError("no room for mirrors")
+
+    monkeypatch.setattr(client, "relay", fail)
+    with pytest.raises(smb.OutOfMemoryError, match="no room for mirrors"):
+        smb.torch.Publisher(client, "policy", {"w": torch.ones(8)}, deltas=4, relays="auto")
+    assert client.list() == []
+
+
+def test_a_join_that_fails_leaves_anothers_statistics(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It deleted the running statistics of its model by their name; another had made the training anew by then."""
+    client, other = connect(), connect()
+    made: list[object] = []
+
+    def fail(self: smb.train.Worker) -> None:
+        raise smb.UnavailableError("no server answers")
+
+    withdraw = Shared._withdraw
+
+    def then_other(self: Shared) -> bool:
+        gone = withdraw(self)
+        other.delete("run/state")
+        made.append(other.create("run/state", 3))
+        return gone
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(smb.train.Worker, "begin", fail)
+    monkeypatch.setattr(Shared, "_withdraw", then_other)
+    with pytest.raises(smb.UnavailableError, match="no server answers"):
+        smb.torch.join(model, optimizer, "run", scheme="bsp", client=client)
+    assert made
+    assert [info.name for info in client.list()] == ["run/state"]
+    client.delete("run/state")

@@ -163,3 +163,18 @@ def test_who_waits_for_a_name_waits_no_longer_for_a_change_of_leader() -> None:
     first, second = (request.timeout_ms for request in service.requests)
     assert first > 1000 * (wait_s - lost_after_s)
     assert second <= first - 1000 * lost_after_s
+
+
+def test_a_delete_of_one_buffer_is_made_again() -> None:
+    """What has the name by then stays: so what has no other outcome than to be gone is asked for again. By a name, or
+    where it matters whether it was there, it is in doubt.
+    """
+    service = Scripted(dies, lambda *_: pb.DeleteBufferReply())
+    with client_of(service) as coordinator:
+        coordinator.delete_buffer("w", missing_ok=True, timeout=_TIMEOUT_S, known_id=7)
+    assert [(request.id, request.missing_ok) for request in service.requests] == [(7, True)] * 2
+    for missing_ok, known_id in ((True, 0), (False, 7)):
+        service = Scripted(dies, lambda *_: pb.DeleteBufferReply())
+        with client_of(service) as coordinator, pytest.raises(errors.UnavailableError) as raised:
+            coordinator.delete_buffer("w", missing_ok, _TIMEOUT_S, known_id)
+        assert (raised.value.outcome, len(service.requests)) == (errors.UNKNOWN, 1)

@@ -51,6 +51,8 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     creation = event.creation
     if made_before(state, creation) is not None:
         return state, ()
+    if creation.model_id:
+        find_ready(state, creation.mirror_of or creation.like, creation.model_id)
     if creation.mirror_of:
         creation = _mirroring(state, creation)
     if creation.joins:

@@ -21,7 +21,7 @@ from smb.coordinator.events import (
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind
-from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, without
+from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, find_ready, without
 from smb.coordinator.validate import check_name
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from smb.security.roles import namespace_of
@@ -29,11 +29,12 @@ from smb.security.roles import namespace_of
 
 def buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
     """Drop a buffer with its mirrors."""
-    record = state.find(Kind.BUFFER, event.name)
-    if record is None:
+    try:
+        record = find_ready(state, event.name, event.id)
+    except NotFoundError as error:
         if event.missing_ok:
             return state, ()
-        raise NotFoundError(f'no buffer "{event.name}" to delete')
+        raise NotFoundError(f"delete: {error}") from None
     effects: list[Effect] = []
     for each in (record, *state.mirrors(record)):
         beside = state.buffers.get(each.name + ARRIVED) if each.mirror_of else None
@@ -48,11 +49,14 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     """Rename a buffer, or all in a folder. A buffer under the new name is replaced or put aside if that is asked."""
     asked = f'rename of "{event.name}" to "{event.new_name}"'
     check_name(Kind.BUFFER, event.new_name)
+    if event.folder and event.id:
+        raise InvalidArgumentError(f"{asked}: a folder has no id")
     if event.folder:
         return _folder_renamed(state, event, asked)
-    record = state.find(Kind.BUFFER, event.name)
-    if record is None:
-        raise NotFoundError(f'{asked}: no buffer "{event.name}"')
+    try:
+        record = find_ready(state, event.name, event.id)
+    except NotFoundError as error:
+        raise NotFoundError(f"{asked}: {error}") from None
     if event.new_name == event.name:
         return state, ()
     effects: tuple[Effect, ...] = ()

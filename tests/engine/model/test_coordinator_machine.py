@@ -282,16 +282,19 @@ class CoordinatorMachine(RuleBasedStateMachine):
             assert key not in self.shown, "a second home"
             self.shown[key] = self.state.buffers[key]
 
-    @rule(name=NAMES, missing_ok=st.booleans())
-    def delete(self, name: str, missing_ok: bool) -> None:
-        self.do(BufferDeleted(name, missing_ok))
-        assert self.state.find(Kind.BUFFER, name) is None
-
-    @rule(name=NAMES, new_name=GOOD_NAMES, replaces=st.booleans())
-    def rename(self, name: str, new_name: str, replaces: bool) -> None:
+    @rule(name=NAMES, missing_ok=st.booleans(), known_id=st.none() | st.integers(1, 40))
+    def delete(self, name: str, missing_ok: bool, known_id: int | None) -> None:
         record = self.state.find(Kind.BUFFER, name)
-        if self.do(BufferRenamed(name, new_name, replaces, "", folder=False)):
+        self.do(BufferDeleted(name, missing_ok, known_id or 0))
+        kept = record is not None and known_id not in (None, record.id)
+        assert self.state.find(Kind.BUFFER, name) == (record if kept else None)
+
+    @rule(name=NAMES, new_name=GOOD_NAMES, replaces=st.booleans(), known_id=st.none() | st.integers(1, 40))
+    def rename(self, name: str, new_name: str, replaces: bool, known_id: int | None) -> None:
+        record = self.state.find(Kind.BUFFER, name)
+        if self.do(BufferRenamed(name, new_name, replaces, "", folder=False, id=known_id or 0)):
             assert record is not None
+            assert known_id in (None, record.id)
             assert self.state.buffers[new_name].id == record.id
 
     # Sessions

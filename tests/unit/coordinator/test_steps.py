@@ -144,10 +144,36 @@ def test_deleting_what_is_not_there_is_an_error_unless_allowed(cluster: Cluster)
     """Nobody's name and a half made buffer are not found; missing_ok makes that no error and changes nothing."""
     cluster.want("half")
     for name in ("nobody", "half"):
-        with pytest.raises(errors.NotFoundError, match=f'no buffer "{name}" to delete'):
+        with pytest.raises(errors.NotFoundError, match=f'no buffer "{name}"'):
             cluster.do(BufferDeleted(name, missing_ok=False))
         assert cluster.do(BufferDeleted(name, missing_ok=True)) == ()
     assert "half" in cluster.state.buffers
+
+
+def test_what_is_named_with_its_id_is_that_buffer_or_none(cluster: Cluster) -> None:
+    """Its name is another's by now: a delete, a rename, a creation like it and a mirror of it leave that alone."""
+    meant = cluster.create("w", versions=2)
+    cluster.do(BufferRenamed("w", "v", id=meant.id))
+    other = cluster.create("w", versions=2)
+    before = cluster.state
+    assert cluster.do(BufferDeleted("w", missing_ok=True, id=meant.id)) == ()
+    with pytest.raises(errors.NotFoundError, match=r'delete: "w" is another buffer by now.*renamed or deleted'):
+        cluster.do(BufferDeleted("w", missing_ok=False, id=meant.id))
+    with pytest.raises(errors.NotFoundError, match=r'rename of "w" to "u": "w" is another buffer by now'):
+        cluster.do(BufferRenamed("w", "u", id=meant.id))
+    with pytest.raises(errors.InvalidArgumentError, match="a folder has no id"):
+        cluster.do(BufferRenamed("w", "u", folder=True, id=meant.id))
+    mirror = {"elements": 0, "shape": (), "dtype": "", "server_names": ("a",), "mirror_of": "w"}
+    for wishes in ({"like": "w"}, mirror):
+        with pytest.raises(errors.NotFoundError, match='"w" is another buffer by now'):
+            cluster.want("u", **{"model_id": meant.id, **wishes})  # type: ignore[arg-type]
+    assert cluster.state == before
+    cluster.create("like", like="w", model_id=other.id)
+    cluster.want("mirror", **{"model_id": other.id, **mirror})  # type: ignore[arg-type]
+    cluster.do(BufferFailed("mirror"))
+    cluster.do(BufferDeleted("w", missing_ok=False, id=other.id))
+    cluster.do(BufferDeleted("v", missing_ok=False, id=meant.id))
+    assert [record.name for record in cluster.state.listed()] == ["like"]
 
 
 def test_a_rename_is_one_step(cluster: Cluster) -> None:
