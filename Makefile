@@ -120,7 +120,7 @@ verbs: $(VENV)/test-installed
 
 # The fault tests with large numbers: hours on a small machine. One of them: make fault TESTS=tests/fault/test_random_kills.py
 # One test for each processor: most of them wait. -rP: seeds of what passed, too.
-fault: $(VENV)/test-installed etcd-server
+fault: $(VENV)/test-installed etcd-server nftables spin
 	SMB_LONG=1 $(BIN)/pytest --numprocesses $(shell nproc) --dist worksteal -rP $(or $(TESTS),tests/fault tests/engine/model)
 
 # The tests of other folders that are longer with SMB_LONG, or run with it alone. One of them: make long TESTS=tests/train/test_demo.py

@@ -6,12 +6,15 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import smb
-from tests.fault.long import times
+from tests.fault.long import LIMIT_S, times
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 SIZE = 20_000  # 160 KB: both servers, chunks whole and in part
 KILLS_MAX = 2

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from dataclasses import replace
 from itertools import count
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
@@ -49,6 +49,9 @@ from smb.coordinator.state import SERVER_LEASE_S, Allocation, State, load
 from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation, check_creation, first_use
 from smb.rpc.coordinator_client import SessionEndedError
+from tests.fault.long import LIMIT_S, times
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 SERVERS = st.sampled_from("abc")
 NAMES = st.sampled_from(["v", "w", "lock:w", "lock:v"])
@@ -361,7 +364,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 
 CoordinatorMachine.TestCase.settings = settings(
-    max_examples=50 * (20 if os.environ.get("SMB_LONG") else 1),
+    max_examples=times(50, 1000),
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

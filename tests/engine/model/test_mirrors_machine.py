@@ -7,8 +7,8 @@ examples. A failure prints the steps that lead to it.
 from __future__ import annotations
 
 import json
-import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
@@ -22,6 +22,9 @@ from smb.published import ABOUT, DELTAS, GENERATIONS, MIRROR
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import pack
 from tests.engine.model.test_coordinator_machine import SERVERS, CoordinatorMachine
+from tests.fault.long import LIMIT_S, times
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 SOURCES = st.sampled_from(["s", "s", f"s{DELTAS}", f"s{GENERATIONS}", "v", f"v{DELTAS}", f"s{MIRROR}b"])
 STATE = pack(json.dumps({ABOUT: {"deltas": 16}}))
@@ -143,7 +146,7 @@ def mirroring(source: str, server: str) -> Creation:
 
 
 MirrorsMachine.TestCase.settings = settings(
-    max_examples=60 * (20 if os.environ.get("SMB_LONG") else 1),
+    max_examples=times(60, 1200),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

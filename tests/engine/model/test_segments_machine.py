@@ -6,7 +6,6 @@ times as many examples.
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -21,6 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from memserver.engine import SegmentForm
 from memserver.segments import Segments
 from smb import errors
+from tests.fault.long import LIMIT_S, times
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 DEADLINE_S = 10.0
 PAGE = 4096
@@ -200,7 +203,7 @@ class SegmentsMachine(RuleBasedStateMachine):
 
 
 SegmentsMachine.TestCase.settings = settings(
-    max_examples=50 * (20 if os.environ.get("SMB_LONG") else 1),
+    max_examples=times(50, 1000),
     stateful_step_count=40,
     deadline=None,
     print_blob=True,
