@@ -17,7 +17,7 @@ import grpc
 from memserver.engine import Engine
 from memserver.relays import Relays
 from memserver.replication import Replication
-from memserver.segments import Segments
+from memserver.segments import FOR_GOOD, Segments
 from memserver.usage_by_client import Names
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.parse import parse_addresses
@@ -238,12 +238,12 @@ class Registration:
         failpoint("memserver.register.answered")
         self._take_keys(reply)
         epochs = [*reply.drop_epochs, *[0] * (len(reply.drop_segment_ids) - len(reply.drop_epochs))]
+        rooms = frozenset(reply.room_segment_ids) & held.keys()
         for segment_id, epoch in zip(reply.drop_segment_ids, epochs, strict=True):
             try:
-                if epoch == 0:
-                    self._segments.drop(segment_id)
-                elif segment_id not in held or not self._segments.give_up(held[segment_id], epoch):
-                    continue  # it was made, or wanted again, since we told
+                if segment_id in rooms:
+                    self._segments.give_up(held[segment_id], epoch + 1)
+                self._segments.drop(segment_id, epoch or FOR_GOOD)
                 failpoint("memserver.register.dropped")
                 _log.info("dropped segment %016x: no buffer has it any more", segment_id)
             except Error as error:

@@ -339,8 +339,10 @@ class Client:
         deleted in the same step: an open of that name finds the one or the other, never nothing. Raises NotFoundError,
         and AlreadyExistsError without it.
         """
-        name, known_id = _named("rename", name)
-        self._rename(pb.RenameBufferRequest(name=name, new_name=new_name, replace=replace, id=known_id))
+        old, known_id = _named("rename", name)
+        self._rename(pb.RenameBufferRequest(name=old, new_name=new_name, replace=replace, id=known_id))
+        if isinstance(name, Buffer):
+            name._renamed(new_name)
 
     def rename_folder(self, folder: str, new_folder: str) -> None:
         """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError if there are none,
@@ -350,11 +352,13 @@ class Client:
 
     def displace(self, name: str | Buffer | BufferInfo, new_name: str, displaced_name: str) -> None:
         """As rename with replace=True, but a buffer of the new name is kept, as `displaced_name`: in the same step."""
-        name, known_id = _named("rename", name)
+        old, known_id = _named("rename", name)
         request = pb.RenameBufferRequest(
-            name=name, new_name=new_name, replace=True, displaced_name=displaced_name, id=known_id
+            name=old, new_name=new_name, replace=True, displaced_name=displaced_name, id=known_id
         )
         self._rename(request)
+        if isinstance(name, Buffer):
+            name._renamed(new_name)
 
     def _rename(self, request: pb.RenameBufferRequest) -> None:
         self._session.check_open()
@@ -424,7 +428,7 @@ class Client:
             buffer = self.open(mirror)
             if not buffer.info.lost:
                 return True
-            self.delete(buffer)
+            self.delete(buffer, missing_ok=True)
         return False
 
     def stop_relays(self, name: str, to: Iterable[str] | None = None) -> builtins.list[str]:

@@ -347,12 +347,13 @@ class DropSegments:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDrops:
-    """Tell the server that registers to drop these of its segments. `epochs`, where that is not 0: one that was made
-    in a later epoch stays. So does one that was made, or asked for, since the server told.
+    """Tell the server that registers to drop these of its segments, unless they were made in a later epoch than its
+    number in `epochs`; 0: in any. `rooms`: of these also what was made for the next epoch, for a copy that never began.
     """
 
     segment_ids: tuple[int, ...]
     epochs: tuple[int, ...]
+    rooms: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,7 @@ class CoordinatorService(CoordinatorServicer):
             lease_ms=_SERVER_LEASE_MS,
             drop_segment_ids=answer.segment_ids,
             drop_epochs=answer.epochs,
+            room_segment_ids=answer.rooms,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
             access=self._tokens.keys(request.name) if self._tokens else None,
             replicas=replica_messages(committed.state, committed.state.copies(request.name)),

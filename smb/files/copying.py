@@ -91,7 +91,7 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
         return 0
     # By the copy's id: one that was deleted, and made anew, has the same name and another moment in it.
     _into_file(Live(copy, view), f"{copy.info.id:x}{form.value}", part, path, progress)
-    sweep(client, copy.name)
+    sweep(client, copy)
     return 0
 
 
@@ -319,11 +319,10 @@ def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
     copy = client.create(making, like=buffer, replicas=replicas, metadata=buffer.metadata or None)
     try:
         copy.accumulate_from(buffer, op="replace")
-        client.rename(making, name)
+        client.rename(copy, name)
     except BaseException:
         sweep(client, making)
         raise
-    copy._renamed(name)
     return copy
 
 
@@ -339,12 +338,13 @@ def _plan(file_name: str, name: str, source: Reads) -> Plan:
 @contextmanager
 def _made(client: Client, plan: Plan, wanted: str, copies: int, asked: int | None) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
+    private = private_name(wanted)
     with _told_how_many(copies, asked):
-        buffer = create(client, private_name(wanted), plan, copies)
+        buffer = create(client, private, plan, copies)
     try:
         yield buffer
     except BaseException:
-        sweep(client, buffer.name)
+        sweep(client, private)
         raise
 
 
@@ -357,8 +357,7 @@ def _into_buffer(
         for offset, data in _blocks(source):
             live.write(offset, data)
             progress(offset + data.size, source.nbytes)
-        client.rename(buffer.name, name, replace=replace)
-    buffer._renamed(name)  # and not opened: the name may be another client's by now
+        client.rename(buffer, name, replace=replace)
     return buffer
 
 
@@ -394,17 +393,16 @@ def _restored(
             live.write(offset, data)
             state.add(crc32c(data.data))
             progress(offset + data.size, source.nbytes)
-        client.rename(private, name, replace=replace)
+        client.rename(buffer, name, replace=replace)
     except BaseException as error:
         # To be called again; but what a server has lost stays lost.
         if not isinstance(error, (KeyboardInterrupt, UnavailableError, TimeoutError)) or LOST in str(error):
             left = _open(client, private)
             if left is not None and (buffer is None or left.info.id == buffer.info.id):  # not another host's
-                sweep(client, private)
+                sweep(client, left)
             state.end()
         raise
     state.end()
-    buffer._renamed(name)
     return buffer
 
 
@@ -426,12 +424,12 @@ def _open(client: Client, name: str) -> Buffer | None:
 
 
 def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
+    private = made.name
     try:
-        client.rename(made.name, name, replace=replace)
+        client.rename(made, name, replace=replace)
     except BaseException:
-        sweep(client, made.name)
+        sweep(client, private)
         raise
-    made._renamed(name)
     return made
 
 

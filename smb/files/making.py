@@ -10,7 +10,7 @@ import errno
 import logging
 from collections.abc import Container, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import numpy as np
@@ -145,11 +145,15 @@ class Maker:
         its name, if another client has put another one there since. Raises NotFoundError.
         """
         buffer = found.info.name if whichever else found.info
-        if is_open(node):
-            node.displaced = private_name(found.info.name)
-            self._client.rename(buffer, node.displaced)
-        else:
-            self._client.delete(buffer)
+        try:
+            if is_open(node):
+                node.displaced = private_name(found.info.name)
+                self._client.rename(buffer, node.displaced)
+            else:
+                self._client.delete(buffer)
+        except NotFoundError:
+            self._catalogue.remove(found.shown.name)  # the next look asks what is there
+            raise
         self._catalogue.remove(found.shown.name)
         self._modified.pop(found.info.id, None)
 
@@ -200,18 +204,21 @@ class Maker:
         """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
         a second one for the old. None if there is no room for two.
         """
+        source = found.info
         if copied is not None and (copied.plan, copied.state) == (plan, self.state(found, node)):
             buffer = copied.buffer
         else:
             if copied is not None:
                 self._client.delete(copied.name, missing_ok=True)
+            opened = self._catalogue.open(found.shown.name)
+            source = replace(source, id=opened.info.id)  # by now it may be another one
             try:
-                buffer = self.filled(Live(self._catalogue.open(found.shown.name), found.view), plan, found.info)
+                buffer = self.filled(Live(opened, found.view), plan, found.info)
             except OutOfMemoryError as error:
                 _log.warning("%s is not made anew: %s", found.shown.path, error)
                 return None
         live = self.named(buffer, plan, there, victim)
-        self._client.delete(found.info, missing_ok=True)
+        self._client.delete(source, missing_ok=True)
         self._catalogue.remove(found.shown.name)
         return live
 

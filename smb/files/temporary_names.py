@@ -50,11 +50,12 @@ def create(client: Client, name: str, plan: Plan, replicas: int = 1) -> Buffer:
             time.sleep(_AGAIN_S)
 
 
-def sweep(client: Client, name: str) -> None:
+def sweep(client: Client, buffer: str | Buffer) -> None:
     """Delete what is not needed any more. If that fails it is logged: what was done, or failed before, is told."""
     try:
-        client.delete(name, missing_ok=True)
+        client.delete(buffer, missing_ok=True)
     except Error as error:
+        name = buffer if isinstance(buffer, str) else buffer.name
         _log.warning("buffer %r is left over; delete it: %s", name, error)
 
 

@@ -571,11 +571,16 @@ def _about(buffer: Buffer) -> dict[str, Any]:
 
 
 def _give_up(client: Client, made: Sequence[Buffer]) -> None:
-    """Delete what a Publisher that failed has made, unless another one has published there since."""
-    if any(buffer.version for buffer in made if buffer.versions > 1):
-        return
+    """Delete what a Publisher that failed has made, unless another one has published there since. Nobody can say that
+    while its server is away: then it stays.
+    """
+    for buffer in made:
+        with suppress(NotFoundError):
+            if buffer.versions > 1 and buffer.version:
+                return
     for buffer in reversed(made):
-        client.delete(buffer, missing_ok=True)
+        with suppress(Error):
+            client.delete(buffer, missing_ok=True)
 
 
 def _agreed(ranks: Ranks | None) -> AbstractContextManager[None]:

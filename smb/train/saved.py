@@ -119,7 +119,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                     f"load of {path}: there is a training {name!r}; delete it first (smb train rm, smb.train.delete), "
                     f"or take another name"
                 )
-            made: list[str] = []
+            made: list[Buffer] = []
             try:
                 _make(client, name, file, start, (head_fields, table, ranges), metadata, placement, made, setup)
             except BaseException:
@@ -272,7 +272,7 @@ def _make(
     head: tuple[dict[str, Any], TensorTable, list[tuple[int, int]]],
     metadata: dict[str, Any],
     placement: dict[str, Any],
-    made: list[str],
+    made: list[Buffer],
     setup: Lock,
 ) -> None:
     """Make the group's buffers. Under the setup lock. Without its table a group is taken for half-made: that comes
@@ -288,7 +288,7 @@ def _make(
 
     def new(buffer_name: str, *args: Any, **options: Any) -> Buffer:
         buffer = client.create(buffer_name, *args, **{"replicas": replicas, **options})
-        made.append(buffer_name)
+        made.append(buffer)
         return buffer
 
     weights = new(name, head_fields["size"], "float32", metadata=metadata, **placement)

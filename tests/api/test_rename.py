@@ -57,8 +57,15 @@ def test_by_its_handle_a_buffer_is_meant_and_no_other_of_its_name(client: smb.Cl
             client.rename(meant, "v")
         client.delete(meant, missing_ok=True)
     assert [info.name for info in client.list()] == ["kept", "w"]
+    theirs = connect().open("w")
     client.rename(other, "v")
-    client.delete(client.open("v"))
+    assert other.name == "v"
+    client.create("twin", like=other)
+    with pytest.raises(smb.NotFoundError, match='no buffer "w"'):
+        client.delete(theirs)
+    client.displace(other, "twin", "w")
+    client.delete("w")
+    client.delete(other)
     client.delete(client.open("kept").info)
     assert client.list() == []
     with pytest.raises(smb.NotFoundError, match='delete: no buffer "v"'):

@@ -139,13 +139,17 @@ def test_a_file_is_whole_where_another_was_put_since_it_was_listed(
     assert client.open("f").read().tobytes() == b"A" * 100
 
 
+def _ask_for_no_listing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FRESH_S", "_MISSES_COST"):
+        monkeypatch.setattr(catalogue, name, 1e9)
+    monkeypatch.setattr(catalogue, "_CHEAP_S", 0.0)
+
+
 def test_a_published_file_has_its_own_header(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another client deletes a published buffer and makes one of another type: its bytes had the old one's header."""
     client, other = connect(), connect()
     other.create("v", 4, versions=2).publish(np.ones(4, np.float32))
-    for name in ("FRESH_S", "_MISSES_COST"):  # no listing is asked for anew
-        monkeypatch.setattr(catalogue, name, 1e9)
-    monkeypatch.setattr(catalogue, "_CHEAP_S", 0.0)
+    _ask_for_no_listing_anew(monkeypatch)
     tree = Tree(client)
     assert tree.list("") == [("v.npy", False)]
     other.delete("v")
@@ -326,6 +330,39 @@ def test_a_file_that_is_made_anew_leaves_anothers(connect: Connect, monkeypatch:
     tree.rename("f", "g.npy")
     assert client.open("f").read().tobytes() == b"2" * 101
     assert client.open("g").read().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_path_is_free_once_another_has_removed_a_hidden_file(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the listing still shows there is gone: a new file may be made."""
+    client = connect()
+    tree, others = Tree(client), Tree(connect())
+    _put(tree, "f", b"1" * 100)
+    tree.list("")
+    _ask_for_no_listing_anew(monkeypatch)
+    tree.hide("f", ".alias")
+    others.remove("f")
+    _put(tree, "f", b"2" * 50)
+    assert client.open("f").read().tobytes() == b"2" * 50
+    tree.end_hidden()
+
+
+def test_a_file_that_is_made_anew_of_anothers_moves_that(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client has replaced it since it was listed: its file has the new path, and not the old one, too."""
+    client, octets = connect(), [io.BytesIO(), io.BytesIO()]
+    for number, each in enumerate(octets):
+        np.save(each, np.full(5, number))
+    tree, others = Tree(client), Tree(connect())
+    _put(tree, "f", octets[0].getvalue())
+    tree.list("")
+    _ask_for_no_listing_anew(monkeypatch)
+    monkeypatch.setattr(tree, "_copied", lambda *_: None)
+    others.remove("f")
+    _put(others, "f", octets[1].getvalue())
+    tree.rename("f", "g.npy")
+    assert [info.name for info in client.list()] == ["g"]
+    assert client.open("g").read().tolist() == [1] * 5
 
 
 def test_a_relay_that_fails_leaves_anothers(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

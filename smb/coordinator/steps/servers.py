@@ -53,14 +53,10 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
     }
     drops = tuple(sorted(event.segment_ids - here.keys()))
     lost = sorted({here[segment_id] for segment_id in here.keys() - event.segment_ids})
-    # Room for a copy is made for the next epoch. If that never began, nobody else would ever drop it.
-    epochs = {
-        segment.id: segment.epoch + (segment.id not in event.making)
-        for record in state.buffers.values()
-        for segment in record.segments
-        if segment.epoch
-    }
-    effects: list[Effect] = [AnswerDrops(drops, tuple(epochs.get(each, 0) for each in drops))]
+    epochs = {segment.id: segment.epoch for record in state.buffers.values() for segment in record.segments}
+    # Nobody else would ever drop room for a copy that never began: it was made for the next epoch.
+    rooms = tuple(each for each in drops if epochs.get(each) and each not in event.making)
+    effects: list[Effect] = [AnswerDrops(drops, tuple(epochs.get(each, 0) for each in drops), rooms)]
     # All come back after a change of leader, and each would be a write. Whether it holds something is kept: one that
     # does is not forgotten while it is away.
     as_it_was = known is not None and server == replace(
