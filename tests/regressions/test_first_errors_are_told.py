@@ -24,7 +24,8 @@ def kept(client: smb.Client) -> Iterator[list[str]]:
     """Nothing that is there can be deleted; the names of what was to be."""
     names: list[str] = []
 
-    def delete(name: str, **_: object) -> None:
+    def delete(buffer: str | smb.Buffer, **_: object) -> None:
+        name = buffer if isinstance(buffer, str) else buffer.name
         if name in {info.name for info in client.list()}:
             names.append(name)
             raise smb.UnavailableError(AWAY)

@@ -65,6 +65,8 @@ def read_from(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(Buffer, "read", of_buffer)
     monkeypatch.setattr(Versions, "read_ranges", of_versions)
     monkeypatch.setattr(module, "near_servers", lambda *_: (frozenset({NEAR}), frozenset()))
+    # A coordinator that answers after a second, on a busy machine, is one that is away: then it is the source.
+    monkeypatch.setattr(module, "_ASK_S", DEADLINE_S)
     return names
 
 
