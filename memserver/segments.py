@@ -73,7 +73,7 @@ class Segments:
             if form.epoch <= known and held != form:
                 raise NotFoundError(f"segment {form.id:016x} was dropped before; it is not made again")
             if held == form:
-                self._held[form.id] = form  # asked for again: another one than a listing of before has
+                self._held[form.id] = form  # so give_up() sees that it was asked for again
                 if token_floor:
                     self._engine.raise_token(form.id, token_floor)
                 return

@@ -339,32 +339,26 @@ class Client:
         deleted in the same step: an open of that name finds the one or the other, never nothing. Raises NotFoundError,
         and AlreadyExistsError without it.
         """
-        old, known_id = _named("rename", name)
-        self._rename(pb.RenameBufferRequest(name=old, new_name=new_name, replace=replace, id=known_id))
-        if isinstance(name, Buffer):
-            name._renamed(new_name)
+        self._rename(name, new_name, replace=replace)
 
     def rename_folder(self, folder: str, new_folder: str) -> None:
         """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError if there are none,
         AlreadyExistsError if there is something at the new place.
         """
-        self._rename(pb.RenameBufferRequest(name=folder, new_name=new_folder, folder=True))
+        self._rename(folder, new_folder, folder=True)
 
     def displace(self, name: str | Buffer | BufferInfo, new_name: str, displaced_name: str) -> None:
         """As rename with replace=True, but a buffer of the new name is kept, as `displaced_name`: in the same step."""
-        old, known_id = _named("rename", name)
-        request = pb.RenameBufferRequest(
-            name=old, new_name=new_name, replace=True, displaced_name=displaced_name, id=known_id
-        )
-        self._rename(request)
-        if isinstance(name, Buffer):
-            name._renamed(new_name)
+        self._rename(name, new_name, replace=True, displaced_name=displaced_name)
 
-    def _rename(self, request: pb.RenameBufferRequest) -> None:
+    def _rename(self, buffer: str | Buffer | BufferInfo, new_name: str, **how: Any) -> None:
         self._session.check_open()
-        for name in (request.name, request.new_name):
-            _check_name("rename", name)
+        name, known_id = _named("rename", buffer)
+        _check_name("rename", new_name)
+        request = pb.RenameBufferRequest(name=name, new_name=new_name, id=known_id, **how)
         self._coordinator.rename_buffer(request, self.timeout)
+        if isinstance(buffer, Buffer):
+            buffer._renamed(new_name)
 
     def relay(self, name: str, to: Iterable[str] | str = "auto") -> builtins.list[str]:
         """Have a published buffer mirrored on these memory servers, by name. "auto" takes every one that is alive,
