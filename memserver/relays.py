@@ -128,6 +128,7 @@ class Relays:
                 reports = [
                     pb.MirrorReport(
                         name=told["name"],
+                        id=told["id"],
                         version=told["version"],
                         arrived_bytes=told["arrived_bytes"],
                         published=told["published"],

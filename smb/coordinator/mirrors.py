@@ -27,16 +27,19 @@ class Mirrors:
     """The last report of each mirror's relay. In the coordinator's loop alone."""
 
     def __init__(self) -> None:
-        self._reports: dict[str, _Report] = {}  # by the mirror's name
+        self._reports: dict[int, _Report] = {}  # by the mirror's id: one made anew under its name has told nothing
 
     def record(self, state: State, server: str, request: pb.RenewServerRequest, now: Instant) -> None:
         """Take a server's reports of the mirrors that it has."""
         for report in request.mirrors:
             record = state.buffers.get(report.name)
-            if record is not None and record.mirror_of and record.segments[0].server == server:
-                self._reports[report.name] = _Report(now.monotonic, report)
+            if record is None or report.id not in (0, record.id):
+                continue
+            if record.mirror_of and record.segments[0].server == server:
+                self._reports[record.id] = _Report(now.monotonic, report)
         if len(self._reports) > 2 * len(state.buffers):
-            self._reports = {name: last for name, last in self._reports.items() if name in state.buffers}
+            ids = {record.id for record in state.buffers.values()}
+            self._reports = {id_: last for id_, last in self._reports.items() if id_ in ids}
 
     def tasks(self, state: State, server: str, now: Instant) -> list[pb.MirrorTask]:
         """Return what this server's relay is to fill, and from where."""
@@ -52,15 +55,11 @@ class Mirrors:
         """Return a published buffer's mirrors, for readers and for people."""
         messages = []
         mirrors = state.mirrors(source)
-        last_of = {each.name: self._reports[each.name] for each in mirrors if each.name in self._reports}
-        # A dead one's says nothing of now, and one from before the state was made anew is of another.
-        age_s = now.wall - source.created_at
-        published = max(
-            (last.report.published for last in last_of.values() if now.monotonic - last.at <= age_s), default=0
-        )
+        last_of = {each.id: self._reports[each.id] for each in mirrors if each.id in self._reports}
+        published = max((last.report.published for last in last_of.values()), default=0)
         for record in mirrors:
             server = state.servers.get(record.segments[0].server)
-            last = last_of.get(record.name)
+            last = last_of.get(record.id)
             message = pb.Mirror(
                 name=record.name,
                 id=record.id,
@@ -79,7 +78,7 @@ class Mirrors:
         return messages
 
     def _is_alive(self, state: State, record: BufferRecord, now: Instant) -> bool:
-        last = self._reports.get(record.name)
+        last = self._reports.get(record.id)
         heard = last is not None and now.monotonic - last.at < SERVER_LEASE_S
         return heard and state.alive(record.segments[0].server, now)
 
@@ -102,7 +101,7 @@ class Mirrors:
         """
         measured: dict[str, float] = {}
         for each in buffers:
-            last = self._reports.get(each.name)
+            last = self._reports.get(each.id)
             for feed in last.report.feeds if last is not None else ():
                 measured[feed.name] = measured.get(feed.name, 0.0) + feed.bytes_per_s
         weights = {each.name: _weight(state, each) for each in buffers}

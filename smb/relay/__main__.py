@@ -17,34 +17,37 @@ _CALL_S = 20.0  # of one piece over a slow link
 _REPORT_S = 0.5
 _SESSION_ENDED = 3  # exit status
 
+Mirror = tuple[str, int]  # name and id: another one may have that name
+
 
 def main(coordinator: str, server: str) -> None:
     """Fill what the standard input says, until it ends."""
-    relays: dict[str, MirrorRelay | RingRelay] = {}
-    ids: dict[str, int] = {}  # of the mirrors that they fill
+    relays: dict[Mirror, MirrorRelay | RingRelay] = {}
     with connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
         threading.Thread(target=_report, args=(client, relays), daemon=True).start()
         for line in sys.stdin:
-            tasks = {task["name"]: task for task in json.loads(line)}
-            for name in [each for each in relays if each not in tasks or tasks[each]["id"] != ids[each]]:
-                relays.pop(name).stop()
+            tasks: dict[Mirror, Any] = {(task["name"], task["id"]): task for task in json.loads(line)}
+            for mirror in [each for each in relays if each not in tasks]:
+                relays.pop(mirror).stop()
             rings: dict[str, RingRelay] = {}  # by the name of what describes generations
-            for name, task in tasks.items():
-                ring = relays.get(name) or (RingRelay(client, server, name, task["source"]) if task["ring"] else None)
+            for mirror, task in tasks.items():
+                ring = relays.get(mirror)
+                if ring is None and task["ring"]:
+                    ring = RingRelay(client, server, task["name"], task["source"])
                 if isinstance(ring, RingRelay):
-                    relays[name] = ring
+                    relays[mirror] = ring
                     rings[task["source"].removesuffix(DELTAS) + GENERATIONS] = ring
-            for name, task in tasks.items():
-                ids[name], beside = task["id"], rings.get(task["source"])
-                relay = relays.get(name) or MirrorRelay(client, server, name, task["source"], beside)
+            for mirror, task in tasks.items():
+                beside = rings.get(task["source"])
+                relay = relays.get(mirror) or MirrorRelay(client, server, task["name"], task["source"], beside)
                 if isinstance(relay, MirrorRelay):
                     relay.ring = beside
                 relay.plan([(end, parent) for end, parent in task["parents"]])
-                relays[name] = relay
+                relays[mirror] = relay
         os._exit(0)  # its threads may be in the middle of calls; the session ends with its lease, the turn with its ttl
 
 
-def _report(client: Client, relays: dict[str, MirrorRelay | RingRelay]) -> None:
+def _report(client: Client, relays: dict[Mirror, MirrorRelay | RingRelay]) -> None:
     wait = threading.Event()
     while True:
         wait.wait(_REPORT_S)
@@ -52,13 +55,14 @@ def _report(client: Client, relays: dict[str, MirrorRelay | RingRelay]) -> None:
             os._exit(_SESSION_ENDED)
         told: list[dict[str, Any]] = [
             {
-                "name": relay.name,
+                "name": name,
+                "id": id_,
                 "version": relay.version,
                 "arrived_bytes": relay.arrived_bytes(),
                 "published": max(relay.version, relay.published),
                 "feeds": relay.rates(),
             }
-            for relay in list(relays.values())
+            for (name, id_), relay in list(relays.items())
         ]
         try:
             print(json.dumps(told), flush=True)  # noqa: T201 - to the memory server

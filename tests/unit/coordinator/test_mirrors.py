@@ -163,3 +163,21 @@ def test_measured_rates_are_shares(cluster: Cluster) -> None:
     stranger = pb.RenewServerRequest(name="s2", mirrors=[pb.MirrorReport(name="p.mirror.s1", version=9)])
     mirrors.record(cluster.state, "s2", stranger, NOW)  # it is not there
     assert mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)[0].version == 4
+
+
+def test_a_mirror_made_anew_has_told_nothing(cluster: Cluster) -> None:
+    """Neither what the former one told, nor what is told of that one since."""
+    mirrors = Mirrors()
+    old = cluster.mirror("s1")
+    report(mirrors, cluster, "s1")
+    (told,) = mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)
+    assert (told.version, told.published) == (4, 6)
+    cluster.do(BufferDeleted(old.name, missing_ok=False))
+    new = cluster.mirror("s1")
+    (told,) = mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)
+    assert (told.id, told.version, told.published) == (new.id, 0, 0)
+    for report_of, version in ((old.id, 0), (new.id, 5)):
+        late = pb.MirrorReport(name=new.name, id=report_of, version=5)
+        mirrors.record(cluster.state, "s1", pb.RenewServerRequest(name="s1", mirrors=[late]), NOW)
+        (told,) = mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)
+        assert told.version == version
