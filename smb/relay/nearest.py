@@ -79,6 +79,7 @@ class Nearest:
         self._left: dict[str, float] = {}  # mirrors that gave nothing, and when they were left
         self._mirror: Buffer | None = None
         self._looked = 0.0
+        self._waited = 0  # what `wait` returned last: a read that follows gives no older one, whichever mirror is near
 
     def beside(self, other: Buffer) -> Nearest:
         """Return the same reader's choice of another buffer."""
@@ -129,6 +130,10 @@ class Nearest:
 
     def wait(self, generation: int, timeout: float | None) -> int:
         """Wait until that or a later one can be read; return the latest there."""
+        self._waited = self._await_anywhere(generation, timeout)
+        return self._waited
+
+    def _await_anywhere(self, generation: int, timeout: float | None) -> int:
         end = None if timeout is None else time.monotonic() + timeout
         published = self._source.wait(generation, timeout=timeout)
         while (mirror := self.buffer()) is not self._source:
@@ -185,10 +190,15 @@ class Nearest:
             return -1, -1
         return next(((m.version, m.arrived_bytes) for m in info.mirrors if m.name == mirror.name and m.alive), (-1, -1))
 
+    def least(self, generation: int) -> int:
+        """Return what a mirror must have to be read by who has had that generation."""
+        return max(generation, self._waited, 1)
+
     def read(self, read: Callable[[Buffer, int | None], int], generation: int, wanted: int | None = None) -> int:
         """Read the latest, not an older one than `generation`, or the one that is `wanted`; return its number. `read`
         does it, of a buffer and with a version as that of Versions.read.
         """
+        least = self.least(generation) if wanted is None else wanted
         while (buffer := self.buffer()) is not self._source:
             try:
                 if buffer.version == 0 and self._source.version > 0:  # it is being filled for the first time
@@ -199,7 +209,7 @@ class Nearest:
                     and not self._await(buffer, wanted, None)
                 ):
                     continue  # it was left: nothing arrives there
-                if buffer.version >= max(generation if wanted is None else wanted, 1):
+                if buffer.version >= least:
                     return read(buffer, wanted)
                 break
             except Error as error:

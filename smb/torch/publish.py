@@ -475,7 +475,7 @@ class Follower:
     def _pin_nearest(self, held: ExitStack, ttl: float) -> Pin:
         while (near := self._nearest.buffer()) is not self.buffer:
             try:
-                if near.version < max(self.generation, 1):
+                if near.version < self._nearest.least(self.generation):
                     break
                 return held.enter_context(near.pin(ttl=ttl))
             except Error as error:

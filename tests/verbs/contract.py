@@ -157,6 +157,7 @@ LEFT_OUT = {
     "regressions/test_training_without_coordinator.py": _TRAINING,
     "regressions/test_trainings_made_anew.py": _TRAINING,
     "regressions/test_what_a_call_was_made_with.py": _ELSEWHERE,
+    "regressions/test_what_was_waited_for_is_read.py": _TRAINING,
     "regressions/test_zero_elements.py": "asks nobody, over whatever",
     "train/test_asp_and_ssp.py": _TRAINING,
     "train/test_checkpoint.py": "reads and writes buffers by calls that run over verbs",
