@@ -86,6 +86,7 @@ class Result:
     findings: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)  # new, but perhaps of another program of this machine
+    tests: dict[str, int] = field(default_factory=dict)  # of pytest: how many passed, and were skipped
 
 
 def bounds(forms: Sequence[Form], hours: float) -> dict[str, int]:
@@ -127,6 +128,15 @@ def seeds(log: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"\bseeds?[ :=]+(\d+(?: to \d+)?)", log, re.I)))
 
 
+def counts(log: str) -> dict[str, int]:
+    """Return how many tests passed and how many were skipped, of all the runs of pytest that a log has."""
+    found: dict[str, int] = {}
+    for closing in re.findall(r"^(?:=+ )?((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s\b", log, re.M):
+        for number, what in re.findall(r"(\d+) (passed|skipped)", closing):
+            found[what] = found.get(what, 0) + int(number)
+    return found
+
+
 def findings(log: str) -> list[str]:
     """Return the lines of a log that name what failed; else its last ones."""
     pattern = r"(?:\w+: )?FAILED \S+.*|ERROR \S+::.*|make: \S+ failed at this step: .*|.*Sanitizer: .*"
@@ -141,10 +151,12 @@ def clock(seconds: float) -> str:
 
 def table(results: Sequence[Result]) -> str:
     """Return what ran, how long, with which seeds, and what failed with the command that repeats it."""
-    lines = [f"{'form':10} {'state':12} {'time':>8} {'bound':>8}  seeds"]
+    lines = [f"{'form':10} {'state':12} {'time':>8} {'bound':>8} {'passed':>6} {'skipped':>7}  seeds"]
     for one in results:
+        passed, skipped = (str(one.tests.get(what, "")) for what in ("passed", "skipped"))
         lines.append(
-            f"{one.name:10} {one.state:12} {clock(one.seconds):>8} {clock(one.bound_s):>8}  {', '.join(one.seeds[:6])}"
+            f"{one.name:10} {one.state:12} {clock(one.seconds):>8} {clock(one.bound_s):>8} {passed:>6} {skipped:>7}  "
+            f"{', '.join(one.seeds[:6])}"
         )
     for one in results:
         if one.unknown:
@@ -199,7 +211,7 @@ class Night:
         finally:
             result.seconds = time.monotonic() - began
             text = log.read_text(errors="replace") if log.exists() else ""
-            result.seeds = seeds(text)
+            result.seeds, result.tests = seeds(text), counts(text)
             if result.state != PASSED:
                 result.findings = findings(text)
             self.record(result)

@@ -17,7 +17,20 @@ from typing import Any
 
 import pytest
 
-from tests.nightly import FORMS, NOT_RUN, Form, Result, bounds, findings, seeds, table, to_do, variables, verdict
+from tests.nightly import (
+    FORMS,
+    NOT_RUN,
+    Form,
+    Result,
+    bounds,
+    counts,
+    findings,
+    seeds,
+    table,
+    to_do,
+    variables,
+    verdict,
+)
 from tests.support.daemons import wait_for
 from tests.support.leftovers import mounts_below, number_of, split
 
@@ -124,11 +137,19 @@ def test_a_log_tells_its_seeds_and_what_failed() -> None:
     assert findings("one\ntwo") == ["one", "two"]
 
 
+def test_a_log_tells_how_many_tests_were_skipped() -> None:
+    """A form passes without a test that needs what the machine lacks: the table says so."""
+    log = "3 failed, 148 passed, 7 skipped in 2639.33s (0:43:59)\n5 passed in all\n== 20 passed, 2 warnings in 1.0s =="
+    assert counts(log) == {"passed": 168, "skipped": 7}
+    assert counts("done") == {}
+
+
 def test_the_table_names_state_time_and_the_command_that_repeats_it() -> None:
     failed = Result("fault", "FAILED", "exit status 1", 3723, 7200, "make -C there fault", "a.log", ["5"], ["FAILED x"])
-    told = table([Result("docs", "passed", seconds=61), failed, Result("bare", NOT_RUN, "no time")])
-    assert "fault      FAILED        1:02:03  2:00:00  5\n" in told
-    assert "docs       passed        0:01:01" in told
+    docs = Result("docs", "passed", seconds=61, tests={"passed": 70, "skipped": 2})
+    told = table([docs, failed, Result("bare", NOT_RUN, "no time")])
+    assert "fault      FAILED        1:02:03  2:00:00                 5\n" in told
+    assert "docs       passed        0:01:01  0:00:00     70       2" in told
     assert "    FAILED x\n    again: make -C there fault\n    log: a.log\n\nbare: not run, no time" in told
 
 
