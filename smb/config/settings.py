@@ -38,6 +38,7 @@ SECTIONS = {
 }
 _PREFIXED = ("coordinator", "memserver", "verbs")
 _FLAGLESS = ("client", "verbs")
+_JOB = "SMB_JOB_"  # what a batch job's script reads: deploy/slurm
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -71,9 +72,9 @@ class Setting:
     @property
     def flag(self) -> str:
         """The option of the daemon or the commands that take it; empty if none does: programs pass it to
-        smb.connect, or it is of RDMA.
+        smb.connect, it is of RDMA, or it is one file of the three that --credentials names.
         """
-        return "" if self.section in _FLAGLESS else "--" + self.key.replace("_", "-")
+        return "" if self.section in _FLAGLESS or self.key.startswith("tls_") else "--" + self.key.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +402,8 @@ def read_file(path: Path) -> dict[str, Found]:
 def strangers() -> list[str]:
     """Return the SMB_* variables of the environment that mean nothing here: likely misspelt."""
     known = {setting.variable for setting in _TABLE} | OTHER_VARIABLES
-    return sorted(variable for variable in os.environ if variable.startswith("SMB_") and variable not in known)
+    ours = (variable for variable in os.environ if variable.startswith("SMB_") and not variable.startswith(_JOB))
+    return sorted(variable for variable in ours if variable not in known)
 
 
 def nearest(variable: str) -> str | None:

@@ -140,6 +140,9 @@ def test_misspelt_variables_are_told() -> None:
     answer = CliRunner().invoke(app, ["config"], env={"SMB_MEMSERVER_CAPCITY": "1"})
     assert answer.exit_code == 1
     assert "did you mean SMB_MEMSERVER_CAPACITY?" in answer.stderr
+    answer = CliRunner().invoke(app, ["config"], env={"SMB_JOB_ETCD": "etcd://here:1/x"})  # of deploy/slurm
+    assert (answer.exit_code, "SMB_JOB" in answer.stderr) == (0, False)
+    assert "--tls-" not in answer.stdout  # no command takes one
 
 
 def test_every_setting_is_documented() -> None:
