@@ -322,11 +322,13 @@ class Buffer:
         if count == 0:
             self._dispatcher.call(Request(_ACCUMULATE, start, nbytes, sink=sink, op=number), fence=fence)
             return cast("Array | None", result)
+        # Before the lock: an earlier async call with this residual takes that, too.
+        self._dispatcher.wait_turn(Request(_ACCUMULATE, start, nbytes), Deadline(self._session.timeout))
         with feedback.lock:
             sending = feedback.take(arrays.as_float32(owner), offset, scale, wires)
             request = Request(_ACCUMULATE, start, nbytes, memory_of(sending.values), sink, op=number, wire=wires)
             try:
-                self._dispatcher.call(request, fence=fence)
+                self._dispatcher.call(request, fence=fence, in_turn=True)
             except BaseException as error:
                 if not leave_to_settle(error, self._session, self._dispatcher, sending):
                     sending.undo()
@@ -374,7 +376,7 @@ class Buffer:
         try:
             self._dispatcher.call(request, fence=fence)
         except BaseException as error:
-            if feedback is not None:
+            if feedback is not None and not isinstance(error, InvalidArgumentError):
                 taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
                 if not leave_to_settle(error, self._session, self._dispatcher, taken):
                     taken.put_back([range(self.size)])

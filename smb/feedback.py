@@ -133,7 +133,7 @@ class SparseSending:
     """The part of a residual that accumulate_sparse sends."""
 
     def __init__(self, feedback: ErrorFeedback, indices: Array, values: Array) -> None:
-        self.count = int(indices[-1] - indices[0]) + 1
+        self.count = int(indices[-1] - indices[0]) + 1 if indices.size else 0
         self._feedback, self._indices, self._values = feedback, indices, values
 
     def put_back(self, missing: list[range]) -> None:

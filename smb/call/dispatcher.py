@@ -110,7 +110,7 @@ class Dispatcher:
                 )
             if fence is not None:
                 self._check_fence(request, fence)
-                if ended is None and not in_turn:  # else it was made with the token that the lock had then
+                if ended is None and not request.token:  # else it was made with the token that the lock had then
                     request = request._replace(token=fence.token)
             if request.nbytes == 0:  # nothing to ask of anybody
                 self.session.check_open()
@@ -440,7 +440,11 @@ class Dispatcher:
         """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
         calls, asked, elements = self.session.calls, self._asked(request), self._elements(request)
         changes = request.opcode is not Opcode.READ
-        calls.wait(self.turns, elements.start, elements.stop, asked, deadline.left(), changes=changes)
+        try:
+            calls.wait(self.turns, elements.start, elements.stop, asked, deadline.left(), changes=changes)
+        except Error as error:
+            error._account = Failed(self, elements, None)
+            raise
         changes = request.opcode is Opcode.APPLY
         for other in others:
             calls.wait(other.turns, 0, other.arguments.size, asked, deadline.left(), changes=changes)
