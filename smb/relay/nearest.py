@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import wait
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -17,6 +16,7 @@ from smb.errors import (
     NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
+from smb.transport.base import is_here
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -60,11 +60,7 @@ def near_servers(client: Client, near: str | None) -> tuple[frozenset[str], froz
     on this host. `near` may also name a server. A server is on this host if its Unix socket is.
     """
     servers = [server for server in client._coordinator.list_servers(min(client.timeout, _ASK_S)) if server.alive]
-    local = frozenset(
-        server.name
-        for server in servers
-        if server.name == near or (server.unix_path and Path(server.unix_path).exists())
-    )
+    local = frozenset(server.name for server in servers if server.name == near or is_here(server.unix_path))
     zones = {server.zone for server in servers if server.name in local} if near is None else {near}
     return local, frozenset(server.name for server in servers if server.zone and server.zone in zones)
 

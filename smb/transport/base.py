@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,11 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close what is open."""
+
+
+def is_here(socket_path: str) -> bool:
+    """Whether a server's Unix socket is on this host, and this process may look for it."""
+    return bool(socket_path) and os.path.exists(socket_path)  # noqa: PTH110 - Path.exists raises where it may not
 
 
 def at_once(ask: Callable[[_Asked], _Answer], of: Sequence[_Asked]) -> list[_Answer]:

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 from smb.config.parse import parse_address
@@ -26,7 +25,7 @@ from smb.engine import LANES_FURTHER_MAX, EngineClient, EngineError, Lane, Link,
 from smb.errors import Error, NotFoundError, PermissionDeniedError, TransportError, UnavailableError
 from smb.rpc.client_tokens import Tokens
 from smb.security.credentials import server_name
-from smb.transport.base import Deadline, SegmentPlace, at_once
+from smb.transport.base import Deadline, SegmentPlace, at_once, is_here
 from smb.transport.tls import ClientTls
 
 _PAUSE_FIRST_S = 0.01
@@ -107,7 +106,7 @@ class _Copies:
 
     def unix_path(self) -> str:
         path = self.place.unix_path
-        return path if self.may_be_local and path and Path(path).exists() else ""
+        return path if self.may_be_local and is_here(path) else ""
 
 
 class Links:
@@ -319,7 +318,7 @@ class Links:
     def _go_to(self, entry: _Copies, link: Link, found: SegmentPlace) -> None:
         link.set_epoch(found.epoch)
         self.tokens.keep(link, found.id)
-        path = found.unix_path if entry.may_be_local and found.unix_path and Path(found.unix_path).exists() else ""
+        path = found.unix_path if entry.may_be_local and is_here(found.unix_path) else ""
         if path:
             link.resume_unix(path, found.instance_id, _ATTEMPT_MS)
         else:

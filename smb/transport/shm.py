@@ -11,11 +11,10 @@ import errno
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 from smb.engine import EngineClient, EngineError, Lane, Link, Segment, Status
 from smb.errors import NotFoundError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, is_here
 from smb.transport.reconnect import Links
 
 # Statuses of an attaching link if its server dies, or does not answer.
@@ -98,7 +97,7 @@ class SharedMemory:
     @contextlib.contextmanager
     def _pending(self, place: SegmentPlace) -> Iterator[None]:
         """Say why a socket does not let us in."""
-        if not place.unix_path or not Path(place.unix_path).exists():
+        if not is_here(place.unix_path):
             raise NoPathError(f"no socket at {place.unix_path or 'any path'} on this host")
         try:
             yield
