@@ -295,7 +295,7 @@ class Follower:
     """Reads what a Publisher publishes, always one generation as a whole. Made by `follow`. For one thread at a time.
 
     It keeps one copy of the state, or of the parts that it reads, in this process. `generation` is the one that was
-    read last, 0 before the first.
+    read or pinned last, 0 before the first.
     """
 
     ROLE: ClassVar[str] = READER
@@ -335,13 +335,12 @@ class Follower:
             self._reader = DeltaReader(client, buffer, self._nearest, state, deltas, max(timeout, 10.0))
         else:
             self._memory = StateBytes(buffer)
-        self._pinned = 0
         client._session.published.add(self)
 
     @property
     def last(self) -> int:
-        """The generation that was read or pinned last; 0 before the first."""
-        return max(self.generation, self._pinned)
+        """`generation`: as of a Publisher."""
+        return self.generation
 
     @property
     def source(self) -> str:
@@ -464,7 +463,7 @@ class Follower:
             pin = self._pin_nearest(held, ttl)
             if pin.version == 0:
                 raise _nothing_yet(f"pin of {self.buffer.name!r}")
-            self._pinned = pin.version
+            self.generation = pin.version
             dtype = self.buffer.table.dtype
 
             def read(start: int, memory: Any) -> None:

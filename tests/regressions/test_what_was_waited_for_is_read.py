@@ -58,3 +58,17 @@ def test_a_mirror_that_is_behind_what_was_waited_for(
             assert follower.generation == 2
         finally:
             os.kill(relay, signal.SIGCONT)
+
+
+def test_what_was_pinned_was_read(trainer: tuple[smb.LocalCluster, smb.Client]) -> None:
+    """A reader that only pins waits for the next generation. It was told of the same one again at once."""
+    _, client = trainer
+    publisher = smb.torch.Publisher(client, NAME, {"w": torch.zeros(10)})
+    publisher.publish()
+    follower = smb.torch.follow(client, NAME)
+    with follower.pin() as generation:
+        assert (generation.number, follower.generation) == (1, 1)
+    with pytest.raises(smb.TimeoutError):
+        follower.wait(timeout=0.1)
+    publisher.publish()
+    assert follower.wait(timeout=DEADLINE_S) == 2

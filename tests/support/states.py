@@ -42,7 +42,6 @@ def follow_until(barrier: Any, address: str, transport: str, last: int) -> list[
             if len(seen) % 3 == 0:
                 with follower.pin(ttl=10) as generation:
                     assert value_of(generation) == generation.number >= seen[-1]
-                    follower.generation = generation.number
             else:
                 value = value_of(follower.state_dict())
                 assert value == follower.generation > seen[-1]
