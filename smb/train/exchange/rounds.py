@@ -291,7 +291,8 @@ class RoundExchange(Exchange):
         """After _send: settle, and go on from the present weights. May be called again where it was interrupted."""
         if self._sent:
             self._settle()
-        self._group.count_samples(self._samples)
+        samples, self._samples = self._samples, 0  # once, also where what follows fails and is repeated
+        self._group.count_samples(samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes + self._group.weights.nbytes)
         # The first is done in this thread, the only one that may touch the parameters.
         at_once([lambda: self._take_over(self._word), self._group.member.report], remote=self._group.remote)
