@@ -56,8 +56,9 @@ class Copier:
                 if known is None or known.epoch < epoch:
                     self._copies[segment_id] = _Copy(epoch, time.monotonic())
             if self._copies and self._thread is None and not self._stopping:
-                self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="copier", daemon=True)
+                thread.start()
+                self._thread = thread  # not before: if no thread can be had, the next call tries again
             self._lock.notify_all()
 
     def forget(self, segment_id: int) -> None:

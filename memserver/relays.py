@@ -61,8 +61,9 @@ class Relays:
         with self._lock:
             self._wanted = json.dumps(told) + "\n" if told else ""
             if self._thread is None and told:
-                self._thread = threading.Thread(target=self._run, name="relays", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="relays", daemon=True)
+                thread.start()
+                self._thread = thread  # not before: if no thread can be had, the next call tries again
         self._changed.set()
 
     def reports(self) -> list[pb.MirrorReport]:
@@ -85,7 +86,7 @@ class Relays:
                 self._changed.set()
                 try:
                     self._serve()
-                except OSError as error:  # no process, or no descriptor, is to be had
+                except (OSError, RuntimeError) as error:  # no process, descriptor or thread is to be had
                     _log.error("the relay cannot be started: %s; it is tried again", error)
                 self._stop.wait(_AGAIN_S)
 
@@ -97,9 +98,9 @@ class Relays:
         )
         _log.info("relay started, process %d", process.pid)
         reader = threading.Thread(target=self._read, args=(process,), name="relays-read", daemon=True)
-        reader.start()
         assert process.stdin is not None
         try:
+            reader.start()
             while not self._stop.is_set() and process.poll() is None and self._wanted:
                 if self._changed.wait(_AGAIN_S / 4):
                     self._changed.clear()
@@ -115,7 +116,8 @@ class Relays:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            reader.join()
+            if reader.ident is not None:
+                reader.join()
             with self._lock:
                 self._reports = []
             if process.returncode and not self._stop.is_set():

@@ -139,8 +139,9 @@ class Replication:
     def _start(self) -> None:
         """With the lock."""
         if self._thread is None and not self._stopping:
-            self._thread = threading.Thread(target=self._run, name="replication", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="replication", daemon=True)
+            thread.start()
+            self._thread = thread  # not before: if no thread can be had, the next roles try again
         self._engine.wake_replicas()  # a peer may have another address by now
 
     def _run(self) -> None:

@@ -86,10 +86,15 @@ class Segments:
                 self._engine.delete_segment(form.id)
                 self.on_drop(form.id)
             self._make(form, None if replicate is None else group_id)
-            if token_floor:  # before anybody else has heard of it
-                self._engine.raise_token(form.id, token_floor)
-            if replicate is not None:
-                replicate()
+            try:
+                if token_floor:  # before anybody else has heard of it
+                    self._engine.raise_token(form.id, token_floor)
+                if replicate is not None:
+                    replicate()
+            except BaseException:  # it is in no books: nobody would drop it
+                self._engine.delete_segment(form.id)
+                self.on_drop(form.id)
+                raise
             failpoint("memserver.create.made")
             with self._lock:
                 self._held[form.id] = form

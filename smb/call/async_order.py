@@ -12,6 +12,7 @@ would hand Python's lock over, and no future is completed meanwhile.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from smb.errors import (
 )
 
 Result = TypeVar("Result")
+_log = logging.getLogger("smb")
 
 _RUNNING_MAX = 8  # calls of Python's at a time, each on a thread that is started when it is needed
 _WATCH_MS = 1000  # so often the watch looks whether calls are left
@@ -196,8 +198,12 @@ class AsyncCalls:
             call.turns.pending += 1
             self._calls[call.tag] = call
             if not self._watched:
+                try:
+                    self._start_watch()
+                except RuntimeError as error:
+                    self._leave(self._calls.pop(call.tag))
+                    raise Error(f"{error}: nobody would tell of the end of async calls; nothing was done") from error
                 self._watched = True
-                self._start_watch()
         try:
             begin()
         except EngineError as error:
@@ -284,10 +290,13 @@ class AsyncCalls:
                     return
                 events = [(self._take(one), one) for one in taken]
             for call, one in events:
-                if one.kind == AsyncEventKind.DONE:
-                    call.future.set_result(call.result)
-                else:
-                    self._hand_over(call, one)
+                try:
+                    if one.kind == AsyncEventKind.DONE:
+                        call.future.set_result(call.result)
+                    else:
+                        self._hand_over(call, one)
+                except BaseException:  # noqa: BLE001 - a callback's sys.exit(), say: it must not end this thread
+                    _log.exception("a callback of an async call's future")
             events = taken = call = one = None  # type: ignore[assignment]  # what they hold is the futures' now
 
     def _take(self, one: AsyncEvent) -> _Call:

@@ -56,8 +56,9 @@ class Renewals:
         with self._changed:
             self._due[id(lock)] = (at, every_s, weakref.ref(lock))
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="smb-locks", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="smb-locks", daemon=True)
+                thread.start()
+                self._thread = thread  # not before: if no thread can be had, the next lock tries again
             elif at < self._wakes_at:
                 self._changed.notify()
 
@@ -93,7 +94,11 @@ class Renewals:
                 if lock is not None and key not in self._busy:
                     # A thread each: one server that is away must not cost the locks of the others.
                     self._busy.add(key)
-                    threading.Thread(target=self._renew, args=(key, lock), name="smb-renewal", daemon=True).start()
+                    try:
+                        threading.Thread(target=self._renew, args=(key, lock), name="smb-renewal", daemon=True).start()
+                    except RuntimeError as error:  # no thread can be had: then this one does it, and others wait
+                        _log.warning("%s: locks are renewed one after the other", error)
+                        self._renew(key, lock)
             del due, lock
 
     def _renew(self, key: int, lock: Renewed) -> None:

@@ -301,8 +301,9 @@ class Passer:
         with self._changed:
             self._due = turn, updated, due
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="smb-turn", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="smb-turn", daemon=True)
+                thread.start()
+                self._thread = thread  # not before: if no thread can be had, the next turn tries again
             self._changed.notify_all()
 
     def finish(self) -> None:

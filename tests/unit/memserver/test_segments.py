@@ -63,6 +63,20 @@ def test_room_is_given_up_as_it_was_seen_alone(tmp_path: Path, leaving: ExitStac
     assert run.segments.ids() == [FORM.id]
 
 
+def test_a_creation_that_fails_leaves_nothing(tmp_path: Path, leaving: ExitStack) -> None:
+    """A role that could not be taken left a segment that nobody knew of, and its room was gone."""
+    run = Run(tmp_path, leaving)
+
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(RuntimeError):
+        run.segments.create(FORM, replicate=fail)
+    assert (run.segments.ids(), files(tmp_path)) == ([], [])
+    run.segments.create(FORM)
+    assert run.segments.ids() == [FORM.id]
+
+
 def test_a_segment_is_made_once_and_dropped_with_its_file(tmp_path: Path, leaving: ExitStack) -> None:
     """The same creation again is no error, another form under its id is, and a drop leaves no file."""
     run = Run(tmp_path, leaving)
