@@ -82,10 +82,14 @@ class _Peer:
             for address in self._slots.addresses:
                 self._regions.append(domain.register(address, CHUNK_BYTES_MAX, read=True, write=True))
             self.queue = Queue(domain)
+            try:
+                self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            except BaseException:
+                self.queue.close()
+                raise
         except BaseException:
             self._release()
             raise
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self.queue.on_message = self._take_message
         try:
@@ -269,8 +273,9 @@ class Rdma:
                     f"each takes {SLOTS * CHUNK_BYTES_MAX >> 20} MiB of locked memory; there is TCP"
                 )
             try:
+                moving = self._moving()  # before the peer: where it can't be had, nothing of that is left
                 peer = _Peer(self._engine, session.domain)
-            except NoDeviceError as error:
+            except (NoDeviceError, OSError) as error:
                 raise UnavailableError(str(error)) from error
             try:
                 peer.queue.connect(client)
@@ -279,7 +284,7 @@ class Rdma:
                 peer.close()
                 raise UnavailableError(str(error)) from error
             session.peer = peer
-            self._moving().add(peer)
+            moving.add(peer)
         return end, slots
 
     def open_segment(
@@ -384,8 +389,9 @@ class Rdma:
     def _end_in_time(self) -> None:
         with self._lock:
             if self._ending is None and not self._stopping:
-                self._ending = threading.Thread(target=self._end_expired, name="rdma-keys", daemon=True)
-                self._ending.start()
+                ending = threading.Thread(target=self._end_expired, name="rdma-keys", daemon=True)
+                ending.start()
+                self._ending = ending  # not before: if no thread can be had, the next call tries again
         self._look.set()
 
     def _end_expired(self) -> None:

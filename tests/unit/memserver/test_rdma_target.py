@@ -1,0 +1,34 @@
+"""memserver.rdma_target, without a device: what is left of a connection that could not be made."""
+
+from __future__ import annotations
+
+import socket
+from unittest.mock import Mock
+
+import pytest
+
+from memserver import rdma_target
+from memserver.rdma_target import Rdma
+from smb.errors import UnavailableError
+
+
+@pytest.mark.parametrize("missing", ["socket", "progress"])
+def test_a_connection_that_could_not_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Without descriptors each try took eight slots for good, until no connection had one to write with."""
+    engine, queue, slots = Mock(), Mock(), Mock(addresses=[1, 2])
+    engine.take_slots.return_value = slots
+    monkeypatch.setattr(rdma_target, "Domain", Mock())
+    monkeypatch.setattr(rdma_target, "Queue", Mock(return_value=queue))
+    error = OSError(24, "Too many open files")
+    if missing == "socket":
+        monkeypatch.setattr(rdma_target, "Progress", Mock())
+        monkeypatch.setattr(socket, "socketpair", Mock(side_effect=error))
+    else:
+        monkeypatch.setattr(rdma_target, "Progress", Mock(side_effect=error))
+    ours = Rdma(engine, 1, None)
+    ours._device = Mock()
+    with pytest.raises(UnavailableError, match="Too many open files"):
+        ours.connect(7, Mock())
+    assert engine.take_slots.call_count == slots.close.call_count == queue.close.call_count
+    assert engine.take_slots.call_count == (missing == "socket")
+    assert ours.connections() == 0
