@@ -1,5 +1,6 @@
 #include "server/group.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -541,12 +542,20 @@ static int start_forwarder(struct smb_server *server)
         server->forward_epoll = epoll_create1(EPOLL_CLOEXEC);
         server->forward_wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         struct epoll_event event = {.events = EPOLLIN, .data.u64 = 0};
-        server->forwarding = server->forward_epoll >= 0 && server->forward_wake >= 0 &&
-                             epoll_ctl(server->forward_epoll, EPOLL_CTL_ADD, server->forward_wake,
-                                       &event) == 0 &&
-                             pthread_create(&server->forwarder, NULL, run_forwarder, server) == 0;
-        if (!server->forwarding)
+        bool opened = server->forward_epoll >= 0 && server->forward_wake >= 0 &&
+                      epoll_ctl(server->forward_epoll, EPOLL_CTL_ADD, server->forward_wake,
+                                &event) == 0;
+        int error = opened ? pthread_create(&server->forwarder, NULL, run_forwarder, server)
+                           : errno;
+        server->forwarding = error == 0;
+        if (error) { /* it is tried again and again: nothing of it may stay */
+            if (server->forward_epoll >= 0)
+                close(server->forward_epoll);
+            if (server->forward_wake >= 0)
+                close(server->forward_wake);
+            errno = error;
             status = SMB_SYSTEM;
+        }
     }
     pthread_mutex_unlock(&server->forward_lock);
     return status;

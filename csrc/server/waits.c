@@ -3,6 +3,7 @@
  * connection, and from there to the peer. */
 #include "server/waits.h"
 
+#include <errno.h>
 #include <stdlib.h>
 
 #include "base/assert.h"
@@ -95,8 +96,12 @@ static void *tick(void *argument)
 int waits_start(struct smb_server *server)
 {
     server->due_weights = tree_random();
-    server->ticking = pthread_create(&server->ticker, NULL, tick, server) == 0;
-    return server->ticking ? SMB_OK : SMB_SYSTEM;
+    int error = pthread_create(&server->ticker, NULL, tick, server);
+    server->ticking = error == 0;
+    if (!error)
+        return SMB_OK;
+    errno = error;
+    return SMB_SYSTEM;
 }
 
 void waits_stop(struct smb_server *server)

@@ -1,10 +1,13 @@
 /* Two copies of a segment: what is forwarded, what waits for it, and who takes over. */
+#include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -1066,6 +1069,39 @@ static void what_is_gated_and_what_stays(void)
     smb_server_destroy(next);
 }
 
+static int open_files(void)
+{
+    int count = 0;
+    DIR *files = opendir("/proc/self/fd");
+    CHECK(files);
+    while (readdir(files))
+        count++;
+    closedir(files);
+    return count;
+}
+
+/* A server dials its backups again and again: each try took descriptors for good. */
+static void a_forwarder_that_cannot_start_leaves_nothing(void)
+{
+    struct pair pair;
+    pair_start(&pair, SMB_INT64, 1);
+    struct rlimit before;
+    CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    for (int left = 0; left < 2; left++) {
+        int files = open_files(), fd = socket(AF_INET, SOCK_STREAM, 0), next = dup(fd);
+        close(next);
+        CHECK_EQ(setrlimit(RLIMIT_NOFILE,
+                           &(struct rlimit){(rlim_t)next + (rlim_t)left, before.rlim_max}),
+                 0);
+        int status = smb_server_feed(pair.servers[0], ID, 1, fd, 1001, NULL, NULL);
+        CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+        CHECK_EQ(status, SMB_SYSTEM);
+        CHECK_EQ(errno, EMFILE);
+        CHECK_EQ(open_files(), files);
+    }
+    stop(&pair);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -1094,6 +1130,7 @@ int main(void)
 #endif
         TEST(what_was_made_before_is_told),
         TEST(what_is_gated_and_what_stays),
+        TEST(a_forwarder_that_cannot_start_leaves_nothing),
     };
     return RUN_TESTS(tests);
 }
