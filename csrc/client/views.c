@@ -95,9 +95,9 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
     for (uint32_t i = 0; i < layout->segment_count; i++)
         if (!buffer->places[i].segment)
             return SMB_INVALID;
-    /* A mapping can't follow. */
+    /* A mapping can't follow. They are bound at the end: no view that failed is to keep them. */
     for (uint32_t i = 0; i < layout->segment_count; i++)
-        if (smb_segment_bind(buffer->places[i].segment) != SMB_OK)
+        if (smb_segment_moves(buffer->places[i].segment))
             return SMB_BUSY;
     uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN *
                      SMB_CHUNK_BYTES_MIN;
@@ -114,6 +114,8 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
             status = map_stripe(buffer->places[piece.segment].segment, base + at, &piece);
         at += piece.bytes;
     }
+    for (uint32_t i = 0; i < layout->segment_count && status == SMB_OK; i++)
+        status = smb_segment_bind(buffer->places[i].segment);
     if (status == SMB_OK)
         status = views_add(base, whole, buffer->places[0].segment_id);
     if (status != SMB_OK) {

@@ -264,6 +264,11 @@ int smb_segment_let_move(struct smb_segment *segment)
     return bind(segment, BINDING_MOVES);
 }
 
+bool smb_segment_moves(const struct smb_segment *segment)
+{
+    return atomic_load_explicit(&segment->header->binding, memory_order_relaxed) == BINDING_MOVES;
+}
+
 bool smb_segment_deleted(const struct smb_segment *segment)
 {
     return mapping_is_deleted(segment);

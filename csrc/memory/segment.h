@@ -46,6 +46,8 @@ uint64_t smb_segment_group(const struct smb_segment *segment);
 bool smb_segment_gate(struct smb_segment *segment);
 /* It may move from here on: smb_segment_bind the other way round. SMB_BUSY: it stays. */
 int smb_segment_let_move(struct smb_segment *segment);
+/* Whether that was done: smb_segment_bind fails. */
+bool smb_segment_moves(const struct smb_segment *segment);
 bool smb_segment_deleted(const struct smb_segment *segment);
 uint64_t smb_segment_id(const struct smb_segment *segment);
 uint32_t smb_segment_epoch(const struct smb_segment *segment);

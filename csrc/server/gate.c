@@ -287,10 +287,13 @@ static int make_change(struct smb_server *server, struct gate_request *request,
     for (int i = 0; i < count; i++) {
         if (smb_segment_deleted(targets[i])) /* a state: missing() says why */
             return i > 0 && replica_at(segment) ? SMB_APART : SMB_NOT_FOUND;
-        /* a server that one of them moved to might not have the others */
-        if (count > 1 && !replica_at(segment) && smb_segment_bind(targets[i]) != SMB_OK)
+        if (count > 1 && !replica_at(segment) && smb_segment_moves(targets[i]))
             return SMB_INVALID;
     }
+    /* a server that one of them moved to might not have the others */
+    for (int i = 0; count > 1 && i < count; i++)
+        if (!replica_at(segment) && smb_segment_bind(targets[i]) != SMB_OK)
+            return SMB_INVALID;
     if (journal) {
         struct change_name name = {
             .session = frame->session, .sequence = frame->sequence, .lane = frame->lane};

@@ -1,7 +1,9 @@
 /* Servers and clients in one process: every operation in every way gives what plain arrays give. */
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "client/client.h"
 #include "memory/change.h"
@@ -869,6 +871,58 @@ static void contiguous_view(void)
     rig_stop(&rig);
 }
 
+/* Weights that stay, for a step that was refused as their state moves, would keep their server. */
+static void a_refused_step_binds_nothing(void)
+{
+    struct rig rig;
+    struct reach reach;
+    rig_start(&rig, LAYOUT, SMB_FLOAT32);
+    rig_add_buffer(&rig, 1);
+    rig_add_buffer(&rig, 2);
+    reach_make(&reach, &rig, BY_TCP, 12);
+    struct smb_buffer *gradient = reach_buffer(&reach, &rig, BY_TCP, 1),
+                      *state = reach_buffer(&reach, &rig, BY_TCP, 2);
+    CHECK_EQ(smb_server_let_move(rig.servers[0], rig_segment_id(2, 0)), SMB_OK);
+    struct smb_request step = {.opcode = SMB_APPLY,
+                               .op = SMB_RULE_MOMENTUM,
+                               .hyper = HYPER,
+                               .bytes = 64,
+                               .other = gradient,
+                               .states = {state}};
+    CHECK_EQ(reach_try(reach.buffer, step), SMB_INVALID);
+    CHECK_EQ(smb_server_let_move(rig.servers[0], rig_segment_id(0, 0)), SMB_OK);
+    smb_buffer_destroy(gradient);
+    smb_buffer_destroy(state);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
+/* Without it no server can be emptied again: of segments that somebody views nothing moves. */
+static void a_view_that_fails_binds_nothing(void)
+{
+    struct rig rig;
+    struct reach reach;
+    void *address;
+    uint64_t mapped;
+    rig_start(&rig, LAYOUT, SMB_INT64);
+    reach_make(&reach, &rig, BY_MAPPING, 12);
+    /* Its last stripes are of a file that cannot be mapped. */
+    int fd = smb_segment_fd(reach.segments[1]), kept = dup(fd), null = open("/dev/null", O_RDWR);
+    CHECK(kept >= 0 && null >= 0);
+    CHECK_EQ(dup2(null, fd), fd);
+    CHECK_EQ(smb_buffer_map(reach.buffer, &address, &mapped), SMB_SYSTEM);
+    CHECK_EQ(dup2(kept, fd), fd);
+    close(kept);
+    close(null);
+    /* One of them may move. */
+    CHECK_EQ(smb_server_let_move(rig.servers[1], rig_segment_id(0, 1)), SMB_OK);
+    CHECK_EQ(smb_buffer_map(reach.buffer, &address, &mapped), SMB_BUSY);
+    for (uint32_t i = 0; i < rig.layout.segment_count; i++)
+        CHECK_EQ(smb_server_let_move(rig.servers[i % 2], rig_segment_id(0, i)), SMB_OK);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -892,7 +946,9 @@ int main(void)
         TEST(adoption),
         TEST(deletion_under_traffic),
         TEST(counters_are_true),
+        TEST(a_refused_step_binds_nothing),
         TEST(contiguous_view),
+        TEST(a_view_that_fails_binds_nothing),
     };
     return RUN_TESTS(tests);
 }
