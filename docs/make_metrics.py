@@ -42,9 +42,9 @@ for everybody who may scrape. See [operating.md](operating.md#who-sees-the-pages
 `kind` is an operation (read, write, accumulate, ...), `transport` one of shm, tcp, unix, verbs, `class` a status of the
 engine, `method` and `code` gRPC's. A memory server tells {NAMED_MAX} buffers and {NAMED_MAX} clients apart by name,
 those that it sees first; all later ones are `other`, until one that is gone makes room for a new one. So no counter
-falls. The coordinator names the {NAMED_MAX} largest buffers; the rest are `other`. Changes by local clients in mapped memory are counted by buffer, not by client: no server sees which client it
-was. Names reach a server with its renewals, within 2 s; until then a new buffer is not shown, and then with all that
-was done before.
+falls. The coordinator names the {NAMED_MAX} largest buffers; the rest are `other`. Changes by local clients in mapped
+memory are counted by buffer, not by client: no server sees which client it was. Names reach a server with its renewals,
+within 2 s; until then a new buffer is not shown, and then with all that was done before.
 
 ## What it costs
 

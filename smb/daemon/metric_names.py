@@ -1,10 +1,10 @@
 """Every metric: its name, type, labels and meaning. docs/metrics.md is made from this file (`make metrics-page`), and
 exporters take a metric's description from here.
 
-Labels are bounded. `kind` is one of the engine's opcodes, `transport` one of shm, tcp, unix, verbs; `class` an engine status,
-`method` and `code` gRPC's; `server` at most 1024 of a cluster. Of buffers and clients a memory server tells apart the
-first NAMED_MAX that it sees; all later ones are together in "other", until a deleted or departed one makes room for a
-new one. The coordinator tells apart the NAMED_MAX largest buffers.
+Labels are bounded. `kind` is one of the engine's opcodes, `transport` one of shm, tcp, unix, verbs; `class` an engine
+status, `method` and `code` gRPC's; `server` at most 1024 of a cluster. Of buffers and clients a memory server tells
+apart the first NAMED_MAX that it sees; all later ones are together in "other", until a deleted or departed one makes
+room for a new one. The coordinator tells apart the NAMED_MAX largest buffers.
 
 prometheus_client is imported only if a metric is made.
 """

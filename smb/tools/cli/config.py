@@ -15,7 +15,10 @@ def config(
     section: Annotated[
         str,
         typer.Option(
-            "--section", metavar="NAME", help="Only cluster, client, coordinator, memserver or verbs.", show_default=False
+            "--section",
+            metavar="NAME",
+            help="Only cluster, client, coordinator, memserver or verbs.",
+            show_default=False,
         ),
     ] = "",
     as_json: Json = False,
