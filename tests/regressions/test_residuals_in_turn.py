@@ -26,7 +26,7 @@ def test_a_blocking_call_follows_an_async_one(connect: Callable[..., smb.Client]
     opener = threading.Timer(0.2, gate.set)
     opener.start()
     buffer.accumulate(np.full(SIZE, 2.002, np.float32), feedback=residual)
-    assert first.done()
+    first.result(60)  # its future is completed a moment after its turn is over
     assert held.result()
     np.testing.assert_allclose(buffer.read() + residual.residual, 3.003, rtol=1e-6)
     opener.join()
