@@ -175,10 +175,12 @@ class ControlService(MemoryServerServicer):
             left_s = self._proved(request.session_id, request.token)
             epoch = request.epoch if self._check_proof is None else request.token.epoch
             writable = request.writable and (self._check_proof is None or bool(request.token.rights & RIGHT_WRITE))
-            if not self._segments.bind(request.segment_id):
-                raise InvalidArgumentError(refused)
             until = time.monotonic() + left_s
             opened = self._rdma.open_segment(request.session_id, request.segment_id, epoch, writable, until)
+            # Last: it is bound for good, and nobody has been told of the keys.
+            if not self._segments.bind(request.segment_id):
+                self._rdma.forget_segment(request.segment_id)
+                raise InvalidArgumentError(refused)
             if request.segment_id not in self._segments.ids():  # dropped meanwhile
                 self._rdma.forget_segment(request.segment_id)
                 raise NotFoundError(f"segment {request.segment_id:016x} was dropped")

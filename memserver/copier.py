@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from memserver.engine import CopyState, Engine
+from memserver.threads import begin
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
 
@@ -56,9 +57,7 @@ class Copier:
                 if known is None or known.epoch < epoch:
                     self._copies[segment_id] = _Copy(epoch, time.monotonic())
             if self._copies and self._thread is None and not self._stopping:
-                thread = threading.Thread(target=self._run, name="copier", daemon=True)
-                thread.start()
-                self._thread = thread  # not before: if no thread can be had, the next call tries again
+                self._thread = begin(self._run, "copier")
             self._lock.notify_all()
 
     def forget(self, segment_id: int) -> None:

@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass, field
 
 from memserver.engine import CHUNK_BYTES_MAX, Engine, HeldSegment, NotReadyError, Slots
+from memserver.threads import begin
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
 from smb.transport.verbs.progress_thread import Progress
 from smb.transport.verbs.queue_pair import (
@@ -275,7 +276,7 @@ class Rdma:
             try:
                 moving = self._moving()  # before the peer: where it can't be had, nothing of that is left
                 peer = _Peer(self._engine, session.domain)
-            except (NoDeviceError, OSError) as error:
+            except (NoDeviceError, OSError, RuntimeError) as error:  # the last: there is no thread
                 raise UnavailableError(str(error)) from error
             try:
                 peer.queue.connect(client)
@@ -389,9 +390,7 @@ class Rdma:
     def _end_in_time(self) -> None:
         with self._lock:
             if self._ending is None and not self._stopping:
-                ending = threading.Thread(target=self._end_expired, name="rdma-keys", daemon=True)
-                ending.start()
-                self._ending = ending  # not before: if no thread can be had, the next call tries again
+                self._ending = begin(self._end_expired, "rdma-keys")
         self._look.set()
 
     def _end_expired(self) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 
+from memserver.threads import begin
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import ITEMS_MAX
 from smb.security.credentials import CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, Credentials
@@ -61,9 +62,7 @@ class Relays:
         with self._lock:
             self._wanted = json.dumps(told) + "\n" if told else ""
             if self._thread is None and told:
-                thread = threading.Thread(target=self._run, name="relays", daemon=True)
-                thread.start()
-                self._thread = thread  # not before: if no thread can be had, the next call tries again
+                self._thread = begin(self._run, "relays")
         self._changed.set()
 
     def reports(self) -> list[pb.MirrorReport]:
@@ -143,5 +142,5 @@ class Relays:
                 ]
                 with self._lock:
                     before, self._reports = self._reports, reports
-                if {report.name for report in before} != {report.name for report in reports}:
+                if {report.id for report in before} != {report.id for report in reports}:
                     self.on_news()

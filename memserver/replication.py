@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 from memserver.copier import Copier
 from memserver.engine import Engine, ReplicaStatus
+from memserver.threads import begin
 from smb.config.parse import parse_address
 from smb.engine import Status, Tls, status_name
 from smb.errors import Error, InvalidArgumentError, NotFoundError
@@ -139,9 +140,7 @@ class Replication:
     def _start(self) -> None:
         """With the lock."""
         if self._thread is None and not self._stopping:
-            thread = threading.Thread(target=self._run, name="replication", daemon=True)
-            thread.start()
-            self._thread = thread  # not before: if no thread can be had, the next roles try again
+            self._thread = begin(self._run, "replication")
         self._engine.wake_replicas()  # a peer may have another address by now
 
     def _run(self) -> None:

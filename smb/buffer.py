@@ -323,12 +323,13 @@ class Buffer:
             self._dispatcher.call(Request(_ACCUMULATE, start, nbytes, sink=sink, op=number), fence=fence)
             return cast("Array | None", result)
         # Before the lock: an earlier async call with this residual takes that, too.
-        self._dispatcher.wait_turn(Request(_ACCUMULATE, start, nbytes), Deadline(self._session.timeout))
+        deadline = Deadline(self._session.timeout)
+        self._dispatcher.wait_turn(Request(_ACCUMULATE, start, nbytes), deadline)
         with feedback.lock:
             sending = feedback.take(arrays.as_float32(owner), offset, scale, wires)
             request = Request(_ACCUMULATE, start, nbytes, memory_of(sending.values), sink, op=number, wire=wires)
             try:
-                self._dispatcher.call(request, fence=fence, in_turn=True)
+                self._dispatcher.call(request, fence=fence, deadline=deadline, in_turn=True)
             except BaseException as error:
                 if not leave_to_settle(error, self._session, self._dispatcher, sending):
                     sending.undo()

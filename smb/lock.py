@@ -87,9 +87,14 @@ class Lock:
             ) from error
         self._token, self._lost = reply.a, False
         self._expires = time.monotonic() + self._ttl_ms / 1000
-        if self._others:
-            self._raise_fences(asked)
-        self._renewals.add(self, self._ttl_ms / 1000 / _RENEWALS_PER_TTL)
+        try:
+            if self._others:  # before anything is done under the lock: lower tokens are to be refused
+                raise_fences(self._others, USER_LOCK, self._token, asked)
+            self._renewals.add(self, self._ttl_ms / 1000 / _RENEWALS_PER_TTL)
+        except BaseException:
+            token, self._token = self._token, 0
+            self._home.ask(f"release of {asked}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+            raise
         return self
 
     def release(self) -> None:
@@ -167,12 +172,3 @@ class Lock:
             f"{call} of lock {self._home.what}: its lease of {self._ttl_ms / 1000:g} s ran out before it was renewed; "
             f"another may hold it now; what you did under it without fence= may have met others' changes"
         )
-
-    def _raise_fences(self, asked: str) -> None:
-        """Tell the other segments, before anything is done under the lock, that lower tokens are to be refused."""
-        try:
-            raise_fences(self._others, USER_LOCK, self._token, asked)
-        except BaseException:
-            token, self._token = self._token, 0
-            self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))
-            raise

@@ -92,7 +92,7 @@ class _Call:
     failed. `result` is the future's if the engine succeeds.
     """
 
-    __slots__ = ("future", "go_on", "keeps", "result", "tag", "turns", "window")
+    __slots__ = ("begun", "future", "go_on", "keeps", "result", "tag", "turns", "window")
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class _Call:
         self.result = result
         self.keeps = keeps  # what the engine uses
         self.future = _Future(calls, self.tag)
+        self.begun = False  # by a thread
 
 
 class AsyncCalls:
@@ -122,7 +123,7 @@ class AsyncCalls:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
-        self._watched = False
+        self._watching: object | None = None  # stands for the watch that there is
         self._calls: dict[int, _Call] = {}  # of the engine, by tag
         self._running: set[_Call] = set()  # on the executor
 
@@ -197,13 +198,12 @@ class AsyncCalls:
             call.turns.quiet.open = False
             call.turns.pending += 1
             self._calls[call.tag] = call
-            if not self._watched:
+            if self._watching is None:
                 try:
                     self._start_watch()
                 except RuntimeError as error:
                     self._leave(self._calls.pop(call.tag))
                     raise Error(f"{error}: nobody would tell of the end of async calls; nothing was done") from error
-                self._watched = True
         try:
             begin()
         except EngineError as error:
@@ -219,10 +219,19 @@ class AsyncCalls:
     def _start_watch(self) -> None:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(_RUNNING_MAX + 1, "smb-async", _enter)
+        watching = object()
         try:
-            self._executor.submit(self._watch)
-        except RuntimeError:  # at the process's end
-            threading.Thread(target=self._watch, name="smb-async").start()
+            self._executor.submit(self._watch, watching)
+        except RuntimeError:  # at the process's end; or there is no thread, and what was submitted waits for one
+            watching = object()
+            try:
+                threading.Thread(target=self._watch, args=(watching,), name="smb-async").start()
+            except RuntimeError:
+                # Its first thread would do what waits, and it would take that thread for a free one ever after.
+                self._executor.shutdown(wait=False)
+                self._executor = None
+                raise
+        self._watching = watching
 
     def _leave(self, call: _Call) -> None:
         """It is not in the engine's order any more; with the lock held."""
@@ -276,17 +285,24 @@ class AsyncCalls:
 
         Inside an async call, or a callback of its future, it does not wait: this thread is one of those.
         """
+        inside = getattr(_here, "inside", False)
         if self._executor is not None:
-            self._executor.shutdown(wait=not getattr(_here, "inside", False))
+            self._executor.shutdown(wait=not inside)
+        if self._running and not inside:
+            wait_for([call.future for call in list(self._running)])  # on one that is there no more
 
-    def _watch(self) -> None:
-        """Complete the futures of what the engine has done, until no call is left."""
+    def _watch(self, watching: object) -> None:
+        """Complete the futures of what the engine has done, until no call is left. One at a time: who is not the one
+        that there is, as its start had failed, does nothing."""
+        with self._lock:
+            if self._watching is not watching:
+                return
         while True:
             self._operations.await_event(_WATCH_MS if self._calls else _LINGER_MS)
             taken = self._operations.take()
             with self._lock:
                 if not taken and not self._calls:
-                    self._watched = False
+                    self._watching = None
                     return
                 events = [(self._take(one), one) for one in taken]
             for call, one in events:
@@ -316,10 +332,14 @@ class AsyncCalls:
         try:
             assert self._executor is not None
             self._executor.submit(self._run, call, one)
-        except RuntimeError:  # at the process's end no thread can be had: this one is the last
+        except RuntimeError:  # no thread can be had, as at the process's end; one that comes later does nothing
             self._run(call, one)
 
     def _run(self, call: _Call, one: AsyncEvent) -> None:
+        with self._lock:
+            if call.begun:
+                return
+            call.begun = True
         call.future.set_running_or_notify_cancel()
         result: Any = None
         error: BaseException | None = None

@@ -57,7 +57,11 @@ class Renewals:
             self._due[id(lock)] = (at, every_s, weakref.ref(lock))
             if self._thread is None and not self._closed:
                 thread = threading.Thread(target=self._run, name="smb-locks", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    del self._due[id(lock)]
+                    raise Error(f"{error}: nobody would renew the lock") from error
                 self._thread = thread  # not before: if no thread can be had, the next lock tries again
             elif at < self._wakes_at:
                 self._changed.notify()

@@ -75,7 +75,7 @@ class Nearest:
         self._left: dict[str, float] = {}  # mirrors that gave nothing, and when they were left
         self._mirror: Buffer | None = None
         self._looked = 0.0
-        self._waited = 0  # what `wait` returned last: a read that follows gives no older one, whichever mirror is near
+        self._waited = 0  # the latest that `wait` returned: a read that follows gives no older one, from any mirror
 
     def beside(self, other: Buffer) -> Nearest:
         """Return the same reader's choice of another buffer."""
@@ -126,8 +126,9 @@ class Nearest:
 
     def wait(self, generation: int, timeout: float | None) -> int:
         """Wait until that or a later one can be read; return the latest there."""
-        self._waited = self._await_anywhere(generation, timeout)
-        return self._waited
+        found = self._await_anywhere(generation, timeout)
+        self._waited = max(self._waited, found)
+        return found
 
     def _await_anywhere(self, generation: int, timeout: float | None) -> int:
         end = None if timeout is None else time.monotonic() + timeout

@@ -330,8 +330,7 @@ class Group:
         except RefusedContributionError as error:
             self.guard_fired = str(error)
             self.member.add(t.REFUSED, 1)
-            with contextlib.suppress(Error):  # the next report has it too; the caller must learn of the refusal
-                self.member.report()
+            self.report()
             raise
         if not whole:
             return
@@ -349,7 +348,14 @@ class Group:
         self.member.add(t.CONTRIBUTIONS, contributions)
         self.count_samples(samples)
         self.member.add(t.BYTES, nbytes)
-        self.member.report()
+        self.report()
+
+    def report(self) -> None:
+        """Write the member's statistics into the table. Where that fails the next report has them: what was sent, or
+        refused, is not to be done again for that. One small call.
+        """
+        with contextlib.suppress(Error):
+            self.member.report()
 
 
 def wake(tick: Buffer, lease: float) -> int:

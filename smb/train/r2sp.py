@@ -299,11 +299,11 @@ class Passer:
         except Error as error:
             _log.warning("training %r: the turn could not be passed on: %s; tried again", self._name, error)
         with self._changed:
-            self._due = turn, updated, due
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="smb-turn", daemon=True)
                 thread.start()
-                self._thread = thread  # not before: if no thread can be had, the next turn tries again
+                self._thread = thread  # not before, nor is it due: if no thread can be had the turn is ours still
+            self._due = turn, updated, due
             self._changed.notify_all()
 
     def finish(self) -> None:

@@ -36,3 +36,26 @@ def test_samples_of_a_step_that_is_made_again(
         values += 1
         worker.step(samples=8)
         assert (worker.status.samples, worker.status.contributions) == (16, 2)
+
+
+@pytest.mark.parametrize("scheme", [smb.train.ASP(), smb.train.SSP(staleness=2), smb.train.BSP()])
+def test_a_step_whose_report_failed_is_no_other(
+    connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch, scheme: smb.train.Scheme
+) -> None:
+    """What it sent was in the model; made again it counted once more. The next report says what this one could not."""
+    values = np.zeros(100, np.float32)
+    with smb.train.join(connect(), "run", values, scheme) as worker:
+        member = worker._group.member
+        report, failures = member.report, [smb.UnavailableError("away")]
+
+        def report_or_not() -> None:
+            if failures:
+                raise failures.pop()
+            report()
+
+        monkeypatch.setattr(member, "report", report_or_not)
+        for _ in range(2):
+            values += 1
+            worker.step(samples=8)
+        assert not failures
+        assert (worker.status.samples, worker.status.contributions) == (16, 2)

@@ -13,6 +13,7 @@ import pytest
 
 import smb
 from tests.support.daemons import DEADLINE_S, wait_for
+from tests.support.transports import SLOWNESS
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, times: int = 1 << 30) -> list[str]:
@@ -53,16 +54,25 @@ def test_async_calls_go_on_once_there_are_threads(
     with pytest.raises(smb.Error, match="can't start new thread"):
         buffer.accumulate_async(np.ones(1000, np.float32))
     assert len(refused) == 2
-    buffer.accumulate_async(np.ones(1000, np.float32)).result(DEADLINE_S)
-    assert (buffer.read() == 1).all()
+    # What ran behind another watch, which waited for it, never ran.
+    gate = threading.Event()
+    held = [buffer.submit(gate.wait) for _ in range(2)]
+    added = [buffer.accumulate_async(np.ones(1000, np.float32)) for _ in range(3)]
+    gate.set()
+    for each in (*held, *added):
+        each.result(DEADLINE_S)
+    assert (buffer.read() == 3).all()
 
 
 def test_a_callback_that_leaves_keeps_no_other_call(connect: Callable[..., smb.Client]) -> None:
     """sys.exit() in it ended the thread that tells of all calls."""
     buffer = connect("tcp").create("w", 1000)
     buffer.read()
+    gate = threading.Event()
+    buffer.submit(gate.wait)  # so that the callback is there before the read is done
     first = buffer.read_async()
     first.add_done_callback(lambda _: sys.exit(3))
+    gate.set()
     first.result(DEADLINE_S)
     for _ in range(3):
         buffer.read_async().result(DEADLINE_S)
@@ -73,10 +83,23 @@ def test_locks_are_renewed_without_a_thread_each(
 ) -> None:
     client = connect("tcp")
     buffer, other = client.create("w", 1000), connect("tcp")
-    with buffer.lock(ttl=1.0) as lock:
+    with buffer.lock(ttl=3.0 * SLOWNESS) as lock:
         refused = refuse(monkeypatch, "smb-renewal")
-        wait_for(lambda: len(refused) > 6, "renewals past the lock's time", DEADLINE_S)
+        wait_for(lambda: len(refused) > 4, "renewals past the lock's time", 3 * DEADLINE_S)
         assert lock.held
         with pytest.raises(smb.TimeoutError):
             other.open("w").lock(ttl=1.0, timeout=0.0).acquire()
         buffer.write(np.ones(1000, np.float32), fence=lock)
+
+
+def test_a_lock_that_nobody_would_renew_is_given_back(
+    connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was held until its time was over, and this object could take it no more."""
+    lock = connect("tcp").create("w", 1000).lock(ttl=30.0, timeout=0.0)
+    refused = refuse(monkeypatch, "smb-locks", 1)
+    with pytest.raises(smb.Error, match="nobody would renew"):
+        lock.acquire()
+    assert refused
+    with lock:
+        assert lock.held

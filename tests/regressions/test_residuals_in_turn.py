@@ -34,16 +34,19 @@ def test_a_blocking_call_follows_an_async_one(connect: Callable[..., smb.Client]
 
 def test_an_async_call_that_does_not_end(connect: Callable[..., smb.Client]) -> None:
     """The blocking one gives up, with nothing applied, and the residual as it was."""
-    buffer = connect("tcp", timeout=2).create("w", SIZE)
+    connect("tcp").create("w", SIZE)
+    buffer = connect("tcp", timeout=3).open("w")
     residual, gate = smb.ErrorFeedback(buffer), threading.Event()
     stuck = buffer.submit(gate.wait)
-    with pytest.raises(smb.TimeoutError, match="earlier async call") as caught:
-        buffer.accumulate(np.ones(SIZE, np.float32), feedback=residual)
-    assert caught.value.outcome == "not applied"
-    assert buffer.settle(caught.value) == [range(SIZE)]
-    assert not residual.residual.any()
-    gate.set()
-    assert stuck.result()
+    try:
+        with pytest.raises(smb.TimeoutError, match="earlier async call") as caught:
+            buffer.accumulate(np.ones(SIZE, np.float32), feedback=residual)
+        assert caught.value.outcome == "not applied"
+        assert buffer.settle(caught.value) == [range(SIZE)]
+        assert not residual.residual.any()
+    finally:
+        gate.set()
+    assert stuck.result(60)
 
 
 def test_a_refused_fence_leaves_the_residual(connect: Callable[..., smb.Client]) -> None:

@@ -52,6 +52,7 @@ def test_a_mirror_that_is_behind_what_was_waited_for(
             assert not follower.source
             beside[:] = ["server-1"]
             assert follower._nearest.buffer().name == f"{NAME}.mirror.server-1"
+            assert follower.wait(timeout=DEADLINE_S) >= 1  # the mirror's; what was told before counts still
             with follower.pin() as generation:
                 assert (generation.number, generation["w"][0].item()) == (2, 2.0)
             assert follower.state_dict()["w"][0].item() == 2.0

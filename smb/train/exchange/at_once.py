@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,16 +21,23 @@ def is_remote(buffer: Buffer) -> bool:
 
 
 def begin(call: Callable[[], Result], pool: ThreadPoolExecutor = _chains) -> Future[Result]:
-    """Begin a call, or several in it, in a thread of its own; at the interpreter's exit do it here."""
-    try:
-        return pool.submit(call)
-    except RuntimeError:  # the pool takes no more
-        done: Future[Result] = Future()
+    """Begin a call, or several in it, in a thread of its own; where none can be had do it here."""
+    done: Future[Result] = Future()
+    claim = threading.Lock()
+
+    def run() -> None:
+        if not claim.acquire(blocking=False):
+            return
         try:
             done.set_result(call())
         except BaseException as error:  # noqa: BLE001 - result() raises it
             done.set_exception(error)
-        return done
+
+    try:
+        pool.submit(run)
+    except RuntimeError:  # the pool takes no more, or has taken it and has no thread for it: then it may still run it
+        run()
+    return done
 
 
 def at_once(calls: Sequence[Callable[[], Any]], *, remote: bool) -> list[Any]:

@@ -238,7 +238,7 @@ class RoundExchange(Exchange):
         self._group.count_samples(self._samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes)
         self._steps = self._samples = 0
-        self._group.member.report()
+        self._group.report()
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
@@ -295,7 +295,7 @@ class RoundExchange(Exchange):
         self._group.count_samples(samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes + self._group.weights.nbytes)
         # The first is done in this thread, the only one that may touch the parameters.
-        at_once([lambda: self._take_over(self._word), self._group.member.report], remote=self._group.remote)
+        at_once([lambda: self._take_over(self._word), self._group.report], remote=self._group.remote)
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused

@@ -172,7 +172,7 @@ class FragmentExchange(RoundExchange):
         group.count_samples(self._samples)
         self._samples = 0
         group.member.add(t.BYTES, round(sent * WIRE_BYTES[group.weights.wire] + self._received))
-        self._report = _Background(group.member.report)
+        self._report = _Background(group.report)
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused

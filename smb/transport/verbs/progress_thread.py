@@ -80,7 +80,12 @@ class Progress:
         self._stopping = False
         self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake)
+            self._epoll.close()
+            raise
 
     def add(self, relay: Relay) -> None:
         """Move this one too, from now on; once all are closed, close it."""

@@ -52,8 +52,8 @@ def test_a_thread_that_could_not_be_started_is_tried_again(monkeypatch: pytest.M
     else:
         ours = Relays("127.0.0.1:1", "server", None)
         take = lambda: ours.take([pb.MirrorTask(name="m", source="s", id=1)])  # noqa: E731
-    with pytest.raises(RuntimeError):
-        take()
+    take()  # what it is told beside that counts, and the next renewal comes soon
+    assert not ran.is_set()
     take()
     assert ran.wait(30)
     assert refused == [kind]
