@@ -491,14 +491,18 @@ class Dispatcher:
         while True:
             self.session.check_open()
             asked = self._ask_first
-            if asked:
-                self._refresh(deadline)
+            told = asked and self._refresh(deadline)
             try:
                 return attach(deadline)
-            except (TransportError, PermissionDeniedError):
+            except (TransportError, PermissionDeniedError) as error:
                 self._ask_first = True
                 if asked and not self._has_moved(deadline):
-                    raise
+                    # A right is for the roles of copies, of which a server hears a moment later than we.
+                    early = told and self.info.movable and isinstance(error, PermissionDeniedError)
+                    if not early or deadline.left() <= pause:
+                        raise
+                    time.sleep(pause)
+                    pause = min(2 * pause, _RETRY_MAX_S)
             except UnavailableError as error:
                 self._ask_first = True
                 lost = LOST in str(error)

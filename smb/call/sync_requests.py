@@ -237,9 +237,14 @@ class Home:
             try:
                 self._link = self._client.reach_waits(self._place, deadline)
             except (PermissionDeniedError, UnavailableError, TransportError) as error:
-                if isinstance(error, PermissionDeniedError) and self.follow():
-                    continue  # a server does not say of what it has no more
-                if deadline.left() <= _RETRY_S or not isinstance(error, UnavailableError):
+                patient = isinstance(error, UnavailableError)
+                if isinstance(error, PermissionDeniedError):
+                    elsewhere = self.follow()
+                    if elsewhere:
+                        continue  # a server does not say of what it has no more
+                    # A right is for the roles of copies, of which a server hears a moment later than we.
+                    patient = elsewhere is False and self._place.epoch > 0
+                if deadline.left() <= _RETRY_S or not patient:
                     raise type(error)(f"{asked}: {error}") from error
                 time.sleep(_RETRY_S)
                 with contextlib.suppress(UnavailableError, TimeoutError):  # then it may still be where it was
