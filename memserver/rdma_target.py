@@ -297,6 +297,8 @@ class Rdma:
         Raises NotFoundError, InvalidArgumentError (of another epoch), TransportError, NotReadyError (the session has no
         connection here, as after a restart).
         """
+        if until != math.inf:
+            self._have_keys_end()
         with self._lock:
             session = self._sessions.get(session_id)
         if session is None:
@@ -312,8 +314,7 @@ class Rdma:
                 known = self._register(session.domain, segment_id, epoch, writable)
                 session.segments[segment_id] = known
             known.until = max(known.until, until)
-        if until != math.inf:
-            self._end_in_time()
+        self._look.set()
         form, held = known.held.form, known.held
         if form.epoch != epoch:
             raise InvalidArgumentError(f"segment {segment_id:016x} is of epoch {form.epoch}, not {epoch}")
@@ -387,11 +388,13 @@ class Rdma:
         if self._progress is not None:
             self._progress.close()
 
-    def _end_in_time(self) -> None:
+    def _have_keys_end(self) -> None:
+        """Begin to end keys with their tokens. Raises UnavailableError: without that there are none."""
         with self._lock:
             if self._ending is None and not self._stopping:
                 self._ending = begin(self._end_expired, "rdma-keys")
-        self._look.set()
+                if self._ending is None:
+                    raise UnavailableError("this memory server has no thread that would end RDMA keys in time")
 
     def _end_expired(self) -> None:
         while not self._stopping:

@@ -123,7 +123,7 @@ class AsyncCalls:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
-        self._watching: object | None = None  # stands for the watch that there is
+        self._watching: threading.Event | None = None  # the watch that there is; set at its end
         self._calls: dict[int, _Call] = {}  # of the engine, by tag
         self._running: set[_Call] = set()  # on the executor
 
@@ -217,21 +217,27 @@ class AsyncCalls:
             raise
 
     def _start_watch(self) -> None:
+        watching = threading.Event()
+        if not self._submit(self._watch, watching):
+            watching = threading.Event()
+            threading.Thread(target=self._watch, args=(watching,), name="smb-async").start()
+        self._watching = watching
+
+    def _submit(self, call: Callable[..., None], *arguments: object) -> bool:
+        """Have a thread do it. False: none can be had, as at the process's end. With the lock held.
+
+        The executor has taken it all the same. Its next thread would do it, and be taken for a free one ever after. So
+        that executor goes: it ends with what its threads do.
+        """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(_RUNNING_MAX + 1, "smb-async", _enter)
-        watching = object()
         try:
-            self._executor.submit(self._watch, watching)
-        except RuntimeError:  # at the process's end; or there is no thread, and what was submitted waits for one
-            watching = object()
-            try:
-                threading.Thread(target=self._watch, args=(watching,), name="smb-async").start()
-            except RuntimeError:
-                # Its first thread would do what waits, and it would take that thread for a free one ever after.
-                self._executor.shutdown(wait=False)
-                self._executor = None
-                raise
-        self._watching = watching
+            self._executor.submit(call, *arguments)
+        except RuntimeError:
+            self._executor.shutdown(wait=False)
+            self._executor = None
+            return False
+        return True
 
     def _leave(self, call: _Call) -> None:
         """It is not in the engine's order any more; with the lock held."""
@@ -285,15 +291,22 @@ class AsyncCalls:
 
         Inside an async call, or a callback of its future, it does not wait: this thread is one of those.
         """
-        inside = getattr(_here, "inside", False)
+        if getattr(_here, "inside", False):
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)
+            return
+        watching = self._watching
+        if watching is not None:
+            watching.wait()
         if self._executor is not None:
-            self._executor.shutdown(wait=not inside)
-        if self._running and not inside:
-            wait_for([call.future for call in list(self._running)])  # on one that is there no more
+            self._executor.shutdown()
+        if self._running:
+            wait_for([call.future for call in list(self._running)])  # on an executor that has gone
 
-    def _watch(self, watching: object) -> None:
+    def _watch(self, watching: threading.Event) -> None:
         """Complete the futures of what the engine has done, until no call is left. One at a time: who is not the one
         that there is, as its start had failed, does nothing."""
+        _enter()
         with self._lock:
             if self._watching is not watching:
                 return
@@ -303,6 +316,7 @@ class AsyncCalls:
             with self._lock:
                 if not taken and not self._calls:
                     self._watching = None
+                    watching.set()
                     return
                 events = [(self._take(one), one) for one in taken]
             for call, one in events:
@@ -329,11 +343,10 @@ class AsyncCalls:
             self._end(call, one)
             call.future.end_cancelled()
             return
-        try:
-            assert self._executor is not None
-            self._executor.submit(self._run, call, one)
-        except RuntimeError:  # no thread can be had, as at the process's end; one that comes later does nothing
-            self._run(call, one)
+        with self._lock:
+            taken = self._submit(self._run, call, one)
+        if not taken:
+            self._run(call, one)  # before a thread of that executor
 
     def _run(self, call: _Call, one: AsyncEvent) -> None:
         with self._lock:

@@ -354,8 +354,10 @@ class Group:
         """Write the member's statistics into the table. Where that fails the next report has them: what was sent, or
         refused, is not to be done again for that. One small call.
         """
-        with contextlib.suppress(Error):
+        try:
             self.member.report()
+        except Error as error:
+            _log.debug("training %r: %s", self.name, error)
 
 
 def wake(tick: Buffer, lease: float) -> int:

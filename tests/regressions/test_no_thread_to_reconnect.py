@@ -64,6 +64,25 @@ def test_async_calls_go_on_once_there_are_threads(
     assert (buffer.read() == 3).all()
 
 
+def test_a_call_that_found_no_thread_keeps_no_later_one(
+    connect: Callable[..., smb.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done where the ends of others are told. A later one had a thread that was taken for a free one."""
+    client = connect("tcp")
+    buffer = client.create("w", 1000)
+    buffer.read()
+    refused = refuse(monkeypatch, "smb-async_1", 1)
+    assert buffer.submit(lambda: 7).result(DEADLINE_S) == 7
+    assert refused
+    wait_for(lambda: client._session.calls._watching is None, "the watch has ended", DEADLINE_S)
+    gate = threading.Event()
+    held, added = buffer.submit(gate.wait), buffer.accumulate_async(np.ones(1000, np.float32))
+    gate.set()
+    assert held.result(DEADLINE_S)
+    added.result(DEADLINE_S)
+    assert (buffer.read() == 1).all()
+
+
 def test_a_callback_that_leaves_keeps_no_other_call(connect: Callable[..., smb.Client]) -> None:
     """sys.exit() in it ended the thread that tells of all calls."""
     buffer = connect("tcp").create("w", 1000)

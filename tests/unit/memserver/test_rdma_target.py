@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -32,3 +34,15 @@ def test_a_connection_that_could_not_be_made_leaves_nothing(monkeypatch: pytest.
     assert engine.take_slots.call_count == slots.close.call_count == queue.close.call_count
     assert engine.take_slots.call_count == (missing == "socket")
     assert ours.connections() == 0
+
+
+def test_no_keys_that_nobody_would_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be had a segment is not opened: its keys would be good past the token's end."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ours = Rdma(Mock(), 1, None)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(UnavailableError, match="end RDMA keys in time"):
+        ours.open_segment(7, 1, 1, writable=True, until=time.monotonic() + 10)
