@@ -99,7 +99,7 @@ lock: $(VENV)/test-installed
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
 # built for that and run under qemu, about 5 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
 c-test: libssl
-	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@tests/engine/c/aarch64.py setup $(if $(VM),--vm)))
+	$(if $(filter command,$(origin ARCH)),$(if $(filter aarch64,$(ARCH)),@$(PYTHON) -m tests.engine.c.aarch64 setup $(if $(VM),--vm)))
 	@$(call step,$(MAKE) --no-print-directory -C tests/engine/c check $(if $(SUITES),SUITES="$(SUITES)") $(if $(BUILDS),BUILDS="$(BUILDS)"), \
 		the C tests. One of them: make c-test SUITES=test_frame)
 

@@ -1,7 +1,7 @@
 """A throw-away virtual machine with two software RDMA devices, for machines that have none.
 
-    vm.py setup                     install what it needs (Debian; as root or with sudo), make kernel and initial files
-    vm.py run [OPTION...] -- COMMAND [ARGUMENT...]
+    python -m tests.verbs.vm setup  install what it needs (Debian; as root or with sudo), make kernel and initial files
+    python -m tests.verbs.vm run [OPTION...] -- COMMAND [ARGUMENT...]
                                     run a command inside; its output and exit status come out
 
 Debian's own kernel (it has rdma_rxe), emulated by qemu: no KVM and no rights are needed. The guest sees this machine's
@@ -29,6 +29,8 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.packages import PackagesError, install
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "soft-memory-box/verbs-vm"
@@ -80,30 +82,12 @@ class VmError(Exception):
         self.status = status
 
 
-def missing_packages() -> list[str]:
-    """Return the Debian packages that are not installed."""
-    if not shutil.which("dpkg-query"):
-        raise VmError(127, "this is no Debian: its packages and its kernel are what the virtual machine is made of")
-    command = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *PACKAGES]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
-    installed = {line.split()[0] for line in shown.splitlines() if line.endswith(" installed")}
-    return [package for package in PACKAGES if package not in installed]
-
-
 def install_packages() -> None:
-    """Install the Debian packages that are missing."""
-    wanted = missing_packages()
-    if not wanted:
-        return
-    root = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    if root and not shutil.which("sudo"):
-        raise VmError(127, f"not root, and no sudo: as root, apt-get install {' '.join(wanted)}")
-    apt = [*root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
-    for command in (["update"], ["install", "-y", "--no-install-recommends", *wanted]):
-        if subprocess.run([*apt, *command], stdout=subprocess.DEVNULL, check=False).returncode:
-            raise VmError(
-                127, f"'{shlex.join([*apt, *command])}' failed: root or sudo, and a package mirror, are needed"
-            )
+    """Install the Debian packages that are missing. Raises VmError."""
+    try:
+        install(PACKAGES)
+    except PackagesError as error:
+        raise VmError(127, str(error)) from error
 
 
 def recipe() -> str:

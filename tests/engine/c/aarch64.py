@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """The C tests built for aarch64, on a machine that is not: under qemu's user mode, and in a virtual machine.
 
-    aarch64.py setup [--vm]             install what it needs (Debian; as root or with sudo)
-    aarch64.py emulate PROGRAM...       run test programs under qemu-aarch64; what it can't do is named (NOT_EMULATED)
-    aarch64.py machine PROGRAM...       run them all under Debian's arm64 kernel, emulated whole: no KVM, no rights
+    python -m tests.engine.c.aarch64 COMMAND
+
+    setup [--vm]            install what it needs (Debian; as root or with sudo)
+    emulate PROGRAM...      run test programs under qemu-aarch64; what it can't do is named (NOT_EMULATED)
+    machine PROGRAM...      run them all under Debian's arm64 kernel, emulated whole: no KVM, no rights
 
 The tests in NOT_EMULATED are tried all the same: one that passes is an error of the list.
 
@@ -27,6 +29,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+from tests.support.packages import PackagesError, install
 
 HERE = Path(__file__).resolve().parent
 # The Makefile has the same.
@@ -96,26 +100,6 @@ echo "aarch64: unpacked $*" >&2
 
 class MissingError(Exception):
     """Something is not here, and can't be had."""
-
-
-def install_packages(wanted: tuple[str, ...]) -> None:
-    """Install the Debian packages that are missing."""
-    if not shutil.which("dpkg-query"):
-        raise MissingError(f"this is no Debian: what Debian has as {', '.join(wanted)} has to be there by other ways")
-    command = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *wanted]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
-    installed = {line.split()[0] for line in shown.splitlines() if line.endswith(" installed")}
-    missing = [package for package in wanted if package not in installed]
-    if not missing:
-        return
-    by_hand = f"as root: apt-get install --no-install-recommends {' '.join(missing)}"
-    root = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    if root and not shutil.which("sudo"):
-        raise MissingError(f"neither root nor sudo; {by_hand}")
-    apt = [*root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120"]
-    for step in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
-        if subprocess.run([*apt, *step], stdout=subprocess.DEVNULL, check=False).returncode:
-            raise MissingError(f"apt-get {step[0]} failed; {by_hand}")
 
 
 def fetch(made: dict[Path, str], *packages: str) -> None:
@@ -245,12 +229,12 @@ def main() -> int:
         if given.command != "setup":
             return {"emulate": emulate, "machine": machine}[given.command](given.programs)
         if platform.machine() != "aarch64":  # there it is no other architecture
-            install_packages(PACKAGES + (VM_PACKAGES if given.vm else ()))
+            install(PACKAGES + (VM_PACKAGES if given.vm else ()))
             fetch({CACHE / "openssl": "usr"}, "libssl-dev")
             if given.vm:
                 guest = {CACHE / "vmlinuz": "boot/vmlinuz-*", CACHE / "busybox": "bin/busybox"}
                 fetch(guest, "--kernel", "busybox-static")
-    except MissingError as error:
+    except (MissingError, PackagesError) as error:
         print(f"aarch64: {error}", file=sys.stderr)
         return 127
     return 0

@@ -1,0 +1,89 @@
+"""tests/support/packages.py: what is missing is installed, whole, and apt's own reason is given where it is not.
+
+dpkg-query and apt-get are programs of a few lines here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemons import wait_for
+from tests.support.packages import PackagesError, install
+
+ROOT = Path(__file__).parents[3]
+
+
+class Debian:
+    """A folder of programs that stand for Debian's; `asked` has apt-get's words."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.asked = folder, folder / "asked"
+        self.asked.touch()
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        self.program("dpkg-query", "echo 'here installed'; echo 'removed config-files'")
+
+    def program(self, name: str, script: str) -> None:
+        path = self.folder / name
+        path.write_text(f"#!/bin/sh\ncd {self.folder}\n{script}\n")
+        path.chmod(0o755)
+
+    def apt_get(self, install: str) -> None:
+        self.program("apt-get", f'echo "$*" >>asked\ncase "$*" in *install*) {install} ;; esac')
+
+
+@pytest.fixture
+def debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Debian:
+    return Debian(tmp_path, monkeypatch)
+
+
+def test_what_is_missing_is_installed(debian: Debian) -> None:
+    debian.apt_get("")
+    install(["here", "removed", "new"])
+    update, words = debian.asked.read_text().splitlines()
+    assert update.endswith("update")
+    assert words.endswith("install -y --no-install-recommends removed new")
+
+
+def test_nothing_is_asked_of_apt_where_nothing_is_missing(debian: Debian) -> None:
+    debian.apt_get("")
+    install(["here"])
+    assert debian.asked.read_text() == ""
+
+
+def test_apts_own_reason_is_given(debian: Debian) -> None:
+    """Of a dpkg that had been interrupted the message said that a package mirror was needed."""
+    debian.apt_get("echo 'W: old lists' >&2; echo \"E: you must run 'dpkg --configure -a'\" >&2; exit 100")
+    with pytest.raises(PackagesError, match=r"install .* new' failed: E: you must run 'dpkg --configure -a'$"):
+        install(["new"])
+
+
+def test_a_failure_without_a_word_is_one(debian: Debian) -> None:
+    debian.apt_get("exit 7")
+    with pytest.raises(PackagesError, match="exit status 7"):
+        install(["new"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_half_installed(debian: Debian, number: signal.Signals) -> None:
+    """subprocess.run killed apt-get, with dpkg at work, and every later installation failed."""
+    loop = "while ! [ -e told ]; do sleep 0.1; done"
+    debian.apt_get(f"trap 'touch told' INT; touch begun; {loop}; sleep 1; touch whole")
+    code = "import os; os.geteuid = lambda: 0; from tests.support.packages import install; install(['new'])"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as ours:
+        wait_for(lambda: (debian.folder / "begun").exists(), "apt-get has begun")
+        if number == signal.SIGINT:
+            os.killpg(ours.pid, number)  # as a terminal does: apt-get has it, too
+        else:
+            ours.send_signal(number)  # as make passes it on
+            (debian.folder / "told").touch()
+        said = ours.communicate(timeout=60)[1]
+    assert (debian.folder / "whole").exists(), said
+    assert ours.returncode == -number, said  # put off, not lost
