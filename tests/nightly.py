@@ -29,7 +29,7 @@ from tests.support.leftovers import Watch, adopt_orphans
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-END_S = 120  # for tests to take down what they started, and for dpkg to finish, once they were told to end
+END_S = 60  # for tests to take down what they started, and for dpkg to finish, once they were told to end
 LINGER_S = 10  # for daemons to notice that their owner has gone
 PASSED, FAILED, HUNG, LEFT, INTERRUPTED, NOT_RUN = "passed", "FAILED", "HUNG", "LEFT THINGS", "interrupted", "not run"
 ENDED = (PASSED, FAILED, HUNG, LEFT)

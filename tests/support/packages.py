@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -20,8 +20,8 @@ class PackagesError(Exception):
 def install(wanted: Sequence[str]) -> None:
     """Install those of the packages that are missing, as root or with sudo. Blocks.
 
-    Ctrl-C ends a download, but is put off while packages are unpacked and configured: one that is half installed makes
-    every later installation fail. Raises PackagesError with the packages that are missing, and with apt's own reason.
+    A signal ends a download, but is put off while packages are unpacked and configured: if one is half installed, every
+    later installation fails. Raises PackagesError with the packages that are missing, and with apt's own reason.
     """
     if not shutil.which("dpkg-query"):
         raise PackagesError(f"this is no Debian: what Debian has as {', '.join(wanted)} has to be there by other ways")
@@ -31,27 +31,32 @@ def install(wanted: Sequence[str]) -> None:
     missing = [package for package in wanted if package not in installed]
     if not missing:
         return
-    words = ["install", "-y", "--no-install-recommends", *missing]
+    by_hand = f"as root: apt-get install --no-install-recommends {' '.join(missing)}"
     root = [] if os.geteuid() == 0 else ["sudo", "-n"]
     if root and not shutil.which("sudo"):
-        raise PackagesError(f"neither root nor sudo; as root: {shlex.join(['apt-get', *words])}")
+        raise PackagesError(f"neither root nor sudo; {by_hand}")
     apt = [*root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120"]
-    for step in (["update"], words):
-        with _signals_put_off():  # else subprocess.run would kill apt-get, with dpkg at work
-            run = subprocess.run([*apt, *step], capture_output=True, text=True, errors="replace", check=False)
-        if run.returncode:
-            raise PackagesError(f"'{shlex.join([*apt, *step])}' failed: {_reason(run)}")
+    words = ["install", "-y", "--no-install-recommends", *missing]
+    for step, whole in ((["update"], False), ([*words, "--download-only"], False), (words, True)):
+        with tempfile.TemporaryFile() as told, _signals_put_off() if whole else nullcontext():
+            # In a session of its own it has no signal of the terminal's or of a group's.
+            status = subprocess.run(
+                [*apt, *step], stdout=subprocess.DEVNULL, stderr=told, start_new_session=whole, check=False
+            ).returncode
+            told.seek(0)
+            reason = _reason(told.read().decode(errors="replace")) or f"exit status {status}"
+        if status:
+            raise PackagesError(f"apt-get {step[0]} failed: {reason}; {by_hand}")
 
 
-def _reason(run: subprocess.CompletedProcess[str]) -> str:
-    lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("E: ")] or lines[-1:]
-    return " ".join(errors) or f"exit status {run.returncode}"
+def _reason(told: str) -> str:
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    return " ".join([line for line in lines if line.startswith("E: ")] or lines[-1:])
 
 
 @contextmanager
 def _signals_put_off() -> Iterator[None]:
-    """Put off what would end this process until the block has ended. Programs that run meanwhile get their signals."""
+    """Put off what would end this process until the block has ended."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in SIGNALS}
     try:
@@ -59,5 +64,5 @@ def _signals_put_off() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+        if came:
+            signal.raise_signal(came[0])

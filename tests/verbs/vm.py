@@ -146,7 +146,7 @@ def run(
 ) -> int:
     """Run a command in a new machine, here; copy its output, return its exit status. Raises VmError."""
     if not shutil.which("qemu-system-x86_64") or not has_files():
-        raise VmError(127, f"there is no qemu, or no kernel in {CACHE}: run {Path(__file__).name} setup")
+        raise VmError(127, f"there is no qemu, or no kernel in {CACHE}: python -m tests.verbs.vm setup")
     with tempfile.TemporaryDirectory(prefix="verbs-vm-") as name:
         control = Path(name)
         shares = _write_control(control, command, writable, variables or {})

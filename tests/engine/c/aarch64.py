@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The C tests built for aarch64, on a machine that is not: under qemu's user mode, and in a virtual machine.
 
     python -m tests.engine.c.aarch64 COMMAND
@@ -124,7 +123,7 @@ def emulate(programs: list[Path]) -> int:
     """Run the programs under qemu's user mode, one after the other."""
     qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if not qemu:
-        raise MissingError("there is no qemu-aarch64-static: aarch64.py setup")
+        raise MissingError("there is no qemu-aarch64-static: python -m tests.engine.c.aarch64 setup")
     all_passed, all_failed, all_named, stale = 0, 0, 0, []
     for program in programs:
         file = f"{program.name}.c"
@@ -186,7 +185,9 @@ def initial_files(programs: list[Path]) -> bytes:
 def machine(programs: list[Path]) -> int:
     """Run the programs in a virtual machine; its console is what it says, and its last line how it went."""
     if not shutil.which("qemu-system-aarch64") or not (CACHE / "vmlinuz").exists():
-        raise MissingError("there is no qemu-system-aarch64, or no kernel for it: aarch64.py setup --vm")
+        raise MissingError(
+            "there is no qemu-system-aarch64, or no kernel for it: python -m tests.engine.c.aarch64 setup --vm"
+        )
     with tempfile.TemporaryDirectory(prefix="aarch64-vm-") as name:
         (Path(name) / "initrd").write_bytes(initial_files(programs))
         command = ["setpriv", "--pdeathsig", "KILL", "qemu-system-aarch64", "-machine", "virt", "-smp", "2"]

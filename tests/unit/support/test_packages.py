@@ -34,8 +34,12 @@ class Debian:
         path.write_text(f"#!/bin/sh\ncd {self.folder}\n{script}\n")
         path.chmod(0o755)
 
-    def apt_get(self, install: str) -> None:
-        self.program("apt-get", f'echo "$*" >>asked\ncase "$*" in *install*) {install} ;; esac')
+    def apt_get(self, download: str = "", install: str = "") -> None:
+        cases = f"*--download-only) {download} ;; *install*) {install} ;;"
+        self.program("apt-get", f'echo "$*" >>asked\ncase "$*" in {cases} esac')
+
+    def made(self, name: str) -> bool:
+        return (self.folder / name).exists()
 
 
 @pytest.fixture
@@ -44,15 +48,15 @@ def debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Debian:
 
 
 def test_what_is_missing_is_installed(debian: Debian) -> None:
-    debian.apt_get("")
+    debian.apt_get()
     install(["here", "removed", "new"])
-    update, words = debian.asked.read_text().splitlines()
+    update, _, words = debian.asked.read_text().splitlines()
     assert update.endswith("update")
     assert words.endswith("install -y --no-install-recommends removed new")
 
 
 def test_nothing_is_asked_of_apt_where_nothing_is_missing(debian: Debian) -> None:
-    debian.apt_get("")
+    debian.apt_get()
     install(["here"])
     assert debian.asked.read_text() == ""
 
@@ -60,12 +64,12 @@ def test_nothing_is_asked_of_apt_where_nothing_is_missing(debian: Debian) -> Non
 def test_apts_own_reason_is_given(debian: Debian) -> None:
     """Of a dpkg that had been interrupted the message said that a package mirror was needed."""
     debian.apt_get("echo 'W: old lists' >&2; echo \"E: you must run 'dpkg --configure -a'\" >&2; exit 100")
-    with pytest.raises(PackagesError, match=r"install .* new' failed: E: you must run 'dpkg --configure -a'$"):
+    with pytest.raises(PackagesError, match=r"install failed: E: you must run 'dpkg --configure -a'; as root: .* new$"):
         install(["new"])
 
 
 def test_a_failure_without_a_word_is_one(debian: Debian) -> None:
-    debian.apt_get("exit 7")
+    debian.apt_get(install="exit 7")
     with pytest.raises(PackagesError, match="exit status 7"):
         install(["new"])
 
@@ -73,17 +77,34 @@ def test_a_failure_without_a_word_is_one(debian: Debian) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing_half_installed(debian: Debian, number: signal.Signals) -> None:
     """subprocess.run killed apt-get, with dpkg at work, and every later installation failed."""
-    loop = "while ! [ -e told ]; do sleep 0.1; done"
-    debian.apt_get(f"trap 'touch told' INT; touch begun; {loop}; sleep 1; touch whole")
-    code = "import os; os.geteuid = lambda: 0; from tests.support.packages import install; install(['new'])"
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as ours:
-        wait_for(lambda: (debian.folder / "begun").exists(), "apt-get has begun")
-        if number == signal.SIGINT:
-            os.killpg(ours.pid, number)  # as a terminal does: apt-get has it, too
-        else:
-            ours.send_signal(number)  # as make passes it on
-            (debian.folder / "told").touch()
-        said = ours.communicate(timeout=60)[1]
-    assert (debian.folder / "whole").exists(), said
+    debian.apt_get(
+        install="touch begun; timeout 60 sh -c 'until [ -e told ]; do sleep 0.1; done'; sleep 1; touch whole"
+    )
+    with installer() as ours:
+        wait_for(lambda: debian.made("begun"), "installation has begun")
+        os.killpg(ours.pid, number)  # as a terminal does
+        (debian.folder / "told").touch()
+        said = ours.communicate(timeout=100)[1]
+    assert debian.made("whole"), said
     assert ours.returncode == -number, said  # put off, not lost
+
+
+def test_a_signal_ends_a_download(debian: Debian) -> None:
+    debian.apt_get("touch begun; exec sleep 60", "touch whole")
+    with installer() as ours:
+        wait_for(lambda: debian.made("begun"), "download has begun")
+        os.killpg(ours.pid, signal.SIGINT)
+        said = ours.communicate(timeout=30)[1]
+    assert ours.returncode == -signal.SIGINT, said
+    assert not debian.made("whole")
+
+
+def installer() -> subprocess.Popen[str]:
+    """Start install(["new"]) in a group of its own, with a terminal's signals: whoever runs tests may ignore some."""
+    code = (
+        "import os, signal; os.geteuid = lambda: 0; from tests.support.packages import SIGNALS, install\n"
+        "for number in SIGNALS: signal.signal(number, signal.SIG_DFL)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler); install(['new'])"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
