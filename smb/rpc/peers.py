@@ -110,7 +110,7 @@ class Peers:
             return call(request, timeout=timeout, metadata=metadata)
         answer = call.future(request, timeout=timeout, metadata=metadata)  # type: ignore[attr-defined]
         begun = time.monotonic()
-        other = None
+        other = failure = None
         try:
             while True:
                 look_s = max(_LOOK_S, patience_s / 2 if term else 0.0, _LOOK_PART * (time.monotonic() - begun))
@@ -119,17 +119,23 @@ class Peers:
                     # and then refuses the call: who gives up before does not know that nothing was done.
                     look_s = _LOOK_S if term else 0.0
                 try:
-                    return answer.result(timeout=look_s)
+                    failure = answer.exception(timeout=look_s)
                 except grpc.FutureCancelledError:
                     raise ValueError("the channel was closed") from None  # as a call that begins then
                 except grpc.FutureTimeoutError:
                     if other is not None:
                         raise MovedError from None
+                else:
+                    if failure is not None:
+                        raise failure
+                    return answer.result()
                 other = self._leader(but=peer, timeout=min(_PROBE_S, max(0.01, begun + timeout - time.monotonic())))
                 if other is not None:
                     self._at = other.index
         finally:
             answer.cancel()
+            # The exception is the answer itself: it and this frame would keep each other, and the variables of callers.
+            del answer, failure
 
     def look(self, timeout: float) -> list[tuple[str, pb.LeaderReply | None]]:
         """Return what each says of who leads; None: it does not answer."""
@@ -144,12 +150,14 @@ class Peers:
         found: list[tuple[Peer, pb.LeaderReply | None]] = []
         for peer, answer in asked:
             try:
-                found.append((peer, answer.result()))
+                failure = answer.exception()  # not raised: see `ask`
             except grpc.FutureCancelledError:
                 found.append((peer, None))
-            except grpc.RpcError as error:
-                # A coordinator from before there were several leads, where it answers.
-                old = error.code() is grpc.StatusCode.UNIMPLEMENTED
+                continue
+            if failure is None:
+                found.append((peer, answer.result()))
+            else:  # a coordinator from before there were several leads, where it answers
+                old = failure.code() is grpc.StatusCode.UNIMPLEMENTED
                 found.append((peer, pb.LeaderReply(leads=True, address=peer.address) if old else None))
         return found
 

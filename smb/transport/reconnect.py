@@ -290,20 +290,25 @@ class Links:
     def look_after_copies(self) -> None:
         """A host that is silent breaks no connection: where another server has the primary by now, links go there."""
         with self._lock:
-            entries = [
-                (each, link) for each in self._copies.values() if each.link and (link := each.link()) is not None
-            ]
-        for entry, link in entries:
+            entries = list(self._copies.values())
+        for entry in entries:
+            if entry.link is None or entry.link() is None:
+                continue  # nobody uses it any more
             try:
-                found = self._locate_copies(entry.place)
+                found = self._locate_copies(entry.place)  # takes a while: meanwhile no link is kept from its end
             except Error:
                 continue
             if found is None:
                 return  # nobody says: each of the others would take as long, and this thread mends what breaks
-            if found.epoch > entry.place.epoch and link.connected():
-                with self._lock, contextlib.suppress(RuntimeError):  # without a thread to be had: at the next look
-                    if not self._closing.is_set():
-                        self._start(self._move_copies, (entry, link), "smb-resume")
+            if found.epoch > entry.place.epoch:
+                self._begin_move(entry)
+
+    def _begin_move(self, entry: _Copies) -> None:
+        link = entry.link() if entry.link is not None else None
+        if link is not None and link.connected():
+            with self._lock, contextlib.suppress(RuntimeError):  # without a thread to be had: at the next look
+                if not self._closing.is_set():
+                    self._start(self._move_copies, (entry, link), "smb-resume")
 
     def _move_copies(self, entry: _Copies, link: Link) -> None:
         """Give a link that has a connection another one, to the primary of now. If that fails it is tried again."""
@@ -408,14 +413,13 @@ class Links:
             first_time = entry is not None and entry.unused
             if entry is not None:
                 entry.unused = False
-            copies = [(each, each.link()) for each in self._copies.values() if each.link is not None]
-        for each, theirs in copies:
-            if theirs is not None and theirs.id == link_id:
-                try:
-                    self._resume_copies(each, theirs)
-                finally:
-                    theirs.let_go()
-                return
+            copies = self._copies_of(link_id)
+        if copies is not None:
+            try:
+                self._resume_copies(*copies)
+            finally:
+                copies[1].let_go()
+            return
         link = entry.link if entry is not None else None
         if entry is None or link is None:
             return  # it was closed meanwhile
@@ -425,6 +429,14 @@ class Links:
                 entry.unused = first_time and not made
         finally:
             link.let_go()
+
+    def _copies_of(self, link_id: int) -> tuple[_Copies, Link] | None:
+        """Return what has that link. With the lock. No other link is kept from its end."""
+        for each in self._copies.values():
+            link = each.link() if each.link is not None else None
+            if link is not None and link.id == link_id:
+                return each, link
+        return None
 
     def _resume(self, entry: _Entry, link: Link, first_time: bool) -> bool:
         """Return whether it has a connection now."""
