@@ -106,10 +106,10 @@ def test_a_dead_holders_lock_is_free_within_its_ttl(cluster: smb.LocalCluster, c
     """The holder is killed: the next one has the lock at most ttl + 0.5 s later."""
     client = connect(FAR)
     with in_process(hold_lock, cluster.address, "dead", ttl) as (process, messages):
-        token = messages.get(timeout=30)
+        token = messages.get(timeout=30 * SLOWNESS)
         os.kill(process.pid, signal.SIGKILL)
         start = time.monotonic()
-        with client.lock("dead", timeout=20) as lock:
+        with client.lock("dead", timeout=20 * SLOWNESS) as lock:
             assert time.monotonic() - start <= ttl + 0.5
             assert lock.token > token
 
@@ -119,13 +119,13 @@ def test_a_stopped_holder_that_wakes_is_refused(cluster: smb.LocalCluster, conne
     client = connect(FAR)
     buffer = client.create("w", 300_000, "int64", stripe="64KiB")
     with in_process(hold_lock, cluster.address, "w", 0.3, fenced=True) as (process, messages):
-        assert messages.get(timeout=30) > 0
+        assert messages.get(timeout=30 * SLOWNESS) > 0
         stop(process.pid)
-        with buffer.lock(timeout=20) as lock:
+        with buffer.lock(timeout=20 * SLOWNESS) as lock:
             buffer.write(np.full(300_000, 7), fence=lock)
             os.kill(process.pid, signal.SIGCONT)
-            assert messages.get(timeout=30) == "LockLostError"  # its write
-            assert messages.get(timeout=30) == "LockLostError"  # leaving
+            assert messages.get(timeout=30 * SLOWNESS) == "LockLostError"  # its write
+            assert messages.get(timeout=30 * SLOWNESS) == "LockLostError"  # leaving
         assert (buffer.read() == 7).all()
 
 
@@ -133,7 +133,7 @@ def test_a_lock_that_was_lost_is_told_on_leaving(client: smb.Client, connect: Co
     """Without renewal it runs out: check and release say so, and the lock is another's."""
     lock = client.lock("short", ttl=0.2).acquire()
     client._session.renewals.remove(lock)
-    with connect(FAR).lock("short", timeout=20):
+    with connect(FAR).lock("short", timeout=20 * SLOWNESS):
         with pytest.raises(smb.LockLostError, match="short"):
             lock.check()
         assert not lock.held
@@ -199,5 +199,5 @@ def test_a_closed_clients_locks_are_free_at_once(client: smb.Client, connect: Co
     other.lock("closing", ttl=60).acquire()
     other.close()
     start = time.monotonic()
-    with client.lock("closing", timeout=20):
+    with client.lock("closing", timeout=20 * SLOWNESS):
         assert time.monotonic() - start < 10

@@ -54,15 +54,16 @@ def test_reads_never_mix_versions(connect: Connect) -> None:
     threads = [threading.Thread(target=read, args=(connect(way).open("w"),)) for way in MIXED]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 60
-    while (len(reads) < 200 or buffer.version < 40) and not failures and time.monotonic() < deadline:
+    # An emulated machine is so slow that the first transfer over verbs, beside the other readers, takes 45 s.
+    deadline = time.monotonic() + 60 * SLOWNESS
+    while (len(reads) < 200 or len(set(reads)) <= 20) and not failures and time.monotonic() < deadline:
         buffer.publish(np.full(SIZE, buffer.version + 1))
     stop.set()
     for thread in threads:
         thread.join()
     assert not failures
     assert len(reads) >= 200
-    assert len(set(reads)) > 10
+    assert len(set(reads)) > 20
 
 
 def test_waiting_for_a_version(client: smb.Client, connect: Connect) -> None:
@@ -75,7 +76,7 @@ def test_waiting_for_a_version(client: smb.Client, connect: Connect) -> None:
         buffer.wait(2, timeout=0.3)
     assert 0.3 <= time.monotonic() - start < 5
     got: list[int] = []
-    waiting = threading.Thread(target=lambda: got.append(connect(FAR).open("w").wait(2, timeout=30)))
+    waiting = threading.Thread(target=lambda: got.append(connect(FAR).open("w").wait(2, timeout=30 * SLOWNESS)))
     waiting.start()
     buffer.publish(np.ones(10, np.float32))
     waiting.join()
@@ -202,7 +203,7 @@ def test_a_publication_survives_its_server() -> None:
         got: list[int] = []
 
         def wait(own: smb.Buffer, version: int) -> None:
-            got.append(own.wait(version, timeout=60))
+            got.append(own.wait(version, timeout=60 * SLOWNESS))
 
         for turn in range(1, 4):
             assert buffer.publish(np.full(SIZE, turn)) == turn
