@@ -56,8 +56,8 @@ FORMS = (
     Form("aarch64", "c-test ARCH=aarch64 VM=1", 10, 5),
     Form("fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s}", 20, 5),  # each of four targets; the last fifth is the compiler's
     Form("model", "model", 12, 8),
-    Form("fault", "fault", 48, 34),
-    Form("long", "long", 48, 34),
+    Form("fault", "fault", 56, 34),
+    Form("long", "long", 40, 28),
     Form("soak", "soak MINUTES={half_min}", 26, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 14, 10),
     Form("verbs", "verbs", 30, 20),
@@ -117,7 +117,7 @@ def variables(ours: Mapping[str, str]) -> dict[str, str]:
 def verdict(code: int | None, bound_s: int, left: Sequence[str]) -> tuple[str, str]:
     """Return a form's state and the reason. No exit code: it was ended at its bound."""
     if code is None:
-        return HUNG, f"not done after {bound_s} s"
+        return HUNG, f"not done after {bound_s} s; if its log shows progress until then, give more hours"
     if code != 0:
         return FAILED, f"exit status {code}"
     return (LEFT, f"{len(left)} left behind") if left else (PASSED, "")

@@ -133,7 +133,7 @@ def test_a_tree_is_removed_right_after_it_was_made(files: Path) -> None:
     rmdir the directory is gone."""
     script = "mkdir d && touch d/f && rm -rf d && [ ! -e d ]"
     git = "git init -q g && rm -rf g && [ ! -e g ]" if shutil.which("git") else "true"
-    for turn in range(times(5, 1000)):
+    for turn in range(times(5, 300)):
         done = subprocess.run(
             ["sh", "-c", f"{script} && {git}"], cwd=files, capture_output=True, text=True, check=False
         )
