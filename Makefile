@@ -244,11 +244,11 @@ HOURS ?= 8
 nightly:
 	$(PYTHON) -m tests.nightly --hours $(HOURS) $(ARGS)
 
-# Everything at once on one cluster under faults from one seed, and one judge at the end. SOAK: --seed N, --etcd.
+# Everything at once on one cluster under faults from one seed, and one judge at the end. SEED=N repeats one; SOAK=--etcd.
 MINUTES ?= 60
 soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(SOAK)
 
 # Its short form, a part of `make test`. Its clients and daemons want a processor: not beside the other tests, which take all.
 soak-short: $(VENV)/test-installed packages

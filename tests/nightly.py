@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -29,7 +30,7 @@ from tests.support.leftovers import Watch, adopt_orphans
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-END_S = 60  # for tests to take down what they started, and for dpkg to finish, once they were told to end
+END_S = 300  # for tests to take down what they started, and for dpkg to finish, once they were told to end
 LINGER_S = 10  # for daemons to notice that their owner has gone
 PASSED, FAILED, HUNG, LEFT, INTERRUPTED, NOT_RUN = "passed", "FAILED", "HUNG", "LEFT THINGS", "interrupted", "not run"
 ENDED = (PASSED, FAILED, HUNG, LEFT)
@@ -38,7 +39,7 @@ ENDED = (PASSED, FAILED, HUNG, LEFT)
 @dataclass(frozen=True)
 class Form:
     """Arguments of make. {fifth_s} is a fifth of the bound and {half_min} half of it, for forms that run as long as
-    asked.
+    asked. {seed} is drawn for each run.
     """
 
     name: str
@@ -54,12 +55,13 @@ FORMS = (
     Form("sanitized", "sanitized", 32, 22),
     Form("c-test", "c-test SMB_LONG=1", 5, 2),
     Form("aarch64", "c-test ARCH=aarch64 VM=1", 10, 5),
-    Form("fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s}", 20, 5),  # each of four targets; the last fifth is the compiler's
+    # Each of four targets has a fifth; the last one is the compiler's.
+    Form("fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s} SEED={seed}", 20, 5),
     Form("model", "model", 12, 8),
     Form("fault", "fault", 56, 34),
     Form("long", "long", 40, 28),
-    Form("soak", "soak MINUTES={half_min}", 26, 10),  # on SQLite
-    Form("soak-etcd", "soak MINUTES={half_min} SOAK=--etcd", 14, 10),
+    Form("soak", "soak MINUTES={half_min} SEED={seed}", 26, 10),  # on SQLite
+    Form("soak-etcd", "soak MINUTES={half_min} SEED={seed} SOAK=--etcd", 14, 10),
     Form("verbs", "verbs", 30, 20),
     Form("ray", "ray", 6, 3),
     Form("docs", "docs", 5, 3),
@@ -193,21 +195,24 @@ class Night:
         tree, log = self.directory / form.name, self.directory / f"{form.name}.log"
         words = [
             f"PYTHON={os.path.realpath(sys.executable)}",
-            *form.words.format(fifth_s=bound_s // 5, half_min=bound_s // 120).split(),
+            *form.words.format(fifth_s=bound_s // 5, half_min=bound_s // 120, seed=1 + secrets.randbits(31)).split(),
         ]
         result = Result(form.name, INTERRUPTED, bound_s=bound_s, log=str(log))
         result.repeat = shlex.join(["make", "-C", str(tree), *words])
-        began, watch, code = time.monotonic(), Watch(tree), None
+        began, watch = time.monotonic(), Watch(tree)
+        log.unlink(missing_ok=True)
         try:
             self._clone(tree)
             code = self._make(tree, words, log, bound_s, watch, form.name)
-        except KeyboardInterrupt:
-            result.left, result.unknown = watch.clean()
-            raise
-        else:
             watch.wait_for_all(LINGER_S)
             result.left, result.unknown = watch.clean()
             result.state, result.why = verdict(code, bound_s, result.left)
+        except KeyboardInterrupt:  # perhaps during clean: once more, as no other one comes
+            result.left, result.unknown = watch.clean()
+            raise
+        except (OSError, subprocess.CalledProcessError) as error:  # a full disk, say: the other forms may do
+            result.left, result.unknown = watch.clean()
+            result.state, result.why = FAILED, f"could not be run: {error}"
         finally:
             result.seconds = time.monotonic() - began
             text = log.read_text(errors="replace") if log.exists() else ""
@@ -292,7 +297,8 @@ def main(arguments: Sequence[str] | None = None, forms: Sequence[Form] = FORMS) 
             raise SystemExit(f"another one runs in {night.directory}") from None
         adopt_orphans()
         for each in SIGNALS:
-            signal.signal(each, stop)
+            if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN:  # it is ignored under nohup
+                signal.signal(each, stop)
         print(f"commit {commit.stdout.strip()}, in {night.directory}; changes that are not committed are not in it")
         interrupted = False
         try:
@@ -308,7 +314,10 @@ def main(arguments: Sequence[str] | None = None, forms: Sequence[Form] = FORMS) 
                     night.record(Result(form.name, NOT_RUN, f"needs {form.least:g} minutes: more than its share"))
         except KeyboardInterrupt:
             interrupted = True
-    rows = [night.results.get(form.name, Result(form.name, NOT_RUN, "interrupted before it")) for form in chosen]
+        for form in chosen:
+            if form.name not in night.results:
+                night.record(Result(form.name, NOT_RUN, "interrupted before it"))
+    rows = [night.results[form.name] for form in chosen]
     print(f"\n{table(rows)}\n\nas JSON: {night.path}")
     return 130 if interrupted else int(any(row.state != PASSED for row in rows))
 

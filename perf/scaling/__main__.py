@@ -37,18 +37,20 @@ def main() -> int:
         for name, rate in servers.weights_of(asked.weights).items():
             print(f"{name}: {rate / 1e6:.1f} MB/s: smb-memserver --name {name} --weight {rate / 1e6:.1f} ...")
         return 0
+    failed = False
     for name in asked.experiments or EXPERIMENTS:
         start = time.monotonic()
         try:
             answer = EXPERIMENTS[name](asked.quick)
         except LabError as error:
             print(f"{name}: not run: {error}", file=sys.stderr)
+            failed = True
             continue
         print(f"\n## {answer.title}\n\n{answer.setup}\n\n{answer.table()}\n\n{answer.limit}")
         print(f"({time.monotonic() - start:.0f} s)", flush=True)
         if not asked.quick:
             save(answer, f"python -m perf.scaling {name}")
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Finds leftovers of a command: processes, network namespaces, mounts below a directory, shared memory.
+"""Finds leftovers of a command: processes, network namespaces, mounts, shared memory.
 
 Other programs of the machine make such things, too. A process is ours that descends from us (we adopt orphans, so that
 none escapes by outliving its parent); a name is ours that such a process had open or mapped, or whose number is that
@@ -13,12 +13,15 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps the names
+MADE_BY_TESTS = ("smb-", "pytest-of-")  # how directories begin that tests make for their files
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -34,7 +37,7 @@ def descendants(waited_for: int = 0) -> list[int]:
     dead = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
             children.setdefault(int(parent), []).append(int(path.parent.name))
             if state in "ZX":
                 dead.add(int(path.parent.name))
@@ -61,10 +64,16 @@ def split(new: set[str], pids: set[int], held: set[str]) -> tuple[list[str], lis
     return sorted(ours), sorted(new - ours)
 
 
-def mounts_below(directory: Path, mountinfo: str) -> list[str]:
-    """Return the mount points below a directory, the innermost first."""
-    points = [line.split()[4] for line in mountinfo.splitlines()]
-    return sorted((point for point in points if point.startswith(f"{directory}/")), reverse=True)
+def mount_points() -> set[str]:
+    """Return where this machine has mounts."""
+    return {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+
+
+def mounts_of_tests(points: Iterable[str], tree: Path) -> list[str]:
+    """Return the mount points below a form's tree, or where tests have their files; the innermost first."""
+    theirs = (f"{place}/{name}" for place in (tempfile.gettempdir(), "/var/tmp") for name in MADE_BY_TESTS)
+    ours = (f"{tree}/", *theirs)
+    return sorted((point for point in points if point.startswith(ours)), reverse=True)
 
 
 class Watch:
@@ -75,6 +84,7 @@ class Watch:
         self.pids: set[int] = set()
         self.held: set[str] = set()
         self.before = {place: _names(place) for place in (SHARED_MEMORY, NAMESPACES)}
+        self.mounts_before = mount_points()
 
     def look(self, waited_for: int = 0) -> list[int]:
         """Remember who lives, and what shared memory they hold. Returns the processes."""
@@ -100,7 +110,7 @@ class Watch:
                     os.kill(pid, signal.SIGKILL)
             if not self.wait_for_all(1):
                 break
-        for point in mounts_below(self.directory, Path("/proc/self/mountinfo").read_text()):
+        for point in mounts_of_tests(mount_points() - self.mounts_before, self.directory):
             left.append(f"mount {point}")
             subprocess.run(["umount", "--lazy", point], check=False)
         used: set[str] = set()
@@ -108,9 +118,10 @@ class Watch:
             used |= _held_by(int(path.name))
         unknown = []
         for place, before in self.before.items():
-            ours, others = split(_names(place) - before, self.pids, self.held)
+            # None of ours lives: what is in use is somebody else's, whose number may be one that was ours.
+            ours, others = split(_names(place) - before - used, self.pids, self.held)
             left += [str(place / name) for name in ours]
-            unknown += [str(place / name) for name in others if name not in used and not _lives(number_of(name))]
+            unknown += [str(place / name) for name in others if not _lives(number_of(name))]
             for name in ours:
                 _remove(place / name)
         return left, unknown
@@ -125,7 +136,7 @@ def _held_by(pid: int) -> set[str]:
     found: set[str] = set()
     pattern = re.compile(f"{SHARED_MEMORY}/([^/\n]+)")
     with suppress(OSError):
-        found.update(pattern.findall(Path(f"/proc/{pid}/maps").read_text()))
+        found.update(pattern.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 found.update(pattern.findall(str(link.readlink())))

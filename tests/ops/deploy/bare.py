@@ -116,7 +116,7 @@ def run(suite: str, work: Path, matrix: bool) -> str:
 
 
 def main() -> None:
-    """Each suite in turn, its directory removed before the next; then a table. 1 if one failed."""
+    """Each suite in turn, its directory removed before the next; then a table. 1 if one failed, or none was tried."""
     if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
         sys.exit("needs root and Debian's mmdebstrap")
     parser = argparse.ArgumentParser(prog="python -m tests.ops.deploy.bare", description=__doc__.splitlines()[0])
@@ -125,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.suites) - set(SUITES):
         parser.error(f"no such suite: {' '.join(sorted(unknown))}; there are {' '.join(SUITES)}")
-    rows, failed = [], False
+    rows, failed, tried = [], False, 0
     work = Path(tempfile.mkdtemp(prefix="smb-bare-", dir=os.environ.get("TMPDIR", "/var/tmp")))
     work.chmod(0o755)
     try:
@@ -135,6 +135,7 @@ def main() -> None:
                 rows.append((suite, f"not tried: this machine's apt does not know {SUITES[suite].title()}'s keys", "-"))
                 continue
             print(f"--- {suite}", flush=True)
+            tried += 1
             start = time.monotonic()
             try:
                 result = run(suite, work, options.matrix)
@@ -146,7 +147,7 @@ def main() -> None:
         shutil.rmtree(work, ignore_errors=True)
     for suite, result, seconds in rows:
         print(f"{suite:10} {seconds:>7}  {result}")
-    sys.exit(failed)
+    sys.exit(failed or not tried)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from tests.nightly import (
     verdict,
 )
 from tests.support.daemons import wait_for
-from tests.support.leftovers import mounts_below, number_of, split
+from tests.support.leftovers import mounts_of_tests, number_of, split
 
 ROOT = Path(__file__).parents[3]
 SLEEP = f"sleep 1000.{os.getpid()}"  # no other program's
@@ -65,8 +68,8 @@ class Trial:
         for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "forms"]):
             subprocess.run(["git", *words], cwd=self.repository, env=ours, check=True, timeout=60)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", NIGHT, str(self.repository), *arguments]
+    def start(self, *arguments: str, under: Sequence[str] = ()) -> subprocess.Popen[str]:
+        command = [*under, sys.executable, "-c", NIGHT, str(self.repository), *arguments]
         variables = os.environ | {"SMB_NIGHTLY_DIR": str(self.directory), "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
 
@@ -164,8 +167,9 @@ def test_what_is_new_is_ours_by_its_number_or_by_who_held_it() -> None:
         ["held", "smb-cluster-17-99"],
         ["other", "smb-cluster-5-17"],
     )
-    lines = [f"1 2 0:3 / {point} rw - tmpfs" for point in ("/n/tree/a", "/n/tree/a/b", "/n/trees", "/n/tree")]
-    assert mounts_below(Path("/n/tree"), "\n".join(lines)) == ["/n/tree/a/b", "/n/tree/a"]
+    soak, test, other = (f"{tempfile.gettempdir()}/{name}" for name in ("smb-soak-x/disk", "pytest-of-a/b/m", "app/m"))
+    points = {"/n/tree/a", "/n/tree/a/b", "/n/trees", "/n/tree", soak, test, other}
+    assert mounts_of_tests(points, Path("/n/tree")) == sorted((soak, test, "/n/tree/a/b", "/n/tree/a"), reverse=True)
 
 
 def test_each_form_is_told_by_how_it_ended_and_nothing_of_it_stays(trial: Trial) -> None:
@@ -187,16 +191,36 @@ def test_each_form_is_told_by_how_it_ended_and_nothing_of_it_stays(trial: Trial)
 
 def test_one_interrupt_ends_it_and_the_next_call_goes_on(trial: Trial) -> None:
     """What ran stays, what was cut short runs again, and the commit's other forms follow."""
-    with trial.start("--only", "good", "slow") as night:
+    with trial.start("--only", "good", "slow", "daemon") as night:
         wait_for(lambda: "begun" in "".join(path.read_text() for path in trial.directory.glob("*/slow.log")), "form")
         night.send_signal(signal.SIGINT)
         began = time.monotonic()
         told = night.communicate(timeout=60)[0]
     assert night.returncode == 130
     assert time.monotonic() - began < 30
-    assert {name: form["state"] for name, form in trial.forms.items()} == {"good": "passed", "slow": "interrupted"}
+    states = {name: form["state"] for name, form in trial.forms.items()}
+    assert states == {"good": "passed", "slow": "interrupted", "daemon": "not run"}
     assert "slow: interrupted" in told
     assert not running(SLEEP)
     code, told = trial.run("--only", "good", "slow", "--list")
     assert (code, [line.split()[1] for line in told.splitlines()]) == (0, ["not", "8:00:00"])
     assert trial.run("--only", "good")[0] == 0
+
+
+def test_under_nohup_a_lost_terminal_does_not_end_it(trial: Trial) -> None:
+    """Its form comes to its bound, and is not interrupted."""
+    with trial.start("--only", "slow", "--hours", str(6 / 3600), under=["nohup"]) as night:
+        wait_for(lambda: "begun" in "".join(path.read_text() for path in trial.directory.glob("*/slow.log")), "form")
+        night.send_signal(signal.SIGHUP)
+        assert night.wait(60) == 1
+    assert trial.forms["slow"]["state"] == "HUNG"
+
+
+def test_a_form_that_cannot_be_cloned_has_failed_and_the_next_is_tried(trial: Trial) -> None:
+    objects = trial.repository / ".git/objects"
+    shutil.rmtree(objects)
+    objects.mkdir()
+    code, told = trial.run("--only", "good", "bad")
+    assert code == 1
+    assert [form["state"] for form in trial.forms.values()] == ["FAILED", "FAILED"]
+    assert "bad: FAILED, could not be run: " in told
