@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,29 +43,34 @@ def _raise(_signal: int, _frame: object) -> None:
     raise _StopError
 
 
-def _sleeping(thread_id: int) -> bool:
-    return Path(f"/proc/self/task/{thread_id}/stat").read_text().rsplit(")")[-1].split()[0] == "S"
+def _await_block(thread: int) -> None:
+    """Return once a thread has been at one place of its code for some looks, while we hold the interpreter's lock: in
+    a call that blocks. The kernel's word for it says less: who waits through shared memory wakes up each millisecond.
+    """
+    last, quiet = (0, 0), 0
+
+    def blocks() -> bool:
+        nonlocal last, quiet
+        frame = sys._current_frames()[thread]
+        place = (id(frame), frame.f_lasti)
+        last, quiet = place, quiet + 1 if place == last else 0
+        return quiet > _QUIET_LOOKS
+
+    wait_for(blocks, "call in which the main thread blocks")
 
 
 @contextmanager
 def _interrupted() -> Iterator[None]:
-    """The block blocks; once it sleeps a signal comes, whose handler raises: soon it has ended with that."""
+    """The block blocks; then a signal comes, whose handler raises: soon it has ended with that."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("handlers run on the main thread")
     before = signal.signal(signal.SIGUSR1, _raise)
-    main, sent_at = threading.get_native_id(), [0.0]
+    main, sent_at = threading.get_ident(), [0.0]
 
     def send() -> None:
-        quiet = 0
-
-        def asleep() -> bool:
-            nonlocal quiet
-            quiet = quiet + 1 if _sleeping(main) else 0
-            return quiet > _QUIET_LOOKS
-
-        wait_for(asleep, "sleep of the main thread")
+        _await_block(main)
         sent_at[0] = time.monotonic()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        signal.pthread_kill(main, signal.SIGUSR1)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -136,11 +140,11 @@ def test_a_handler_may_use_the_client() -> None:
         handled: list[int] = []
         counter.read(0, 1)
         before = signal.signal(signal.SIGUSR1, lambda *_: handled.append(counter.fetch_add(0, 1)))
-        main = threading.get_native_id()
+        main = threading.get_ident()
 
         def send() -> None:
-            wait_for(lambda: _sleeping(main), "sleep of the main thread")
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            _await_block(main)
+            signal.pthread_kill(main, signal.SIGUSR1)
             wait_for(lambda: bool(handled), "the handler")
             os.kill(cluster.servers[0].pid, signal.SIGCONT)
 

@@ -179,9 +179,13 @@ def test_a_mirror_that_lags(
     trainer.open(f"{NAME}.mirror.{NEAR}").wait(ring.anchors.version, timeout=DEADLINE_S)
     # It brought the deltas since the last whole state, unless it had heard of one in between: others are the source's.
     assert check(slow) == check(early) == number
+    # The next generation names that whole state. This one names the one before, which may be the source's alone.
+    number = publisher.publish(state(number + 1))
+    has_come(trainer, number)
     read_from.clear()
     assert check(follow()) == number
     assert read_from <= near(*BESIDE)
+    assert check(early) == number
     publisher.publish(state(number + 1))
     assert early.wait(timeout=DEADLINE_S) == number + 1
     read_from.clear()
