@@ -5,10 +5,21 @@ from __future__ import annotations
 import argparse
 import secrets
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
 from tests.soak import soak
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+def end(_number: int, _frame: object) -> None:
+    """As Ctrl-C: what was started and mounted is taken down."""
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
 
 parser = argparse.ArgumentParser(prog="python -m tests.soak", description=soak.__doc__,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -19,6 +30,9 @@ given = parser.parse_args()
 seed = given.seed if given.seed is not None else secrets.randbits(32)
 again = f"python -m tests.soak --minutes {given.minutes:g} --seed {seed}{' --etcd' if given.etcd else ''}"
 print(f"seed {seed}: repeat with {again}", flush=True)
+for each in ENDING:
+    if signal.getsignal(each) != signal.SIG_IGN:  # as under nohup
+        signal.signal(each, end)
 directory = Path(tempfile.mkdtemp(prefix="smb-soak-"))
 try:
     soak.soak(directory, given.minutes * 60, seed, etcd=given.etcd)

@@ -22,6 +22,7 @@ from tests.support.history import Notes, Step, draw_tickets, take_turns
 TIMEOUT_S = 60.0  # of a call: longer than any fault
 PAUSE_S = 0.03  # between calls: there are many of us, and the notes of an hour are read at the end
 MEET_S = 5.0
+MIRROR_S = 10.0  # for the next version to come to a mirror; then it is asked for anew
 WEIGHTS = 20_000
 LEASE_S = 6.0  # of a training's member
 
@@ -125,6 +126,29 @@ def read(address: str, way: str, path: Path, stop: Path) -> None:
             time.sleep(PAUSE_S)
 
 
+def read_mirror(address: str, way: str, path: Path, stop: Path, server: str) -> None:
+    """Read "versions" from its mirror on a server that loses its memory at times, and have it made anew then."""
+    notes, last = Notes(path), 0
+    with smb.connect(address, transport=way, timeout=TIMEOUT_S) as client:
+        mirror = None
+        while not stop.exists():
+            notes.add(Step.ASKS)
+            try:
+                if mirror is None:
+                    client.relay("versions", [server])
+                    mirror = client.open(f"versions.mirror.{server}")
+                mirror.wait(last + 1, timeout=MIRROR_S)
+                version = check_one_version(mirror.read())
+            except (smb.NotFoundError, smb.OutOfMemoryError, smb.TimeoutError, smb.UnavailableError):
+                mirror = None
+                time.sleep(PAUSE_S)
+                continue
+            assert version > last, f"version {version} after {last}"
+            last = version
+            notes.add(Step.TOLD, version)
+            time.sleep(PAUSE_S)
+
+
 def save(address: str, way: str, path: Path, stop: Path, directory: Path) -> None:
     """Make snapshots of "common": each chunk is whole, and no element is less than it was."""
     notes = Notes(path)
@@ -166,3 +190,4 @@ def change_files(_address: str, _way: str, path: Path, stop: Path, file: Path, m
         else:
             notes.add(Step.TOLD)
         time.sleep(PAUSE_S)
+    tester.whole("at the end")

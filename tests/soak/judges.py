@@ -5,6 +5,7 @@ raises.
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,6 +91,6 @@ def judge_training(client: smb.Client, name: str, paths: Sequence[Path]) -> str:
     """The model came near the goal: what is left of the loss is the gradients' noise."""
     left = float(np.mean((smb.train.shared(client, name) - goal()) ** 2))
     steps = asked_and_told(paths)[1]
-    if steps > 500 and left > 0.2:
+    if not math.isfinite(left) or (steps > 500 and left > 0.2):
         raise BadHistoryError(f"training {name!r}: after {steps} steps its loss is still {left:.3f} of 1 at the start")
     return f"training {name!r}: {steps} steps, {left:.3f} of the loss left"

@@ -23,7 +23,7 @@ import smb
 import smb.train
 from smb.security.credentials import CREDENTIALS_VARIABLE
 from tests.soak import clients, judges
-from tests.soak.world import LASTING, LEASE_S, World, missing_for
+from tests.soak.world import LASTING, LEASE_S, SERVERS, World, missing_for
 from tests.support import second_copy
 from tests.support.clients import spawn
 from tests.support.daemons import running_daemons, wait_for
@@ -68,7 +68,7 @@ class Soak:
         with smb.connect(self._world.address, timeout=clients.TIMEOUT_S) as client:
             _make(client)
             names = {info.name for info in client.list()}
-        before = self._held()
+        before, memory = self._held(), sum(_segments(self._world.memory).values())
         with self._files() as mount, self._at_work():
             self._get_on()
             lasting = [mount.pid] if mount else []
@@ -85,12 +85,17 @@ class Soak:
             for name in ("rounds", "elastic"):
                 smb.train.delete(client, name)
             client.delete("file", missing_ok=True)  # the mount's
+            client.stop_relays("versions")
             left = {info.name for info in client.list()} - names
             assert not left, f"buffers are left: {sorted(left)}"
         self._world.wait_for_no_session()
         with contextlib.suppress(AssertionError):  # idle barriers are freed; the next line says what is left
             wait_for(lambda: self._held()[0] <= before[0] + LEAKED_FDS, "descriptors", 2 * LEASE_S)
         _check_held("all daemons", before, self._held())
+        with contextlib.suppress(AssertionError):  # as above
+            wait_for(lambda: sum(_segments(self._world.memory).values()) <= memory, "segments", 2 * LEASE_S)
+        shared = _segments(self._world.memory)
+        assert sum(shared.values()) <= memory, f"shared memory was {memory} bytes, and is {shared}"
         return [*lines, "sessions, descriptors, memory and names are what they were"]
 
     def _held(self) -> tuple[int, int]:
@@ -193,6 +198,7 @@ class Soak:
         for prefix, what in (
             ("publish", "publications"),
             ("read-", "reads of them, none mixed"),
+            ("mirror", "reads of their mirror, none mixed"),
             ("save", "snapshots, each chunk whole"),
             ("files", "operations on a file"),
         ):
@@ -214,6 +220,7 @@ def _seats(directory: Path) -> dict[str, Seat]:
         seats[f"rounds-{n}"] = Seat(clients.train, far, ("rounds",))
         seats[f"elastic-{n}"] = Seat(clients.train, far, ("elastic",))
         seats[f"copies-{n}"] = Seat(clients.use_copies, far, (n,), mortal=False)
+    seats["mirror"] = Seat(clients.read_mirror, ways[0], (SERVERS[-1],))
     seats["publish"] = Seat(clients.publish, ways[0])
     seats["save"] = Seat(clients.save, ways[1], (directory / "snapshots",))
     return seats
@@ -237,6 +244,16 @@ def _held(pid: int) -> tuple[int, int]:
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()), int(anonymous.split()[1]) << 10
 
 
+def _segments(memory: Path) -> dict[str, int]:
+    """The servers' files in shared memory, and the size of each."""
+    found = {}
+    for path in memory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            if path.is_file():
+                found[str(path.relative_to(memory))] = path.stat().st_size
+    return found
+
+
 def _check_held(what: str, first: tuple[int, int], last: tuple[int, int]) -> None:
     assert last[0] <= first[0] + LEAKED_FDS, f"{what}: {first[0]} descriptors, then {last[0]}"
     assert last[1] <= first[1] + LEAKED_BYTES, f"{what}: {first[1] >> 20} MiB, then {last[1] >> 20}"
@@ -258,6 +275,10 @@ def soak(directory: Path, seconds: float, seed: int, *, etcd: bool = False) -> N
         for fault in ("cut", "full-disk"):
             if missing_for(fault):
                 print(f"not done: {fault}, which needs {missing_for(fault)}")
+        if etcd:
+            print("not done: full-disk, since the state is in etcd")
+        if missing_for_mounts():
+            print(f"not done: files in a mount, which need {', '.join(missing_for_mounts())}")
         print("\n".join(lines))
 
 

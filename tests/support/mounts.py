@@ -72,8 +72,14 @@ def start_mount(cluster: HasAddress, directory: Path, *options: str, **variables
             ],
             stdout=log, stderr=log, env=os.environ | variables,
         )  # fmt: skip
-    wait_for(lambda: is_mounted(directory) or process.poll() is not None, f"mount at {directory}")
-    assert process.poll() is None, directory.with_suffix(".log").read_text()
+    try:
+        wait_for(lambda: is_mounted(directory) or process.poll() is not None, f"mount at {directory}")
+        assert process.poll() is None, directory.with_suffix(".log").read_text()
+    except BaseException:
+        process.kill()
+        process.wait()
+        run("fusermount3", "-u", "-z", directory)
+        raise
     return process
 
 

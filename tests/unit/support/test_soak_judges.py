@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from tests.soak.judges import check_meetings
+import smb.train
+from tests.soak.clients import WEIGHTS
+from tests.soak.judges import check_meetings, judge_training
 from tests.support.checkers import BadHistoryError
 from tests.support.history import Step
 
@@ -25,3 +30,10 @@ def test_one_alone_does_not_pass(second: list[tuple[Step, float, int]]) -> None:
     """Nobody else was there."""
     with pytest.raises(BadHistoryError, match="barrier 5 was passed when 1 had arrived"):
         check_meetings([[(ARRIVES, 1.0, 5), (PASSES, 2.0, 5)], second])
+
+
+def test_a_model_of_nans_is_bad_after_any_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody: Any = None
+    monkeypatch.setattr(smb.train, "shared", lambda *_: np.full(WEIGHTS, np.nan, np.float32))
+    with pytest.raises(BadHistoryError, match="its loss is still nan"):
+        judge_training(nobody, "rounds", [])
