@@ -80,11 +80,27 @@ class Bug:
     shown: bool = False
 
 
+@dataclass(frozen=True)
+class Form:
+    """All runs on record of some forms of `make nightly`: how long they took together, and how much they found. `flaws`
+    are those of tests and of the night."""
+
+    name: str
+    minutes: float
+    bugs: int
+    flaws: int
+
+
 def read(text: str) -> tuple[list[Kind], list[Bug]]:
     """Return what a data file says. Raises TypeError if an entry has a key that there is not."""
     data = tomllib.loads(text)
     bugs = [Bug(**entry | {"tests": tuple(entry.get("tests", ()))}) for entry in data["bug"]]
     return [Kind(**entry) for entry in data["kind"]], bugs
+
+
+def nights(text: str) -> list[Form]:
+    """Return what a data file says of nights. Raises TypeError as read does."""
+    return [Form(**entry) for entry in tomllib.loads(text).get("form", ())]
 
 
 def names(path: Path) -> set[str]:
@@ -114,6 +130,7 @@ def page(text: str) -> str:
             _HEAD,
             "".join(f"{row}\n" for row in rows),
             _worth(kinds, bugs),
+            _nights(nights(text)),
             _SHOWING,
             f"{sum(bug.shown for bug in bugs)} of the {len(bugs)} bugs were seen so: yes in the last column.\n",
             "Nothing is claimed for the others.\n",
@@ -131,7 +148,7 @@ def _worth(kinds: list[Kind], bugs: list[Bug]) -> str:
     return f"""
 ## What is worth more
 
-Nobody kept the machine time of any kind, so none can be compared with another by the hour. Counts say this much:
+Nobody kept the machine time of any kind before there were nights, so counts alone compare all of them:
 
 - Of {len(bugs)} bugs, {len(told)} have a record of how they were found. People who read or tried found {read_} of
   those, and machines {len(told) - read_}.
@@ -143,9 +160,36 @@ Nobody kept the machine time of any kind, so none can be compared with another b
 - No bug is on record for: {", ".join(none)}. That says nothing of what they found before a commit.
 
 So far reading is worth most, by count. The ways of {len(bugs) - len(told)} bugs are not recorded, so the true order may
-be another. Which of the machines' kinds is worth an hour more cannot be said yet. `make nightly` writes how long each
-form ran, and which failed, into its `results.json`. With that the last column can be filled.
+be another.
 """
+
+
+def _nights(forms: list[Form]) -> str:
+    rows = [*sorted(forms, key=lambda form: (-form.bugs, -form.minutes)), _all(forms)]
+    lines = [
+        f"| {form.name} | {form.minutes / 60:.1f} h | {form.bugs} | {form.bugs * 60 / max(form.minutes, 1):.1f} "
+        f"| {form.flaws} |\n"
+        for form in rows
+    ]
+    return f"""
+## By the hour
+
+`make nightly` writes how long each form ran into its `results.json`. These are all runs on record, on two cores, with
+those that failed or were interrupted. Flaws are those of tests, and of the night.
+
+| forms | machine time | bugs | bugs per hour | flaws |
+| --- | --- | --- | --- | --- |
+{"".join(lines)}
+By then each form had often run by itself, and most of its bugs were mended. So a night mostly shows that nothing came
+back. Of the machines' kinds an hour of the soak is worth most: it alone found a bug of the product. One bug is too few
+to order the others.
+"""
+
+
+def _all(forms: list[Form]) -> Form:
+    return Form(
+        "all", sum(form.minutes for form in forms), sum(form.bugs for form in forms), sum(form.flaws for form in forms)
+    )
 
 
 def _row(bug: Bug) -> str:
