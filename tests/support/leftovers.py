@@ -15,7 +15,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,11 +68,12 @@ def mount_points() -> set[str]:
     return {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
 
 
-def mounts_of_tests(points: Iterable[str], tree: Path) -> list[str]:
-    """Return the mount points below a form's tree, or where tests have their files; the innermost first."""
-    theirs = (f"{place}/{name}" for place in (tempfile.gettempdir(), "/var/tmp") for name in MADE_BY_TESTS)
-    ours = (f"{tree}/", *theirs)
-    return sorted((point for point in points if point.startswith(ours)), reverse=True)
+def split_mounts(new: set[str], tree: Path) -> tuple[list[str], list[str]]:
+    """Return which of the new mount points are ours, below a form's tree, the innermost first; and which are where any
+    tests have their files, those of another run, too."""
+    places = tuple(f"{place}/{name}" for place in (tempfile.gettempdir(), "/var/tmp") for name in MADE_BY_TESTS)
+    ours = sorted((point for point in new if point.startswith(f"{tree}/")), reverse=True)
+    return ours, sorted(point for point in new if point.startswith(places) and point not in ours)
 
 
 class Watch:
@@ -110,13 +110,14 @@ class Watch:
                     os.kill(pid, signal.SIGKILL)
             if not self.wait_for_all(1):
                 break
-        for point in mounts_of_tests(mount_points() - self.mounts_before, self.directory):
+        mounts, unknown_mounts = split_mounts(mount_points() - self.mounts_before, self.directory)
+        for point in mounts:
             left.append(f"mount {point}")
             subprocess.run(["umount", "--lazy", point], check=False)
         used: set[str] = set()
         for path in Path("/proc").glob("[0-9]*"):
             used |= _held_by(int(path.name))
-        unknown = []
+        unknown = [f"mount {point}" for point in unknown_mounts]
         for place, before in self.before.items():
             # None of ours lives: what is in use is somebody else's, whose number may be one that was ours.
             ours, others = split(_names(place) - before - used, self.pids, self.held)

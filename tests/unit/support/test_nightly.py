@@ -35,7 +35,7 @@ from tests.nightly import (
     verdict,
 )
 from tests.support.daemons import wait_for
-from tests.support.leftovers import mounts_of_tests, number_of, split
+from tests.support.leftovers import number_of, split, split_mounts
 
 ROOT = Path(__file__).parents[3]
 SLEEP = f"sleep 1000.{os.getpid()}"  # no other program's
@@ -169,7 +169,7 @@ def test_what_is_new_is_ours_by_its_number_or_by_who_held_it() -> None:
     )
     soak, test, other = (f"{tempfile.gettempdir()}/{name}" for name in ("smb-soak-x/disk", "pytest-of-a/b/m", "app/m"))
     points = {"/n/tree/a", "/n/tree/a/b", "/n/trees", "/n/tree", soak, test, other}
-    assert mounts_of_tests(points, Path("/n/tree")) == sorted((soak, test, "/n/tree/a/b", "/n/tree/a"), reverse=True)
+    assert split_mounts(points, Path("/n/tree")) == (["/n/tree/a/b", "/n/tree/a"], sorted((soak, test)))
 
 
 def test_each_form_is_told_by_how_it_ended_and_nothing_of_it_stays(trial: Trial) -> None:
