@@ -270,6 +270,10 @@ def stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def pass_over(number: int, frame: object) -> None:
+    """Go on."""
+
+
 def main(arguments: Sequence[str] | None = None, forms: Sequence[Form] = FORMS) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.nightly", description=__doc__.splitlines()[0])
     parser.add_argument("--hours", type=float, default=8.0, help="for what is left to run (8)")
@@ -296,9 +300,10 @@ def main(arguments: Sequence[str] | None = None, forms: Sequence[Form] = FORMS) 
         except BlockingIOError:
             raise SystemExit(f"another one runs in {night.directory}") from None
         adopt_orphans()
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         for each in SIGNALS:
-            if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN:  # it is ignored under nohup
-                signal.signal(each, stop)
+            # Passed over, and not ignored: forms would inherit that, and their tests send it.
+            signal.signal(each, pass_over if under_nohup and each == signal.SIGHUP else stop)
         print(f"commit {commit.stdout.strip()}, in {night.directory}; changes that are not committed are not in it")
         interrupted = False
         try:

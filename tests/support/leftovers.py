@@ -119,7 +119,7 @@ class Watch:
             used |= _held_by(int(path.name))
         unknown = [f"mount {point}" for point in unknown_mounts]
         for place, before in self.before.items():
-            # None of ours lives: what is in use is somebody else's, whose number may be one that was ours.
+            # Ours have ended. A name still in use is somebody else's, though its number may have been one of ours.
             ours, others = split(_names(place) - before - used, self.pids, self.held)
             left += [str(place / name) for name in ours]
             unknown += [str(place / name) for name in others if not _lives(number_of(name))]

@@ -166,8 +166,9 @@ be another.
 
 def _nights(forms: list[Form]) -> str:
     rows = [*sorted(forms, key=lambda form: (-form.bugs, -form.minutes)), _all(forms)]
+    best = max(forms, key=lambda form: form.bugs / form.minutes).name
     lines = [
-        f"| {form.name} | {form.minutes / 60:.1f} h | {form.bugs} | {form.bugs * 60 / max(form.minutes, 1):.1f} "
+        f"| {form.name} | {form.minutes / 60:.1f} h | {form.bugs} | {form.bugs * 60 / form.minutes:.1f} "
         f"| {form.flaws} |\n"
         for form in rows
     ]
@@ -181,8 +182,7 @@ those that failed or were interrupted. Flaws are those of tests, and of the nigh
 | --- | --- | --- | --- | --- |
 {"".join(lines)}
 By then each form had often run by itself, and most of its bugs were mended. So a night mostly shows that nothing came
-back. Of the machines' kinds an hour of the soak is worth most: it alone found a bug of the product. One bug is too few
-to order the others.
+back. An hour of these was worth most: {best}. So few bugs do not order the others.
 """
 
 
