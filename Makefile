@@ -2,7 +2,7 @@
 # make test   everything that must hold; what CI runs
 # make verbs  the RDMA transport on real or soft devices, in a virtual machine where there are none
 # make fault  kills, cuts and slow clients for long; make long, make soak, make fuzz, make model, make sanitized: likewise (tests/README.md)
-# make nightly HOURS=8   all of these, each in a clean clone, and a table of what held
+# make nightly HOURS=8   all of these but the demo, each in a clean clone, and a table of what held
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -231,20 +231,21 @@ fuse3:
 	@command -v fusermount3 >/dev/null || { apt-get update -q && apt-get install -y -q fuse3; } >/dev/null 2>&1 || \
 		echo "fuse3 is not here and could not be installed: nothing is mounted"
 
-# The tests of the wire and of the public API, daemons and clients alike under address and undefined-behaviour checks. Not those of
-# fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.
+# The tests of the wire, the public API, files, commands and training, daemons and clients alike under address and undefined-behaviour
+# checks; leaks are not looked for. Not those of fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.
 SANITIZED := tests/engine/wire tests/engine/test_from_python.py tests/api tests/files tests/ops tests/train \
 	--ignore=tests/api/test_fork.py --ignore=tests/ops/browser --ignore=tests/ops/deploy
 sanitized: $(VENV)/test-installed
 	$(BIN)/python -m tests.support.builds sanitized --numprocesses $(shell nproc) --dist loadfile $(or $(TESTS),$(SANITIZED))
 
-# Every long form in turn, each in a fresh clone of HEAD, a bound for each, a table at the end. Ctrl-C ends it, the same call goes on
-# from there. ARGS: --list, --only docs fuzz, --again.
+# Long forms in turn, each in a fresh clone of HEAD, a bound for each, a table at the end. Ctrl-C ends it, the same call goes on
+# from there. ARGS: --list, --only docs fuzz, --again. Not among them: upgrade, promises, and verbs with LONG=1.
 HOURS ?= 8
 nightly:
 	$(PYTHON) -m tests.nightly --hours $(HOURS) $(ARGS)
 
-# Everything at once on one cluster under faults from one seed, and one judge at the end. SEED=N repeats one; SOAK=--etcd.
+# Everything at once on one cluster under faults from one seed, and one judge at the end. SEED=N repeats the order of the faults, on
+# a machine with the same tools, and not their timing. SOAK=--etcd.
 MINUTES ?= 60
 soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
@@ -254,7 +255,7 @@ soak: $(VENV)/test-installed
 soak-short: $(VENV)/test-installed packages
 	@$(call step,$(BIN)/python -m tests.soak --minutes 0.75, the soak. Again: as its first line says)
 
-# nftables, which cuts a network. Without it, or without root, that fault is named as not done.
+# nftables, which cuts a network. Without it, or without the right to change it, that fault is named as not done.
 nftables:
 	@command -v nft >/dev/null || { apt-get update -q && apt-get install -y -q nftables; } >/dev/null 2>&1 || \
 		echo "nftables is not here and could not be installed: no network is cut"

@@ -5,8 +5,6 @@ without a word, and a new connection works.
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ import pytest
 
 import smb
 from tests.support.daemons import wait_for
+from tests.support.rights import may_filter
 
 TABLE = "smbforgotten"
 SILENT_S = 10.0  # csrc/client/dial.c
@@ -45,7 +44,7 @@ def forgotten(ports: list[int]) -> Iterator[None]:
         subprocess.run(["nft", "delete", "table", "inet", TABLE], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("nft") is None, reason="not run: needs root and nft")
+@pytest.mark.skipif(not may_filter(), reason="not run: needs root, nft and the right to change nftables")
 def test_a_call_goes_on_over_a_new_connection() -> None:
     """Once the old one is given up, not after the quarter of an hour that TCP takes. Each change counts
     once. While nothing is said, probes keep the connection from being forgotten.

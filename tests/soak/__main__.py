@@ -6,6 +6,7 @@ import argparse
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,7 +29,7 @@ parser.add_argument("--seed", type=int, default=None)
 parser.add_argument("--etcd", action="store_true", help="the coordinators' state in etcd, and two of them")
 given = parser.parse_args()
 seed = given.seed if given.seed is not None else secrets.randbits(32)
-again = f"python -m tests.soak --minutes {given.minutes:g} --seed {seed}{' --etcd' if given.etcd else ''}"
+again = f"{sys.executable} -m tests.soak --minutes {given.minutes:g} --seed {seed}{' --etcd' if given.etcd else ''}"
 print(f"seed {seed}: repeat with {again}", flush=True)
 for each in ENDING:
     if signal.getsignal(each) != signal.SIG_IGN:  # as under nohup

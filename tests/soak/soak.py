@@ -3,9 +3,9 @@
     python -m tests.soak [--minutes 60] [--seed N] [--etcd]        or make soak MINUTES=60
 
 Clients of every kind work in processes of their own (clients.py); daemons are killed and stopped, networks cut, disks
-filled (world.py), clients killed and replaced. After each fault every client gets on. At the end sums, histories,
-versions, files and models are what they must be (judges.py), and nothing was lost hold of: sessions, descriptors,
-memory, names.
+filled (world.py), clients killed and replaced. After each fault every client gets on. Clients check versions, snapshots
+and files as they work. At the end sums, histories, copies and models are what they must be (judges.py), and nothing was
+lost hold of: sessions, descriptors, memory, names.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Soak:
     """One run."""
 
     def __init__(self, directory: Path, world: World, rng: random.Random) -> None:
+        self._began = time.monotonic()
         self._directory = directory
         self._world = world
         self._rng = rng
@@ -151,7 +152,7 @@ class Soak:
         time.sleep(self._rng.uniform(*GAP_S))
         begun = time.monotonic()
         faults[name](self._rng)
-        print(f"{begun:.1f} {name}, {time.monotonic() - begun:.1f} s", flush=True)
+        print(f"{begun - self._began:.1f} s: {name}, {time.monotonic() - begun:.1f} s", flush=True)
         self.faults[name] = self.faults.get(name, 0) + 1
 
     def _kill_client(self, rng: random.Random) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from tests.support import second_copy
 from tests.support.clocks import Clock
 from tests.support.daemons import Daemon, Daemons, keep_port, stopped, wait_for
 from tests.support.etcd import Coordinators, EtcdCluster
+from tests.support.rights import may_filter, may_mount
 
 LASTING = ("a", "b", "c")  # they have the buffers with one copy
 SERVERS = (*LASTING, "d")
@@ -31,11 +31,11 @@ _TABLE = "smbsoak"
 
 
 def missing_for(fault: str) -> str:
-    """This machine's missing tool for a fault; empty if the fault is possible."""
-    if fault == "cut" and (os.geteuid() != 0 or shutil.which("nft") is None):
-        return "root and nft"
-    if fault == "full-disk" and os.geteuid() != 0:
-        return "root, to mount a small disk"
+    """This machine's missing tool or right for a fault; empty if the fault is possible."""
+    if fault == "cut" and not may_filter():
+        return "root, nft and the right to change nftables"
+    if fault == "full-disk" and not may_mount():
+        return "root and the right to mount a small disk"
     return ""
 
 

@@ -37,11 +37,12 @@ A commit or a page of docs/ says how a bug was found, or this page says "not rec
 _SHOWING = """
 ## See a bug without its mend
 
-    python -m tests.unmended 6898282                      # an idle client took a whole core
-    python -m tests.unmended "An idle client no longer takes a whole core"      # the same, by its subject
+    .venv/bin/python -m tests.unmended 6898282            # an idle client took a whole core
+    .venv/bin/python -m tests.unmended "An idle client no longer takes a whole core"      # the same, by its subject
 
-The command takes the commit's code out of a temporary worktree of HEAD, and builds it. It then runs the bug's test
-there, which must fail. Another test may follow as a second argument. The exit code is 0 if the test failed.
+The command needs the environment that `make test` makes, and a clone with all its history. It takes the commit's code
+out of a temporary worktree of HEAD, and builds it. It then runs the bug's test there, which must fail. Another test
+may follow as a second argument. The exit code is 0 if the test failed.
 
 Later commits may have changed the same lines. The command says so, and goes back to the commit itself: to its tests,
 and to the code before it. Far back that may not build any more, and the command says that, too.
@@ -66,6 +67,7 @@ class Kind:
     name: str
     means: str
     time: str
+    hours: float = 0  # the same as a number, if it is known
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def page(text: str) -> str:
     for kind in sorted(kinds, key=lambda kind: -sum(bug.found == kind.name for bug in bugs)):
         found = [bug for bug in bugs if bug.found == kind.name]
         tested = sum(bool(bug.tests) for bug in found)
-        hourly = "" if kind.name in PEOPLE else NOT_RECORDED
+        hourly = "" if kind.name in PEOPLE else f"{len(found) / kind.hours:.1f}" if kind.hours else NOT_RECORDED
         rows.append(f"| {kind.name} | {kind.means} | {len(found)} | {tested} | {kind.time} | {hourly} |")
     unknown = [bug for bug in bugs if bug.found == NOT_RECORDED]
     tested = sum(bool(bug.tests) for bug in bugs)
@@ -148,7 +150,7 @@ def _worth(kinds: list[Kind], bugs: list[Bug]) -> str:
     return f"""
 ## What is worth more
 
-Nobody kept the machine time of any kind before there were nights, so counts alone compare all of them:
+Nobody kept the machine time of other kinds than `scale` before there were nights, so counts alone compare all of them:
 
 - Of {len(bugs)} bugs, {len(told)} have a record of how they were found. People who read or tried found {read_} of
   those, and machines {len(told) - read_}.
@@ -176,7 +178,8 @@ def _nights(forms: list[Form]) -> str:
 ## By the hour
 
 `make nightly` writes how long each form ran into its `results.json`. These are all runs on record, on two cores, with
-those that failed or were interrupted. Flaws are those of tests, and of the night.
+those that failed or were interrupted. A run that the same commit's next run of the form replaced is not counted.
+Flaws are those of tests, and of the night.
 
 | forms | machine time | bugs | bugs per hour | flaws |
 | --- | --- | --- | --- | --- |
