@@ -130,7 +130,7 @@ def test_the_verdict_is_of_the_exit_code_the_bound_and_what_is_left() -> None:
     state, why = verdict(None, 60, [])
     assert state == "HUNG"
     assert why.startswith("not done after 60 s; ")
-    assert why.endswith("give more hours")
+    assert why.endswith("more hours, and --again")
     assert verdict(0, 60, ["a mount"]) == ("LEFT THINGS", "1 left behind")
 
 
