@@ -14,6 +14,7 @@ from typing import Protocol
 import pytest
 
 from tests.support.daemons import wait_for
+from tests.support.rights import may_mount
 
 _MISSING = [
     what
@@ -21,6 +22,7 @@ _MISSING = [
         ("/dev/fuse", os.access("/dev/fuse", os.R_OK | os.W_OK)),
         ("libfuse3", ctypes.util.find_library("fuse3") is not None),
         ("fusermount3", shutil.which("fusermount3") is not None),
+        ("right to mount", os.geteuid() != 0 or may_mount()),  # for others fusermount3 has it
     )
     if not there
 ]
