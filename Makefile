@@ -2,7 +2,7 @@
 # make test   everything that must hold; what CI runs
 # make verbs  the RDMA transport on real or soft devices, in a virtual machine where there are none
 # make fault  kills, cuts and slow clients for long; make long, make soak, make fuzz, make model, make sanitized: likewise (tests/README.md)
-# make nightly HOURS=8   all of these but the demo, each in a clean clone, and a table of what held
+# make nightly HOURS=8   long forms of these, each in a clean clone, and a table of what held
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -232,7 +232,8 @@ fuse3:
 		echo "fuse3 is not here and could not be installed: nothing is mounted"
 
 # The tests of the wire, the public API, files, commands and training, daemons and clients alike under address and undefined-behaviour
-# checks; leaks are not looked for. Not those of fork: the checker's allocator may be locked by another thread when a process forks, and the child then hangs in it.
+# checks; leaks are not looked for. Not those of fork: the checker's allocator may be locked by another thread when a process forks, and
+# the child then hangs in it.
 SANITIZED := tests/engine/wire tests/engine/test_from_python.py tests/api tests/files tests/ops tests/train \
 	--ignore=tests/api/test_fork.py --ignore=tests/ops/browser --ignore=tests/ops/deploy
 sanitized: $(VENV)/test-installed
