@@ -15,6 +15,7 @@ import smb.cluster
 from smb.config.parse import OWNER_VARIABLE
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 from tests.support import stem
+from tests.support.daemons import keep_port
 from tests.support.transports import EACH_WAY, SLOWNESS
 
 smb.cluster._START_S *= SLOWNESS
@@ -53,6 +54,13 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's own cluster and transport have no say in tests."""
     for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT", "SMB_CONFIG", *CREDENTIALS_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def kept_port() -> Iterator[int]:
+    """A port of this host on which nothing listens, but what the test starts there."""
+    with keep_port() as kept:
+        yield kept.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

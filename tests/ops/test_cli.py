@@ -39,12 +39,6 @@ def stat_here(capsys: pytest.CaptureFixture[str], cluster: smb.LocalCluster, *ar
     return out
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_buffer_from_creation_to_deletion(cluster: smb.LocalCluster) -> None:
     """create makes a buffer that clients can use, ls and stat show it with its placement, rm deletes it."""
     name = "cli/" + "long-name-" * 15
@@ -273,9 +267,9 @@ def test_status_shows_servers_and_totals(cluster: smb.LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("command", [("ls",), ("status",), ("stat", "x"), ("create", "x", "--shape", "1"), ("rm", "x")])
-def test_no_coordinator_there(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_coordinator_there(command: tuple[str, ...], capsys: pytest.CaptureFixture[str], kept_port: int) -> None:
     """Every command says in one line which address does not answer and how to start a cluster; exit code 1."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{kept_port}"
     code, out, err = run_here(capsys, *command, "-c", address)
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 1
@@ -323,21 +317,20 @@ def test_help_names_every_command() -> None:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
+def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals, kept_port: int) -> None:
     """`smb up` prints the address and what to type next, serves clients there, and ends cleanly with nothing left."""
-    port = free_port()
     command = [*COMMAND, "up", "--servers", "2", "--capacity", "16MiB"]
     with subprocess.Popen(
-        [*command, "--listen", f"127.0.0.1:{port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--listen", f"127.0.0.1:{kept_port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         greeting = ""
-        while f"SMB_COORDINATOR=127.0.0.1:{port}" not in greeting:
+        while f"SMB_COORDINATOR=127.0.0.1:{kept_port}" not in greeting:
             line = process.stdout.readline()
             assert line, process.stderr.read() if process.stderr else ""
             greeting += line
         assert "WARNING" not in greeting
-        with smb.connect(f"127.0.0.1:{port}") as client:
+        with smb.connect(f"127.0.0.1:{kept_port}") as client:
             buffer = client.create("up/weights", (1 << 16,), "float32", servers=2, stripe="64KiB")
             buffer.accumulate(np.ones(1 << 16, dtype=np.float32))
             assert buffer.read().sum() == 1 << 16
@@ -349,13 +342,12 @@ def test_up_runs_a_cluster_until_it_is_stopped(stop: signal.Signals) -> None:
     assert not list(Path("/dev/shm").glob(f"smb-cluster-{process.pid}-*"))
 
 
-def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path) -> None:
+def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path, kept_port: int) -> None:
     """A server that is killed again and again is back with its memory, without a word to anybody; --data-dir has it at
     the next start, too.
     """
-    port = free_port()
     command = [*COMMAND, "up", "--servers", "1", "--capacity", "16MiB"]
-    command += ["--listen", f"127.0.0.1:{port}", "--metrics", "127.0.0.1:0", "--data-dir", str(tmp_path / "kept")]
+    command += ["--listen", f"127.0.0.1:{kept_port}", "--metrics", "127.0.0.1:0", "--data-dir", str(tmp_path / "kept")]
     for kills in (True, False):
         with (
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as up,
@@ -371,7 +363,7 @@ def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path) -> None:
                 greeting += line
             memory = re.search(r"memory in (\S+);", greeting)
             assert memory is not None
-            with smb.connect(f"127.0.0.1:{port}", timeout=60) as client:
+            with smb.connect(f"127.0.0.1:{kept_port}", timeout=60) as client:
                 if kills:
                     client.create("kept", 10).fill(7)
                     said = greeting

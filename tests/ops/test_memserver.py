@@ -188,10 +188,9 @@ def test_the_death_of_the_coordinator_changes_nothing_for_the_servers(
     assert segments(daemons) == []
 
 
-def test_a_server_may_start_before_the_coordinator(daemons: Daemons) -> None:
+def test_a_server_may_start_before_the_coordinator(daemons: Daemons, kept_port: int) -> None:
     """It serves and waits; it is ready once the coordinator came and knows it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{kept_port}"
     server = daemons.memory_server(address, "a")
     wait_for(lambda: "cannot be reached, or does not lead; serving on" in server.log.read_text(), "first attempt")
     assert not server.ready_file.exists()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -26,7 +25,7 @@ import yaml
 import smb
 import smb.metrics
 import smb.train
-from tests.support.daemons import running_daemons, wait_for
+from tests.support.daemons import keep_port, running_daemons, wait_for
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "prometheus"
@@ -137,9 +136,8 @@ class Prometheus:
         (directory / "targets").mkdir()
         found = [{"targets": [client], "labels": {"smb_role": "client"}}] if client else []
         (directory / "targets" / "clients.json").write_text(json.dumps(found))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._kept = keep_port()
+        self.address = f"127.0.0.1:{self._kept.getsockname()[1]}"
         self.log = directory / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -176,6 +174,7 @@ class Prometheus:
     def close(self) -> None:
         self.process.terminate()
         self.process.wait(20)
+        self._kept.close()
 
 
 class Load:

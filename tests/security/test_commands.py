@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 
 import smb
 from tests.support.commands import COMMAND, run_here
+from tests.support.daemons import keep_port
 
 Run = Callable[..., tuple[int, str]]
 
@@ -97,10 +97,8 @@ def test_what_certs_prints_as_the_next_step_works(tmp_path: Path) -> None:
     options = {"env": environment, "text": True, "cwd": tmp_path, "timeout": 60}
     arguments = ["certs", "my lab", "--server", "node1", "--client", "alice", "--namespace", "team"]
     printed = subprocess.run([*COMMAND, *arguments], check=True, capture_output=True, **options).stdout
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with keep_port() as kept:
+        port = kept.getsockname()[1]
         steps = printed.partition("(HOST:")[2].splitlines()[2:]
         coordinator, memserver, export = (
             shlex.split(step.replace("HOST", "127.0.0.1").replace("7070", str(port))) for step in steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,17 +113,14 @@ def test_certs_gives_each_its_own_and_says_what_it_may(tmp_path: Path) -> None:
     assert refused.exit_code == 2
 
 
-def test_a_control_port_that_is_asked_for(daemons: Daemons) -> None:
+def test_a_control_port_that_is_asked_for(daemons: Daemons, kept_port: int) -> None:
     """The memory server listens there for the coordinator, and one that is taken is an error with its reason."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     coordinator = daemons.coordinator()
-    server = daemons.memory_server(coordinator.address, "a", "--control", f"127.0.0.1:{port}")
+    server = daemons.memory_server(coordinator.address, "a", "--control", f"127.0.0.1:{kept_port}")
     assert server.address
-    taken = daemons.memory_server(coordinator.address, "b", "--control", f"127.0.0.1:{port}")
+    taken = daemons.memory_server(coordinator.address, "b", "--control", f"127.0.0.1:{kept_port}")
     assert taken.wait() == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in taken.log.read_text()
+    assert f"cannot listen on 127.0.0.1:{kept_port}" in taken.log.read_text()
     with smb.connect(coordinator.address) as client:
         client.create("w", (8,))
-    assert f'"control_address":"127.0.0.1:{port}"' in coordinator.page("/api/server?name=a")
+    assert f'"control_address":"127.0.0.1:{kept_port}"' in coordinator.page("/api/server?name=a")

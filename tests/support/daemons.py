@@ -24,6 +24,7 @@ from tests.support.builds import daemons_build
 from tests.support.transports import SLOWNESS
 
 DEADLINE_S = 20.0 * SLOWNESS
+ANY_PORT = "127.0.0.1:0"
 Value = TypeVar("Value")
 
 
@@ -190,7 +191,10 @@ class Daemon:
 
 class Daemons:
     """Starts daemons below one directory; memory goes below /dev/shm. `variables` go to each that is started then; they
-    hold from the start what the build needs on which daemons are to run (SMB_TEST_DAEMON_BUILD)."""
+    hold from the start what the build needs on which daemons are to run (SMB_TEST_DAEMON_BUILD).
+
+    Where a daemon is to listen on ANY_PORT, its port is kept while it is down: it can be started again there. Without
+    that, another test may get the port meanwhile."""
 
     def __init__(self, directory: Path, memory: Path) -> None:
         self.directory = directory
@@ -198,9 +202,10 @@ class Daemons:
         self.build = daemons_build()
         self.variables: dict[str, str] = dict(self.build.environment) if self.build else {}
         self._started: list[Daemon] = []
+        self._ports: list[socket.socket] = []
 
     def coordinator(
-        self, listen: str = "127.0.0.1:0", state: str | None = None, *options: str, name: str = "coordinator"
+        self, listen: str = ANY_PORT, state: str | None = None, *options: str, name: str = "coordinator"
     ) -> Daemon:
         """Start a coordinator, by default always on the same state; later options override the defaults here."""
         state = state or str(self.directory / "state")
@@ -212,13 +217,13 @@ class Daemons:
             "--state",
             state,
             "--metrics",
-            "127.0.0.1:0",
+            ANY_PORT,
         ]
         return self._start(name, arguments, options)
 
     def memory_server(self, coordinator: str, name: str, *options: str) -> Daemon:
         """Start a memory server; later options override the defaults here."""
-        arguments = ["memserver", "--coordinator", coordinator, "--name", name]
+        arguments = ["memserver", "--coordinator", coordinator, "--name", name, "--listen", ANY_PORT]
         arguments += ["--memory-dir", str(self.memory), "--capacity", "64MiB", "--loops", "1"]
         return self._start(name, arguments, options)
 
@@ -227,16 +232,22 @@ class Daemons:
         return sorted(path.name for path in self.memory.iterdir())
 
     def kill_all(self) -> None:
-        """Leave no process behind."""
+        """Leave no process behind, and keep no port."""
         for daemon in self._started:
             if daemon.process.poll() is None:
                 daemon.process.kill()
                 daemon.wait()
+        for kept in self._ports:
+            kept.close()
 
     def _start(self, name: str, arguments: list[str], options: Sequence[str] = ()) -> Daemon:
         number = len(self._started)
         ready_file = self.directory / f"{name}.ready"
         arguments = [*arguments, "--ready-file", str(ready_file), *options]
+        for at, option in enumerate(arguments):
+            if option == "--listen" and arguments[at + 1] == ANY_PORT:
+                self._ports.append(keep_port())
+                arguments[at + 1] = f"127.0.0.1:{self._ports[-1].getsockname()[1]}"
         daemon = Daemon(arguments, ready_file, self.directory / f"{number}-{name}.log", self.variables)
         self._started.append(daemon)
         return daemon

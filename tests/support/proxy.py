@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.daemons import running_daemons
+from tests.support.daemons import keep_port, running_daemons
 from tests.support.raw import HEADER, Opcode
 
 _PAYLOAD = struct.Struct("<I")
@@ -163,9 +163,7 @@ class Proxy:
 @contextlib.contextmanager
 def behind_a_proxy(directory: Path, plan: Plan, *options: str) -> Iterator[tuple[str, Proxy]]:
     """A cluster of one server, with those options, that says its address is the proxy's."""
-    with socket.socket() as kept:  # bound and not listening: nobody but the server gets the port
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))
+    with keep_port() as kept:
         port = int(kept.getsockname()[1])
         proxy = Proxy(port, plan)
         try:
