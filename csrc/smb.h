@@ -572,6 +572,18 @@ int smb_server_suspend(struct smb_server *server, uint64_t id);
 uint64_t smb_server_await_replicas(struct smb_server *server, uint64_t seen, uint32_t timeout_ms);
 /* Ends such a wait. */
 void smb_server_wake_replicas(struct smb_server *server);
+/* A segment that is here, as its file says it. */
+struct smb_held {
+    uint64_t id;
+    uint64_t file_bytes;
+    uint32_t epoch; /* of its last role; of one without a role, in which it was made */
+    uint32_t whole; /* 0: a copy that is being made, or may be */
+    int role;       /* enum smb_replica_role, which this run was given */
+};
+/* Fills in at most `most`; returns how many there are. */
+uint64_t smb_server_held(struct smb_server *server, struct smb_held *held, uint64_t most);
+/* One of them. SMB_NOT_FOUND if it is not here. */
+int smb_server_holds(struct smb_server *server, uint64_t id, struct smb_held *held);
 /* Fills in at most `most`; returns how many there are. */
 uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,
                              uint64_t most);

@@ -23,6 +23,8 @@ from memserver.engine import NotReadyError, SegmentForm
 from memserver.rdma_target import Place, Rdma
 from memserver.replication import Replication
 from memserver.segments import FOR_GOOD, Segments
+from memserver.stamps import Stamps
+from memserver.store_messages import inventory_message, stamp_of
 from smb.arrays.dtypes import DTYPES
 from smb.config.parse import format_address
 from smb.daemon.failpoint import failpoint
@@ -37,6 +39,7 @@ from smb.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import Bounds
 from smb.rpc.client_tokens import RIGHT_WRITE
@@ -66,9 +69,15 @@ class ControlService(MemoryServerServicer):
     """control.proto's MemoryServer; its comments there are the reference."""
 
     def __init__(
-        self, segments: Segments, rdma: Rdma, replication: Replication, check_proof: CheckProof | None = None
+        self,
+        segments: Segments,
+        rdma: Rdma,
+        replication: Replication,
+        stamps: Stamps,
+        check_proof: CheckProof | None = None,
     ) -> None:
         """check_proof None: no tokens are asked for."""
+        self._stamps = stamps
         self._replication = replication
         self._segments = segments
         self._rdma = rdma
@@ -79,6 +88,8 @@ class ControlService(MemoryServerServicer):
 
         def create() -> pb.CreateSegmentReply:
             failpoint("memserver.create.asked")
+            if request.HasField("stamp"):  # first: a record is in that store
+                self._stamps.learn(stamp_of(request.stamp))
             dtype = DTYPES.get(request.dtype)
             if dtype is None or request.id == 0 or request.epoch == 0:
                 raise InvalidArgumentError(f"segment {request.id:016x}, epoch {request.epoch}, dtype {request.dtype!r}")
@@ -99,7 +110,10 @@ class ControlService(MemoryServerServicer):
 
         def drop() -> pb.DeleteSegmentReply:
             failpoint("memserver.delete.asked")
-            self._segments.drop(request.id, request.epoch or FOR_GOOD)
+            if not request.room:
+                self._segments.drop(request.id, request.epoch or FOR_GOOD, Ground(request.ground))
+            elif (seen := self._segments.held().get(request.id)) is not None:
+                self._segments.give_up(seen, request.epoch)
             failpoint("memserver.delete.done")
             return pb.DeleteSegmentReply(used_bytes=self._segments.used_bytes())
 
@@ -135,6 +149,16 @@ class ControlService(MemoryServerServicer):
             )
 
         return _answer(context, take)
+
+    def Inventory(self, request: pb.InventoryRequest, context: grpc.ServicerContext) -> pb.InventoryReply:
+        """See control.proto."""
+
+        def look() -> pb.InventoryReply:
+            found = self._segments.inventory()
+            held = [inventory_message(*found[each]) for each in request.ids if each in found]
+            return pb.InventoryReply(instance_id=self._rdma.instance_id, held=held)
+
+        return _answer(context, look)
 
     def ConnectVerbs(self, request: pb.ConnectVerbsRequest, context: grpc.ServicerContext) -> pb.ConnectVerbsReply:
         """See control.proto."""
@@ -233,6 +257,7 @@ class ControlServer:
         segments: Segments,
         rdma: Rdma,
         replication: Replication,
+        stamps: Stamps,
         credentials: Credentials | None = None,
         check_proof: CheckProof | None = None,
     ) -> None:
@@ -240,7 +265,7 @@ class ControlServer:
         guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()] if credentials is None else [Bounds(), Guard()]
         pool = ThreadPoolExecutor(THREADS, "control")
         self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
-        service = ControlService(segments, rdma, replication, check_proof)
+        service = ControlService(segments, rdma, replication, stamps, check_proof)
         add_MemoryServerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]
         self.port = add_port(self._server, format_address(host, port), credentials)
         if self.port == 0:

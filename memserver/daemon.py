@@ -35,6 +35,7 @@ from memserver.registration import Identity, MissingNames, Registration
 from memserver.relays import Relays
 from memserver.replication import Replication
 from memserver.segments import Segments
+from memserver.stamps import Stamps
 from memserver.usage_by_client import Names
 from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
 from smb.daemon.host_memory import MemoryLimit
@@ -177,7 +178,10 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         replication.forget(segment_id)
 
     segments.on_drop = forget
-    control = ControlServer(control_host, asked_port, segments, rdma, replication, options.credentials, check_proof)
+    stamps = Stamps(place.stamps_path)
+    control = ControlServer(
+        control_host, asked_port, segments, rdma, replication, stamps, options.credentials, check_proof
+    )
     leaving.callback(control.close)
     reachable, advertised_port = _advertised(options.advertise)
     reachable = reachable or (_address_towards(options.coordinator) if numeric in _ANY_ADDRESS else host)
@@ -239,6 +243,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         take_keys,
         replication,
         relays,
+        stamps,
     )
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.

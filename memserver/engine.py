@@ -56,6 +56,17 @@ class SegmentForm:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A segment that is here, as its file says it. See struct smb_held in csrc/smb.h."""
+
+    id: int
+    file_bytes: int
+    epoch: int  # of its last role; of one without a role, in which it was made
+    whole: bool  # False: a copy that is being made, or may be
+    role: int  # that this run was given: 0 none, 1 primary, 2 backup
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
     """The engine's counters. Operations and bytes by (transport, kind), errors by name of status."""
 
@@ -415,6 +426,22 @@ class Engine:
             for each in raw[0:found]
         ]  # fmt: skip
 
+    def held(self) -> dict[int, Held]:
+        """Return all segments that are here, by id."""
+        most, found = 0, 64
+        while found > most:
+            most = 2 * found
+            raw = ffi.new("struct smb_held[]", most)
+            found = lib.smb_server_held(self._server, raw, most)
+        return {each.id: _held(each) for each in raw[0:found]}
+
+    def holds(self, segment_id: int) -> Held | None:
+        """Return one of them; None if it is not here."""
+        raw = ffi.new("struct smb_held *")
+        if lib.smb_server_holds(self._server, segment_id, raw) == lib.SMB_NOT_FOUND:
+            return None
+        return _held(raw)
+
     def end_session(self, session_id: int) -> None:
         """Give up everything that the session holds here, and let it in no more. Repeating it is harmless."""
         lib.smb_server_end_session(self._server, session_id)
@@ -531,6 +558,10 @@ def _shares(read: Callable[[Any, Any, int], int], server: Any) -> dict[int, Shar
             if count
         }
     return shares
+
+
+def _held(raw: Any) -> Held:
+    return Held(int(raw.id), int(raw.file_bytes), int(raw.epoch), bool(raw.whole), int(raw.role))
 
 
 def _check(status: int, what: str) -> None:

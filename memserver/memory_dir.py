@@ -32,6 +32,7 @@ class Place:
                 f"use a shorter --memory-dir or --name"
             )
         self.journal_path = directory / f"smb.{name}.journal"
+        self.stamps_path = directory / f"smb.{name}.stamps"
         self._segment = re.compile(rf"smb\.{re.escape(name)}\.([0-9a-f]{{16}})\.segment(\.new)?")
         self._lock_path = directory / f"smb.{name}.lock"
         self._lock_fd = self._lock()
@@ -49,6 +50,19 @@ class Place:
             if match:
                 (unfinished if match[2] else complete).append(path)
         return complete, unfinished
+
+    def quarantined(self) -> set[int]:
+        """Return the segments that are marked as quarantined."""
+        mark = re.compile(rf"smb\.{re.escape(self.name)}\.([0-9a-f]{{16}})\.quarantined")
+        return {int(match[1], 16) for path in self.directory.iterdir() if (match := mark.fullmatch(path.name))}
+
+    def quarantine(self, segment_id: int, *, ends: bool = False) -> None:
+        """Mark a segment as quarantined, or take the mark away."""
+        mark = self.directory / f"smb.{self.name}.{segment_id:016x}.quarantined"
+        if ends:
+            mark.unlink(missing_ok=True)
+        else:
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def check_capacity(self, capacity_bytes: int) -> None:
         """Raise InvalidArgumentError if the file system can never hold the capacity; warn where it is no memory."""
@@ -73,6 +87,7 @@ class Place:
         try:
             if not any(self.segment_files()):
                 self.journal_path.unlink(missing_ok=True)
+                self.stamps_path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
         except FileNotFoundError:
             _log.warning("%s was removed meanwhile, with all that was in it", self.directory)

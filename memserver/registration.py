@@ -8,21 +8,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from memserver.engine import Engine
+from memserver.engine import Engine, SegmentForm
 from memserver.relays import Relays
 from memserver.replication import Replication
 from memserver.segments import FOR_GOOD, Segments
+from memserver.stamps import Stamps
+from memserver.store_messages import inventory_message, stamp_message, stamp_of
 from memserver.usage_by_client import Names
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.parse import parse_addresses
 from smb.daemon.failpoint import failpoint
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
+from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.rpc.coordinator_client import STANDBY, trailers_of
@@ -96,6 +99,7 @@ class Registration:
         on_keys: Callable[[pb.AccessKeys], None] | None = None,
         replication: Replication | None = None,
         relays: Relays | None = None,
+        stamps: Stamps | None = None,
     ) -> None:
         """Begin. `load` is asked at each renewal. `on_outcome` is called once, from the thread here: with None once
         registered, or with why that can never be; `on_keys`, with credentials, each time that the coordinator has
@@ -121,6 +125,7 @@ class Registration:
         self._replication = replication
         if replication is not None:
             replication.on_news = self._hurry.set
+        self._stamps = stamps
         self._relays = relays
         if relays is not None:
             relays.on_news = self._hurry.set
@@ -217,6 +222,8 @@ class Registration:
 
     def _register(self) -> int:
         me, held = self._identity, self._segments.held()
+        ids, inventory = self._segments.ids(), self._segments.inventory()
+        shown = [inventory_message(*inventory[each]) if each in inventory else pb.HeldSegment() for each in ids]
         request = pb.RegisterServerRequest(
             name=me.name,
             instance_id=me.instance_id,
@@ -226,7 +233,10 @@ class Registration:
             metrics_address=me.metrics_address,
             capacity_bytes=me.capacity_bytes,
             used_bytes=self._segments.used_bytes(),
-            segment_ids=self._segments.ids(),
+            segment_ids=ids,
+            segment_epochs=[each.epoch for each in shown],
+            segment_flags=[each.flags for each in shown],
+            stamps=[stamp_message(each) for each in self._stamps.told()] if self._stamps is not None else (),
             sessions_seen=self._sessions_seen,
             weight=me.weight,
             data_tls=me.data_tls,
@@ -237,22 +247,33 @@ class Registration:
         reply = self._stub.RegisterServer(request, **self._patience())
         failpoint("memserver.register.answered")
         self._take_keys(reply)
-        epochs = [*reply.drop_epochs, *[0] * (len(reply.drop_segment_ids) - len(reply.drop_epochs))]
-        rooms = frozenset(reply.room_segment_ids) & held.keys()
-        for segment_id, epoch in zip(reply.drop_segment_ids, epochs, strict=True):
-            try:
-                if segment_id in rooms:
-                    self._segments.give_up(held[segment_id], epoch + 1)
-                self._segments.drop(segment_id, epoch or FOR_GOOD)
-                failpoint("memserver.register.dropped")
-                _log.info("dropped segment %016x: no buffer has it any more", segment_id)
-            except Error as error:
-                _log.error("%s; it stays until the next registration", error)
+        self._segments.quarantine(reply.quarantine_segment_ids)
+        for segment_id in reply.taken_up_segment_ids:
+            self._segments.take_up(segment_id)
+            _log.info("segment %016x is not quarantined any more: a buffer has it", segment_id)
+        self._drop(reply, held)
+        if self._stamps is not None and reply.HasField("stamp"):
+            self._stamps.replace(stamp_of(reply.stamp))
         self._end(reply.ended_sessions)
         self._take_roles(reply, asked_s)
         failpoint("memserver.register.done")
         _log.info('registered as "%s" at the coordinator %s', me.name, self._coordinator)
         return int(reply.lease_ms)
+
+    def _drop(self, reply: pb.RegisterServerReply, held: Mapping[int, SegmentForm]) -> None:
+        count = len(reply.drop_segment_ids)
+        epochs = [*reply.drop_epochs, *[0] * (count - len(reply.drop_epochs))]
+        grounds = [*map(Ground, reply.drop_grounds), *[Ground.UNKNOWN] * (count - len(reply.drop_grounds))]
+        rooms = frozenset(reply.room_segment_ids) & held.keys()
+        for segment_id, epoch, ground in zip(reply.drop_segment_ids, epochs, grounds, strict=True):
+            try:
+                if segment_id in rooms:
+                    self._segments.give_up(held[segment_id], epoch + 1)
+                self._segments.drop(segment_id, epoch or FOR_GOOD, ground)
+                failpoint("memserver.register.dropped")
+                _log.info("dropped segment %016x: %s", segment_id, ground.name.lower())
+            except Error as error:
+                _log.error("%s; it stays until the next registration", error)
 
     def _renew(self) -> int:
         request = pb.RenewServerRequest(
@@ -273,6 +294,9 @@ class Registration:
         reply = self._stub.RenewServer(request, **self._patience())
         failpoint("memserver.renew.answered")
         self._take_keys(reply)
+        if self._stamps is not None and reply.HasField("stamp"):
+            self._stamps.learn(stamp_of(reply.stamp))
+        self._segments.quarantine(reply.quarantine_segment_ids)
         self._missing_names.learn(reply)
         if self._relays is not None:
             self._relays.take(reply.mirrors)

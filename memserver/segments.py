@@ -7,17 +7,20 @@ it stays.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from memserver.engine import Engine, SegmentForm
+from memserver.engine import Engine, Held, SegmentForm
+from memserver.gate import why_not
 from memserver.memory_dir import Place
 from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.engine import segment_file_bytes
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.ground import Ground
 
 # Ids are never used twice, so a creation that comes after its drop is a straggler of one that was given up. So many are
 # remembered.
@@ -25,6 +28,8 @@ DROPPED_MAX = 4096
 FOR_GOOD = 2**32 - 1
 # As many ended sessions as the coordinator remembers: after its restart it tells of all of them again.
 ENDED_MAX = 65_536
+
+_log = logging.getLogger("memserver")
 
 
 class Segments:
@@ -42,6 +47,7 @@ class Segments:
         self._busy: set[int] = set()
         self._dropped: dict[int, int] = {}  # up to which epoch, in the order in which they came
         self._ended: dict[int, None] = {}  # in the order in which they came
+        self._quarantined = place.quarantined()
         self.on_drop: Callable[[int], None] = lambda _id: None  # once it is served no more
         self.on_end: Callable[[int], None] = lambda _id: None  # once the engine lets it in no more
 
@@ -79,21 +85,22 @@ class Segments:
                 return
             if held is not None and not anew:
                 raise AlreadyExistsError(f"segment {form.id:016x} is there with another form: {held}, not {form}")
+            # The source of the copy has a whole one, of the epoch before: the coordinator has just asked it.
+            if held is not None and (why := self._why_not(form.id, Ground.SUPERSEDED, form.epoch - 1)):
+                raise AlreadyExistsError(f"segment {form.id:016x} is not made anew: {why}")
             self._busy.add(form.id)
             self._held.pop(form.id, None)
         try:
             if held is not None:
-                self._engine.delete_segment(form.id)
-                self.on_drop(form.id)
+                self._destroy(form.id)
             self._make(form, None if replicate is None else group_id)
             try:
                 if token_floor:  # before anybody else has heard of it
                     self._engine.raise_token(form.id, token_floor)
                 if replicate is not None:
                     replicate()
-            except BaseException:  # it is in no books: nobody would drop it
-                self._engine.delete_segment(form.id)
-                self.on_drop(form.id)
+            except BaseException:  # nothing is in it, and it is in no books: nobody would drop it
+                self._destroy(form.id)
                 raise
             failpoint("memserver.create.made")
             with self._lock:
@@ -101,12 +108,17 @@ class Segments:
         finally:
             self._end(form.id)
 
-    def drop(self, segment_id: int, epoch: int = FOR_GOOD) -> None:
-        """Drop it and its file; one that is not here is no error. A copy that was made in a later epoch stays."""
+    def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN) -> None:
+        """Drop it and its file; one that is not here is no error. A copy that was made in a later epoch stays, and one
+        that memserver/gate.py does not let go.
+        """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)
             held = self._held.get(segment_id)
             if held is not None and held.epoch > epoch:
+                return
+            if held is not None and (why := self._why_not(segment_id, ground, epoch)):
+                _log.warning("segment %016x is kept: %s", segment_id, why)
                 return
             self._dropped[segment_id] = max(epoch, self._dropped.pop(segment_id, 0))
             if len(self._dropped) > DROPPED_MAX:
@@ -123,6 +135,9 @@ class Segments:
         with self._lock:
             if self._held.get(seen.id) is not seen or seen.epoch > epoch:
                 return False
+            if why := self._why_not(seen.id, Ground.SUPERSEDED, epoch - 1):
+                _log.warning("segment %016x is kept: %s", seen.id, why)
+                return False
             self._take(seen.id)
         self._delete(seen.id)
         return True
@@ -135,10 +150,46 @@ class Segments:
     def _delete(self, segment_id: int) -> None:
         failpoint("memserver.delete.booked")
         try:
-            self._engine.delete_segment(segment_id)
-            self.on_drop(segment_id)
+            self._destroy(segment_id)
         finally:
             self._end(segment_id)
+
+    def _why_not(self, segment_id: int, ground: Ground, epoch: int) -> str:
+        """Return why it must stay. Under the lock."""
+        held = self._engine.holds(segment_id)
+        if held is None:
+            return ""
+        return why_not(held, ground, epoch, quarantined=segment_id in self._quarantined)
+
+    def _destroy(self, segment_id: int) -> None:
+        """Give its memory up. The only place where this daemon does so, after `_why_not` or of what was never used."""
+        self._engine.delete_segment(segment_id)
+        self.on_drop(segment_id)
+        self.take_up(segment_id)
+
+    def quarantine(self, segment_ids: Iterable[int]) -> None:
+        """Keep these, over restarts too, until they are taken up or dropped for a reason."""
+        for segment_id in segment_ids:
+            with self._lock:
+                if segment_id in self._held and segment_id not in self._quarantined:
+                    self._place.quarantine(segment_id)
+                    self._quarantined.add(segment_id)
+                    _log.warning("segment %016x is quarantined: the coordinator's records do not have it", segment_id)
+
+    def take_up(self, segment_id: int) -> None:
+        """End its quarantine: a buffer has it, or it is gone."""
+        with self._lock:
+            if segment_id in self._quarantined:
+                self._place.quarantine(segment_id, ends=True)
+                self._quarantined.discard(segment_id)
+
+    def inventory(self) -> dict[int, tuple[Held, bool]]:
+        """Return what is held now, by id, and whether it is in quarantine."""
+        found = self._engine.held()
+        with self._lock:
+            return {
+                number: (held, number in self._quarantined) for number, held in found.items() if number in self._held
+            }
 
     def bind(self, segment_id: int) -> bool:
         """Have a segment stay on this server; return False if it may move already. True, too, if it is not here."""

@@ -65,12 +65,27 @@ _log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True, slots=True)
+class QuarantinedInfo:
+    """Memory that a server keeps though no record of the coordinator accounts for it.
+
+    It takes `nbytes` of the server's capacity. `buffer` is the name of the buffer that has this segment, empty if none
+    has.
+    """
+
+    segment_id: int
+    buffer: str
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
 
     `used` counts whole segment files, a little more than their data. `alive`: its lease runs. `weight`: how much of a
     new buffer's traffic it takes, beside the other servers. `zone`: where it is, as it was told. `draining`: it gets
-    nothing new, and gives up what it has.
+    nothing new, and gives up what it has. `unheard`: it may live, but the coordinator that leads now has not heard of
+    it yet. `quarantined`: what it keeps beside the records; empty for clients that are limited to namespaces.
     """
 
     name: str
@@ -84,6 +99,8 @@ class ServerInfo:
     weight: float = 1.0
     zone: str = ""
     draining: bool = False
+    unheard: bool = False
+    quarantined: tuple[QuarantinedInfo, ...] = ()
 
     @property
     def free(self) -> int:
@@ -455,6 +472,10 @@ class Client:
                 weight=server.weight or 1.0,  # an older coordinator tells none
                 zone=server.zone,
                 draining=server.draining,
+                unheard=server.unheard,
+                quarantined=tuple(
+                    QuarantinedInfo(each.segment_id, each.name, each.nbytes, each.reason) for each in server.quarantined
+                ),
             )
             for server in self._coordinator.list_servers(self.timeout)
         ]

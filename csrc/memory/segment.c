@@ -223,6 +223,19 @@ bool smb_segment_replicated(const struct smb_segment *segment)
     return format_is_replicated(segment->header) || mapping_state(segment) == STATE_GATED;
 }
 
+void smb_segment_note_copy(struct smb_segment *segment, uint32_t epoch, bool whole)
+{
+    atomic_store_explicit(&segment->header->copy, (uint64_t)epoch << 1 | (whole ? 1U : 0U),
+                          memory_order_relaxed);
+}
+
+bool smb_segment_copy(const struct smb_segment *segment, uint32_t *epoch)
+{
+    uint64_t copy = atomic_load_explicit(&segment->header->copy, memory_order_relaxed);
+    *epoch = copy ? (uint32_t)(copy >> 1) : segment->epoch;
+    return copy ? (copy & 1) != 0 : !smb_segment_replicated(segment);
+}
+
 uint64_t smb_segment_group(const struct smb_segment *segment)
 {
     return segment->header->group ? segment->header->group : segment->id;

@@ -428,6 +428,11 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
                 take_role(group, epoch, role, paired, copying, peer);
             }
         }
+        /* Of each member by itself: a daemon that is killed in between told of all of them. */
+        if (status == SMB_OK &&
+            atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch &&
+            atomic_load_explicit(&group->role, memory_order_relaxed) == role)
+            smb_segment_note_copy(segment, epoch, role == SMB_REPLICA_PRIMARY || !copying);
     }
     pthread_mutex_unlock(&server->roles_lock);
     smb_segment_release(segment);

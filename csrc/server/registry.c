@@ -152,6 +152,42 @@ int smb_server_adopt_segment(struct smb_server *server, const char *path,
     return status;
 }
 
+static struct smb_held held_of(const struct smb_segment *segment)
+{
+    struct smb_segment_info info;
+    smb_segment_info(segment, &info);
+    const struct replica *replica = replica_at(segment);
+    struct smb_held held = {
+        .id = info.id,
+        .file_bytes = info.file_bytes,
+        .role = replica ? replica_role(replica) : SMB_REPLICA_NONE,
+    };
+    held.whole = smb_segment_copy(segment, &held.epoch);
+    return held;
+}
+
+uint64_t smb_server_held(struct smb_server *server, struct smb_held *held, uint64_t most)
+{
+    uint64_t found = 0;
+    pthread_rwlock_rdlock(&server->registry_lock);
+    for (int b = 0; b < BUCKETS; b++)
+        for (struct entry *entry = server->buckets[b]; entry; entry = entry->next)
+            if (found++ < most)
+                held[found - 1] = held_of(entry->segment);
+    pthread_rwlock_unlock(&server->registry_lock);
+    return found;
+}
+
+int smb_server_holds(struct smb_server *server, uint64_t id, struct smb_held *held)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    *held = held_of(segment);
+    smb_segment_release(segment);
+    return SMB_OK;
+}
+
 int smb_server_delete_segment(struct smb_server *server, uint64_t id)
 {
     pthread_rwlock_wrlock(&server->registry_lock);

@@ -117,6 +117,11 @@ bool replica_is_primary(const struct replica *replica)
     return group_is_primary(replica->group);
 }
 
+int replica_role(const struct replica *replica)
+{
+    return atomic_load_explicit(&replica->group->role, memory_order_acquire);
+}
+
 bool replica_moves_with(const struct replica *replica, const struct replica *other)
 {
     return other && replica->group == other->group;

@@ -48,6 +48,8 @@ bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed);
 bool replica_allows(const struct smb_frame *frame);
 
 bool replica_is_primary(const struct replica *replica);
+/* enum smb_replica_role */
+int replica_role(const struct replica *replica);
 /* Whether it may get the role in that epoch yet. */
 bool replica_is_behind(const struct replica *replica, uint32_t epoch);
 /* Whether a change may be made in both as one. */

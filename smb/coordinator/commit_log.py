@@ -26,12 +26,15 @@ from smb.coordinator.events import (
     Report,
     Restarted,
     SaveBuffer,
+    SaveLineage,
+    SaveSequence,
     SaveServer,
     SaveSession,
     SaveTokenFloor,
     Ticked,
     WakeOpeners,
 )
+from smb.coordinator.lineage import Lineage
 from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
 from smb.coordinator.state import SESSION_LEASE_S, State, load
 from smb.coordinator.steps import step
@@ -42,6 +45,7 @@ _log = logging.getLogger("coordinator")
 _BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
 _FLOOR = "lock/floor"
 _PROBE = "probe"  # of no meaning
+_TERMS, _SEQUENCE = "lineage/terms", "lineage/sequence"
 
 
 def read_clocks() -> Instant:
@@ -162,7 +166,10 @@ class CommitLog:
             if not self._store_error:
                 _log.error("%s", error)
             self._store_error = str(error)
-            if isinstance(event, BufferFailed):
+            # A term that is not stored is one that no server's stamp is in: these then only prove less.
+            if isinstance(event, BufferFailed) or (
+                isinstance(event, Restarted) and not any(isinstance(effect, EraseBuffer) for effect in effects)
+            ):
                 self._owed = wanted
             elif _changes(effects):
                 raise
@@ -236,6 +243,10 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
                 changes[f"{_SESSION}{session_id:016x}"] = None
             case SaveTokenFloor(token):
                 changes[_FLOOR] = str(token)
+            case SaveLineage(terms):
+                changes[_TERMS] = terms
+            case SaveSequence(sequence):
+                changes[_SEQUENCE] = str(sequence)
     return changes
 
 
@@ -249,6 +260,7 @@ def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quot
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
         token_floor = int(texts.get(_FLOOR, "0"))
+        lineage = Lineage.of(texts.get(_TERMS, ""), texts.get(_SEQUENCE, ""))
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
-    return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas, token_floor)
+    return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas, token_floor, lineage)

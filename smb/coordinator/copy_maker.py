@@ -75,6 +75,10 @@ class CopyMaker:
             if times >= LACKING_TIMES and now < since + LACKING_S
         )
 
+    def making_anywhere(self) -> frozenset[tuple[str, int]]:
+        """Servers, and the segments that each is being asked to make, for copies that have not begun."""
+        return frozenset(self._making)
+
     def making(self, server: str) -> Collection[int]:
         """Segments that a server is being asked to make, for copies that have not begun."""
         return [segment_id for name, segment_id in self._making if name == server]
@@ -121,6 +125,7 @@ class CopyMaker:
             return
         self._bound = {number: until for number, until in self._bound.items() if until > now.monotonic}
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
+        avoid |= {name for name in state.servers if not state.heard(name, now)}
         apart = frozenset(pair for pair, until in self._apart_until.items() if until > now.monotonic)
         pool = state.pool(now)
         self._moves = still_wanted(self._moves, records, pool, self._bound)
@@ -216,18 +221,18 @@ class CopyMaker:
             wish.leaving,
             frozenset(member.id for _, member in wish.members),
         )
-        asked, making = wish.target, {(wish.target, member.id) for _, member in wish.members}
+        asked, making = wish.source, {(wish.target, member.id) for _, member in wish.members}
         self._making |= making
         try:
-            if len(wish.members) > 1:
-                asked = wish.source
-                await self._confirm(wish, wish.source)
-                asked = wish.target
+            # First: what the target has of an earlier copy goes, as the source has a whole one.
+            await self._confirm(wish, wish.source)
+            asked = wish.target
             for record, member in wish.members:
                 made = replace(member, server=wish.target, epoch=epoch)
                 copy = Copy(made.id, epoch, CopyRole.BACKUP, wish.source, copying=True)
                 message = replica_message(self._commit_log.state, copy)
-                await self._servers.create(server, record, made, 0, message)
+                stamp = self._commit_log.state.lineage.stamp
+                await self._servers.create(server, record, made, 0, message, stamp)
             failpoint("coordinator.copy.made")
             if wish.leaving == wish.segment.server:
                 asked = wish.leaving

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord, SessionRecord
+from smb.coordinator.lineage import Stamp
+from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord, SessionRecord
 from smb.coordinator.validate import Creation
+from smb.ground import Ground
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,15 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class ServerRegistered:
-    """A memory server says who it is (last_seen_at is ignored) and what it holds."""
+    """A memory server says who it is (last_seen_at is ignored), what it holds, and how new the records were when it was
+    told of them last (`stamps`; none: it does not tell). `missing`: segments that the records have there, and of which
+    it said that it does not hold them when it was asked for them by name.
+    """
 
     server: ServerRecord
-    segment_ids: frozenset[int]
+    held: Mapping[int, Held]
+    missing: frozenset[int] = frozenset()
+    stamps: tuple[Stamp, ...] = ()
     making: frozenset[int] = frozenset()  # that the coordinator has it make now, for copies that have not begun
 
 
@@ -82,14 +89,33 @@ class ServerDied:
 
 @dataclass(frozen=True, slots=True)
 class ServerReturned:
-    """A memory server is about to register, with these segments: what is to become of its copies. Again until it
-    changes nothing: at most so many records change at a time.
+    """A memory server is about to register, with what it holds, and has said of what is `missing` that it does not hold
+    it: what is to become of its copies. Again until it changes nothing: at most so many records change at a time.
     """
 
     name: str
     instance_id: int
-    segment_ids: frozenset[int]
+    missing: frozenset[int]
     changes_max: int | None = None
+    held: Mapping[int, Held] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UnexplainedJudged:
+    """Other servers may have been heard of: what servers hold beside the records is taken up, dropped, or kept on.
+    `making`: servers and segments that they make now, for copies that have not begun. Again as ServerReturned.
+    """
+
+    making: frozenset[tuple[str, int]] = frozenset()
+    changes_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsForgotten:
+    """An operator gives up memory that a server holds beside the records: these segments, or (none named) all of it."""
+
+    name: str
+    segment_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +286,8 @@ Event = (
     | ServerLeft
     | ServerDied
     | ServerReturned
+    | UnexplainedJudged
+    | SegmentsForgotten
     | BackupsLost
     | ServerDrained
     | CopyBegun
@@ -329,6 +357,20 @@ class SaveTokenFloor:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveLineage:
+    """Put the history of terms into the store."""
+
+    terms: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSequence:
+    """Put the number of the last change of a buffer's record into the store."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class MakeSegments:
     """Have the segments of this pending buffer made, then report BufferMade or BufferFailed."""
 
@@ -338,11 +380,13 @@ class MakeSegments:
 @dataclass(frozen=True, slots=True)
 class DropSegments:
     """Have the servers drop these; report ServerSuspected for one that cannot be reached. `epoch`: not one that is made
-    anew in a later one; 0: they are gone for good.
+    anew in a later one; 0: they are gone for good. `room`: of copies that never began, which may be made in it again.
     """
 
     segments: tuple[SegmentRecord, ...]
-    epoch: int = 0
+    epoch: int
+    ground: Ground
+    room: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +398,9 @@ class AnswerDrops:
     segment_ids: tuple[int, ...]
     epochs: tuple[int, ...]
     rooms: tuple[int, ...] = ()
+    grounds: tuple[Ground, ...] = ()
+    quarantined: tuple[int, ...] = ()  # of the others, those that no record knows
+    taken_up: tuple[int, ...] = ()  # quarantined, and known to a record now
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,5 +425,15 @@ class Report:
     text: str
 
 
-StoreChange = SaveBuffer | EraseBuffer | SaveServer | EraseServer | SaveSession | EraseSession | SaveTokenFloor
+StoreChange = (
+    SaveBuffer
+    | EraseBuffer
+    | SaveServer
+    | EraseServer
+    | SaveSession
+    | EraseSession
+    | SaveTokenFloor
+    | SaveLineage
+    | SaveSequence
+)
 Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | WakeOpeners | TellEnded | Report

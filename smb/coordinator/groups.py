@@ -58,27 +58,27 @@ class Groups:
                 told |= {member.id: max(found) for _, member in members}
         return told
 
-    def counted(self, server: str, held: Collection[int], alive: Callable[[str], bool]) -> frozenset[int]:
-        """Return the segments that a server counts as having, where it holds these: of a group that is there in part
-        all or none. All, if it has the primary and no other server that is alive has a copy: what is lacking is lost,
-        and the others are not to be lost with it. Else none: the other server has all of them.
+    def lacking(self, server: str, missing: Collection[int], heard: Callable[[str], bool]) -> frozenset[int]:
+        """Return the segments that count as missing on a server, where these are: of a group that is there in part all
+        or none. None, if it has the primary and no other server that was heard of has a copy: what is missing is lost,
+        and the others are not to be lost with it. Else all: the other server has all of them.
         """
-        counted = set(held)
+        counted = set(missing)
         for members in self._members.values():
             here = [
                 member
                 for record, member in members
                 if record.ready and server in (member.server, member.backup, member.copying_to)
             ]
-            lacking = {member.id for member in here if member.id not in held}
-            if not lacking or len(lacking) == len(here):
+            gone = {member.id for member in here if member.id in missing}
+            if not gone or len(gone) == len(here):
                 continue
             first = here[0]
-            other_alive = bool(first.backup) and alive(first.backup)
-            if first.server == server and not first.copying_to and not other_alive:
-                counted |= lacking
+            other = bool(first.backup) and heard(first.backup)
+            if first.server == server and not first.copying_to and not other:
+                counted -= gone
             else:
-                counted -= {member.id for _, member in members}
+                counted |= {member.id for _, member in members}
         return frozenset(counted)
 
     def followers(
@@ -113,5 +113,11 @@ def _following(segment: SegmentRecord, leader: SegmentRecord | None) -> SegmentR
     if leader is None:
         return segment
     return replace(
-        segment, server=leader.server, backup=leader.backup, epoch=leader.epoch, copying_to=leader.copying_to
+        segment,
+        server=leader.server,
+        backup=leader.backup,
+        epoch=leader.epoch,
+        copying_to=leader.copying_to,
+        made=leader.made,
+        backup_made=leader.backup_made,
     )

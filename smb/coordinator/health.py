@@ -93,6 +93,6 @@ class Health:
         return shown | {
             "state_free_bytes": self.state_free_bytes(),
             "buffers": len(state.listed()),
-            "servers_alive": sum(state.alive(name, now) for name in state.servers),
+            "servers_alive": sum(state.heard(name, now) for name in state.servers),
             "servers_known": len(state.servers),
         }

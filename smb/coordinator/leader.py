@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.dashboard.server import Dashboard
-from smb.coordinator.events import Event, Instant, SaveBuffer, TellEnded, Ticked
+from smb.coordinator.events import Event, Instant, SaveBuffer, TellEnded, Ticked, UnexplainedJudged
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
 from smb.coordinator.idle_names import IdleNames
@@ -117,7 +117,12 @@ class Leading:
         service.resting = copy_maker.resting
         service.making = copy_maker.making
         service.move = copy_maker.move
-        for beginning in (_tick(commit_log, endings, around.health), idle_names.run(), copy_maker.run()):
+
+        async def judge() -> None:
+            committed = await commit_log.commit(UnexplainedJudged(copy_maker.making_anywhere(), commit_log.changes_max))
+            await segments.drop(committed)
+
+        for beginning in (_tick(commit_log, endings, around.health, judge), idle_names.run(), copy_maker.run()):
             task = asyncio.create_task(beginning)
             task.add_done_callback(end_if_failed)
             leaving.push_async_callback(cancel, task)
@@ -130,7 +135,9 @@ class Leading:
         return self._dashboard(path, query)
 
 
-async def _tick(commit_log: CommitLog, endings: SessionEndNotifier, health: Health) -> None:
+async def _tick(
+    commit_log: CommitLog, endings: SessionEndNotifier, health: Health, judge: Callable[[], Awaitable[None]]
+) -> None:
     # Of one change: two records for each session, as an old one may be forgotten, one for each server, one for each
     # buffer that lost a copy.
     most = None if commit_log.changes_max is None else commit_log.changes_max // 4
@@ -141,6 +148,8 @@ async def _tick(commit_log: CommitLog, endings: SessionEndNotifier, health: Heal
             committed = await commit_log.commit(Ticked(most))
             endings.tell(committed)
             more = most is not None and any(isinstance(effect, TellEnded | SaveBuffer) for effect in committed.effects)
+            if any(committed.state.unexplained.values()):
+                await judge()
         except (StoreError, DeposedError):
             pass  # the commit_log has said it, once; the next tick tries again
         except Error as error:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 import grpc
 import grpc.aio
 
 from smb.config.parse import parse_address
-from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
+from smb.coordinator.lineage import Stamp
+from smb.coordinator.messages import held_of, stamp_message
+from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
+from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, aio_channel, server_name
@@ -22,6 +26,23 @@ _LAST_CALLS_S = 24 * 3600.0  # more than any deadline here
 # reclaimed.
 CREATE_BYTES_PER_S_MIN = 200 << 20
 PROBE_S = 1.0
+
+
+class Run(Enum):
+    """What is known of a run of a memory server after a look at its address."""
+
+    ALIVE = "alive"
+    DEAD = "dead"  # another run answers there, or nobody listens
+    MUTE = "mute"  # it may be stopped, cut off or dead
+    UNNAMED = "unnamed"  # a server of a version that does not say which run it is
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The answer to a look at a server; what it holds if that run is alive."""
+
+    run: Run
+    held: Mapping[int, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +70,7 @@ class MemoryServers:
         segment: SegmentRecord,
         token_floor: int = 0,
         replica: pb.Replica | None = None,
+        stamp: Stamp | None = None,
     ) -> int:
         """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
         unknown), and InvalidArgumentError where the server is too old to keep it together with others.
@@ -63,6 +85,7 @@ class MemoryServers:
             token_floor=token_floor,
             replica=replica,
             group_id=group_id,
+            stamp=stamp_message(stamp) if stamp is not None else None,
         )
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
@@ -89,13 +112,18 @@ class MemoryServers:
             raise UnavailableError(f'memory server "{server.name}" is too old to be drained: upgrade it')
         return frozenset(reply.bound)
 
-    async def drop(self, server: ServerRecord, segment_id: int, epoch: int = 0) -> int:
-        """Have the segment dropped, if it is there and was not made in a later epoch (0: whenever it was); return the
-        server's used bytes. Raises UnavailableError (outcome unknown).
+    async def drop(
+        self, server: ServerRecord, segment_id: int, epoch: int, ground: Ground, *, room: bool = False
+    ) -> int:
+        """Have the segment dropped, if it is there and not of a later epoch (0: of whichever it is). `room`: it is no
+        whole copy, and may be made again in that epoch.
+
+        Return the server's used bytes. Raises UnavailableError (outcome unknown).
         """
         try:
             peer = self._peer(server)
-            reply = await peer.stub.DeleteSegment(pb.DeleteSegmentRequest(id=segment_id, epoch=epoch), timeout=ANSWER_S)
+            request = pb.DeleteSegmentRequest(id=segment_id, epoch=epoch, ground=ground.name, room=room)
+            reply = await peer.stub.DeleteSegment(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "drop a segment", error) from error
         return int(reply.used_bytes)
@@ -120,31 +148,27 @@ class MemoryServers:
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "end sessions", error) from error
 
-    async def answers(self, server: ServerRecord) -> bool:
-        """Whether somebody speaks gRPC where this run of the server did: a dead one's port is closed, a stopped one is
-        mute.
-        """
-        async with self._channel(server) as channel:
-            stub = MemoryServerStub(channel)  # type: ignore[no-untyped-call]
-            try:
-                await stub.DeleteSegment(pb.DeleteSegmentRequest(id=0), timeout=PROBE_S)
-            except grpc.aio.AioRpcError as error:
-                return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-        return True
-
-    async def is_dead(self, server: ServerRecord) -> bool:
-        """Whether that run of the server is known to be no more: its host says that nobody listens at its control
-        port. Silence says nothing.
+    async def look(self, server: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
+        """Find out whether that run of the server lives, and what it holds of these segments. A run is known by its
+        instance id: another one at its address, or a closed port there, says that it is dead; silence says nothing.
         """
         host, port = parse_address(server.control_address)
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_S / 2)
+            writer.close()
         except ConnectionRefusedError:
-            return True
+            return Look(Run.DEAD)
         except (OSError, asyncio.TimeoutError):
-            return False
-        writer.close()
-        return False
+            return Look(Run.MUTE)
+        async with self._channel(server) as channel:
+            stub = MemoryServerStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                reply = await stub.Inventory(pb.InventoryRequest(ids=segment_ids), timeout=PROBE_S)
+            except grpc.aio.AioRpcError as error:
+                return Look(Run.UNNAMED if error.code() is grpc.StatusCode.UNIMPLEMENTED else Run.MUTE)
+        if reply.instance_id != server.instance_id:
+            return Look(Run.DEAD)
+        return Look(Run.ALIVE, {each.id: held_of(each) for each in reply.held})
 
     async def close(self) -> None:
         """Close all channels."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 
 from smb.coordinator.draining import Staying
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
+from smb.coordinator.gate import Where, why_kept
+from smb.coordinator.lineage import Stamp
 from smb.coordinator.rebalance import Move
-from smb.coordinator.records import BufferRecord, Kind, ServerRecord
+from smb.coordinator.records import NOT_TOLD, BufferRecord, Held, Kind, ServerRecord
 from smb.coordinator.replicas import Copy
 from smb.coordinator.state import State
 from smb.coordinator.validate import Creation, check_creation, first_use
@@ -17,6 +20,8 @@ from smb.rpc import control_pb2 as pb
 
 _NUMBERS: dict[Kind, pb.Kind] = {Kind.BUFFER: pb.BUFFER, Kind.LOCK: pb.LOCK, Kind.BARRIER: pb.BARRIER}
 _KINDS: dict[int, Kind] = {number: kind for kind, number in _NUMBERS.items()}
+_WHOLE, _PRIMARY, _BACKUP, _QUARANTINED = 1, 2, 4, 8  # flags of HeldSegment
+QUARANTINED_SHOWN_MAX = 4096
 
 
 def kind_of(number: int) -> Kind:
@@ -77,7 +82,47 @@ def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
         data_tls=request.data_tls,
         zone=request.zone,
     )
-    return ServerRegistered(server, frozenset(request.segment_ids))
+    told = len(request.segment_epochs) == len(request.segment_flags) == len(request.segment_ids)
+    epochs, flags = (request.segment_epochs, request.segment_flags) if told else (repeat(NOT_TOLD), repeat(_WHOLE))
+    held = {number: _held(epoch, of, 0) for number, epoch, of in zip(request.segment_ids, epochs, flags, strict=False)}
+    stamps = tuple(Stamp(each.cluster, each.term, each.sequence) for each in request.stamps)
+    return ServerRegistered(server, held, stamps=stamps)
+
+
+def held_of(message: pb.HeldSegment) -> Held:
+    """Return a segment as its server says that it holds it."""
+    return _held(message.epoch, message.flags, message.file_bytes)
+
+
+def _held(epoch: int, flags: int, nbytes: int) -> Held:
+    return Held(
+        epoch,
+        bool(flags & _WHOLE),
+        primary=bool(flags & _PRIMARY),
+        backup=bool(flags & _BACKUP),
+        quarantined=bool(flags & _QUARANTINED),
+        nbytes=nbytes,
+    )
+
+
+def stamp_message(stamp: Stamp) -> pb.StoreStamp:
+    """Return the message."""
+    return pb.StoreStamp(cluster=stamp.cluster, term=stamp.term, sequence=stamp.sequence)
+
+
+def add_quarantined(message: pb.Server, state: State, where: Where) -> None:
+    """Add to a server's message what it holds beside the records."""
+    listed = [
+        pb.Quarantined(
+            segment_id=number,
+            name=where[number][0].name if number in where else "",
+            nbytes=held.nbytes,
+            reason=why_kept(message.name, number, held, where),
+        )
+        for number, held in sorted(state.unexplained.get(message.name, {}).items())
+    ]
+    message.quarantined.extend(listed[:QUARANTINED_SHOWN_MAX])
+    message.quarantined_left_out = max(0, len(listed) - QUARANTINED_SHOWN_MAX)
 
 
 def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) -> pb.Buffer:
@@ -117,7 +162,8 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         capacity_bytes=server.capacity_bytes,
         used_bytes=server.used_bytes,
         segment_count=state.allocation(server.name).segments,
-        alive=state.alive(server.name, now),
+        alive=state.heard(server.name, now),
+        unheard=state.alive(server.name, now) and not state.heard(server.name, now),
         last_seen_at=server.last_seen_at,
         metrics_address=server.metrics_address,
         weight=server.weight,

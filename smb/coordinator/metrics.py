@@ -100,11 +100,11 @@ class StateMetrics(Collector):
 
 
 def _totals(state: State, now: Instant) -> Iterator[Metric]:
-    alive = [name for name in state.servers if state.alive(name, now)]
+    alive = [name for name in state.servers if state.heard(name, now)]
     buffers = state.listed()
     kinds = Counts(record.kind for record in state.buffers.values() if record.ready)
     open_to = [name for name in alive if not state.servers[name].draining]
-    free = sum(state.servers[name].capacity_bytes - state.allocation(name).nbytes for name in open_to)
+    free = sum(state.servers[name].capacity_bytes - state.taken_bytes(name) for name in open_to)
     allocated = sum(allocation.nbytes for allocation in state.allocated.values())
     yield gauge("smb_coordinator_buffers", len(buffers))
     yield gauge("smb_coordinator_pending_buffers", sum(not record.ready for record in state.buffers.values()))
@@ -118,6 +118,9 @@ def _totals(state: State, now: Instant) -> Iterator[Metric]:
     yield gauge("smb_coordinator_copying_segments", sum(bool(segment.copying_to) for segment in lost))
     yield gauge("smb_coordinator_servers_known", len(state.servers))
     yield gauge("smb_coordinator_servers_alive", len(alive))
+    granted = sum(state.alive(name, now) for name in state.servers)
+    yield gauge("smb_coordinator_servers_unheard", granted - len(alive))
+    yield gauge("smb_coordinator_lost_segments", len(state.lost_segments(now)))
     yield gauge("smb_coordinator_sessions", len(state.client_names))
     yield gauge("smb_coordinator_ended_sessions", len(state.ended_sessions.numbers))
 
@@ -127,12 +130,14 @@ def _by_server(state: State, now: Instant) -> Iterator[Metric]:
     capacity = gauge("smb_coordinator_server_capacity_bytes")
     allocated = gauge("smb_coordinator_server_allocated_bytes")
     draining = gauge("smb_coordinator_server_draining")
+    quarantined = gauge("smb_coordinator_server_quarantined_bytes")
     for name, server in sorted(state.servers.items()):
-        alive.add_metric([name], int(state.alive(name, now)))
+        alive.add_metric([name], int(state.heard(name, now)))
+        quarantined.add_metric([name], sum(each.nbytes for each in state.unexplained.get(name, {}).values()))
         capacity.add_metric([name], server.capacity_bytes)
         allocated.add_metric([name], state.allocation(name).nbytes)
         draining.add_metric([name], int(server.draining))
-    yield from (alive, capacity, allocated, draining)
+    yield from (alive, capacity, allocated, draining, quarantined)
 
 
 def _by_buffer(state: State) -> Metric:

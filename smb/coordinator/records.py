@@ -47,6 +47,8 @@ class SegmentRecord:
     epoch: int = 0  # 0: the buffer's, and it has no roles
     copying_to: str = ""  # the server that is to be the backup, while `server` copies the segment to it
     group: int = 0  # of the segments that move together: the first one's id; 0: it moves alone
+    made: int = 0  # the epoch in which the copy on `server` was made: a file with an earlier role is not that copy
+    backup_made: int = 0  # likewise; 0: with the segment, or by a version that did not keep it
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,9 @@ class BufferRecord:
         for segment in fields["segments"]:
             if not segment["copying_to"]:
                 del segment["copying_to"]
-            if not segment["group"]:
-                del segment["group"]
+            for name in ("group", "made", "backup_made"):
+                if not segment[name]:
+                    del segment[name]
         if self.replicas == 1:
             del fields["replicas"]
             for segment in fields["segments"]:
@@ -180,6 +183,21 @@ class ServerRecord:
     def from_json(text: str) -> ServerRecord:
         """Read what `to_json` wrote. Raises TypeError or ValueError for anything else."""
         return ServerRecord(**json.loads(text))
+
+
+NOT_TOLD = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A segment as a server says that it holds it. `nbytes`: of its capacity, beside what records account for."""
+
+    epoch: int  # of its last role; of one without a role, in which it was made; NOT_TOLD by a server of before
+    whole: bool = True  # False: a copy that is being made, or may be
+    primary: bool = False  # this run is its primary
+    backup: bool = False
+    quarantined: bool = False
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

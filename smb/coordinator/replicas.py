@@ -50,38 +50,42 @@ def copies_on(record: BufferRecord, server: str) -> list[Copy]:
     return found
 
 
-def fail_over(record: BufferRecord, alive: Alive) -> BufferRecord:
-    """Return the record without the copies on servers that are gone. If both are gone, all stays as it is."""
+def fail_over(record: BufferRecord, alive: Alive, heard: Alive) -> BufferRecord:
+    """Return the record without the copies on servers that are gone. If both are gone, all stays as it is, and so it
+    does while the other one has not been `heard` of: its memory may be gone as well.
+    """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
         if segment.copying_to and not alive(segment.copying_to):
             return _without_backup(segment)
         if not segment.backup or alive(segment.server) == alive(segment.backup):
             return segment
-        return _without_backup(segment) if alive(segment.server) else _promoted(segment)
+        if alive(segment.server):
+            return _without_backup(segment) if heard(segment.server) else segment
+        return _promoted(segment) if heard(segment.backup) else segment
 
     return _each(record, judge)
 
 
 def come_back(
-    record: BufferRecord, server: str, held: Collection[int], alive: Alive, *, restarted: bool
+    record: BufferRecord, server: str, missing: Collection[int], heard: Alive, *, restarted: bool
 ) -> BufferRecord:
-    """Return the record after a server came back with the segments `held`. A primary that was restarted has forgotten
-    what it had not forwarded.
+    """Return the record after a server came back without the segments that are `missing`. A primary that was restarted
+    has forgotten what it had not forwarded.
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
         if segment.copying_to and server in (segment.server, segment.copying_to):
-            return _without_backup(segment) if restarted or segment.id not in held else segment
+            return _without_backup(segment) if restarted or segment.id in missing else segment
         if not segment.backup:
             return segment
-        if segment.server == server and segment.id not in held:
+        if segment.server == server and segment.id in missing:
             return _promoted(segment)
         if segment.server == server and restarted:
             # With one copy to be kept the other one is on its way: its server's lease may run while that is lost.
-            keeps = record.replicas == 1 or not alive(segment.backup)
+            keeps = record.replicas == 1 or not heard(segment.backup)
             return _without_backup(segment) if keeps else _promoted(segment)
-        if segment.backup == server and segment.id not in held:
+        if segment.backup == server and segment.id in missing:
             return _without_backup(segment)
         return segment
 
@@ -118,7 +122,7 @@ def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int, l
         source = stays_on(segment, leaving) if leaving else alone
         if not source or target in (segment.server, segment.backup):
             return segment
-        return replace(segment, server=source, backup="", copying_to=target, epoch=epoch)
+        return replace(_alone(segment, source, epoch), copying_to=target)
 
     return _each(record, judge)
 
@@ -143,7 +147,7 @@ def drop_copy(record: BufferRecord, segment_id: int, leaving: str, epoch: int) -
         stays = stays_on(segment, leaving)
         if segment.id != segment_id or segment.epoch + 1 != epoch or not stays:
             return segment
-        return replace(segment, server=stays, backup="", epoch=epoch)
+        return _alone(segment, stays, epoch)
 
     return _each(record, judge) if record.replicas == 1 else record
 
@@ -158,17 +162,24 @@ def end_copies(record: BufferRecord, server: str, epochs: Mapping[int, int], *, 
             return segment
         if not whole:
             return _without_backup(segment)
-        return replace(segment, backup=segment.copying_to, copying_to="", epoch=segment.epoch + 1)
+        made = segment.epoch
+        return replace(segment, backup=segment.copying_to, backup_made=made, copying_to="", epoch=segment.epoch + 1)
 
     return _each(record, judge)
 
 
 def _promoted(segment: SegmentRecord) -> SegmentRecord:
-    return replace(segment, server=segment.backup, backup="", epoch=segment.epoch + 1)
+    return _alone(segment, segment.backup, segment.epoch + 1)
 
 
 def _without_backup(segment: SegmentRecord) -> SegmentRecord:
-    return replace(segment, backup="", copying_to="", epoch=segment.epoch + 1)
+    return replace(segment, backup="", backup_made=0, copying_to="", epoch=segment.epoch + 1)
+
+
+def _alone(segment: SegmentRecord, server: str, epoch: int) -> SegmentRecord:
+    """Return the segment with the copy on one of its two servers, from that epoch on."""
+    made = segment.made if server == segment.server else segment.backup_made
+    return replace(segment, server=server, made=made, backup="", backup_made=0, epoch=epoch)
 
 
 def _each(record: BufferRecord, judge: Callable[[SegmentRecord], SegmentRecord]) -> BufferRecord:

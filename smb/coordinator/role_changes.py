@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import BackupsLost, CopiesEnded, SaveBuffer, ServerDied, ServerReturned, Ticked
 from smb.coordinator.groups import Groups
-from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.memserver_client import MemoryServers, Run
 from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
@@ -40,11 +40,8 @@ class RoleChanges:
         peers = sorted({copy.peer for copy in copies})
         servers = self._commit_log.state.servers
         known = [servers[peer] for peer in peers if peer in servers]
-        answers = await asyncio.gather(*map(self._servers.is_dead, known))
-        dead = {server.name for server, is_dead in zip(known, answers, strict=True) if is_dead}
-        for peer in known:
-            if peer.name in dead:
-                await self._commit_log.commit(ServerDied(peer.name, peer.instance_id))
+        found = await asyncio.gather(*map(self.end_if_dead, known))
+        dead = {peer.name for peer, is_dead in zip(known, found, strict=True) if is_dead}
         if dead:
             most = self._commit_log.changes_max
             await self.settle(Ticked(None if most is None else most // 4))
@@ -58,15 +55,42 @@ class RoleChanges:
         # All that the two have of each other, at once: of a segment that nobody changes now nobody would know it yet,
         # and who changes it next would wait as long again.
         for other in sorted(apart):
-            await self._part(server, other)
-            await self.tell_roles(await self._part(other, server), (other,))
+            await self._part(server, other, self._primaries(server, other))
+            theirs = await self._confirmed(other, self._primaries(other, server))
+            await self._part(other, server, theirs)
+            await self.tell_roles(theirs, (other,))
 
-    async def _part(self, server: str, peer: str) -> frozenset[int]:
-        """Let a server go on alone with the segments whose other copies are at a peer; return these segments."""
+    async def end_if_dead(self, server: ServerRecord) -> bool:
+        """Take note that this run of a server is dead, if it is. A run of a version that does not name itself is taken
+        for alive as long as somebody answers at its address.
+        """
+        if (await self._servers.look(server)).run is not Run.DEAD:
+            return False
+        await self._commit_log.commit(ServerDied(server.name, server.instance_id))
+        return True
+
+    def _primaries(self, server: str, peer: str) -> frozenset[int]:
+        """Return the segments whose primaries are at a server and whose other copies are at a peer."""
         copies = self._commit_log.state.copies(server)
-        ids = frozenset(copy.segment_id for copy in copies if copy.role is CopyRole.PRIMARY and copy.peer == peer)
-        await self.settle(BackupsLost(server, ids, self._commit_log.changes_max))
-        return ids
+        return frozenset(copy.segment_id for copy in copies if copy.role is CopyRole.PRIMARY and copy.peer == peer)
+
+    async def _confirmed(self, server: str, segment_ids: frozenset[int]) -> frozenset[int]:
+        """Return those of which the server itself says, now and in the run that is registered, that it has them whole.
+        It goes on alone with no others: an empty one that took its name must not.
+        """
+        state = self._commit_log.state
+        if not segment_ids or not state.heard(server, self._commit_log.now()):
+            return frozenset()
+        look = await self._servers.look(state.servers[server], segment_ids)
+        if look.run is Run.UNNAMED:
+            return segment_ids
+        return frozenset(number for number, held in look.held.items() if held.whole and held.primary)
+
+    async def _part(self, server: str, peer: str, segment_ids: frozenset[int]) -> None:
+        """Let a server go on alone with these segments, whose other copies are at a peer."""
+        ids = segment_ids & self._primaries(server, peer)
+        if ids:
+            await self.settle(BackupsLost(server, ids, self._commit_log.changes_max))
 
     async def end_copies(self, server: str, epochs: dict[int, int], *, whole: bool) -> None:
         """Take what a primary says of copies. The same answer tells it its roles; the new backup is told at once."""

@@ -173,33 +173,33 @@ class SegmentMaker:
         floor = state.token_floor if record.kind is Kind.LOCK else 0
         ours = [copy for copy in copies_on(record, server.name) if copy.segment_id == segment.id]
         replica = next(iter(replica_messages(state, ours)), None)
-        used_bytes = await self._servers.create(server, record, segment, floor, replica)
+        used_bytes = await self._servers.create(server, record, segment, floor, replica, state.lineage.stamp)
         failpoint("coordinator.create.segment_made")
         return used_bytes
 
     async def drop(self, committed: Committed) -> None:
         """Have the servers drop what this event left without a name. A server that misses it registers again."""
         drops = [effect for effect in committed.effects if isinstance(effect, DropSegments)]
-        each = [(segment, effect.epoch) for effect in drops for segment in effect.segments]
+        each = [(segment, effect) for effect in drops for segment in effect.segments]
         # Of those that move together the primary's first: it sees to it that the backup has what names them. If that
         # server could not be told, the backup hears of it when it registers again.
-        first: list[tuple[SegmentRecord, int]] = []
-        later: list[tuple[SegmentRecord, int]] = []
-        for segment, epoch in each:
+        first: list[tuple[SegmentRecord, DropSegments]] = []
+        later: list[tuple[SegmentRecord, DropSegments]] = []
+        for segment, effect in each:
             follows = segment.group and segment.server in (segment.backup, segment.copying_to)
-            (later if follows else first).append((segment, epoch))
+            (later if follows else first).append((segment, effect))
         told = await asyncio.gather(*(self._drop_segment(committed, *one) for one in first))
         missed = {segment.id for (segment, _), done in zip(first, told, strict=True) if not done}
         await asyncio.gather(*(self._drop_segment(committed, *one) for one in later if one[0].id not in missed))
 
-    async def _drop_segment(self, committed: Committed, segment: SegmentRecord, epoch: int) -> bool:
+    async def _drop_segment(self, committed: Committed, segment: SegmentRecord, effect: DropSegments) -> bool:
         """Return whether the server has dropped it."""
         server = committed.state.servers.get(segment.server)
         # A server without a lease must register before anything else, and hears of it then.
         if server is None or not committed.state.alive(server.name, self._commit_log.now()):
             return False
         try:
-            used_bytes = await self._servers.drop(server, segment.id, epoch)
+            used_bytes = await self._servers.drop(server, segment.id, effect.epoch, effect.ground, room=effect.room)
             failpoint("coordinator.delete.segment_dropped")
             await self._commit_log.commit(ServerCounted(server.name, server.instance_id, used_bytes))
         except UnavailableError as error:

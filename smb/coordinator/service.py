@@ -26,7 +26,9 @@ from smb.coordinator.events import (
     BufferDeleted,
     BufferRenamed,
     CopyProgress,
+    DropSegments,
     NamesFreed,
+    SegmentsForgotten,
     ServerDrained,
     ServerLeft,
     ServerRegistered,
@@ -35,8 +37,9 @@ from smb.coordinator.events import (
     SessionClosed,
     SessionRenewed,
 )
-from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.memserver_client import MemoryServers, Run
 from smb.coordinator.messages import (
+    add_quarantined,
     buffer_message,
     creation_of,
     ended_message,
@@ -45,6 +48,7 @@ from smb.coordinator.messages import (
     registration_of,
     replica_messages,
     server_message,
+    stamp_message,
     stays_message,
     without_session,
 )
@@ -56,6 +60,7 @@ from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker, new_id
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SERVER_LEASE_S
+from smb.coordinator.steps.copies import unheard_backups
 from smb.coordinator.steps.creation import made_before
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
@@ -70,6 +75,7 @@ from smb.errors import (
     NotFoundError,
     OutOfMemoryError,
     PermissionDeniedError,
+    UnavailableError,
 )
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
@@ -204,14 +210,13 @@ class CoordinatorService(CoordinatorServicer):
             return await self._registered(request, event)
 
     async def _registered(self, request: pb.RegisterServerRequest, event: ServerRegistered) -> pb.RegisterServerReply:
-        rival = self._commit_log.state.rival(event, self._commit_log.now())
-        if rival and rival.control_address != event.server.control_address and await self._servers.answers(rival):
-            raise AlreadyExistsError(
-                f'a memory server "{rival.name}" runs already at {rival.data_address}; '
-                f"give this one another --name, or stop that one"
-            )
+        await self._end_rival(event)
+        event = await self._asked_back(event)
+        await self._end_dead_peers(event)
         await self._roles.settle(
-            ServerReturned(event.server.name, event.server.instance_id, event.segment_ids, self._commit_log.changes_max)
+            ServerReturned(
+                event.server.name, event.server.instance_id, event.missing, self._commit_log.changes_max, event.held
+            )
         )
         committed = await self._commit_log.commit(replace(event, making=frozenset(self.making(request.name))))
         answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
@@ -224,7 +229,69 @@ class CoordinatorService(CoordinatorServicer):
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
             access=self._tokens.keys(request.name) if self._tokens else None,
             replicas=replica_messages(committed.state, committed.state.copies(request.name)),
+            drop_grounds=[ground.name for ground in answer.grounds],
+            quarantine_segment_ids=answer.quarantined,
+            taken_up_segment_ids=answer.taken_up,
+            stamp=stamp_message(committed.state.lineage.stamp),
         )
+
+    async def _end_rival(self, event: ServerRegistered) -> None:
+        """Find the former run of this name dead, if its lease runs still. Raises AlreadyExistsError if it lives, and
+        UnavailableError if nobody can tell: it may be asked again.
+        """
+        rival = self._commit_log.state.rival(event, self._commit_log.now())
+        if rival is None:
+            return
+        look = await self._servers.look(rival)
+        # A server of before does not say which run it is; at its own address it is the one that registers.
+        same_place = rival.control_address == event.server.control_address
+        if look.run is Run.ALIVE or (look.run is Run.UNNAMED and not same_place):
+            raise AlreadyExistsError(
+                f'a memory server "{rival.name}" runs already at {rival.data_address}; '
+                f"give this one another --name, or stop that one"
+            )
+        if look.run is Run.MUTE:
+            raise UnavailableError(
+                f'the former run of memory server "{rival.name}", at {rival.data_address}, is silent, and its lease '
+                f"runs for at most {SERVER_LEASE_S:.0f} s; this one is to register again"
+            )
+
+    async def _asked_back(self, event: ServerRegistered) -> ServerRegistered:
+        """Return the registration with what the server says of segments that only its list or only the records have.
+
+        Its list may be older than the records, as copies were made since: so nothing is missing because it is not in
+        the list. Raises UnavailableError if the server does not answer.
+        """
+        state, name = self._commit_log.state, event.server.name
+        here = {copy.id for record in state.buffers.values() for copy in record.copies if copy.server == name}
+        asked = here ^ event.held.keys()
+        if not asked:
+            return event
+        look = await self._servers.look(event.server, asked)
+        if look.run is Run.UNNAMED:  # a server of before: its list is all that there is
+            # Nor does it say how large what the records do not have is: it counts in one sum.
+            beside = max(0, event.server.used_bytes - state.allocation(name).nbytes)
+            first = min(event.held.keys() - here, default=None)
+            held = {number: replace(each, nbytes=beside * (number == first)) for number, each in event.held.items()}
+            return replace(event, held=held, missing=frozenset(here - held.keys()))
+        if look.run is not Run.ALIVE:
+            raise UnavailableError(
+                f'memory server "{name}" at {event.server.control_address} cannot be asked what it holds; it is to '
+                f"register again"
+            )
+        held = {**{number: each for number, each in event.held.items() if number not in asked}, **look.held}
+        return replace(event, held=held, missing=frozenset(asked & here - held.keys()))
+
+    async def _end_dead_peers(self, event: ServerRegistered) -> None:
+        """Find out whether servers with the other copies are dead, where a primary was started anew and these servers
+        have not been heard of in this term.
+        """
+        state, now = self._commit_log.state, self._commit_log.now()
+        known = state.servers.get(event.server.name)
+        if known is None or known.instance_id == event.server.instance_id:
+            return
+        for peer in unheard_backups(state, event.server.name, now):
+            await self._roles.end_if_dead(state.servers[peer])
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
         """See control.proto."""
@@ -256,6 +323,10 @@ class CoordinatorService(CoordinatorServicer):
             session_names=committed.state.session_names(request.unnamed_sessions),
             replicas=replica_messages(state, state.copies(request.name)),
             mirrors=self._mirrors.tasks(state, request.name, now),
+            quarantine_segment_ids=[
+                number for number, held in state.unexplained.get(request.name, {}).items() if held.quarantined
+            ],
+            stamp=stamp_message(state.lineage.stamp),
         )
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
@@ -267,7 +338,22 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto. By name."""
         state, now = self._commit_log.state, self._commit_log.now()
         servers = sorted(state.servers.values(), key=lambda server: server.name)
-        return pb.ListServersReply(servers=[server_message(state, server, now) for server in servers], now=now.wall)
+        reply = pb.ListServersReply(servers=[server_message(state, server, now) for server in servers], now=now.wall)
+        if caller().namespaces is None and any(state.unexplained.values()):
+            where = state.where()
+            for message in reply.servers:
+                add_quarantined(message, state, where)
+        return reply
+
+    async def ForgetSegments(self, request: pb.ForgetSegmentsRequest, context: Context) -> pb.ForgetSegmentsReply:
+        """See control.proto."""
+        _check_unlimited("ForgetSegments")
+        if request.all == bool(request.segment_ids):
+            raise InvalidArgumentError(f'forget of "{request.name}": name segments, or all of them')
+        committed = await self._commit_log.commit(SegmentsForgotten(request.name, frozenset(request.segment_ids)))
+        await self._segments.drop(committed)
+        freed = [each for effect in committed.effects if isinstance(effect, DropSegments) for each in effect.segments]
+        return pb.ForgetSegmentsReply(segment_count=len(freed), nbytes=sum(each.file_bytes for each in freed))
 
     async def DrainServer(self, request: pb.DrainServerRequest, context: Context) -> pb.DrainServerReply:
         """See control.proto."""
@@ -360,7 +446,7 @@ class CoordinatorService(CoordinatorServicer):
         last one, which is lost, too.
         """
         there = self._commit_log.state.find(Kind.BARRIER, name)
-        if there is not None and there.segments[0].id in self._watch.lost_segments():
+        if there is not None and there.segments[0].id in self._commit_log.state.lost_segments(self._commit_log.now()):
             await self._commit_log.commit(NamesFreed(there.segments[0].server, {there.segments[0].id: 0}))
 
     async def _checked(self, request: pb.CreateBufferRequest) -> Creation:
@@ -401,7 +487,7 @@ class CoordinatorService(CoordinatorServicer):
         state, who = self._commit_log.state, caller()
         shown = (record for record in state.listed() if who.may_see(record.name))
         reply = pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in shown])
-        if lost := self._watch.lost_segments():
+        if lost := self._commit_log.state.lost_segments(self._commit_log.now()):
             for message in reply.buffers:
                 _mark_lost(message, lost)
         return reply
@@ -439,7 +525,7 @@ class CoordinatorService(CoordinatorServicer):
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
         """The answer, with tokens where a session asks."""
         message = buffer_message(self._commit_log.state, record)
-        _mark_lost(message, self._watch.lost_segments())
+        _mark_lost(message, self._commit_log.state.lost_segments(self._commit_log.now()))
         message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
         if self._tokens is not None and request.session_id:
             may_write = self._may_write(record.kind, record.name)

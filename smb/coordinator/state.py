@@ -15,9 +15,11 @@ from smb.config.quotas import Quota
 from smb.coordinator import limits
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import CopyProgress, Effect, Instant, ServerRegistered
+from smb.coordinator.gate import is_newer
 from smb.coordinator.leases import Leases
+from smb.coordinator.lineage import Lineage
 from smb.coordinator.placement import Pool
-from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord, key_of
+from smb.coordinator.records import BufferRecord, Held, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
 from smb.coordinator.replicas import Copy, copies_on
 from smb.errors import NotFoundError
 from smb.published import DELTAS
@@ -26,7 +28,6 @@ SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
 SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up
 SESSION_RENEWALS_PER_S = 300.0  # of all clients, a third of what one coordinator answers: else leases grow
 SESSION_LEASE_S_LONGEST = 120.0  # to which they grow: one client's many sessions must not hide that others are dead
-JUST_MADE_S = 10.0  # a registration tells of what was there when it was sent: if no leader was there, seconds ago
 FIRST_EPOCH = 1
 ARRIVED = ".arrived"  # after a mirror's name: the buffer that says which bytes are there (smb/relay/arrived.py)
 
@@ -69,14 +70,69 @@ class State:
     deleted_attempts: tuple[int, ...] = ()
     # Of copies that are being made, by the server that makes them, as it told last.
     progress: Mapping[str, Mapping[int, CopyProgress]] = field(default_factory=dict)
+    lineage: Lineage = field(default_factory=Lineage)
+    # By server, as of its last registration in this term. Not stored: each term asks anew.
+    unexplained: Mapping[str, Mapping[int, Held]] = field(default_factory=dict)  # that it holds beside the records
+    missing: Mapping[str, frozenset[int]] = field(
+        default_factory=dict
+    )  # that it lacks though the records have them there
 
     def alive(self, server: str, now: Instant) -> bool:
-        """Whether the server's lease runs."""
+        """Whether the server's lease runs. A leader that has just begun grants one to every server that is known."""
         return self.server_leases.runs(server, now.monotonic)
+
+    def heard(self, server: str, now: Instant) -> bool:
+        """Whether the server lives, and has told in this term what it holds."""
+        return self.alive(server, now) and server not in self.suspected
+
+    def confirmed(self, server: str, segment_id: int, now: Instant) -> bool:
+        """Whether the server, heard of in this term, holds its copy of a segment that the records have there."""
+        return self.heard(server, now) and segment_id not in self.missing.get(server, ())
+
+    def every_server_was_heard(self, now: Instant) -> bool:
+        """Whether no server is left that may live and has not told in this term what it holds."""
+        return all(self.heard(name, now) or not self.alive(name, now) for name in self.servers)
+
+    def lost_segments(self, now: Instant) -> frozenset[int]:
+        """Return the segments whose only copy is gone: its server has come back without it, and no other has it."""
+        if not any(self.missing.values()) or not self.every_server_was_heard(now):
+            return frozenset()
+        lost = frozenset(
+            segment.id
+            for record in self.buffers.values()
+            if record.ready
+            for segment in record.segments
+            if segment.id in self.missing.get(segment.server, ())
+            and (not segment.backup or segment.id in self.missing.get(segment.backup, ()))
+        )
+        return lost - self.contested() if lost else lost
+
+    def where(self) -> dict[int, tuple[BufferRecord, SegmentRecord]]:
+        """Return every segment of the records, by id, with its buffer."""
+        return {segment.id: (record, segment) for record in self.buffers.values() for segment in record.segments}
+
+    def contested(self) -> frozenset[int]:
+        """Return the segments of which some server has a newer whole copy than the records know: roles of these do not
+        change until every server was heard of.
+        """
+        claims = {number for held in self.unexplained.values() for number, each in held.items() if each.whole}
+        if not claims:
+            return frozenset()
+        where = self.where()
+        return frozenset(
+            number
+            for held in self.unexplained.values()
+            for number, each in held.items()
+            if each.whole and number in where and is_newer(each, *where[number])
+        )
 
     def allocation(self, server: str) -> Allocation:
         """Return what buffers take on the server."""
         return self.allocated.get(server, Allocation())
+
+    def taken_bytes(self, server: str) -> int:
+        """Return what is taken of a server's capacity: by buffers, and by what it holds beside the records."""
+        return self.allocation(server).nbytes + sum(each.nbytes for each in self.unexplained.get(server, {}).values())
 
     def find(self, kind: Kind, name: str) -> BufferRecord | None:
         """Return what is ready under that name."""
@@ -126,7 +182,7 @@ class State:
         alive = {name for name in self.servers if self.alive(name, now)}
         draining = frozenset(name for name in alive if self.servers[name].draining)
         open_to = alive - draining
-        free = {name: self.servers[name].capacity_bytes - self.allocation(name).nbytes for name in open_to}
+        free = {name: self.servers[name].capacity_bytes - self.taken_bytes(name) for name in open_to}
         weights = {name: self.servers[name].weight for name in alive}
         hosts = {name: self.servers[name].data_address.rpartition(":")[0] for name in alive}
         dead = frozenset(self.servers.keys() - alive)
@@ -153,6 +209,7 @@ def load(
     stripe_bytes: int = 0,
     quotas: Mapping[str, Quota] | None = None,
     token_floor: int = 0,
+    lineage: Lineage | None = None,
 ) -> State:
     """Return the state that these records describe. Step it with Restarted before anything else."""
     known = sorted(sessions, key=lambda session: session.ended)
@@ -166,6 +223,7 @@ def load(
         ended_sessions=EndedSessions(0, max(ended.values(), default=0), ended),
         stripe_bytes=stripe_bytes,
         token_floor=token_floor,
+        lineage=lineage or Lineage(),
     )
     for record in buffers:
         state = add(state, record)

@@ -182,10 +182,19 @@ COORDINATOR: tuple[Description, ...] = (
     ),
     _gauge("smb_coordinator_copying_segments", "Of them, those of which a copy is being made anew."),
     _gauge("smb_coordinator_servers_known", "Memory servers known."),
-    _gauge("smb_coordinator_servers_alive", "Memory servers whose lease runs."),
-    _gauge("smb_coordinator_server_alive", "1 while the memory server's lease runs.", "server"),
+    _gauge("smb_coordinator_servers_alive", "Memory servers that this leader has heard of and whose lease runs."),
+    _gauge(
+        "smb_coordinator_servers_unheard", "Memory servers that may live but that this leader has not heard of yet."
+    ),
+    _gauge("smb_coordinator_lost_segments", "Segments whose memory is gone: the buffers that have them are unusable."),
+    _gauge("smb_coordinator_server_alive", "1 while the server's lease runs, once this leader heard of it.", "server"),
     _gauge("smb_coordinator_server_capacity_bytes", "Bytes that the memory server offers.", "server"),
     _gauge("smb_coordinator_server_allocated_bytes", "Bytes of it that buffers take.", "server"),
+    _gauge(
+        "smb_coordinator_server_quarantined_bytes",
+        "Memory that the server keeps though no record accounts for it: smb status lists it.",
+        "server",
+    ),
     _gauge("smb_coordinator_server_draining", "1 while the memory server is being drained.", "server"),
     _gauge("smb_coordinator_sessions", "Clients whose lease runs."),
     _gauge(

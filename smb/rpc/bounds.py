@@ -25,6 +25,9 @@ _MORE: Mapping[str, int] = {
     "smb.v1.CreateBufferRequest.server_names": 1024,  # as many servers as a buffer can have
     "smb.v1.RenewServerRequest.broken": 4096,
     "smb.v1.RegisterServerRequest.segment_ids": 131_072,  # twice the mappings that Linux gives a process
+    "smb.v1.RegisterServerRequest.segment_epochs": 131_072,
+    "smb.v1.RegisterServerRequest.segment_flags": 131_072,
+    "smb.v1.InventoryRequest.ids": 131_072,
     "smb.v1.EndSessionsRequest.session_ids": 65_536,  # as many ended sessions as the coordinator remembers
 }
 

@@ -224,6 +224,12 @@ class Coordinator:
         reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
+    def forget_segments(self, name: str, segment_ids: Sequence[int], timeout: float) -> pb.ForgetSegmentsReply:
+        """Free memory that a server keeps in quarantine: these segments, or, none named, all of it."""
+        request = pb.ForgetSegmentsRequest(name=name, segment_ids=segment_ids, all=not segment_ids)
+        reply: pb.ForgetSegmentsReply = self._call("ForgetSegments", request, timeout)
+        return reply
+
     def drain_server(self, name: str, timeout: float, *, undo: bool = False) -> pb.DrainServerReply:
         """See control.proto."""
         reply: pb.DrainServerReply = self._call("DrainServer", pb.DrainServerRequest(name=name, undo=undo), timeout)

@@ -109,6 +109,7 @@ RULES: Mapping[str, Rule] = {
     "/smb.v1.Coordinator/RenameBuffer": Rule(_WRITERS, names=("name", "new_name", "displaced_name")),
     "/smb.v1.Coordinator/ListServers": Rule(_USERS),
     "/smb.v1.Coordinator/DrainServer": Rule(frozenset({Role.OPERATOR})),
+    "/smb.v1.Coordinator/ForgetSegments": Rule(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Rebalance": Rule(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Overview": Rule(_USERS),  # of who is limited to namespaces nobody: it shows them all
     "/smb.v1.Coordinator/Leader": Rule(_USERS | _RELAYS),
@@ -117,6 +118,7 @@ RULES: Mapping[str, Rule] = {
     "/smb.v1.MemoryServer/EndSessions": _COORDINATOR,
     "/smb.v1.MemoryServer/TakeRoles": _COORDINATOR,
     "/smb.v1.MemoryServer/RetireSegments": _COORDINATOR,
+    "/smb.v1.MemoryServer/Inventory": _COORDINATOR,
     # With the proof of a token too, which says of which session, and of which segments what: memserver/control.py.
     "/smb.v1.MemoryServer/ConnectVerbs": Rule(_USERS | _RELAYS),
     "/smb.v1.MemoryServer/OpenSegmentVerbs": Rule(_USERS | _RELAYS),

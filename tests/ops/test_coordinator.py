@@ -285,13 +285,14 @@ def test_everything_comes_back_after_a_kill(
     assert again.address == address
     assert names(coordinator) == ["w"]
     assert open_buffer(coordinator, "w") == made
-    assert alive(coordinator) == {"a": True, "b": True, "c": True}
+    assert alive(coordinator) == {"a": False, "b": False, "c": False}, "none of them was heard of yet"
     for server in servers:
         with refused(Code.NOT_FOUND, "must register again"):
             server.renew(coordinator)
         server.register(coordinator)
         server.renew(coordinator)
         assert set(server.segments) <= {segment.id for segment in made.layout.segments}
+    assert alive(coordinator) == {"a": True, "b": True, "c": True}
     create(coordinator, "half")
 
 

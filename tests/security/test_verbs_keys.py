@@ -116,7 +116,7 @@ def asked() -> Asked:
 @pytest.fixture
 def stub(engine: Engine, asked: Asked) -> Iterator[Any]:
     """The control service; certificates are tests/security/test_rpcs.py's."""
-    server = ControlServer("127.0.0.1", 0, asked, asked, OneCopyEach(), None, engine.check_proof)  # type: ignore[arg-type]
+    server = ControlServer("127.0.0.1", 0, asked, asked, OneCopyEach(), asked, None, engine.check_proof)  # type: ignore[arg-type]
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as opened:
         yield MemoryServerStub(opened)  # type: ignore[no-untyped-call]
     server.close()
@@ -184,7 +184,7 @@ def test_keys_are_for_what_the_token_gives(engine: Engine, stub: Any, asked: Ask
 
 def test_without_credentials_no_proof_is_asked_for(asked: Asked) -> None:
     """As everywhere then."""
-    server = ControlServer("127.0.0.1", 0, asked, asked, OneCopyEach())  # type: ignore[arg-type]
+    server = ControlServer("127.0.0.1", 0, asked, asked, OneCopyEach(), asked)  # type: ignore[arg-type]
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as opened:
         stub = MemoryServerStub(opened)  # type: ignore[no-untyped-call]
         connect(stub, None)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from smb.coordinator.events import BufferMade, BufferWanted, Effect, Event, Instant, ServerRegistered, ServerRenewed
-from smb.coordinator.records import BufferRecord, Kind, ServerRecord
+from smb.coordinator.events import (
+    BufferMade,
+    BufferWanted,
+    Effect,
+    Event,
+    Instant,
+    ServerRegistered,
+    ServerRenewed,
+    ServerReturned,
+)
+from smb.coordinator.gate import epoch_of
+from smb.coordinator.lineage import Lineage, Stamp
+from smb.coordinator.records import BufferRecord, Held, Kind, ServerRecord
 from smb.coordinator.state import State
 from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation, first_use
@@ -20,11 +32,45 @@ def server(name: str, instance_id: int = 1, capacity_bytes: int = 64 * MIB) -> S
     return ServerRecord(name, instance_id, "10.0.0.1:1", "10.0.0.1:2", "/s", "10.0.0.1:3", capacity_bytes, 0, 0.0)
 
 
+def registration(
+    state: State,
+    record: ServerRecord,
+    held: Collection[int] = (),
+    making: frozenset[int] = frozenset(),
+    stamps: tuple[Stamp, ...] | None = None,
+    as_held: Held | None = None,
+) -> ServerRegistered:
+    """A server holds these segments, each as the records have it unless told, and was asked for all others that it
+    should have. It has heard of every change, unless told otherwise.
+    """
+    where = state.where()
+    shown = {each: as_held or Held(epoch_of(*where[each]) if each in where else 1) for each in held}
+    missing = _due(state, record.name) - shown.keys()
+    return ServerRegistered(record, shown, missing, (state.lineage.stamp,) if stamps is None else stamps, making)
+
+
+def returned(
+    state: State,
+    name: str,
+    instance_id: int,
+    held: Collection[int] = (),
+    changes_max: int | None = None,
+    as_held: Held | None = None,
+) -> ServerReturned:
+    """A server is about to register with these segments, and was asked for all others that it should have."""
+    shown = dict.fromkeys(held, as_held) if as_held is not None else {}
+    return ServerReturned(name, instance_id, _due(state, name) - frozenset(held), changes_max, shown)
+
+
+def _due(state: State, server: str) -> frozenset[int]:
+    return frozenset(copy.id for of in state.buffers.values() for copy in of.copies if copy.server == server)
+
+
 @dataclass
 class Cluster:
     """A state, a clock that stands until it is told to go on, and the effects of the last event."""
 
-    state: State = field(default_factory=State)
+    state: State = field(default_factory=lambda: State(lineage=Lineage().begun(1)))
     seconds: float = 1000.0
     effects: tuple[Effect, ...] = ()
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -39,7 +85,7 @@ class Cluster:
 
     def register(self, *names: str, capacity_bytes: int = 64 * MIB) -> None:
         for name in names:
-            self.do(ServerRegistered(server(name, capacity_bytes=capacity_bytes), frozenset()))
+            self.do(registration(self.state, server(name, capacity_bytes=capacity_bytes)))
 
     def want(self, name: str = "w", elements: int = 1 << 20, **wishes: object) -> tuple[Effect, ...]:
         creation = replace(Creation(name, (elements,), "float32"), **wishes)  # type: ignore[arg-type]

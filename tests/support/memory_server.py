@@ -30,6 +30,8 @@ class FakeMemoryServer(MemoryServerServicer):
         self.keeps_together = True  # else it is of a release that does not
         self.deaf = False  # to being told at once which sessions ended
         self.seen = pb.SessionsSeen()
+        self.quarantined: set[int] = set()
+        self.stamp = pb.StoreStamp()  # of the coordinator's records, as told last
         self._server: grpc.Server | None = None
         self.port = 0
 
@@ -40,6 +42,7 @@ class FakeMemoryServer(MemoryServerServicer):
         if self.refuse_creation is not None:
             context.abort(self.refuse_creation, f"{self.name} refuses")
         self.segments[request.id] = request
+        self.stamp = request.stamp
         group_id = request.group_id if self.keeps_together else 0
         return pb.CreateSegmentReply(used_bytes=self.used_bytes(), group_id=group_id)
 
@@ -49,6 +52,15 @@ class FakeMemoryServer(MemoryServerServicer):
 
     def TakeRoles(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         return pb.TakeRolesReply(confirmed=[part.segment_id for part in request.replicas if part.confirm])
+
+    def Inventory(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        held = [self._held(each) for each in request.ids if each in self.segments]
+        return pb.InventoryReply(instance_id=self.instance_id, held=held)
+
+    def _held(self, segment_id: int) -> Any:
+        of = self.segments[segment_id]
+        flags = 1 + 8 * (segment_id in self.quarantined)
+        return pb.HeldSegment(id=segment_id, epoch=of.epoch, flags=flags, file_bytes=of.nbytes)
 
     def EndSessions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         if self.deaf:
@@ -82,11 +94,17 @@ class FakeMemoryServer(MemoryServerServicer):
             capacity_bytes=capacity_bytes,
             used_bytes=self.used_bytes(),
             segment_ids=list(self.segments),
+            segment_epochs=[self._held(each).epoch for each in self.segments],
+            segment_flags=[self._held(each).flags for each in self.segments],
+            stamps=[self.stamp] if self.stamp.term else (),
             sessions_seen=self.seen,
         )
         reply = coordinator.RegisterServer(request, timeout=10)
         for segment_id in reply.drop_segment_ids:
             self.segments.pop(segment_id, None)
+        self.quarantined |= set(reply.quarantine_segment_ids)
+        self.quarantined -= set(reply.taken_up_segment_ids)
+        self.stamp = reply.stamp
         self._end(reply.ended_sessions)
         return reply
 
@@ -95,6 +113,7 @@ class FakeMemoryServer(MemoryServerServicer):
             name=self.name, instance_id=self.instance_id, used_bytes=self.used_bytes(), sessions_seen=self.seen
         )
         reply = coordinator.RenewServer(request, timeout=10)
+        self.stamp = reply.stamp
         self._end(reply.ended_sessions)
         return reply
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from smb.config.parse import format_bytes
@@ -72,7 +72,8 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
             found.append(_of_gone_server(seen, server, held[server.name]))
         else:
             found += _of_live_server(state, seen, server, now)
-    found += _of_memory(state, seen)
+    found += _of_records(state, now)
+    found += _of_memory(state, state.lost_segments(now))
     found += _of_waits(state, seen, now)
     found += _of_clients(seen)
     found += _of_creations(state, now)
@@ -181,12 +182,30 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
         yield Problem(WARNING, title, detail, action, about)
 
 
-def _of_memory(state: State, seen: Seen) -> Iterator[Problem]:
-    if not seen.lost_segments:
+def _of_records(state: State, now: Instant) -> Iterator[Problem]:
+    unheard = sorted(name for name in state.servers if state.alive(name, now) and not state.heard(name, now))
+    if unheard:
+        detail = f"{_listed(unheard)}: this coordinator has not heard of them, and knows nothing of their memory."
+        title = f"{len(unheard)} memory {'server was' if len(unheard) == 1 else 'servers were'} not heard of yet"
+        yield Problem(NOTE, title, detail, "They register within seconds, or count as gone after one lease.")
+    for server, held in sorted(state.unexplained.items()):
+        if not held:
+            continue
+        nbytes = format_bytes(sum(each.nbytes for each in held.values()))
+        title = f"{server} keeps {nbytes} that no record accounts for"
+        detail = (
+            f"{len(held)} segments are quarantined: they may be the last copies of what the records do not tell of."
+        )
+        action = f"See smb status. Restore newer records of the coordinator, or free the memory: smb forget {server}"
+        yield Problem(WARNING, title, detail, action, ("server", server))
+
+
+def _of_memory(state: State, lost_segments: Collection[int]) -> Iterator[Problem]:
+    if not lost_segments:
         return
     lost: dict[str, list[BufferRecord]] = defaultdict(list)
     for record in state.buffers.values():
-        for server in {segment.server for segment in record.segments if segment.id in seen.lost_segments}:
+        for server in {segment.server for segment in record.segments if segment.id in lost_segments}:
             lost[server].append(record)
     for server, held in _held(state, lost).items():
         if not held.titles and not held.mirrored:  # what lies beside a mirror is made again

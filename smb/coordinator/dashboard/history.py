@@ -28,8 +28,7 @@ from smb.coordinator.events import (
     SessionRenewed,
     Ticked,
 )
-from smb.coordinator.records import BufferRecord
-from smb.coordinator.state import JUST_MADE_S, State
+from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 
 STEP_S = 2.0  # a server renews every 2 s: finer steps would show nothing more
@@ -190,7 +189,6 @@ class Seen:
     started_at: float
     servers: Mapping[str, ServerWatch]
     left: Mapping[str, float]  # servers that stopped cleanly: when
-    lost_segments: frozenset[int]  # whose memory a server came back without
     sessions_since: Mapping[int, float]  # those of before our start are not there
     lost_clients: Sequence[tuple[float, str]]  # when, who; the last minutes'
     held_since: Mapping[tuple[int, str, int], float]  # (segment, kind, token): when it was seen first, monotonic
@@ -215,8 +213,6 @@ class Watch:
         self._bins: dict[str, Bins] = {}
         self._all = Bins()
         self._left: dict[str, float] = {}
-        self._lost: dict[str, frozenset[int]] = {}
-        self._made: dict[int, float] = {}  # segments, and when, for JUST_MADE_S
         self._sessions: dict[int, float] = {}
         self._lost_clients: deque[tuple[float, str]] = deque(maxlen=LOST_CLIENTS_MAX)
         self._held: dict[str, dict[tuple[int, str, int], float]] = {}
@@ -268,16 +264,8 @@ class Watch:
                 # Workers of a deleted training may tell of it until they have left.
                 case BufferDeleted(name) | BufferMade(name):
                     self.trainings.deleted(name)
-                    if isinstance(event, BufferMade):
-                        self._note_made(committed.state.buffers[name], now.monotonic)
-                case ServerRegistered(server, segment_ids):
+                case ServerRegistered(server):
                     self._left.pop(server.name, None)
-                    lost = _ready_segments(before, server.name) - segment_ids
-                    known = before.servers.get(server.name)
-                    goes_on = known is not None and known.instance_id == server.instance_id
-                    if goes_on:  # what was made since it sent its list is there
-                        lost -= {each for each, at in self._made.items() if now.monotonic - at <= JUST_MADE_S}
-                    self._lost[server.name] = lost
                 case ServerLeft(name, _):
                     self._left[name] = now.wall
             for effect in committed.effects:
@@ -285,15 +273,6 @@ class Watch:
                     self._events.append((now.wall, effect.level, effect.text))
             if before.servers.keys() != committed.state.servers.keys():
                 self._forget(before.servers.keys() - committed.state.servers.keys())
-
-    def _note_made(self, record: BufferRecord, now: float) -> None:
-        self._made = {each: at for each, at in self._made.items() if now - at <= JUST_MADE_S}
-        self._made |= {segment.id: now for segment in record.copies}
-
-    def lost_segments(self) -> frozenset[int]:
-        """Return those whose memory a server came back without."""
-        with self._lock:
-            return frozenset().union(*self._lost.values())
 
     def seen(self, now: Instant) -> Seen:
         """Return all of it."""
@@ -304,7 +283,6 @@ class Watch:
                 started_at=self._started_at,
                 servers=dict(self._servers),
                 left=dict(self._left),
-                lost_segments=frozenset().union(*self._lost.values()),
                 sessions_since=dict(self._sessions),
                 lost_clients=[lost for lost in self._lost_clients if now.wall - lost[0] <= LOST_CLIENTS_S],
                 held_since={key: since for held in self._held.values() for key, since in held.items()},
@@ -342,15 +320,5 @@ class Watch:
 
     def _forget(self, names: set[str]) -> None:
         for name in names:
-            for kept in (self._servers, self._errors, self._bins, self._left, self._lost, self._held):
+            for kept in (self._servers, self._errors, self._bins, self._left, self._held):
                 kept.pop(name, None)
-
-
-def _ready_segments(state: State, server: str) -> frozenset[int]:
-    return frozenset(
-        segment.id
-        for record in state.buffers.values()
-        if record.ready
-        for segment in record.copies
-        if segment.server == server
-    )

@@ -65,6 +65,11 @@ class View:
         return frozenset(name for name in self.state.servers if self.state.alive(name, self.now))
 
     @cached_property
+    def lost(self) -> frozenset[int]:
+        """Segments whose memory is gone."""
+        return self.state.lost_segments(self.now)
+
+    @cached_property
     def trainings(self) -> dict[str, BufferRecord]:
         """The weights of each training, by its name."""
         listed = (record for record in self.state.listed() if record.metadata)
@@ -105,12 +110,14 @@ class View:
         return next((folder for folder in folders if folder in self.trainings), None)
 
     def server_state(self, name: str) -> str:
-        """Return alive, late, gone, left or unknown."""
+        """Return alive, late, unheard, gone, left or unknown."""
         server = self.state.servers.get(name)
         if server is None:
             return "unknown"
         if not self.state.alive(name, self.now):
             return "left" if name in self.seen.left else "gone"
+        if not self.state.heard(name, self.now):
+            return "unheard"
         return "late" if self.now.wall - server.last_seen_at > LATE_S else "alive"
 
     def watch_of(self, server: ServerRecord) -> ServerWatch | None:
@@ -194,7 +201,7 @@ def buffer_detail(view: View, name: str) -> Json:
         {
             "index": index,
             "server": segment.server,
-            "state": "lost" if segment.id in view.seen.lost_segments else view.server_state(segment.server),
+            "state": "lost" if segment.id in view.lost else view.server_state(segment.server),
             "size": segment.nbytes,
         }
         for index, segment in enumerate(record.segments)
@@ -334,6 +341,7 @@ def _server(view: View, server: ServerRecord) -> Json:
         "capacity": server.capacity_bytes,
         "used": server.used_bytes,
         "segments": view.state.allocation(server.name).segments,
+        "quarantined": sum(each.nbytes for each in view.state.unexplained.get(server.name, {}).values()),
         "weight": server.weight,
         "last_seen": view.seen.left.get(server.name, server.last_seen_at),
         "rates": _rates(current.rates) if current and current.rates else None,
@@ -527,10 +535,11 @@ def _extents(shape: Any) -> list[int]:
 
 
 def _health(view: View, record: BufferRecord) -> str:
-    """Return ok, gone (a server is) or lost (a server came back without its memory)."""
-    if view.seen.lost_segments and any(segment.id in view.seen.lost_segments for segment in record.segments):
+    """Return ok, unheard or gone (a server is), or lost (a server came back without its memory)."""
+    if view.lost and any(segment.id in view.lost for segment in record.segments):
         return "lost"
-    return "ok" if view.alive.issuperset(segment.server for segment in record.segments) else "gone"
+    states = {view.server_state(segment.server) for segment in record.segments}
+    return "ok" if states <= {"alive", "late"} else "unheard" if states <= {"alive", "late", "unheard"} else "gone"
 
 
 def _parts(record: BufferRecord) -> list[Json]:

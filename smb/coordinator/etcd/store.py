@@ -16,6 +16,7 @@ from smb.coordinator.store import StoreError
 from smb.errors import OutOfMemoryError
 
 CHANGES_MAX = 127  # of one transaction; one operation is the head's
+RECORDS_MAX = CHANGES_MAX - 1  # one more is the number of the change
 TRANSACTION_BYTES_MAX = 1_500_000  # of etcd's 1.5 MiB: the rest is for its own frame
 _PAGE = 1000  # records of one read
 _READ_S = 30.0
@@ -46,7 +47,7 @@ async def read_records(etcd: Etcd, place: Place, page: int = _PAGE) -> dict[str,
 class EtcdStore:
     """The records, as long as the lead is ours."""
 
-    changes_max = CHANGES_MAX
+    changes_max = RECORDS_MAX
 
     def __init__(self, etcd: Etcd, place: Place, lead: Lead) -> None:
         self._etcd = etcd

@@ -6,6 +6,7 @@ An event that is refused raises one of smb.errors and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from smb.coordinator.events import (
@@ -18,11 +19,15 @@ from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
     CopyDropped,
+    EraseBuffer,
     Event,
     Instant,
     MoveAllowed,
     NamesFreed,
     Restarted,
+    SaveBuffer,
+    SaveSequence,
+    SegmentsForgotten,
     ServerCounted,
     ServerDied,
     ServerDrained,
@@ -34,9 +39,10 @@ from smb.coordinator.events import (
     SessionClosed,
     SessionRenewed,
     Ticked,
+    UnexplainedJudged,
 )
 from smb.coordinator.state import State, Step
-from smb.coordinator.steps import copies, creation, names, servers, sessions, ticks
+from smb.coordinator.steps import copies, creation, names, servers, sessions, ticks, unexplained
 
 _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     Restarted: ticks.restarted,
@@ -47,6 +53,8 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     ServerDied: servers.server_died,
     ServerDrained: servers.server_drained,
     ServerReturned: copies.server_returned,
+    UnexplainedJudged: unexplained.unexplained_judged,
+    SegmentsForgotten: unexplained.segments_forgotten,
     BackupsLost: copies.backups_lost,
     CopyBegun: copies.copy_begun,
     CopyDropped: copies.copy_dropped,
@@ -67,4 +75,8 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
 
 def step(state: State, event: Event, now: Instant) -> Step:
     """Return the state after the event, and what must be done. Raises smb.errors.Error where the event is refused."""
-    return _STEPS[type(event)](state, event, now)
+    state, effects = _STEPS[type(event)](state, event, now)
+    if any(isinstance(effect, SaveBuffer | EraseBuffer) for effect in effects):
+        state = replace(state, lineage=state.lineage.changed())
+        effects = (*effects, SaveSequence(state.lineage.sequence))
+    return state, effects

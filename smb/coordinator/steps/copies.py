@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from smb.coordinator.events import (
@@ -11,7 +11,6 @@ from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
     CopyDropped,
-    DropSegments,
     Effect,
     Instant,
     MoveAllowed,
@@ -19,8 +18,9 @@ from smb.coordinator.events import (
     SaveBuffer,
     ServerReturned,
 )
+from smb.coordinator.gate import dropped, is_that_copy
 from smb.coordinator.groups import Groups, Member
-from smb.coordinator.records import BufferRecord
+from smb.coordinator.records import BufferRecord, Held
 from smb.coordinator.replicas import (
     begin_copy,
     come_back,
@@ -30,30 +30,60 @@ from smb.coordinator.replicas import (
     let_move,
     lose_backups,
 )
-from smb.coordinator.state import JUST_MADE_S, State, Step, add, remove
-from smb.errors import NotFoundError
+from smb.coordinator.state import State, Step, add, remove, without
+from smb.errors import NotFoundError, UnavailableError
+from smb.ground import Ground
 
 CHANGED_BYTES_MAX = 1 << 20  # of records' texts, where a store bounds a change: etcd takes 1.5 MB
 
 
 def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
-    """A server is back: its copies that missed changes are stale, unless there are no others."""
+    """A server is back: its copies that missed changes are stale, unless there are no others. Raises UnavailableError
+    while that cannot be decided, as the servers of the others have not been heard of.
+    """
     known = state.servers.get(event.name)
     restarted = known is None or known.instance_id != event.instance_id
 
-    def alive(name: str) -> bool:
-        return name != event.name and state.server_leases.runs(name, now.monotonic)
+    def heard(name: str) -> bool:
+        return name != event.name and state.heard(name, now)
 
-    segment_ids = event.segment_ids
-    if not restarted:  # what was made since its list was sent is there
-        late = (record for record in state.buffers.values() if abs(now.wall - record.created_at) <= JUST_MADE_S)
-        segment_ids = segment_ids.union(segment.id for record in late for segment in record.segments)
-    held = Groups(state.buffers.values()).counted(event.name, segment_ids, alive)
+    if restarted and (peers := unheard_backups(state, event.name, now)):
+        raise UnavailableError(
+            f'memory server "{event.name}" was started anew, and {", ".join(peers)} with the other copies of its '
+            f"segments has not been heard of yet; it is to register again"
+        )
+    missing = event.missing | not_those_copies(state, event.name, event.held)
+    missing = Groups(state.buffers.values()).lacking(event.name, missing, heard)
 
     def judge(record: BufferRecord) -> BufferRecord:
-        return come_back(record, event.name, held, alive, restarted=restarted)
+        return come_back(record, event.name, missing, heard, restarted=restarted)
 
     return judge_copies(state, judge, event.changes_max)
+
+
+def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> frozenset[int]:
+    """Return the segments that the records have on a server, and of which it holds another copy than that one."""
+    return frozenset(
+        segment.id
+        for record in state.buffers.values()
+        if record.ready
+        for segment in record.segments
+        if segment.id in held
+        and server in (segment.server, segment.backup, segment.copying_to)
+        and not is_that_copy(server, held[segment.id], segment)
+    )
+
+
+def unheard_backups(state: State, server: str, now: Instant) -> list[str]:
+    """Return the servers that have the backups of this one's primaries, count as alive, and have told nothing yet."""
+    backups = {
+        segment.backup
+        for record in state.buffers.values()
+        if record.ready and record.movable
+        for segment in record.segments
+        if segment.server == server and segment.backup
+    }
+    return sorted(name for name in backups if state.alive(name, now) and not state.heard(name, now))
 
 
 def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
@@ -79,8 +109,10 @@ def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
     if record is None or judged is None or judged is record:
         raise NotFoundError(f"segment {event.segment_id:016x} wants no copy on {event.target} any more")
     (segment,) = (each for each in judged.segments if each.id == event.segment_id)
-    if event.leaving and not state.alive(segment.server, now):
-        raise NotFoundError(f'memory server "{segment.server}", which has the other copy, is not alive')
+    if not state.confirmed(segment.server, segment.id, now):
+        raise NotFoundError(
+            f'memory server "{segment.server}", which has the other copy, has not confirmed that it has it'
+        )
     groups = Groups(state.buffers.values())
     members = groups.members(record, segment)
     _check_members(event, members)
@@ -92,9 +124,16 @@ def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
     if event.leaving:
         text += f", and leaves {event.leaving}"
         left = tuple(replace(member, server=event.leaving) for _, member in members)
-        effects.append(DropSegments(left, event.epoch))
+        effects.append(dropped(left, Ground.SUPERSEDED, state.unexplained, event.epoch))
     for each in changed:
         state = add(remove(state, state.buffers[each.key]), each)
+    ids = [member.id for _, member in members]
+    beside = without(state.unexplained.get(event.target, {}), *ids)
+    state = replace(
+        state,
+        unexplained={**state.unexplained, event.target: beside},
+        missing={**state.missing, event.target: state.missing.get(event.target, frozenset()).difference(ids)},
+    )
     return state, (*effects, Report(logging.INFO, text))
 
 
@@ -127,10 +166,12 @@ def copy_dropped(state: State, event: CopyDropped, now: Instant) -> Step:
     if record is None or judged is None or judged is record:
         raise NotFoundError(f"segment {event.segment_id:016x} does not leave {event.leaving} any more")
     (segment,) = (each for each in judged.segments if each.id == event.segment_id)
-    if not state.alive(segment.server, now):
-        raise NotFoundError(f'memory server "{segment.server}", which has the other copy, is not alive')
+    if not state.confirmed(segment.server, segment.id, now):
+        raise NotFoundError(
+            f'memory server "{segment.server}", which has the other copy, has not confirmed that it has it'
+        )
     text = f"a segment of {record.title} is on {segment.server} now, and leaves {event.leaving}"
-    drop = DropSegments((replace(segment, server=event.leaving),), event.epoch)
+    drop = dropped((replace(segment, server=event.leaving),), Ground.SUPERSEDED, state.unexplained, event.epoch)
     return add(remove(state, record), judged), (SaveBuffer(judged), drop, Report(logging.INFO, text))
 
 
@@ -159,8 +200,9 @@ def judge_copies(
     changed: dict[str, BufferRecord] = {}
     left = CHANGED_BYTES_MAX
     groups: Groups | None = None
+    contested = state.contested()
     for record in state.buffers.values():
-        if not record.movable:
+        if not record.movable or not contested.isdisjoint(segment.id for segment in record.segments):
             continue
         present = changed.get(record.key, record)
         if (judged := judge(present)) is present:

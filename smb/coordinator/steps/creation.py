@@ -12,7 +12,6 @@ from smb.coordinator.events import (
     BufferFailed,
     BufferMade,
     BufferWanted,
-    DropSegments,
     EraseBuffer,
     Instant,
     MakeSegments,
@@ -20,6 +19,7 @@ from smb.coordinator.events import (
     SaveBuffer,
     WakeOpeners,
 )
+from smb.coordinator.gate import dropped
 from smb.coordinator.groups import Groups, group_of, move_together
 from smb.coordinator.placement import Placement, Pool, place, place_backups, place_like, place_together
 from smb.coordinator.published import published_as
@@ -36,6 +36,7 @@ from smb.errors import (
     OutOfMemoryError,
     UnavailableError,
 )
+from smb.ground import Ground
 from smb.published import DELTAS
 from smb.security.roles import namespace_of
 
@@ -185,7 +186,11 @@ def buffer_failed(state: State, event: BufferFailed, _: Instant) -> Step:
     """A segment of a pending buffer could not be made: the others are dropped."""
     record = state.buffers[event.key]
     copies = {(copy.id, copy.server): copy for copy in (*event.copies, *record.copies)}
-    effects = (EraseBuffer(record.key), DropSegments(tuple(copies.values())), WakeOpeners(record.key))
+    effects = (
+        EraseBuffer(record.key),
+        dropped(copies.values(), Ground.NEVER_MADE, state.unexplained),
+        WakeOpeners(record.key),
+    )
     return remove(state, record), effects
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from smb.coordinator.events import (
     BufferDeleted,
     BufferRenamed,
-    DropSegments,
     Effect,
     EraseBuffer,
     Instant,
@@ -18,12 +17,14 @@ from smb.coordinator.events import (
     SaveTokenFloor,
     WakeOpeners,
 )
+from smb.coordinator.gate import dropped
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind
 from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, find_ready, without
 from smb.coordinator.validate import check_name
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from smb.ground import Ground
 from smb.security.roles import namespace_of
 
 
@@ -40,7 +41,7 @@ def buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
         beside = state.buffers.get(each.name + ARRIVED) if each.mirror_of else None
         for gone in (each, *([beside] if beside is not None and beside.ready else [])):
             state = delete(state, gone)
-            effects += [EraseBuffer(gone.key), DropSegments(gone.copies)]
+            effects += [EraseBuffer(gone.key), dropped(gone.copies, Ground.DELETED, state.unexplained)]
             effects.append(Report(logging.INFO, f"deleted {gone.title}"))
     return state, tuple(effects)
 
@@ -78,7 +79,7 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     elif there is not None:
         if not event.replace or not there.ready:
             raise AlreadyExistsError(f'{asked}: a buffer "{event.new_name}" exists; delete it, or have it replaced')
-        state, effects = delete(state, there), (DropSegments(there.copies),)
+        state, effects = delete(state, there), (dropped(there.copies, Ground.DELETED, state.unexplained),)
     state, renamed = _called(state, record, event.new_name, asked)
     return state, (*effects, *renamed, Report(logging.INFO, f'renamed {record.title} to "{event.new_name}"'))
 
@@ -148,4 +149,4 @@ def names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
     report = Report(logging.INFO, f"freed {len(freed)} locks and barriers that nobody used any more")
     erased = (EraseBuffer(record.key) for record in freed)
     copies = tuple(copy for record in freed for copy in record.copies)
-    return state, (*erased, SaveTokenFloor(floor), DropSegments(copies), report)
+    return state, (*erased, SaveTokenFloor(floor), dropped(copies, Ground.DELETED, state.unexplained), report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from smb.config.parse import check_weight
@@ -23,10 +24,13 @@ from smb.coordinator.events import (
     ServerRenewed,
     ServerSuspected,
 )
-from smb.coordinator.records import ServerRecord
+from smb.coordinator.gate import Where, epoch_of, ground_to_drop, is_newer
+from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.state import State, Step, without
+from smb.coordinator.steps.copies import not_those_copies
 from smb.coordinator.validate import check_address, check_server_name, check_zone
 from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.ground import Ground
 
 
 def server_registered(state: State, event: ServerRegistered, now: Instant) -> Step:
@@ -37,26 +41,30 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
         raise OutOfMemoryError(
             f'no place for memory server "{server.name}": a cluster has at most {limits.SERVERS_MAX}'
         )
-    if server.name not in state.servers and event.segment_ids:
-        # Dropping them could cost the data of another cluster, or of this one after a wrong --state.
-        raise InvalidArgumentError(
-            f'memory server "{server.name}" is not known here but holds {len(event.segment_ids)} segments; start the '
-            f"coordinator with the --state that knows them, or remove the server's segment files to give that data up"
-        )
+    where = state.where()
+    _check_cluster(state, event, where)
     known = state.servers.get(server.name)
     server = replace(server, last_seen_at=now.wall, draining=known is not None and known.draining)
     here = {
         segment.id: record.name
         for record in state.buffers.values()
         for segment in record.copies
-        if segment.server == server.name and (record.ready or segment.id in event.segment_ids)
+        if segment.server == server.name and (record.ready or segment.id in event.held)
     }
-    drops = tuple(sorted(event.segment_ids - here.keys()))
-    lost = sorted({here[segment_id] for segment_id in here.keys() - event.segment_ids})
-    epochs = {segment.id: segment.epoch for record in state.buffers.values() for segment in record.segments}
-    # Nobody else would ever drop room for a copy that never began: it was made for the next epoch.
-    rooms = tuple(each for each in drops if epochs.get(each) and each not in event.making)
-    effects: list[Effect] = [AnswerDrops(drops, tuple(epochs.get(each, 0) for each in drops), rooms)]
+    missing = event.missing & here.keys()
+    missing |= not_those_copies(state, server.name, event.held)
+    # Before it is judged: whether others hold a copy depends on who has been heard of, this server included.
+    state = replace(
+        state,
+        servers={**state.servers, server.name: server},
+        server_leases=state.server_leases.grant(server.name, now.monotonic),
+        suspected=state.suspected - {server.name},
+        missing={**state.missing, server.name: missing},
+    )
+    answer, unexplained = _judged(state, event, here, where, now)
+    state = replace(state, unexplained={**state.unexplained, server.name: unexplained})
+    lost = sorted({here[segment_id] for segment_id in missing & state.lost_segments(now)})
+    effects: list[Effect] = [answer]
     # All come back after a change of leader, and each would be a write. Whether it holds something is kept: one that
     # does is not forgotten while it is away.
     as_it_was = known is not None and server == replace(
@@ -65,21 +73,75 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
     if known is None or not as_it_was or bool(server.used_bytes) != bool(known.used_bytes):
         effects.append(SaveServer(server))
     effects.append(Report(logging.INFO, f'memory server "{server.name}" at {server.data_address} registered'))
-    if drops:
-        text = f'memory server "{server.name}" drops {len(drops)} segments, of buffers that were deleted or moved'
-        effects.append(Report(logging.INFO, text))
-    if lost:
-        text = (
-            f'memory server "{server.name}" came back without the memory of {len(lost)} buffers: {", ".join(lost[:8])}'
-        )
-        effects.append(Report(logging.ERROR, text))
-    state = replace(
-        state,
-        servers={**state.servers, server.name: server},
-        server_leases=state.server_leases.grant(server.name, now.monotonic),
-        suspected=state.suspected - {server.name},
-    )
+    effects += _said(server.name, answer, unexplained, lost)
     return state, tuple(effects)
+
+
+def _check_cluster(state: State, event: ServerRegistered, where: Where) -> None:
+    """Raise InvalidArgumentError for a server with the memory of another cluster, or of this one before its --state was
+    lost: nothing here says what its segments are.
+    """
+    name = event.server.name
+    clusters = {stamp.cluster for stamp in event.stamps}
+    of_others = clusters and state.lineage.cluster not in clusters
+    if (
+        event.held
+        and (of_others or (name not in state.servers and not clusters))
+        and event.held.keys().isdisjoint(where)
+    ):
+        raise InvalidArgumentError(
+            f'memory server "{name}" holds {len(event.held)} segments that are not known here; start the coordinator '
+            f"with the --state that knows them, or remove the server's segment files to give that data up"
+        )
+
+
+def _judged(
+    state: State, event: ServerRegistered, here: Mapping[int, str], where: Where, now: Instant
+) -> tuple[AnswerDrops, dict[int, Held]]:
+    """Return what the server is told of its segments, and those that it keeps beside the records."""
+    name = event.server.name
+    covered = bool(event.stamps) and all(map(state.lineage.covers, event.stamps))
+    grounds: dict[int, Ground] = {}
+    kept: dict[int, Held] = {}
+    for segment_id, held in sorted(event.held.items()):
+        if segment_id in here:
+            if held.whole and is_newer(held, *where[segment_id]):
+                kept[segment_id] = replace(held, nbytes=0)
+            continue
+        if segment_id in event.making:
+            continue
+        ground = ground_to_drop(
+            name, segment_id, held, where, lambda other, number: state.confirmed(other, number, now), covered=covered
+        )
+        if ground is None:
+            kept[segment_id] = replace(held, quarantined=held.quarantined or not covered)
+        else:
+            grounds[segment_id] = ground
+    drops = tuple(grounds)
+    epochs = {segment_id: epoch_of(*where[segment_id]) for segment_id in drops if segment_id in where}
+    answer = AnswerDrops(
+        drops,
+        tuple(epochs.get(each, 0) for each in drops),
+        # Nobody else would ever drop room for a copy that never began: it was made for the next epoch.
+        tuple(each for each in drops if each in epochs),
+        tuple(grounds.values()),
+        tuple(each for each, held in kept.items() if held.quarantined and not event.held[each].quarantined),
+        tuple(each for each, held in event.held.items() if held.quarantined and each in here),
+    )
+    return answer, kept
+
+
+def _said(name: str, answer: AnswerDrops, kept: Mapping[int, Held], lost: Sequence[str]) -> Iterator[Effect]:
+    if answer.segment_ids:
+        text = f'memory server "{name}" drops {len(answer.segment_ids)} segments, of buffers that were deleted or moved'
+        yield Report(logging.INFO, text)
+    beside = sum(each not in answer.taken_up for each in kept)
+    if beside:
+        text = f'memory server "{name}" keeps {beside} segments that no record accounts for: see smb status'
+        yield Report(logging.WARNING, text)
+    if lost:
+        text = f'memory server "{name}" came back without the memory of {len(lost)} buffers: {", ".join(lost[:8])}'
+        yield Report(logging.ERROR, text)
 
 
 def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
@@ -87,7 +149,7 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
     server = _registered(state, event.name, event.instance_id)
     if event.name in state.suspected or not state.alive(event.name, now):
         raise NotFoundError(f'memory server "{event.name}" must register again')
-    if event.used_bytes > state.allocation(event.name).nbytes:
+    if event.used_bytes > state.taken_bytes(event.name):
         # It holds what no buffer has, e.g. a segment that was made after its creation was given up.
         raise NotFoundError(f'memory server "{event.name}" must register again: it holds more than the buffers do')
     server = replace(server, used_bytes=event.used_bytes, last_seen_at=now.wall)

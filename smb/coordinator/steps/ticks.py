@@ -6,7 +6,16 @@ import logging
 from dataclasses import replace
 
 from smb.coordinator import limits
-from smb.coordinator.events import Effect, EraseBuffer, EraseServer, Instant, Report, Restarted, Ticked
+from smb.coordinator.events import (
+    Effect,
+    EraseBuffer,
+    EraseServer,
+    Instant,
+    Report,
+    Restarted,
+    SaveLineage,
+    Ticked,
+)
 from smb.coordinator.replicas import fail_over
 from smb.coordinator.state import State, Step, remove, without
 from smb.coordinator.steps.copies import judge_copies
@@ -23,6 +32,9 @@ def restarted(state: State, event: Restarted, now: Instant) -> Step:
             EraseBuffer(record.key),
             Report(logging.WARNING, f"took back {record.title}: half made at the stop"),
         ]
+    lineage = state.lineage.begun(event.incarnation)
+    if lineage is not state.lineage:
+        effects.append(SaveLineage(lineage.terms_json()))
     # Alive for one lease, so that creates go on; suspected, so that each tells again what it holds.
     state = replace(
         state,
@@ -30,6 +42,7 @@ def restarted(state: State, event: Restarted, now: Instant) -> Step:
         suspected=frozenset(state.servers),
         session_leases=state.session_leases.grant_all(state.client_names, now.monotonic),
         ended_sessions=replace(state.ended_sessions, incarnation=event.incarnation),
+        lineage=lineage,
     )
     return state, tuple(effects)
 
@@ -50,13 +63,21 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
         effects.append(Report(logging.INFO, f"session of {state.client_names[session_id]} is gone: no renewal"))
     state, ends = end_sessions(state, gone)
     effects += ends
-    state, saves = judge_copies(state, lambda record: fail_over(record, alive), event.ends_max)
+    state, saves = judge_copies(
+        state, lambda record: fail_over(record, alive, lambda name: state.heard(name, now)), event.ends_max
+    )
     effects += saves
     forgotten = [
         server.name
         for server in state.servers.values()
         if now.wall - server.last_seen_at > limits.SERVER_FORGOTTEN_AFTER_S and forgettable(state, server.name, now)
     ][: event.ends_max]
-    state = replace(state, servers=without(state.servers, *forgotten), progress=without(state.progress, *forgotten))
+    state = replace(
+        state,
+        servers=without(state.servers, *forgotten),
+        progress=without(state.progress, *forgotten),
+        unexplained=without(state.unexplained, *forgotten),
+        missing=without(state.missing, *forgotten),
+    )
     effects += map(EraseServer, forgotten)
     return state, tuple(effects)

@@ -103,4 +103,25 @@ def server_json(server: ServerInfo) -> dict[str, Any]:
         "metrics": server.metrics,
         "weight": server.weight,
         "draining": server.draining,
+        "unheard": server.unheard,
     }
+
+
+def server_state(server: ServerInfo) -> str:
+    """Return what a server is, in a word or a few."""
+    return "alive" if server.alive else "not heard of yet" if server.unheard else "gone"
+
+
+def quarantined_json(servers: Iterable[ServerInfo]) -> list[dict[str, Any]]:
+    """Return the memory that servers keep beside the records as what json.dumps takes."""
+    return [
+        {
+            "server": server.name,
+            "segment": f"{each.segment_id:016x}",
+            "buffer": each.buffer,
+            "bytes": each.nbytes,
+            "reason": each.reason,
+        }
+        for server in servers
+        for each in server.quarantined
+    ]

@@ -1,4 +1,6 @@
-"""`smb drain SERVER`, `smb undrain SERVER`, `smb rebalance`: segments move between servers while their clients work."""
+"""`smb drain SERVER`, `smb undrain SERVER`, `smb rebalance`: segments move between servers while their clients work.
+`smb forget SERVER`: memory that no buffer has is freed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smb.errors import Error
+from smb.config.parse import format_bytes
+from smb.errors import Error, InvalidArgumentError
 from smb.tools.cli.connection import coordinator_at
 from smb.tools.cli.options import Coordinator
 from smb.tools.cli.output import console, counted, table
@@ -65,6 +68,33 @@ def undrain(server: Server, coordinator: Coordinator = None) -> None:
     with coordinator_at(coordinator) as cluster:
         cluster.drain_server(server, _CALL_S, undo=True)
     console().print(f"{server} gets new segments again")
+
+
+def forget(
+    server: Server,
+    segments: Annotated[
+        list[str] | None, typer.Argument(metavar="SEGMENT...", help="As smb status shows them: 16 hexadecimal digits.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that is quarantined on the server.")] = False,
+    coordinator: Coordinator = None,
+) -> None:
+    """Free memory that a server keeps in quarantine. Its contents are gone after that.
+
+    A server quarantines segments of which the coordinator's records do not tell, as after the restore of an old backup.
+    smb status lists them with the reason. They are taken up again by themselves if records that have them are restored.
+
+    Example: smb forget storage-2 1f00aa94e21b07d3
+    """
+    if bool(segments) == everything:
+        raise InvalidArgumentError("name segments, or use --all: smb status lists what is quarantined")
+    try:
+        numbers = [int(each, 16) for each in segments or ()]
+    except ValueError:
+        raise InvalidArgumentError(f"{' '.join(segments or ())}: a segment is 16 hexadecimal digits") from None
+    with coordinator_at(coordinator) as cluster:
+        reply = cluster.forget_segments(server, numbers, _CALL_S)
+    freed = format_bytes(reply.nbytes)
+    console().print(f"{server} frees {counted(reply.segment_count, 'quarantined segment')}, {freed}")
 
 
 def rebalance(

@@ -136,10 +136,10 @@ def _show_training(training: GroupStatus) -> None:
 def _show(buffer: Buffer, servers: list[ServerInfo], published: str, together: list[str]) -> None:
     from smb.call.sync_requests import LOST
     from smb.config.parse import format_bytes
-    from smb.tools.cli.describe import copies_state, format_shape
+    from smb.tools.cli.describe import copies_state, format_shape, server_state
 
     layout = buffer.layout
-    addresses = {server.name: (server.address, server.alive) for server in servers}
+    addresses = {server.name: (server.address, server_state(server)) for server in servers}
     out = console()
     facts = table("", "")
     facts.show_header = False
@@ -169,8 +169,8 @@ def _show(buffer: Buffer, servers: list[ServerInfo], published: str, together: l
     copies = ("COPY ON",) if copied else ()
     rows = table("SEGMENT", "SERVER", *copies, "STATE", "ADDRESS", "SIZE", "ID", right=("SEGMENT", "SIZE"))
     for index, segment in enumerate(layout.segments):
-        address, alive = addresses.get(segment.server, ("unknown", False))
-        state = "lost" if segment.lost else "alive" if alive else "gone"
+        address, state = addresses.get(segment.server, ("unknown", "gone"))
+        state = "lost" if segment.lost else state
         rows.add_row(
             str(index), segment.server, *([_copy_on(segment)] if copied else []), state, address,
             format_bytes(segment.nbytes), f"{segment.id:016x}",

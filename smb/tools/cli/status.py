@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 1.0
 _NAMES_MAX = 4
+_QUARANTINED_MAX = 20
 
 
 def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
@@ -26,7 +27,7 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
 
     Example: smb status --coordinator storage-1:7070
     """
-    from smb.tools.cli.describe import server_json
+    from smb.tools.cli.describe import quarantined_json, server_json
 
     with coordinator_at(coordinator) as all_of_them:
         coordinators = [_role(*each) for each in all_of_them.look(_LOOK_S)]
@@ -34,6 +35,7 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
         servers = sorted(client.servers(), key=lambda server: server.name)
         buffers = client.list()
     alive = [server for server in servers if server.alive]
+    quarantined = quarantined_json(servers)
     totals: dict[str, Any] = {
         "servers": len(servers),
         "alive": len(alive),
@@ -43,10 +45,17 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
         "buffers": len(buffers),
         "degraded": [info.name for info in buffers if info.degraded],
         "lost": [info.name for info in buffers if info.lost],
+        "unheard": [server.name for server in servers if server.unheard],
+        "quarantined_bytes": sum(each["bytes"] for each in quarantined),
     }
     if as_json:
         print_json(
-            {"coordinators": coordinators, "servers": [server_json(server) for server in servers], "totals": totals}
+            {
+                "coordinators": coordinators,
+                "servers": [server_json(server) for server in servers],
+                "totals": totals,
+                "quarantined": quarantined,
+            }
         )
         return
     out = console()
@@ -63,6 +72,22 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
             out.print(
                 f"{counted(len(names), 'buffer')} with {what}: {', '.join(names[:_NAMES_MAX])}{more} (smb stat NAME)"
             )
+    if quarantined:
+        out.print(_quarantined(quarantined))
+
+
+def _quarantined(found: Sequence[dict[str, Any]]) -> Table:
+    """Memory that no record accounts for."""
+    from smb.config.parse import format_bytes
+
+    rows = table("QUARANTINED ON", "SEGMENT", "SIZE", "BUFFER", "WHY", right=("SIZE",))
+    for each in found[:_QUARANTINED_MAX]:
+        rows.add_row(
+            each["server"], each["segment"], format_bytes(each["bytes"]), each["buffer"] or "-", each["reason"]
+        )
+    if len(found) > _QUARANTINED_MAX:
+        rows.add_row("", "", "", "", f"{len(found) - _QUARANTINED_MAX} more: smb status --json")
+    return rows
 
 
 def _role(address: str, reply: pb.LeaderReply | None) -> dict[str, str]:
@@ -77,19 +102,20 @@ def _coordinators(found: Sequence[dict[str, str]]) -> str:
 
 def _table(servers: Sequence[ServerInfo]) -> Table:
     from smb.config.parse import format_bytes
+    from smb.tools.cli.describe import server_state
 
     numbers = ("CAPACITY", "USED", "SEGMENTS")
     rows = table("SERVER", "STATE", "ADDRESS", *numbers, "LAST SEEN", right=numbers)
     for server in servers:
         rows.add_row(
             server.name,
-            ("alive" if server.alive else "gone") + (", draining" if server.draining else ""),
+            server_state(server) + (", draining" if server.draining else ""),
             server.address,
             format_bytes(server.capacity),
             format_bytes(server.used),
             str(server.segments),
             format_ago(server.last_seen),
-            style=None if server.alive else "red",
+            style=None if server.alive else "yellow" if server.unheard else "red",
         )
     return rows
 

@@ -24,7 +24,8 @@ _GAP = 2  # between columns
 _SPARKS = 40  # steps of 2 s
 _RAMP, _PLAIN_RAMP = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _STYLES = {"critical": "red", "warning": "yellow", "note": "dim"}
-_STATES = {"left": "stopped", "gone": "gone", "lost": "memory lost"}
+_STATES = {"left": "stopped", "gone": "gone", "lost": "memory lost", "unheard": "not heard of yet"}
+_PARTS = {"ok": "ok", "gone": "server gone", "unheard": "not heard of yet"}
 
 
 def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: int = 0) -> list[RenderableType]:
@@ -199,7 +200,7 @@ def _states(rows: Sequence[Json], _shown: Json) -> _Rows:
         more = f" + {row['publishers'] - 1}" if row["publishers"] > 1 else ""
         made.add_row(
             row["name"],
-            {"ok": "ok", "gone": "server gone"}.get(row["state"], "memory lost"),
+            _PARTS.get(row["state"], "memory lost"),
             printable(row["publisher"]) + more if row["publishers"] else "nobody publishes",
             f"{row['generation']:,}" if row["generation"] else "-",
             str(row["readers"]),
@@ -240,7 +241,7 @@ def _buffers(rows: Sequence[Json], shown: Json) -> _Rows:
     for row in rows:
         made.add_row(
             row["name"],
-            {"ok": "ok", "gone": "server gone"}.get(row["state"], "memory lost"),
+            _PARTS.get(row["state"], "memory lost"),
             format_shape(tuple(row["shape"])),
             row["dtype"],
             format_bytes(row["size"]) + (f" x {row['versions']}" if row["versions"] > 1 else ""),

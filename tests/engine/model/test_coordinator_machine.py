@@ -36,7 +36,6 @@ from smb.coordinator.events import (
     SaveSession,
     ServerCounted,
     ServerLeft,
-    ServerRegistered,
     ServerRenewed,
     ServerSuspected,
     SessionClosed,
@@ -44,12 +43,14 @@ from smb.coordinator.events import (
     TellEnded,
     Ticked,
 )
+from smb.coordinator.lineage import Lineage
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
 from smb.coordinator.state import SERVER_LEASE_S, Allocation, State, load
 from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation, check_creation, first_use
 from smb.rpc.coordinator_client import SessionEndedError
 from tests.fault.long import LIMIT_S, times
+from tests.support.decisions import registration
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
@@ -70,7 +71,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.ids = count(1)
         self.incarnations = count(1)
         self.seconds = 0.0
-        self.state = State()
+        self.state = State(lineage=Lineage().begun(1))
         self.buffers: dict[str, BufferRecord] = {}  # the store
         self.servers: dict[str, ServerRecord] = {}
         self.sessions: dict[int, SessionRecord] = {}
@@ -128,7 +129,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         stored = (record_text.to_json() for record_text in self.buffers.values())
         buffers = [BufferRecord.from_json(text) for text in stored]
         sessions = [SessionRecord.from_json(session.to_json()) for session in self.sessions.values()]
-        self.state = load(buffers, self.servers.values(), sessions, SESSION_LEASE_S)
+        self.state = load(buffers, self.servers.values(), sessions, SESSION_LEASE_S, lineage=last.lineage)
         before = last.ended_sessions.incarnation
         self.do(Restarted(next(self.incarnations)))
         assert self.state.ended_sessions.incarnation != before, "numbers of before would be taken for ours"
@@ -168,7 +169,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         held = alien if lost else alien | mine
         server = ServerRecord(name, instance_id, "h:1", "h:2", "", "", capacity, 0, 0.0, weight)
         known = name in self.state.servers
-        effects = self.do(ServerRegistered(server, held))
+        effects = self.do(registration(self.state, server, held))
         drops = {i for effect in effects if isinstance(effect, AnswerDrops) for i in effect.segment_ids}
         assert drops.isdisjoint(mine), "a live buffer's segment is never dropped"
         if effects:

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memserver.engine import SegmentForm
+from memserver.engine import Held, SegmentForm
 from memserver.segments import Segments
 from smb import errors
 from tests.fault.long import LIMIT_S, times
@@ -65,6 +65,10 @@ class AirEngine:
                 self.faults.append(f"{segment_id} is dropped, and not there")
         self._active.discard(segment_id)
 
+    def holds(self, segment_id: int) -> Held | None:
+        form = self.forms.get(segment_id)
+        return None if form is None else Held(form.id, PAGE, form.epoch, True, 0)
+
     def end_session(self, session_id: int) -> None:
         self.ended.append(session_id)
 
@@ -82,7 +86,9 @@ class AirEngine:
             gate.wait(DEADLINE_S)
 
 
-PLACE = SimpleNamespace(directory=Path("/nowhere"), segment_path=lambda segment_id: Path(f"/nowhere/{segment_id}"))
+PLACE = SimpleNamespace(
+    directory=Path("/nowhere"), quarantined=set, segment_path=lambda segment_id: Path(f"/nowhere/{segment_id}")
+)
 
 
 class SegmentsMachine(RuleBasedStateMachine):

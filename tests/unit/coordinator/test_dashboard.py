@@ -28,7 +28,6 @@ from smb.coordinator.events import (
     Event,
     Instant,
     ServerLeft,
-    ServerRegistered,
     ServerRenewed,
     SessionClosed,
     SessionRenewed,
@@ -41,6 +40,7 @@ from smb.coordinator.validate import Creation
 from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb
 from smb.rpc import metadata
+from tests.support.decisions import registration
 
 MIB = 1 << 20
 START_S = 1000.0
@@ -69,7 +69,7 @@ class Scene:
 
     def register(self, name: str = "a", instance_id: int = 1, held: frozenset[int] = frozenset()) -> None:
         record = ServerRecord(name, instance_id, "10.0.0.1:1", "10.0.0.1:2", "/s", "10.0.0.1:3", 64 * MIB, 0, 0.0)
-        self.do(ServerRegistered(record, held))
+        self.do(registration(self.state, record, held))
 
     def create(
         self, name: str = "w", elements: int = MIB, about: object = None, server: str = "", **options: Any
@@ -211,19 +211,6 @@ def test_a_dead_servers_mirrors_are_told_apart(scene: Scene) -> None:
             assert ("again" in told.action) == bool(extra)
             assert extra in told.action
         scene.register("b", instance_id=2, held=held)
-
-
-def test_what_was_made_while_a_server_registered_is_not_lost(scene: Scene) -> None:
-    """It goes on, and its list is of the moment before. One that was started anew has lost what it does not name."""
-    scene.create("w")
-    scene.register("a")
-    assert not scene.watch.lost_segments()
-    scene.seconds += 60
-    scene.register("a")
-    assert scene.watch.lost_segments()
-    scene.create("x")
-    scene.register("a", instance_id=2)
-    assert len(scene.watch.lost_segments()) == 2
 
 
 def test_a_server_that_lost_its_memory_is_told_until_its_buffers_are_deleted(scene: Scene) -> None:

@@ -24,13 +24,11 @@ from smb.coordinator.events import (
     ServerDied,
     ServerDrained,
     ServerLeft,
-    ServerRegistered,
-    ServerReturned,
 )
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
 from smb.coordinator.wanted_copies import AT_ONCE, Wish, wishes
 from smb.rpc import control_pb2 as pb
-from tests.support.decisions import MIB, Cluster, server
+from tests.support.decisions import MIB, Cluster, registration, returned, server
 from tests.unit.coordinator.test_replicas import roles
 
 
@@ -78,7 +76,7 @@ def test_it_is_stored(cluster: Cluster) -> None:
     cluster.do(ServerDrained("a"))
     saved = cluster.only(SaveServer).record
     assert ServerRecord.from_json(saved.to_json()) == saved == cluster.state.servers["a"]
-    cluster.do(ServerRegistered(replace(server("a"), instance_id=2), frozenset((segment(cluster).id,))))
+    cluster.do(registration(cluster.state, replace(server("a"), instance_id=2), frozenset((segment(cluster).id,))))
     assert cluster.state.servers["a"].draining
 
 
@@ -154,7 +152,7 @@ def test_what_does_not_begin(cluster: Cluster) -> None:
         with pytest.raises(errors.NotFoundError, match="wants no copy"):
             begin(cluster, leaving, **changes)
     cluster.do(ServerDied("b", 1))
-    with pytest.raises(errors.NotFoundError, match='"b", which has the other copy, is not alive'):
+    with pytest.raises(errors.NotFoundError, match='"b", which has the other copy, has not confirmed that it has it'):
         begin(cluster, "a")
     assert roles(cluster.state.buffers["w"]) == [("a", "b", 1)]
 
@@ -258,7 +256,7 @@ def test_a_move_that_is_not_wanted_any_more(cluster: Cluster) -> None:
     died = cluster.state
     cluster.do(ServerDied("c", 1))
     assert wanted(cluster) == []
-    with pytest.raises(errors.NotFoundError, match='"c", which has the other copy, is not alive'):
+    with pytest.raises(errors.NotFoundError, match='"c", which has the other copy, has not confirmed that it has it'):
         cluster.do(CopyDropped("one", segment(cluster, "one").id, "d", 5))
     cluster.state = died
     cluster.do(CopyDropped("one", segment(cluster, "one").id, "d", 5))
@@ -275,10 +273,10 @@ def test_a_server_that_moves_a_buffer_is_restarted(cluster: Cluster) -> None:
     cluster.do(MoveAllowed("one", number))
     move(cluster, "one", "d")
     before = cluster.state
-    cluster.do(ServerReturned("c", 2, frozenset({number})))
+    cluster.do(returned(cluster.state, "c", 2, frozenset({number})))
     assert roles(cluster.state.buffers["one"]) == [("c", "", 5)]
     cluster.state = before
-    cluster.do(ServerReturned("c", 2, frozenset()))
+    cluster.do(returned(cluster.state, "c", 2, frozenset()))
     assert roles(cluster.state.buffers["one"]) == [("d", "", 5)]
 
 

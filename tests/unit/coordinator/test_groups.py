@@ -28,18 +28,15 @@ from smb.coordinator.events import (
     SaveBuffer,
     ServerDied,
     ServerDrained,
-    ServerRegistered,
-    ServerReturned,
     Ticked,
 )
 from smb.coordinator.messages import buffer_message, creation_of
 from smb.coordinator.rebalance import plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
-from smb.coordinator.steps import copies
 from smb.coordinator.steps.creation import NotNowError
 from smb.coordinator.wanted_copies import wishes
 from smb.rpc import control_pb2 as pb
-from tests.support.decisions import MIB, Cluster, server
+from tests.support.decisions import MIB, Cluster, registration, returned, server
 
 NAMES = ("w", "m", "v")
 Do = Callable[[Cluster], object]
@@ -171,7 +168,7 @@ def test_without_room_nothing_is_made(cluster: Cluster) -> None:
         full = Cluster()
         full.register("a", "b")
         full.create("w", replicas=2, server_names=("a",))
-        full.do(ServerRegistered(server(name, capacity_bytes=6 * MIB), frozenset()))
+        full.do(registration(full.state, server(name, capacity_bytes=6 * MIB), frozenset()))
         with pytest.raises(errors.OutOfMemoryError, match=r'create of "m": no room for .* on the servers of "w"'):
             join(full, "m")
         assert list(full.state.buffers) == ["w"]
@@ -193,31 +190,31 @@ ROLES: dict[str, tuple[Do, tuple[str, str, int, str]]] = {
     "primary dies": (lambda c: (c.do(ServerDied("a", 1)), c.do(Ticked(1))), ("b", "", 2, "")),
     "backup dies": (lambda c: (c.do(ServerDied("b", 1)), c.do(Ticked(1))), ("a", "", 2, "")),
     "primary returns without a part": (
-        lambda c: c.do(ServerReturned("a", 1, ids(c) - {segment(c, "m").id}, 1)),
+        lambda c: c.do(returned(c.state, "a", 1, ids(c) - {segment(c, "m").id}, 1)),
         ("b", "", 2, ""),
     ),
     "backup returns without a part": (
-        lambda c: c.do(ServerReturned("b", 1, ids(c) - {segment(c).id}, 1)),
+        lambda c: c.do(returned(c.state, "b", 1, ids(c) - {segment(c).id}, 1)),
         ("a", "", 2, ""),
     ),
-    "all return": (lambda c: c.do(ServerReturned("b", 1, ids(c), 1)), ("a", "b", 1, "")),
-    "primary restarts": (lambda c: c.do(ServerReturned("a", 2, ids(c), 1)), ("b", "", 2, "")),
+    "all return": (lambda c: c.do(returned(c.state, "b", 1, ids(c), 1)), ("a", "b", 1, "")),
+    "primary restarts": (lambda c: c.do(returned(c.state, "a", 2, ids(c), 1)), ("b", "", 2, "")),
     # The other one is dead: what is here is not to be lost with what is lacking.
     "primary restarts alone without a part": (
-        lambda c: (c.do(ServerDied("b", 1)), c.do(ServerReturned("a", 2, ids(c) - {segment(c, "m").id}, 1))),
+        lambda c: (c.do(ServerDied("b", 1)), c.do(returned(c.state, "a", 2, ids(c) - {segment(c, "m").id}, 1))),
         ("a", "", 2, ""),
     ),
     "backup returns alone without a part": (
-        lambda c: (c.do(ServerDied("a", 1)), c.do(ServerReturned("b", 1, ids(c) - {segment(c, "m").id}, 1))),
+        lambda c: (c.do(ServerDied("a", 1)), c.do(returned(c.state, "b", 1, ids(c) - {segment(c, "m").id}, 1))),
         ("a", "", 2, ""),
     ),
     # Both are away, and the first to come back has lost its memory: the other one may have all.
     "primary returns empty, alone": (
-        lambda c: (both_die(c), c.do(ServerReturned("a", 2, frozenset(), 1)), c.do(Ticked(1))),
+        lambda c: (both_die(c), c.do(returned(c.state, "a", 2, frozenset(), 1)), c.do(Ticked(1))),
         ("b", "", 2, ""),
     ),
     "backup returns empty, alone": (
-        lambda c: (both_die(c), c.do(ServerReturned("b", 2, frozenset(), 1)), c.do(Ticked(1))),
+        lambda c: (both_die(c), c.do(returned(c.state, "b", 2, frozenset(), 1)), c.do(Ticked(1))),
         ("a", "", 2, ""),
     ),
     "backup is lost": (lambda c: c.do(BackupsLost("a", frozenset({segment(c, "m").id}), 1)), ("a", "", 2, "")),
@@ -228,7 +225,7 @@ ROLES: dict[str, tuple[Do, tuple[str, str, int, str]]] = {
 @pytest.mark.parametrize("what", ROLES)
 def test_roles_change_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Of one that is being made, too, and though the store takes one record at a time."""
-    monkeypatch.setattr(copies, "JUST_MADE_S", -1.0)  # a registration is not older than what was made
+
     change, expected = ROLES[what]
     change(cluster)
     assert place(cluster) == expected
@@ -372,7 +369,7 @@ def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster:
     asked: list[tuple[str, str, int, int]] = []
     told: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
 
-    async def create(at: Any, record: Any, one: SegmentRecord, floor: int, replica: pb.Replica) -> int:
+    async def create(at: Any, record: Any, one: SegmentRecord, floor: int, replica: pb.Replica, _: object) -> int:
         asked.append(("make", at.name, one.id, one.group))
         assert (one.epoch, replica.epoch, replica.segment_id, replica.copying) == (2, 2, one.id, True)
         return 0

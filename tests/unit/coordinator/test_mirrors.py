@@ -15,7 +15,6 @@ from smb.coordinator.events import (
     BufferWanted,
     EraseBuffer,
     Instant,
-    ServerRegistered,
     ServerRenewed,
 )
 from smb.coordinator.mirrors import Mirrors
@@ -24,6 +23,7 @@ from smb.coordinator.state import SERVER_LEASE_S, State
 from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation
 from smb.rpc import control_pb2 as pb
+from tests.support.decisions import registration
 
 NOW = Instant(1000.0, 1.7e9)
 SERVERS = ("s0", "s1", "s2", "s3")
@@ -35,7 +35,7 @@ class Cluster:
         self.ids = itertools.count(1)
         for name in SERVERS:
             record = ServerRecord(name, 1, "10.0.0.1:1", "10.0.0.1:2", "/s", "", 1 << 26, 0, 0.0, zone=f"zone-{name}")
-            self.do(ServerRegistered(record, frozenset()))
+            self.do(registration(self.state, record, frozenset()))
         self.make(Creation("p", (1 << 20,), "uint8", server_names=("s0",), versions=3, wire="exact"))
 
     def do(self, event: object) -> tuple[object, ...]:

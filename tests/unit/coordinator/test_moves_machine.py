@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,17 +20,14 @@ from smb.coordinator.events import (
     MoveAllowed,
     ServerDied,
     ServerDrained,
-    ServerRegistered,
-    ServerReturned,
     Ticked,
 )
 from smb.coordinator.groups import group_of
 from smb.coordinator.rebalance import plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
-from smb.coordinator.steps import copies
 from smb.coordinator.wanted_copies import still_wanted, wishes
 from smb.errors import Error
-from tests.support.decisions import MIB, Cluster, server
+from tests.support.decisions import MIB, Cluster, registration, returned, server
 
 NAMES = "abcd"
 CAPACITY = 128 * MIB  # of each: two of them take all that there is
@@ -126,8 +122,8 @@ class Machine:
         self.do(Ticked())
         self.runs[name] += 1
         self.held[name] = set()
-        self.do(ServerReturned(name, self.runs[name], frozenset()))
-        self.do(ServerRegistered(server(name, self.runs[name], CAPACITY), frozenset()))
+        self.do(returned(self.cluster.state, name, self.runs[name], frozenset()))
+        self.do(registration(self.cluster.state, server(name, self.runs[name], CAPACITY), frozenset()))
 
     def forget(self, name: str) -> None:
         """A server that was away is back without one of the segments that move together, if there are other copies."""
@@ -135,10 +131,10 @@ class Machine:
         lost = max((each.id for each in ours if each.group and each.id in self.held[name]), default=0)
         if lost:
             self.held[name].discard(lost)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(copies, "JUST_MADE_S", -1.0)  # its registration is not older than what was made
-                self.do(ServerReturned(name, self.runs[name], frozenset(self.held[name])))
-            self.do(ServerRegistered(server(name, self.runs[name], CAPACITY), frozenset(self.held[name])))
+            self.do(returned(self.cluster.state, name, self.runs[name], frozenset(self.held[name])))
+            self.do(
+                registration(self.cluster.state, server(name, self.runs[name], CAPACITY), frozenset(self.held[name]))
+            )
             self.held[name].difference_update(self.cluster.only(AnswerDrops).segment_ids)
 
     def want(self, name: str) -> None:

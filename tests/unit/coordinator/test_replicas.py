@@ -15,14 +15,13 @@ from smb.coordinator.events import (
     SaveBuffer,
     ServerDied,
     ServerLeft,
-    ServerRegistered,
-    ServerReturned,
     Ticked,
 )
-from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.records import BufferRecord, Held, SegmentRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import SERVER_LEASE_S
-from tests.support.decisions import MIB, Cluster, server
+from smb.ground import Ground
+from tests.support.decisions import MIB, Cluster, registration, returned, server
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_copies_lie_on_different_servers_and_hosts_and_count_twice(cluster: Clus
         segment.file_bytes for segment in record.segments
     )
     far = replace(server("far", capacity_bytes=8 * MIB), data_address="10.0.0.2:1")
-    cluster.do(ServerRegistered(far, frozenset()))
+    cluster.do(registration(cluster.state, far, frozenset()))
     assert roles(cluster.create("v", 1000, replicas=2, server_names=("b",))) == [("b", "far", 1)]
     assert cluster.state.copies("far")[0].role is CopyRole.BACKUP
 
@@ -95,8 +94,8 @@ def test_the_backup_is_promoted_once_the_primary_is_gone(cluster: Cluster, how: 
     assert cluster.state.allocation("a").segments == 0
     assert cluster.only(SaveBuffer).record == cluster.state.buffers["w"]
     # What it still has is dropped once it is back.
-    cluster.do(ServerReturned("a", 1, frozenset({segment.id})))
-    cluster.do(ServerRegistered(server("a"), frozenset({segment.id})))
+    cluster.do(returned(cluster.state, "a", 1, frozenset({segment.id})))
+    cluster.do(registration(cluster.state, server("a"), frozenset({segment.id})))
     assert cluster.only(AnswerDrops).segment_ids == (segment.id,)
     assert roles(cluster.state.buffers["w"]) == [(segment.backup, "", 2)]
 
@@ -109,15 +108,16 @@ def test_room_for_a_copy_that_never_began_is_dropped(cluster: Cluster) -> None:
     cluster.do(ServerDied(segment.backup, 1))
     cluster.do(Ticked())
     (segment,) = cluster.state.buffers["w"].segments
-    held = frozenset({segment.id})
+    held, room = frozenset({segment.id}), Held(segment.epoch + 1, whole=False)
     with pytest.raises(errors.NotFoundError, match="it holds more than the buffers do"):
         cluster.renew("c", used_bytes=segment.file_bytes)
-    cluster.do(ServerRegistered(server("c"), held, making=held))
-    assert cluster.only(AnswerDrops) == AnswerDrops((segment.id,), (segment.epoch,))
-    cluster.do(ServerRegistered(server("c"), held))
-    assert cluster.only(AnswerDrops) == AnswerDrops((segment.id,), (segment.epoch,), (segment.id,))
+    cluster.do(registration(cluster.state, server("c"), held, making=held, as_held=room))
+    assert cluster.only(AnswerDrops) == AnswerDrops((), ())
+    cluster.do(registration(cluster.state, server("c"), held, as_held=room))
+    expected = AnswerDrops((segment.id,), (segment.epoch,), (segment.id,), (Ground.SUPERSEDED,))
+    assert cluster.only(AnswerDrops) == expected
     cluster.do(CopyBegun("w", segment.id, "c", 1, segment.epoch + 1))
-    cluster.do(ServerRegistered(server("c"), held))
+    cluster.do(registration(cluster.state, server("c"), held, as_held=room))
     assert cluster.only(AnswerDrops) == AnswerDrops((), ())
 
 
@@ -137,8 +137,8 @@ def test_both_gone_waits_for_whoever_comes_back(cluster: Cluster) -> None:
     cluster.do(ServerDied(segment.backup, 1))
     cluster.do(Ticked())
     assert roles(cluster.state.buffers["w"]) == [("a", segment.backup, 1)]
-    cluster.do(ServerReturned(segment.backup, 2, frozenset({segment.id})))
-    cluster.do(ServerRegistered(server(segment.backup, 2), frozenset({segment.id})))
+    cluster.do(returned(cluster.state, segment.backup, 2, frozenset({segment.id})))
+    cluster.do(registration(cluster.state, server(segment.backup, 2), frozenset({segment.id})))
     cluster.do(Ticked())
     assert roles(cluster.state.buffers["w"]) == [(segment.backup, "", 2)]
 
@@ -157,7 +157,7 @@ def test_a_server_that_was_restarted(cluster: Cluster, name: str, held: bool, fo
     record = cluster.create(replicas=2, server_names=("a",))
     (segment,) = record.segments
     name = segment.backup if name == "b" else name
-    cluster.do(ServerReturned(name, 2, frozenset({segment.id}) if held else frozenset()))
+    cluster.do(returned(cluster.state, name, 2, frozenset({segment.id}) if held else frozenset()))
     assert roles(cluster.state.buffers["w"]) == [tuple(segment.backup if part == "b" else part for part in found)]
 
 

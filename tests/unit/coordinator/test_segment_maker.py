@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from smb.coordinator.commit_log import CommitLog, Committed
-from smb.coordinator.events import BufferFailed, BufferMade, BufferWanted, Event, ServerRegistered
+from smb.coordinator.events import BufferFailed, BufferMade, BufferWanted, Event
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.store import DeposedError, SqliteStore
 from smb.coordinator.validate import Creation
 from smb.errors import NOT_APPLIED, UNKNOWN, AlreadyExistsError, OutOfMemoryError, UnavailableError
-from tests.support.decisions import server
+from tests.support.decisions import registration, server
 
 
 class Deposed:
@@ -61,7 +61,7 @@ def test_what_another_client_made_meanwhile_is_anothers(tmp_path: Path) -> None:
         store = SqliteStore(tmp_path)
         log = await CommitLog.open(store, 1)
         for name in "ab":
-            await log.commit(ServerRegistered(server(name), frozenset()))
+            await log.commit(registration(log.state, server(name), frozenset()))
 
         class Servers:
             """Whichever is asked first does not answer, and takes time for that."""
@@ -74,7 +74,7 @@ def test_what_another_client_made_meanwhile_is_anothers(tmp_path: Path) -> None:
                     raise UnavailableError(f'memory server "{at.name}" does not answer')
                 return 0
 
-            async def drop(self, at: ServerRecord, *_: object) -> int:
+            async def drop(self, at: ServerRecord, *_: object, **__: object) -> int:
                 (answers,) = {"a", "b"} - {at.name}
                 await maker.create(Creation("w", (3,), "float32", server_names=(answers,)), 1.0)
                 raise UnavailableError(f'memory server "{at.name}" does not answer')
@@ -94,7 +94,7 @@ def test_what_gets_ready_before_it_is_waited_for(tmp_path: Path, monkeypatch: py
     async def work() -> None:
         store = SqliteStore(tmp_path)
         log = await CommitLog.open(store, 1)
-        await log.commit(ServerRegistered(server("a"), frozenset()))
+        await log.commit(registration(log.state, server("a"), frozenset()))
         decided, ready = asyncio.Event(), asyncio.Event()
         commit = log.commit
 

@@ -26,6 +26,7 @@ from smb.coordinator.events import (
     Report,
     Restarted,
     SaveBuffer,
+    SaveSequence,
     SaveServer,
     SaveSession,
     SaveTokenFloor,
@@ -43,9 +44,10 @@ from smb.coordinator.messages import ended_message
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, Allocation, load
 from smb.coordinator.validate import first_use
+from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import SessionEndedError
-from tests.support.decisions import MIB, Cluster, server
+from tests.support.decisions import MIB, Cluster, registration, server
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_a_creation_is_stored_pending_made_and_only_then_shown(cluster: Cluster)
     cluster.want("w")
     pending = cluster.only(MakeSegments).record
     assert not pending.ready
-    assert cluster.effects == (SaveBuffer(pending), MakeSegments(pending))
+    assert cluster.effects == (SaveBuffer(pending), MakeSegments(pending), SaveSequence(1))
     assert [segment.server for segment in pending.segments] == ["a", "b"]
     assert len({pending.id, *(segment.id for segment in pending.segments)}) == 3
     cluster.do(BufferMade("w"))
@@ -77,7 +79,11 @@ def test_a_failed_creation_leaves_nothing(cluster: Cluster) -> None:
     segments = cluster.only(MakeSegments).record.segments
     assert cluster.state.allocation("a").nbytes > 0
     cluster.do(BufferFailed("w"))
-    assert cluster.effects == (EraseBuffer("w"), DropSegments(segments), WakeOpeners("w"))
+    assert cluster.effects[:3] == (
+        EraseBuffer("w"),
+        DropSegments(segments, 0, Ground.NEVER_MADE),
+        WakeOpeners("w"),
+    )
     assert cluster.state.buffers == before.buffers
     assert cluster.state.allocation("a") == cluster.state.allocation("b") == Allocation()
 
@@ -135,7 +141,7 @@ def test_delete_frees_name_and_memory_at_once(cluster: Cluster) -> None:
     """The record goes, its segments are to be dropped, and the name can be used in the very next event."""
     record = cluster.create("w")
     cluster.do(BufferDeleted("w", missing_ok=False))
-    assert cluster.effects[:2] == (EraseBuffer("w"), DropSegments(record.segments))
+    assert cluster.effects[:2] == (EraseBuffer("w"), DropSegments(record.segments, 0, Ground.DELETED))
     assert cluster.state.allocation("a").segments == 0
     cluster.create("w", elements=3)
 
@@ -192,7 +198,7 @@ def test_a_rename_is_one_step(cluster: Cluster) -> None:
     assert {name: found.id for name, found in cluster.state.buffers.items()} == {"v": record.id, "aside": other.id}
     assert cluster.state.allocated == taken
     cluster.do(BufferRenamed("v", "aside", replace=True))
-    assert DropSegments(other.segments) in cluster.effects
+    assert DropSegments(other.segments, 0, Ground.DELETED) in cluster.effects
     assert list(cluster.state.buffers) == ["aside"]
     assert cluster.do(BufferRenamed("aside", "aside")) == ()
 
@@ -253,7 +259,7 @@ def test_registering_tells_what_to_drop_and_keeps_what_is_being_made(cluster: Cl
     ready = cluster.create("w").segments[0]
     cluster.want("half", server_names=("a",))
     pending = cluster.state.buffers["half"].segments[0]
-    cluster.do(ServerRegistered(server("a", 2), frozenset({ready.id, pending.id, 777, 555})))
+    cluster.do(registration(cluster.state, server("a", 2), frozenset({ready.id, pending.id, 777, 555})))
     assert cluster.only(AnswerDrops).segment_ids == (555, 777)
     assert cluster.only(SaveServer).record.instance_id == 2
 
@@ -261,19 +267,19 @@ def test_registering_tells_what_to_drop_and_keeps_what_is_being_made(cluster: Cl
 def test_a_stranger_with_segments_is_not_told_to_drop_them(cluster: Cluster) -> None:
     """It may hold the data of another cluster, or of this one after a start on an empty state."""
     with pytest.raises(errors.InvalidArgumentError, match=r'"stranger".*holds 1 segments.*--state'):
-        cluster.do(ServerRegistered(server("stranger"), frozenset({777})))
-    cluster.do(ServerRegistered(server("stranger"), frozenset()))
+        cluster.do(registration(cluster.state, server("stranger"), frozenset({777}), stamps=()))
+    cluster.do(registration(cluster.state, server("stranger"), frozenset()))
 
 
 def test_a_server_that_lost_its_memory_is_reported(cluster: Cluster) -> None:
     """Coming back without a ready buffer's segment is an error in the log; without a pending one's it is none."""
     cluster.create("w", server_names=("a",))
     cluster.want("half", server_names=("a",))
-    cluster.do(ServerRegistered(server("a", 2), frozenset()))
+    cluster.do(registration(cluster.state, server("a", 2), frozenset()))
     texts = [effect.text for effect in cluster.effects if isinstance(effect, Report)]
     assert any("came back without the memory of 1 buffers: w" in text for text in texts)
     kept = frozenset(segment.id for segment in cluster.state.buffers["w"].segments)
-    cluster.do(ServerRegistered(server("a", 3), kept))
+    cluster.do(registration(cluster.state, server("a", 3), kept))
     assert not any("without" in effect.text for effect in cluster.effects if isinstance(effect, Report))
 
 
@@ -285,7 +291,7 @@ def test_a_server_that_could_not_be_told_must_register_again(cluster: Cluster) -
     assert cluster.state.alive("a", cluster.now)
     with pytest.raises(errors.NotFoundError, match="must register again"):
         cluster.renew("a")
-    cluster.do(ServerRegistered(server("a"), frozenset({orphan.id})))
+    cluster.do(registration(cluster.state, server("a"), frozenset({orphan.id})))
     assert cluster.only(AnswerDrops).segment_ids == (orphan.id,)
     cluster.renew("a")
 
@@ -323,12 +329,12 @@ def test_a_dead_server_that_holds_nothing_is_forgotten_after_a_while(cluster: Cl
 
 def test_another_run_of_a_live_server_is_a_rival_until_the_lease_ends(cluster: Cluster) -> None:
     """The same run, a stranger and the successor of a dead one have no rival."""
-    second = ServerRegistered(server("a", 2), frozenset())
+    second = ServerRegistered(server("a", 2), {})
     rival = cluster.state.rival(second, cluster.now)
     assert rival is not None
     assert rival.instance_id == 1
-    assert cluster.state.rival(ServerRegistered(server("a", 1), frozenset()), cluster.now) is None
-    assert cluster.state.rival(ServerRegistered(server("x", 2), frozenset()), cluster.now) is None
+    assert cluster.state.rival(ServerRegistered(server("a", 1), {}), cluster.now) is None
+    assert cluster.state.rival(ServerRegistered(server("x", 2), {}), cluster.now) is None
     cluster.seconds += SERVER_LEASE_S
     assert cluster.state.rival(second, cluster.now) is None
 
@@ -348,14 +354,14 @@ def test_another_run_of_a_live_server_is_a_rival_until_the_lease_ends(cluster: C
 def test_a_registration_that_makes_no_sense_is_refused(cluster: Cluster, bad: ServerRecord) -> None:
     """A name that is no file name, an address one cannot connect to, no capacity, no instance."""
     with pytest.raises(errors.InvalidArgumentError):
-        cluster.do(ServerRegistered(bad, frozenset()))
+        cluster.do(registration(cluster.state, bad, frozenset()))
 
 
 def test_servers_of_unequal_weights_are_compared_each_once() -> None:
     """An existing buffer that lies on a server several times is what its wishes describe, in whatever order."""
     cluster = Cluster()
     for name, weight in (("a", 1.0), ("b", 3.0)):
-        cluster.do(ServerRegistered(replace(server(name), weight=weight), frozenset()))
+        cluster.do(registration(cluster.state, replace(server(name), weight=weight), frozenset()))
     record = cluster.create("w", server_names=("a", "b"))
     assert [segment.server for segment in record.segments] == ["b", "a", "b", "b"]
     assert cluster.state.allocation("b").segments == 3
@@ -438,7 +444,11 @@ def test_idle_names_are_freed(cluster: Cluster) -> None:
         assert cluster.do(NamesFreed(segment.server, {segment.id + 1000: token})) == ()
         assert cluster.do(NamesFreed("elsewhere", {segment.id: token})) == ()
         effects = cluster.do(NamesFreed(segment.server, {segment.id: token}))
-        assert effects[:3] == (EraseBuffer(f"lock:{name}"), SaveTokenFloor(40), DropSegments((segment,)))
+        assert effects[:3] == (
+            EraseBuffer(f"lock:{name}"),
+            SaveTokenFloor(40),
+            DropSegments((segment,), 0, Ground.DELETED),
+        )
         assert cluster.do(NamesFreed(segment.server, {segment.id: token})) == ()
     assert cluster.state.find(Kind.LOCK, "w") is None
     assert {name: taken for name, taken in cluster.state.allocated.items() if taken.segments} == before
@@ -613,7 +623,7 @@ def test_a_server_that_registers_as_it_was_is_not_stored_again(cluster: Cluster)
     """
 
     def stored(record: ServerRecord) -> list[ServerRecord]:
-        cluster.do(ServerRegistered(record, frozenset()))
+        cluster.do(registration(cluster.state, record, frozenset()))
         return [effect.record for effect in cluster.effects if isinstance(effect, SaveServer)]
 
     assert stored(server("a")) == []

@@ -13,16 +13,14 @@ from smb.coordinator.events import (
     CopyProgress,
     SaveBuffer,
     ServerDied,
-    ServerRegistered,
     ServerRenewed,
-    ServerReturned,
 )
 from smb.coordinator.groups import Groups
 from smb.coordinator.messages import buffer_message
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import Copy, CopyRole
 from smb.coordinator.wanted_copies import AT_ONCE, LEAST_BYTES, SMALL_BYTES, Wish, wishes, without_room
-from tests.support.decisions import MIB, Cluster, server
+from tests.support.decisions import MIB, Cluster, registration, returned, server
 from tests.unit.coordinator.test_replicas import roles
 
 
@@ -34,8 +32,8 @@ def cluster() -> Cluster:
     record = made.create(replicas=2, server_names=("a",))
     backup = record.segments[0].backup
     made.do(ServerDied(backup, 1))
-    made.do(ServerReturned(backup, 2, frozenset()))
-    made.do(ServerRegistered(replace(server(backup), instance_id=2), frozenset()))
+    made.do(returned(made.state, backup, 2, frozenset()))
+    made.do(registration(made.state, replace(server(backup), instance_id=2), frozenset()))
     assert roles(made.state.buffers["w"]) == [("a", "", 2)]
     return made
 
@@ -66,7 +64,7 @@ def test_a_lost_copy_is_wanted_where_there_is_room(cluster: Cluster) -> None:
     assert wanted(cluster, apart=frozenset(apart)) == []
     assert wanted(cluster, apart=frozenset((frozenset(("b", "c")),))) == [wish]
     far = replace(server("far", capacity_bytes=8 * MIB), data_address="10.0.0.2:1")
-    cluster.do(ServerRegistered(far, frozenset()))
+    cluster.do(registration(cluster.state, far, frozenset()))
     assert [wish.target for wish in wanted(cluster)] == ["far"]
 
 
@@ -111,7 +109,7 @@ def test_a_copy_counts_once_its_primary_says_so(cluster: Cluster) -> None:
     assert roles(cluster.state.buffers["w"]) == [("a", "c", 4)]
     assert cluster.state.allocation("c").nbytes == before.nbytes + segment(cluster).file_bytes
     cluster.do(ServerDied("a", 1))
-    cluster.do(ServerReturned("a", 2, frozenset()))
+    cluster.do(returned(cluster.state, "a", 2, frozenset()))
     assert roles(cluster.state.buffers["w"]) == [("c", "", 5)]
 
 
@@ -129,9 +127,9 @@ def test_what_is_being_copied_to_is_never_promoted(cluster: Cluster) -> None:
     """Without its primary it waits; a primary that restarts begins anew, as what was on its way is forgotten."""
     begin(cluster)
     cluster.do(ServerDied("a", 1))
-    cluster.do(ServerReturned("c", 1, frozenset((segment(cluster).id,))))
+    cluster.do(returned(cluster.state, "c", 1, frozenset((segment(cluster).id,))))
     assert roles(cluster.state.buffers["w"]) == [("a", "", 3)]
-    cluster.do(ServerReturned("a", 2, frozenset((segment(cluster).id,))))
+    cluster.do(returned(cluster.state, "a", 2, frozenset((segment(cluster).id,))))
     assert roles(cluster.state.buffers["w"]) == [("a", "", 4)]
     assert segment(cluster).copying_to == ""
 
@@ -140,7 +138,7 @@ def test_what_is_being_copied_to_is_never_promoted(cluster: Cluster) -> None:
 def test_a_new_copy_is_lost_with_its_server(cluster: Cluster, held: bool) -> None:
     """Also when that comes back with what it had so far."""
     begin(cluster)
-    cluster.do(ServerReturned("c", 2, frozenset((segment(cluster).id,) if held else ())))
+    cluster.do(returned(cluster.state, "c", 2, frozenset((segment(cluster).id,) if held else ())))
     assert (roles(cluster.state.buffers["w"]), segment(cluster).copying_to) == ([("a", "", 4)], "")
 
 

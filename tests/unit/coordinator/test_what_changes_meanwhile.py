@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,25 +26,23 @@ from smb.coordinator.events import (
     BufferWanted,
     Instant,
     ServerDied,
-    ServerRegistered,
-    ServerReturned,
-    Ticked,
 )
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
-from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.memserver_client import Look, MemoryServers, Run
 from smb.coordinator.mirrors import Mirrors
-from smb.coordinator.records import SegmentRecord, ServerRecord
+from smb.coordinator.records import Held, SegmentRecord, ServerRecord
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker, new_id
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation
 from smb.errors import AlreadyExistsError, UnavailableError
+from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
 from smb.rpc.metadata import pack
-from tests.support.decisions import server
+from tests.support.decisions import registration, returned, server
 from tests.support.fake_etcd import PLACE, FakeEtcd
 
 LARGE = 1 << 34
@@ -72,6 +70,7 @@ class Servers:
     holds: dict[str, set[int]] = field(default_factory=lambda: {"a": set(), "b": set(), "c": set()})
     waits: dict[str, Callable[[], Coroutine[Any, Any, object]]] = field(default_factory=dict)
     probed: list[int] = field(default_factory=list)
+    living: int = 2  # runs from this one on are alive
 
     async def create(self, at: ServerRecord, _: object, segment: SegmentRecord, *__: object) -> int:
         if at.name in self.waits:
@@ -79,14 +78,15 @@ class Servers:
         self.holds[at.name].add(segment.id)
         return 0
 
-    async def drop(self, at: ServerRecord, segment_id: int, _: int = 0) -> int:
+    async def drop(self, at: ServerRecord, segment_id: int, *_: object, **__: object) -> int:
         self.holds[at.name].discard(segment_id)
         return 0
 
-    async def answers(self, rival: ServerRecord) -> bool:
-        self.probed.append(rival.instance_id)
+    async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
+        self.probed.append(at.instance_id)
         await asyncio.sleep(0)
-        return rival.instance_id != 1
+        held = {each: Held(1) for each in self.holds[at.name] & frozenset(segment_ids)}
+        return Look(Run.DEAD if at.instance_id < self.living else Run.ALIVE, held)
 
     async def end_sessions(self, *_: object) -> None:
         pass
@@ -112,7 +112,7 @@ async def beside(directory: Path) -> AsyncIterator[CommitLog]:
 
 async def register(log: CommitLog, *names: str) -> None:
     for name in names:
-        await log.commit(ServerRegistered(server(name, capacity_bytes=LARGE), frozenset()))
+        await log.commit(registration(log.state, server(name, capacity_bytes=LARGE), frozenset()))
 
 
 def service_of(log: CommitLog, servers: Servers) -> services.CoordinatorService:
@@ -187,7 +187,11 @@ def test_more_metadata_than_etcd_takes_at_once() -> None:
             creation = Creation(f"w{number}", (8,), "float32", replicas=2, metadata=metadata, server_names=("a",))
             await maker.create(creation, 1.0)
         await log.commit(ServerDied("a", 1))
-        ticks = asyncio.create_task(_tick(log, SessionEndNotifier(log, cast(Any, Servers())), Health("us:1")))
+
+        async def judge() -> None:
+            """Nothing is beside the records."""
+
+        ticks = asyncio.create_task(_tick(log, SessionEndNotifier(log, cast(Any, Servers())), Health("us:1"), judge))
         deadline = asyncio.get_running_loop().time() + 30
         while any(segment.server == "a" for record in log.state.buffers.values() for segment in record.segments):
             assert not ticks.done()
@@ -224,10 +228,10 @@ def test_a_server_at_another_address_ends_no_call_to_the_former_one() -> None:
             daemons.append(daemon)
         servers = MemoryServers()
         former, later = (replace(server("a"), control_address=address) for address in addresses)
-        waits = asyncio.create_task(servers.drop(former, 5))
+        waits = asyncio.create_task(servers.drop(former, 5, 0, Ground.DELETED))
         await hosts[0].asked.wait()
         hosts[1].answers.set()
-        assert await servers.drop(later, 6) == 6
+        assert await servers.drop(later, 6, 0, Ground.DELETED) == 6
         hosts[0].answers.set()
         assert await waits == 5
         await servers.close()
@@ -250,8 +254,8 @@ def test_a_server_that_is_started_anew_during_a_creation(tmp_path: Path, patient
                 while not servers.holds["a"]:
                     await asyncio.sleep(0)
                 servers.holds["a"].clear()
-                await log.commit(ServerReturned("a", 2, frozenset()))
-                await log.commit(ServerRegistered(server("a", instance_id=2), frozenset()))
+                await log.commit(returned(log.state, "a", 2, frozenset()))
+                await log.commit(registration(log.state, server("a", instance_id=2), frozenset()))
 
             servers.waits["b"] = restart
             maker = SegmentMaker(log, cast(Any, servers))
@@ -294,17 +298,27 @@ def test_two_new_runs_of_one_server(tmp_path: Path) -> None:
 
 
 def test_a_registration_of_before(tmp_path: Path) -> None:
-    """It was sent to a coordinator that stood by. What was made since is there: a good copy was dropped."""
+    """It was sent to a coordinator that stood by: its list is older than what was made since. A good copy was dropped,
+    and whole buffers were called lost.
+    """
 
     async def work() -> None:
         async with beside(tmp_path) as log:
+            servers = Servers(living=1)
             await register(log, "a", "b")
-            maker = SegmentMaker(log, cast(Any, Servers()))
-            made = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
-            await log.commit(ServerReturned("a", 1, frozenset()))
-            assert log.state.buffers["w"] == made
-            await log.commit(ServerReturned("a", 2, frozenset()))  # another run has nothing
+            maker, service = SegmentMaker(log, cast(Any, servers)), service_of(log, servers)
+            await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
+            await maker.create(Creation("v", (8,), "float32", server_names=("a",)), 1.0)
+            made = dict(log.state.buffers)
+            request = pb.RegisterServerRequest(
+                name="a", instance_id=1, data_address="h:1", control_address="h:2", capacity_bytes=LARGE
+            )
+            await service.RegisterServer(request, cast(Any, None))
+            assert log.state.buffers == made
+            assert not log.state.lost_segments(log.now())
+            servers.holds["a"].clear()  # and what it says that it lacks, when it is asked, is gone
+            await service.RegisterServer(request, cast(Any, None))
             assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
-            await log.commit(Ticked())
+            assert log.state.lost_segments(log.now()) == {log.state.buffers["v"].segments[0].id}
 
     asyncio.run(work())

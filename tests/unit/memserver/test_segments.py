@@ -48,17 +48,21 @@ def test_room_is_given_up_as_it_was_seen_alone(tmp_path: Path, leaving: ExitStac
     """Not if it was asked for, or made anew, since; it may be made again in the same epoch."""
     run = Run(tmp_path, leaving)
     made = replace(FORM, epoch=3)
-    run.segments.create(made)
+
+    def copying() -> None:
+        """It has no whole copy yet."""
+
+    run.segments.create(made, replicate=copying)
     seen = run.segments.held()[FORM.id]
     assert not run.segments.give_up(seen, 2), "of a later epoch"
-    run.segments.create(replace(made))
+    run.segments.create(replace(made), replicate=copying)
     assert not run.segments.give_up(seen, 3), "asked for since"
     assert run.segments.ids() == [FORM.id]
     seen = run.segments.held()[FORM.id]
     assert run.segments.give_up(seen, 3)
     assert not run.segments.give_up(seen, 3), "gone already"
     assert (files(tmp_path), run.segments.used_bytes()) == ([], 0)
-    run.segments.create(replace(made))
+    run.segments.create(replace(made), replicate=copying)
     assert not run.segments.give_up(seen, 3), "made again"
     assert run.segments.ids() == [FORM.id]
 

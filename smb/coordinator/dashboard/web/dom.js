@@ -36,6 +36,7 @@ export const STATES = {
   trains: ["ok", "●", "trains"],
   idle: ["idle", "○", "nobody trains"],
   late: ["warning", "▲", "late"],
+  unheard: ["warning", "▲", "not heard of yet"],
   gone: ["critical", "✕", "gone"],
   left: ["critical", "✕", "stopped"],
   away: ["critical", "✕", "server gone"],

@@ -1,0 +1,20 @@
+"""The gate of this daemon: whatever destroys a segment asks here first.
+
+Invariant: a segment goes only if another server has a whole copy of its epoch or a later one, if its deletion or the
+end of its creation was acknowledged, or if an operator gave it up. What is in quarantine stays until the coordinator
+says one of these; a coordinator of before the quarantine, which gives no reason, cannot end it.
+"""
+
+from __future__ import annotations
+
+from memserver.engine import Held
+from smb.ground import Ground
+
+
+def why_not(held: Held, ground: Ground, epoch: int, *, quarantined: bool) -> str:
+    """Return why this segment must stay; empty if it may go. `epoch`: of the whole copy elsewhere, if SUPERSEDED."""
+    if quarantined and ground in (Ground.UNKNOWN, Ground.NEVER_MADE):
+        return "it is in quarantine; free it with: smb forget"
+    if ground is Ground.SUPERSEDED and held.whole and held.epoch > epoch:
+        return f"its copy here is of epoch {held.epoch}, later than the whole copy of epoch {epoch} elsewhere"
+    return ""

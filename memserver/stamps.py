@@ -1,0 +1,78 @@
+"""How new the coordinator's records were when this memory last changed: the stamps that the coordinator has told.
+
+They lie beside the segments and end with them. At each registration the coordinator compares them with the history of
+its store: a store that was restored from an older backup does not have them, and then nothing is dropped for being
+unknown to it. A symbolic link holds them, as its text is replaced whole by one rename, on hugetlbfs too, which has no
+ordinary files.
+
+Threads: any; one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+STAMPS_MAX = 16  # terms since the last registration; there is more than one only while leaders change
+
+
+class Stamp(NamedTuple):
+    """See StoreStamp in control.proto."""
+
+    cluster: int
+    term: int
+    sequence: int
+
+
+class Stamps:
+    """The newest stamp of each term."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what an earlier run left there."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamps = _read(path)
+
+    def told(self) -> tuple[Stamp, ...]:
+        """Return them."""
+        with self._lock:
+            return self._stamps
+
+    def learn(self, stamp: Stamp) -> None:
+        """Take a stamp before the change that comes with it."""
+        with self._lock:
+            others = tuple(each for each in self._stamps if each[:2] != stamp[:2])
+            known = max((each.sequence for each in self._stamps if each[:2] == stamp[:2]), default=-1)
+            if stamp.sequence <= known:
+                return
+            if len(others) >= STAMPS_MAX:
+                # No store has term 0: what is forgotten here must not make an older store look new enough.
+                others = (Stamp(stamp.cluster, 0, 0), *others[2:])
+            self._keep((*others, stamp))
+
+    def replace(self, stamp: Stamp) -> None:
+        """Take the stamp of a coordinator that has judged all that is here by the former ones."""
+        with self._lock:
+            if self._stamps != (stamp,):
+                self._keep((stamp,))
+
+    def _keep(self, stamps: tuple[Stamp, ...]) -> None:
+        text = ",".join(f"{cluster:x}.{term:x}.{sequence:x}" for cluster, term, sequence in stamps)
+        fresh = self._path.with_suffix(".stamps_new")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(text)
+        fresh.rename(self._path)
+        self._stamps = stamps
+
+
+def _read(path: Path) -> tuple[Stamp, ...]:
+    try:
+        text = str(path.readlink())
+    except OSError:
+        return ()
+    try:
+        found = [[int(number, 16) for number in each.split(".")] for each in text.split(",")]
+        return tuple(Stamp(cluster, term, sequence) for cluster, term, sequence in found)
+    except ValueError:
+        return (Stamp(0, 0, 0),)  # of no store

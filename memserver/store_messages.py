@@ -1,0 +1,26 @@
+"""What this daemon and the coordinator tell each other of segments and of records, as messages of control.proto."""
+
+from __future__ import annotations
+
+from memserver.engine import Held
+from memserver.stamps import Stamp
+from smb.rpc import control_pb2 as pb
+
+WHOLE, PRIMARY, BACKUP, QUARANTINED = 1, 2, 4, 8
+_ROLES = {0: 0, 1: PRIMARY, 2: BACKUP}
+
+
+def inventory_message(held: Held, quarantined: bool) -> pb.HeldSegment:
+    """Return a segment as the coordinator hears of it."""
+    flags = (WHOLE if held.whole else 0) | _ROLES[held.role] | (QUARANTINED if quarantined else 0)
+    return pb.HeldSegment(id=held.id, epoch=held.epoch, flags=flags, file_bytes=held.file_bytes)
+
+
+def stamp_message(stamp: Stamp) -> pb.StoreStamp:
+    """Return the message."""
+    return pb.StoreStamp(cluster=stamp.cluster, term=stamp.term, sequence=stamp.sequence)
+
+
+def stamp_of(message: pb.StoreStamp) -> Stamp:
+    """Return the stamp."""
+    return Stamp(message.cluster, message.term, message.sequence)

@@ -1,0 +1,179 @@
+"""Memory that servers hold beside the records: taken up, dropped or kept as more servers are heard of.
+
+An operator may give it up. The rule is smb/coordinator/gate.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from smb.coordinator.events import (
+    DropSegments,
+    Effect,
+    Instant,
+    Report,
+    SaveBuffer,
+    SegmentsForgotten,
+    UnexplainedJudged,
+)
+from smb.coordinator.gate import Where, dropped, epoch_of, ground_to_drop, is_newer
+from smb.coordinator.groups import Groups, group_of
+from smb.coordinator.records import BufferRecord, Held, SegmentRecord
+from smb.coordinator.state import State, Step, add, remove, without
+from smb.errors import NotFoundError
+from smb.ground import Ground
+
+
+def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> Step:
+    """Take up what is newer than the records, once every server was heard of; have dropped what others have."""
+    if not any(state.unexplained.values()):
+        return state, ()
+    effects: list[Effect] = []
+    if state.every_server_was_heard(now):
+        state, taken_up = _take_up(state, event.changes_max, now)
+        effects += taken_up
+    where = state.where()
+    for server, held in state.unexplained.items():
+        if not state.heard(server, now):
+            continue
+        gone = [
+            segment_id
+            for segment_id, each in held.items()
+            if (server, segment_id) not in event.making and _superseded(state, server, segment_id, each, where, now)
+        ]
+        effects += (_drop_of(state, server, segment_id, held[segment_id], where) for segment_id in gone)
+        state = _explained(state, server, gone)
+    return state, tuple(effects)
+
+
+def _superseded(state: State, server: str, segment_id: int, held: Held, where: Where, now: Instant) -> bool:
+    if segment_id in where and any(copy.server == server for copy in _copies(*where[segment_id])):
+        return False  # it is in use there, and the record says so
+    ground = ground_to_drop(
+        server, segment_id, held, where, lambda other, number: state.confirmed(other, number, now), covered=True
+    )
+    return ground is not None
+
+
+def _copies(record: BufferRecord, segment: SegmentRecord) -> Iterator[SegmentRecord]:
+    return (copy for copy in record.copies if copy.id == segment.id)
+
+
+def _drop_of(state: State, server: str, segment_id: int, held: Held, where: Where) -> DropSegments:
+    record, segment = where[segment_id]
+    drop = dropped((replace(segment, server=server),), Ground.SUPERSEDED, state.unexplained, epoch_of(record, segment))
+    # Of what is not whole the copy never began, or was given up: in whichever epoch.
+    return drop if held.whole else replace(drop, epoch=max(held.epoch, drop.epoch), room=True)
+
+
+def _explained(state: State, server: str, segment_ids: Collection[int]) -> State:
+    left = without(state.unexplained[server], *segment_ids)
+    return replace(state, unexplained={**state.unexplained, server: left})
+
+
+def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
+    """Bring records up to what servers have: the store is older than they are."""
+    effects: list[Effect] = []
+    left = changes_max // 2 if changes_max is not None else sys.maxsize
+    for segment_id in sorted(state.contested()):
+        found = state.where().get(segment_id)
+        if found is None or left <= 0:
+            continue
+        record, segment = found
+        claims = {
+            server: held[segment_id]
+            for server, held in state.unexplained.items()
+            if state.heard(server, now) and segment_id in held and held[segment_id].whole
+        }
+        claims = {server: held for server, held in claims.items() if is_newer(held, record, segment)}
+        if not claims:
+            continue
+        taken = _as_claimed(segment, claims)
+        judged = replace(record, segments=tuple(taken if each.id == segment_id else each for each in record.segments))
+        changed = (judged, *Groups(state.buffers.values()).followers(judged))
+        left -= len(changed)
+        members = {each.id for of in changed for each in of.segments if group_of(each) == group_of(taken)}
+        for each in changed:
+            effects.append(SaveBuffer(each))
+            state = add(remove(state, state.buffers[each.key]), each)
+        state = _with_old_copies(state, segment, taken, members, now)
+        where = f"{taken.server} and {taken.backup}" if taken.backup else taken.server
+        text = f"{record.title}: the records were older than its memory; a segment of it is taken up on {where}"
+        effects.append(Report(logging.WARNING, text))
+    return state, tuple(effects)
+
+
+def _as_claimed(segment: SegmentRecord, claims: Mapping[str, Held]) -> SegmentRecord:
+    """Return the segment where its newest whole copies are. Of two the pair goes on if both know their roles, in the
+    same epoch; else one does, in the next one: what the other one has not forwarded is not known.
+    """
+    newest = max(held.epoch for held in claims.values())
+    at = {server: held for server, held in sorted(claims.items()) if held.epoch == newest}
+    primary = next((server for server, held in at.items() if held.primary), "")
+    backup = next((server for server, held in at.items() if held.backup), "")
+    if primary and backup:
+        roles = replace(segment, server=primary, backup=backup, epoch=newest, backup_made=newest)
+    else:
+        roles = replace(segment, server=primary or next(iter(at)), backup="", epoch=newest + 1, backup_made=0)
+    return replace(roles, copying_to="", made=newest)
+
+
+def _with_old_copies(
+    state: State, before: SegmentRecord, taken: SegmentRecord, members: Collection[int], now: Instant
+) -> State:
+    """Explain what was taken up. What the record had elsewhere is beside it now, and quarantined: clients may have
+    changed it since the records were restored.
+    """
+    unexplained = {server: dict(held) for server, held in state.unexplained.items()}
+    missing = dict(state.missing)
+    for server in (taken.server, taken.backup):
+        if server:
+            unexplained[server] = without(unexplained.get(server, {}), *members)
+    old = {before.server, before.backup, before.copying_to} - {taken.server, taken.backup, ""}
+    where = state.where()
+    for server in old:
+        if state.heard(server, now):
+            here = unexplained.setdefault(server, {})
+            for segment_id in frozenset(members) - missing.get(server, frozenset()):
+                _, segment = where[segment_id]
+                whole = server != before.copying_to
+                held = Held(before.epoch, whole, quarantined=whole, nbytes=segment.file_bytes)
+                here.setdefault(segment_id, held)
+        missing[server] = missing.get(server, frozenset()).difference(members)
+    return replace(state, unexplained=unexplained, missing=missing)
+
+
+def segments_forgotten(state: State, event: SegmentsForgotten, _: Instant) -> Step:
+    """Give up memory that a server holds beside the records. Raises NotFoundError, and nothing is given up, if some of
+    it is not such memory.
+    """
+    if event.name not in state.servers:
+        known = ", ".join(sorted(state.servers)) or "none"
+        raise NotFoundError(f'forget of "{event.name}": no such memory server is known; there are: {known}')
+    there = state.unexplained.get(event.name, {})
+    where = state.where()
+    # What is in use there is not freed, though its record is older than it.
+    free = {number: held for number, held in there.items() if not _in_use(event.name, number, where)}
+    wanted = event.segment_ids or free.keys()
+    for number in sorted(wanted):
+        if number not in free:
+            raise NotFoundError(
+                f'forget of "{event.name}": segment {number:016x} is not quarantined there; nothing was freed. '
+                f"See what is with: smb status"
+            )
+    segments = tuple(SegmentRecord(number, event.name, 0, free[number].nbytes) for number in sorted(wanted))
+    if not segments:
+        return state, ()
+    # These copies alone: others of the same segments have not been named.
+    drop = DropSegments(segments, 0, Ground.FORGOTTEN)
+    report = Report(
+        logging.WARNING, f'memory server "{event.name}" is told to free {len(segments)} quarantined segments'
+    )
+    return _explained(state, event.name, wanted), (drop, report)
+
+
+def _in_use(server: str, segment_id: int, where: Where) -> bool:
+    return segment_id in where and any(copy.server == server for copy in _copies(*where[segment_id]))

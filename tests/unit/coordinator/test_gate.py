@@ -1,0 +1,290 @@
+"""smb.coordinator.gate: what may be dropped, what is kept, and what is taken up again, by state.step alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from smb import errors
+from smb.coordinator.events import (
+    AnswerDrops,
+    BufferDeleted,
+    CopiesEnded,
+    CopyBegun,
+    DropSegments,
+    Effect,
+    Restarted,
+    SaveBuffer,
+    SegmentsForgotten,
+    ServerDied,
+    Ticked,
+    UnexplainedJudged,
+)
+from smb.coordinator.gate import why_kept
+from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
+from smb.coordinator.records import Held, SegmentRecord
+from smb.coordinator.state import SERVER_LEASE_S, State, load
+from smb.ground import Ground
+from tests.support.decisions import Cluster, registration, returned, server
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """Three servers; "w" has its primary on a and its backup on b."""
+    made = Cluster()
+    made.register("a", "b", "c")
+    made.create(replicas=2, server_names=("a",))
+    return made
+
+
+def segment(cluster: Cluster, name: str = "w") -> SegmentRecord:
+    return cluster.state.buffers[name].segments[0]
+
+
+def again(cluster: Cluster, older: State | None = None, term: int = 2) -> Cluster:
+    """A coordinator that starts on the records of this one, or of an `older` one: a backup that was restored."""
+    of = older or cluster.state
+    state = load(of.buffers.values(), of.servers.values(), lineage=of.lineage)
+    begun = Cluster(state, cluster.seconds, ids=cluster.ids)
+    begun.do(Restarted(term))
+    return begun
+
+
+def back(cluster: Cluster, name: str, held: frozenset[int] = frozenset(), run: int = 1, **how: object) -> AnswerDrops:
+    """A server registers."""
+    cluster.do(returned(cluster.state, name, run, held, None, how.get("as_held")))  # type: ignore[arg-type]
+    cluster.do(registration(cluster.state, server(name, run), held, **how))  # type: ignore[arg-type]
+    return cluster.only(AnswerDrops)
+
+
+def judge(cluster: Cluster) -> list[Effect]:
+    return [each for each in cluster.do(UnexplainedJudged()) if isinstance(each, DropSegments | SaveBuffer)]
+
+
+def moved_to_c(cluster: Cluster) -> None:
+    """The backup is lost, and made anew on c."""
+    cluster.do(ServerDied("b", 1))
+    cluster.do(Ticked())
+    number = segment(cluster).id
+    cluster.do(CopyBegun("w", number, "c", 1, 3))
+    cluster.do(CopiesEnded("a", {number: 3}, True))
+    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("a", "c", 4)
+
+
+def test_a_copy_goes_once_another_server_has_confirmed_a_later_one(cluster: Cluster) -> None:
+    """Not because the records name others: these may have lost theirs, and have not been heard of in this term."""
+    number = segment(cluster).id
+    moved_to_c(cluster)
+    cluster = again(cluster)
+    answer = back(cluster, "b", frozenset({number}), as_held=Held(1, nbytes=100))
+    assert not answer.segment_ids
+    assert not answer.quarantined  # a buffer has it
+    assert "a or c has not confirmed" in why_kept(
+        "b", number, cluster.state.unexplained["b"][number], cluster.state.where()
+    )
+    assert judge(cluster) == []
+    back(cluster, "c", frozenset({number}))
+    (drop,) = judge(cluster)
+    assert isinstance(drop, DropSegments)
+    assert (drop.ground, drop.epoch) == (Ground.SUPERSEDED, 4)
+    assert [each.server for each in drop.segments] == ["b"]
+    assert judge(cluster) == []
+
+
+def test_a_copy_stays_if_the_others_were_lost(cluster: Cluster) -> None:
+    """Both servers of the records are back empty: the old copy is the last one, and is listed."""
+    number = segment(cluster).id
+    moved_to_c(cluster)
+    cluster = again(cluster)
+    back(cluster, "b", frozenset({number}), as_held=Held(1, nbytes=100))
+    cluster.do(ServerDied("c", 1))
+    back(cluster, "a", run=2)
+    back(cluster, "c", run=2)
+    cluster.do(Ticked())
+    assert judge(cluster) == []
+    assert number in cluster.state.unexplained["b"]
+    assert cluster.state.lost_segments(cluster.now) == {number}  # what was acknowledged since is gone
+
+
+def test_an_empty_server_is_not_promoted(cluster: Cluster) -> None:
+    """While no server was heard of nobody goes on alone; the survivor does once it has told what it has."""
+    number = segment(cluster).id
+    cluster = again(cluster)
+    cluster.do(ServerDied("a", 1))
+    cluster.do(Ticked())
+    assert (segment(cluster).server, segment(cluster).backup) == ("a", "b")
+    back(cluster, "b", frozenset({number}))
+    cluster.do(Ticked())
+    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("b", "", 2)
+
+
+def test_a_primary_that_was_started_anew_waits_for_what_its_backup_tells(cluster: Cluster) -> None:
+    """That may be empty by now. It waits for one lease at most."""
+    number = segment(cluster).id
+    cluster = again(cluster)
+    with pytest.raises(errors.UnavailableError, match='"a" was started anew, and b with the other copies'):
+        back(cluster, "a", frozenset({number}), run=2)
+    cluster.seconds += SERVER_LEASE_S
+    cluster.do(Ticked())
+    back(cluster, "a", frozenset({number}), run=2)
+    assert (segment(cluster).server, segment(cluster).backup) == ("a", "")
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_what_no_record_has_is_dropped_by_a_store_that_is_new_enough(cluster: Cluster, *, new: bool) -> None:
+    """Its deletion was acknowledged there. A store that was restored may just not know it, also after it has counted on
+    past the server's number.
+    """
+    older = cluster.state
+    cluster.create("later", server_names=("c",))
+    number, told = segment(cluster, "later").id, cluster.state.lineage.stamp
+    if new:
+        cluster.do(BufferDeleted("later", False))
+    cluster = again(cluster, None if new else older)
+    for count in range(3):
+        cluster.create(f"more{count}", server_names=("c",))
+    assert cluster.state.lineage.sequence > told.sequence
+    answer = back(cluster, "c", frozenset({number}), stamps=(told,))
+    if new:
+        assert (answer.segment_ids, answer.grounds) == ((number,), (Ground.DELETED,))
+        return
+    assert (answer.segment_ids, answer.quarantined) == ((), (number,))
+    # From here on the server is told of this store alone, and keeps what it marked.
+    marked = Held(1, quarantined=True, nbytes=100)
+    answer = back(cluster, "c", frozenset({number}), as_held=marked)
+    assert (answer.segment_ids, answer.quarantined) == ((), ())
+    assert cluster.state.taken_bytes("c") == cluster.state.allocation("c").nbytes + 100
+    cluster.renew("c", used_bytes=cluster.state.taken_bytes("c"))
+    with pytest.raises(errors.NotFoundError, match="is not quarantined there; nothing was freed"):
+        cluster.do(SegmentsForgotten("c", frozenset({number, 999})))
+    cluster.do(SegmentsForgotten("c", frozenset()))
+    (drop,) = [each for each in cluster.effects if isinstance(each, DropSegments)]
+    assert drop == DropSegments((SegmentRecord(number, "c", 0, 100),), 0, Ground.FORGOTTEN)
+
+
+def test_the_server_of_a_newer_store_is_taken_up(cluster: Cluster) -> None:
+    """A store of before the move is restored: the segment is found where it went, with both copies as they are."""
+    older, number = cluster.state, segment(cluster).id
+    moved_to_c(cluster)
+    told = cluster.state.lineage.stamp
+    cluster = again(cluster, older)
+    back(cluster, "c", frozenset({number}), as_held=Held(4, backup=True, nbytes=100), stamps=(told,))
+    assert judge(cluster) == []  # not before all were heard of: another may have a later one
+    assert not cluster.state.lost_segments(cluster.now)
+    back(cluster, "b", stamps=(told,))
+    back(cluster, "a", frozenset({number}), as_held=Held(4, primary=True), stamps=(told,))
+    (saved,) = judge(cluster)
+    assert isinstance(saved, SaveBuffer)
+    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("a", "c", 4)
+    assert cluster.state.taken_bytes("c") == cluster.state.allocation("c").nbytes
+    assert judge(cluster) == []
+
+
+def test_one_copy_that_moved_is_taken_up(cluster: Cluster) -> None:
+    """Its former server has nothing any more; roles of what is contested do not change meanwhile."""
+    cluster.create("one", server_names=("a",))
+    older, number = cluster.state, segment(cluster, "one").id
+    cluster = again(cluster, older)
+    held = frozenset({segment(cluster).id})
+    back(cluster, "a", held)
+    back(cluster, "b", held)
+    assert cluster.state.lost_segments(cluster.now) == frozenset()  # c was not heard of
+    back(cluster, "c", frozenset({number}), run=2, as_held=Held(5))  # its daemon was started anew
+    judge(cluster)
+    one = segment(cluster, "one")
+    assert (one.server, one.backup, one.epoch) == ("c", "", 6)
+    assert not cluster.state.lost_segments(cluster.now)
+
+
+def test_a_copy_that_was_not_whole_is_never_taken_up(cluster: Cluster) -> None:
+    """It has zeros where the source had not come to."""
+    number = segment(cluster).id
+    cluster = again(cluster)
+    back(cluster, "c", frozenset({number}), as_held=Held(9, whole=False))
+    back(cluster, "b", frozenset({number}))
+    back(cluster, "a", frozenset({number}))
+    (drop,) = judge(cluster)
+    assert isinstance(drop, DropSegments)
+    assert (drop.epoch, drop.room, drop.segments[0].server) == (9, True, "c")
+    assert segment(cluster).server == "a"
+
+
+def test_old_memory_is_not_the_copy_that_was_made_since(cluster: Cluster) -> None:
+    """A server that had lost its memory got a copy anew, and came back with the memory of before: both copies differed.
+    The other one goes on alone, and what is here is dropped for it.
+    """
+    number = segment(cluster).id
+    cluster.do(ServerDied("b", 1))
+    cluster.do(Ticked())
+    back(cluster, "b", run=2)
+    cluster.do(CopyBegun("w", number, "b", 2, 3))
+    cluster.do(CopiesEnded("a", {number: 3}, True))
+    assert segment(cluster).backup == "b"
+    back(cluster, "b", frozenset({number}), run=3, as_held=Held(4))
+    assert segment(cluster).backup == "b"
+    answer = back(cluster, "b", frozenset({number}), run=4, as_held=Held(1))
+    assert (segment(cluster).server, segment(cluster).backup) == ("a", "")
+    assert (answer.segment_ids, answer.grounds) == ((number,), (Ground.SUPERSEDED,))
+
+
+def test_numbers_of_another_history_are_not_compared(cluster: Cluster) -> None:
+    """A restored store counts epochs on from old ones: a higher one need not have what a server changed."""
+    older, number = cluster.state, segment(cluster).id
+    moved_to_c(cluster)
+    told = cluster.state.lineage.stamp
+    cluster = again(cluster, older)
+    back(cluster, "a", frozenset({number}))
+    back(cluster, "b", frozenset({number}))
+    for run in range(2, 7):  # the roles change again and again
+        cluster.do(ServerDied("b", run - 1))
+        cluster.do(Ticked())
+        back(cluster, "b", run=run)
+        cluster.do(CopyBegun("w", number, "b", run, segment(cluster).epoch + 1))
+        cluster.do(CopiesEnded("a", {number: segment(cluster).epoch}, True))
+    assert segment(cluster).epoch > 4
+    answer = back(cluster, "c", frozenset({number}), as_held=Held(4, nbytes=100), stamps=(told,))
+    assert (answer.segment_ids, answer.quarantined) == ((), (number,))
+    assert judge(cluster) == []
+    assert number in cluster.state.unexplained["c"]
+
+
+def test_a_deletion_takes_what_is_kept_beside_the_records_too(cluster: Cluster) -> None:
+    """It is acknowledged, and no copy of it is wanted any more."""
+    number = segment(cluster).id
+    moved_to_c(cluster)
+    cluster = again(cluster)
+    back(cluster, "b", frozenset({number}), as_held=Held(1))
+    cluster.do(BufferDeleted("w", False))
+    (drop,) = [each for each in cluster.effects if isinstance(each, DropSegments)]
+    assert {each.server for each in drop.segments} == {"a", "b", "c"}
+    assert drop.ground is Ground.DELETED
+
+
+def test_memory_of_another_cluster_is_refused(cluster: Cluster) -> None:
+    """A known name does not make it ours."""
+    with pytest.raises(errors.InvalidArgumentError, match=r'"a" holds 1 segments that are not known here.*--state'):
+        back(cluster, "a", frozenset({10**6}), run=2, stamps=(Stamp(77, 1, 1),))
+    back(cluster, "a", frozenset({segment(cluster).id}), run=2, stamps=())  # of before there were stamps
+
+
+def test_a_history_covers_what_it_has() -> None:
+    """Terms in their order, each up to its end; of the oldest too many nothing is known."""
+    store = Lineage().begun(7).changed().changed().begun(8).changed()
+    assert store.stamp == Stamp(7, 8, 3)
+    for stamp, covered in (
+        (Stamp(7, 7, 2), True),
+        (Stamp(7, 7, 3), False),
+        (Stamp(7, 8, 3), True),
+        (Stamp(7, 8, 4), False),
+        (Stamp(7, 9, 1), False),
+        (Stamp(6, 7, 1), False),
+        (Stamp(0, 0, 0), False),
+    ):
+        assert store.covers(stamp) == covered, stamp
+    assert Lineage.of(store.terms_json(), str(store.sequence)) == store
+    assert Lineage.of("", "") == Lineage()
+    for term in range(100, 100 + TERMS_MAX):
+        store = store.begun(term)
+    assert not store.covers(Stamp(7, 8, 3))
+    assert replace(store, sequence=9).covers(Stamp(7, 100 + TERMS_MAX - 1, 9))
