@@ -1,9 +1,10 @@
 /* A segment with two copies: primary, backup and coordinator, two clients that draw tickets (fetch_add) and one that reads. A host
- * dies with its memory, the two servers do not reach each other, the coordinator does not reach one: at any step, and it ends at any step.
+ * dies with its memory and is back empty, also before its loss was noticed; the two servers do not reach each other, the coordinator does
+ * not reach one: at any step, and it ends at any step. What becomes of memory that the coordinator does not know: quarantine.pml.
  * The steps are those of csrc/server/replica.c, feed.c, gate.c and smb/coordinator/replicas.py; docs/decisions/0025 explains them.
  *
  * What is checked:
- *   the server that the record calls the primary has every acknowledged draw;
+ *   the server that the record calls the primary has every acknowledged draw, if the record means this run of it;
  *   no ticket is given twice, none is below what was acknowledged or read before it was asked for;
  *   no read is older than what was acknowledged, or read, before it was asked for;
  *   in the end every draw counts once, and the copies are equal.
@@ -44,6 +45,7 @@ bool lease[2] = { true, false };    /* runs, by its own clock */
 /* and its memory. */
 byte value[2], watermark[4], result[4]; /* the last two by 2 * server + client */
 bool alive[2] = { true, true };
+bool fresh[2];                      /* runs, and has not registered: in the record another run of it has the copy, which is gone */
 /* A read in hand: the bytes, and how many changes have to be confirmed first. */
 bool reads[2], asked[2]; byte turn_of[2], copied[2], unconfirmed[2];
 
@@ -62,6 +64,12 @@ bool given[8];                      /*         tickets */
 
 #define FLOOR (acked > seen -> acked : seen)
 #define SERVES(s) (role[s] == PRIMARY && epoch[s] == rec_epoch)
+/* The run in the record is there. That somebody answers at its port says nothing of it. */
+#ifdef BY_PORT
+#define PRESENT(s) (alive[s])
+#else
+#define PRESENT(s) (alive[s] && !fresh[s])
+#endif
 
 /* The connection between the two breaks: what was on its way is gone. */
 inline disconnect()
@@ -197,7 +205,7 @@ end:
 #endif
     /* The coordinator's word, with the answer to a renewal. */
     :: atomic {
-           alive[me] && !silent[me] && nfull(to_client[0]) && nfull(to_client[1]) && nfull(to_client[READER]) &&
+           alive[me] && !fresh[me] && !silent[me] && nfull(to_client[0]) && nfull(to_client[1]) && nfull(to_client[READER]) &&
            (epoch[me] != rec_epoch || (me == rec_primary && !lease[me])) && (me == rec_primary || me == rec_backup || role[me] != NONE) ->
            epoch[me] = rec_epoch;
            if
@@ -223,8 +231,8 @@ end:
     do
     /* The primary's host is known to be dead, or its lease has run out. */
     :: atomic {
-           rec_backup != NOBODY && alive[rec_backup] && !silent[rec_backup] &&
-           (!alive[rec_primary] || (silent[rec_primary]
+           rec_backup != NOBODY && PRESENT(rec_backup) && !silent[rec_backup] &&
+           (!PRESENT(rec_primary) || (silent[rec_primary]
 #ifndef NO_WAIT
             && !lease[rec_primary]
 #endif
@@ -234,10 +242,25 @@ end:
            rec_epoch++
        }
     /* The two do not reach each other: that costs the backup its role, never the primary. */
-    :: atomic { rec_backup != NOBODY && alive[rec_primary] && (cut || !alive[rec_backup]) -> rec_backup = NOBODY; rec_epoch++ }
+    :: atomic {
+           rec_backup != NOBODY && PRESENT(rec_primary) && (cut || !PRESENT(rec_backup) || fresh[rec_primary]) ->
+           rec_backup = NOBODY;
+           rec_epoch++
+       }
+    /* A new run registers, with nothing. The other copy goes on alone. */
+    :: atomic {
+           (alive[0] && fresh[0] && !silent[0]) || (alive[1] && fresh[1] && !silent[1]) ->
+           i = (alive[0] && fresh[0] && !silent[0] -> 0 : 1);
+           fresh[i] = false;
+           if
+           :: rec_backup != NOBODY -> rec_primary = OTHER(i); rec_backup = NOBODY; rec_epoch++
+           :: else
+           fi;
+           i = 0
+       }
     /* A new copy, between two changes; both are told. */
     :: atomic {
-           rec_backup == NOBODY && alive[0] && alive[1] && !cut && !silent[0] && !silent[1] && SERVES(rec_primary) && rec_epoch < 4 &&
+           rec_backup == NOBODY && PRESENT(0) && PRESENT(1) && !cut && !silent[0] && !silent[1] && SERVES(rec_primary) && rec_epoch < 4 &&
            role[OTHER(rec_primary)] == NONE && empty(in_order[rec_primary]) && !reads[rec_primary] ->
            disconnect();
            rec_backup = OTHER(rec_primary);
@@ -266,8 +289,8 @@ end:
            deaths > 0 ->
            deaths--;
            if
-           :: rec_backup != NOBODY || rec_primary == 1 -> s = 0
-           :: rec_backup != NOBODY || rec_primary == 0 -> s = 1
+           :: (rec_backup != NOBODY && alive[1] && !fresh[1]) || rec_primary == 1 -> s = 0
+           :: (rec_backup != NOBODY && alive[0] && !fresh[0]) || rec_primary == 0 -> s = 1
            fi;
            disconnect();
            do :: nempty(to_server[s]) -> to_server[s] ? x, y, z :: empty(to_server[s]) -> break od;
@@ -279,8 +302,8 @@ end:
            };
            x = 0; y = 0; z = 0; i = 0; s = 0
        }
-    :: atomic { !alive[0] && rec_primary != 0 && rec_backup != 0 -> alive[0] = true }
-    :: atomic { !alive[1] && rec_primary != 1 && rec_backup != 1 -> alive[1] = true }
+    :: atomic { !alive[0] -> alive[0] = true; fresh[0] = rec_primary == 0 || rec_backup == 0 }
+    :: atomic { !alive[1] -> alive[1] = true; fresh[1] = rec_primary == 1 || rec_backup == 1 }
     :: atomic { cuts > 0 && !cut -> cuts--; cut = true; disconnect(); x = 0; y = 0; z = 0; i = 0 }
     /* A new connection: all that is not confirmed is sent again, in its order. */
     :: atomic {
@@ -342,7 +365,7 @@ active proctype judge()
 {
 end:
     atomic {
-        alive[rec_primary] && (value[rec_primary] < acked || value[rec_primary] > CLIENTS * DRAWS) ->
+        alive[rec_primary] && !fresh[rec_primary] && (value[rec_primary] < acked || value[rec_primary] > CLIENTS * DRAWS) ->
         assert(value[rec_primary] >= acked);
         assert(value[rec_primary] <= CLIENTS * DRAWS)
     }

@@ -91,7 +91,7 @@ MODELS = (
         "copies",
         ("CLIENTS=1", "DRAWS=2", "READS=0"),
         ("DRAWS=1", "READS=0"),
-        ("ANSWER_EARLY", "RECORD_NOT_FORWARDED", "RESULT_NOT_FORWARDED", "GOES_ALONE"),
+        ("ANSWER_EARLY", "RECORD_NOT_FORWARDED", "RESULT_NOT_FORWARDED", "GOES_ALONE", "BY_PORT"),
     ),
     Model(
         "copies",
