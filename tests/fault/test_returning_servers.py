@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import smb
 from tests.fault.long import LIMIT_S, LONG, seed, times
 from tests.support.daemons import running_daemons
 from tests.support.etcd import needs_etcd, running_etcd
@@ -57,8 +58,11 @@ def played(tmp_path: Path, servers: int, with_etcd: bool, plans: list[tuple[int,
                     Cluster(tmp_path / f"life-{count}", daemons, servers, etcd, random.Random(f"{number} {at}"))
                 )
             since, calls = time.monotonic(), sum(worker.calls for worker in cluster.workers)
-            cluster.play(plan)
-            cluster.judge()
+            try:
+                cluster.play(plan)
+                cluster.judge()
+            except (smb.Error, AssertionError) as error:
+                cluster.find("error", f"{type(error).__name__}: {error}")
             calls = sum(worker.calls for worker in cluster.workers) - calls
             what = ", ".join(sorted({finding.kind for finding in cluster.findings})) or "held"
             kept = f", {cluster.quarantined} quarantined" if cluster.quarantined else ""

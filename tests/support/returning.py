@@ -355,7 +355,8 @@ class Cluster:
         return False
 
     def _wait_until_whole(self) -> None:
-        """Until the product says that all servers are alive, and all buffers of two copies have them."""
+        """Until all processes serve, and the product says that they are alive and every second copy is there."""
+        assert all(daemon.address for daemon in (*self.coordinators.running, *self.servers.values()))
         wrong: list[str] = []
         lost_since = 0.0
 

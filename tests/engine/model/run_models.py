@@ -106,6 +106,12 @@ MODELS = (
         ("NO_WAIT",),
     ),
     Model(
+        "quarantine",
+        ("CHANGES=1", "DEATHS=1", "EPOCHS=4"),
+        ("CHANGES=2", "DEATHS=2", "EPOCHS=5"),
+        ("DROPS_UNKNOWN", "BY_PORT", "NUMBERS_ALONE", "RECORD_COUNTS"),
+    ),
+    Model(
         "gated",
         ("DRAWS=1", "READS=2"),
         ("DRAWS=2", "READS=2"),
