@@ -58,7 +58,7 @@ FORMS = (
     # Each of four targets has a fifth; the last one is the compiler's.
     Form("fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s} SEED={seed}", 26, 5),
     Form("model", "model", 21, 10),
-    Form("fault", "fault", 66, 33),
+    Form("fault", "fault", 78, 39),
     Form("long", "long", 60, 30),
     Form("soak", "soak MINUTES={half_min} SEED={seed}", 40, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SEED={seed} SOAK=--etcd", 26, 10),

@@ -24,7 +24,7 @@ from tests.support.returning_plans import Plan, draw
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
-ROUNDS = int(os.environ.get("SMB_ROUNDS") or times(2, 30))
+ROUNDS = int(os.environ.get("SMB_ROUNDS") or times(1, 30))
 LIVES = 8  # rounds of one cluster
 WORLDS = [
     pytest.param(2, False, id="sqlite-2"),

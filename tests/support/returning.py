@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,8 @@ class Cluster:
             "--control", f"127.0.0.1:{control}", "--memory-dir", str(self._memory / name),
         )  # fmt: skip
 
-    def make(self, client: smb.Client, lane: Lane) -> None:
-        """Create a lane's buffer; it is new."""
+    def make(self, client: smb.Client, lane: Lane) -> bool:
+        """Create a lane's buffer; it is new. True, or an error."""
         _, _, server = lane.name.partition("-")
         on = [server[0]] if lane.name.startswith(("pair-", "single-")) else None
         stripe = "16KiB" if lane.count == WIDE else None
@@ -166,6 +167,7 @@ class Cluster:
             raise
         lane.id, lane.acknowledged, lane.attempted = buffer.info.id, 0, 0
         lane.servers = frozenset(place.server for place in buffer.layout.segments)
+        return True
 
     def is_lost(self, lane: Lane) -> bool:
         """Whether its only copy went, or may have gone, with a server's memory."""
@@ -397,7 +399,7 @@ class Cluster:
             self.find("said alive", f'"{name}" is called alive by a leader that has not heard of it')
         for info in (each for each in client.list() if each.lost):
             lane = next((each for each in self.lanes() if each.id == info.id), None)
-            if info.replicas > 1 or (lane is not None and not self.is_lost(lane)):
+            if lane is not None and not lane.leaving and not self.is_lost(lane):
                 self.find("said lost", f"{info.name}, {info.replicas} copies, is called lost: {_where(info)}")
 
     # ---- the judge
@@ -438,7 +440,7 @@ class Cluster:
                 elif info.name not in names:
                     self.find("vanished", f"{info.name} should have one of the names {names}")
                 else:
-                    lane.id, lane.name = info.id, info.name
+                    lane.id, lane.name, lane.leaving = info.id, info.name, False
                     lane.servers = frozenset(place.server for place in info.layout.segments)
                     worker.churned[lane.name] = lane
             worker.unsure.clear()
@@ -546,7 +548,8 @@ class Cluster:
             self._client.delete(lane.name, missing_ok=True)
             self.deleted.add(lane.id)
             if lane in self.singles:
-                self.make(self._client, lane)
+                # The coordinator's connection to a server that has just come back may need a moment.
+                self._until(partial(self.make, self._client, lane), f"creation of {lane.name}")
         for worker in self.workers:
             worker.churned = {name: lane for name, lane in worker.churned.items() if not self.is_lost(lane)}
 

@@ -36,6 +36,7 @@ class Lane:
     acknowledged: int = 0
     attempted: int = 0
     begun: float = 0.0  # before it was created
+    leaving: bool = False  # its deletion was asked for
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def begin(self) -> None:
@@ -206,12 +207,14 @@ class Worker:
             lane.name = name
 
     def _delete(self, lane: Lane) -> None:
+        lane.leaving = True
         try:
             self._client.delete(lane.name)
         except smb.NotFoundError as error:
             self._cluster.find("vanished", f"{lane.name} cannot be deleted: {error}")
         except smb.Error as error:
-            if error.outcome != "not applied":
+            lane.leaving = error.outcome != "not applied"
+            if lane.leaving:
                 self.unsure.append((self.churned.pop(lane.name), {lane.name, ""}))
         else:
             self._cluster.deleted.add(lane.id)
