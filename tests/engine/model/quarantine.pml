@@ -55,6 +55,12 @@ byte stamp_sum[2];
 #else
 #define TAKEN(s) KNOWN(s)
 #endif
+/* Whether an epoch of the record's is later than one that it does not know of. */
+#ifdef EPOCHS_ALONE
+#define COMPARED(s) true
+#else
+#define COMPARED(s) KNOWN(s)
+#endif
 /* Whether the other one's run has confirmed a whole copy of at least this order. */
 #ifdef RECORD_COUNTS
 #define CONFIRMED(o, s) (has[o] || !heard[o])
@@ -81,7 +87,8 @@ inline give_up(s)
 #ifdef DROPS_UNKNOWN
     :: has[s] ->
 #else
-    :: has[s] && KNOWN(s) && (!there || (s != rec_primary && s != rec_backup && rec_primary == OTHER(s) && CONFIRMED(OTHER(s), s))) ->
+    :: has[s] && (!there && KNOWN(s) ||
+       (there && s != rec_primary && s != rec_backup && COMPARED(s) && rec_primary == OTHER(s) && CONFIRMED(OTHER(s), s))) ->
 #endif
         assert(deleted || (has[OTHER(s)] && (data[s] & ~data[OTHER(s)]) == 0));
         forget(s)

@@ -109,7 +109,7 @@ MODELS = (
         "quarantine",
         ("CHANGES=1", "DEATHS=1", "EPOCHS=4"),
         ("CHANGES=2", "DEATHS=2", "EPOCHS=5"),
-        ("DROPS_UNKNOWN", "BY_PORT", "NUMBERS_ALONE", "RECORD_COUNTS"),
+        ("DROPS_UNKNOWN", "BY_PORT", "NUMBERS_ALONE", "EPOCHS_ALONE", "RECORD_COUNTS"),
     ),
     Model(
         "gated",
