@@ -89,10 +89,15 @@ class Drill:
         with self.client() as client:
             wait_for(lambda: are_whole(client, without=name), f"two copies without {name}", BACK_S)
 
+    def begin(self, name: str) -> Daemon:
+        """Start a server, with what it has in memory."""
+        started = self._start(name)
+        assert started.address
+        return started
+
     def start(self, name: str) -> None:
-        """It is back, with what it has in memory."""
-        self.servers[name] = self._start(name)
-        assert self.servers[name].address
+        """It is back, and all is whole again."""
+        self.servers[name] = self.begin(name)
         self.wait_until_back()
 
     def _registrations(self) -> list[int]:
@@ -278,3 +283,47 @@ def test_after_renames(drill: Drill) -> None:
     with drill.restored(saved) as client:
         drill.check_known(client, *ALL)
         drill.check_memory(client)
+
+
+@pytest.mark.skipif(not LONG, reason="waits for leases; SMB_LONG=1")
+@pytest.mark.parametrize("counted_on", [False, True], ids=["fewer-changes-of-roles", "more-changes-of-roles"])
+def test_two_histories(drill: Drill, counted_on: bool) -> None:
+    """The restored store goes on with an old copy, as the servers with the newest one are away.
+
+    When they are back there are two histories of one segment, each with acknowledged changes: neither is destroyed,
+    whichever had more epochs.
+    """
+    name = "two-a"
+    saved = drill.save()
+    with drill.client() as client:
+        (place,) = client.open(name).layout.segments
+    newest_on, old_on = place.server, place.backup
+    (third,) = set(SERVERS) - {newest_on, old_on}
+    drill.kill(old_on)
+    with drill.client() as client:
+        client.open(name).accumulate(delta(COUNT))
+    newest = digest(drill.memory, newest_on, place.id)
+    for server in (newest_on, third):
+        drill.servers[server].kill()
+    drill.store.restore(saved)
+    drill.servers[old_on] = drill.begin(old_on)
+    with drill.client() as client:
+        client.open(name).accumulate(delta(COUNT) * 1000)  # in the restored history
+        histories = {newest, digest(drill.memory, old_on, place.id)}
+        assert len(histories) == 2
+        if counted_on:
+            drill.servers["d"] = drill.begin("d")
+            for _ in range(3):
+                wait_for(lambda: client.open(name).layout.segments[0].backup == "d", "a copy on d", BACK_S)
+                drill.servers["d"].kill()
+                wait_for(lambda: not client.open(name).layout.segments[0].backup, "the loss of d's copy", BACK_S)
+                drill.servers["d"] = drill.begin("d")
+            wait_for(lambda: client.open(name).layout.segments[0].backup == "d", "a copy on d", BACK_S)
+        for server in (newest_on, third):
+            drill.servers[server] = drill.begin(server)
+        wait_for(lambda: all(server.alive for server in client.servers()), "all servers", BACK_S)
+        wait_for(lambda: are_whole(client), "two copies of each segment", BACK_S)
+        there = {digest(drill.memory, server, place.id) for server in held(drill.memory)[place.id]}
+        assert histories <= there, f"{len(histories - there)} of 2 histories destroyed"
+        drill.check_memory(client)
+        assert client.open(name).read()[0] in (2, 1001)
