@@ -12,8 +12,9 @@ CONSTRAINTS ?= tests/constraints.txt
 PIP := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS)) \
 	$(BIN)/python -m pip --disable-pip-version-check --quiet
 # $(call pip-install,ARGUMENTS). Interrupted, it may leave half a package, which pip would take for a whole one: the mark then stays.
-pip-install = { trap 'exit 130' INT TERM HUP; echo $$$$ >$(VENV)/unfinished; $(PIP) install $(1); status=$$?; \
-	[ $$status -gt 128 ] || rm -f $(VENV)/unfinished; [ $$status = 0 ]; }
+# The lock says that somebody installs, in whichever container: a process id would not.
+pip-install = { trap 'exit 130' INT TERM HUP; exec 9>>$(VENV)/installing; flock 9; touch $(VENV)/unfinished; $(PIP) install $(1); \
+	status=$$?; [ $$status -gt 128 ] || rm -f $(VENV)/unfinished; exec 9>&-; [ $$status = 0 ]; }
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
 # Tests start some thousand processes of ours: each would compile our modules anew.
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc)
 
 # An environment whose installation was interrupted is made anew. (No wildcard: make would remember what it saw.)
-$(shell cd $(VENV) 2>/dev/null && [ -e unfinished ] && ! kill -0 "$$(cat unfinished)" 2>/dev/null && rm -f made)
+$(shell cd $(VENV) 2>/dev/null && [ -e unfinished ] && flock --nonblock installing sh -c '[ ! -e unfinished ] || rm -f made')
 
 # An environment is of one Python for as long as it lives.
 ifeq ($(origin PYTHON),command line)

@@ -14,8 +14,9 @@ other hosts' traffic on this machine's processors, which bound the sum of all ra
 With direct=True two hosts have one cable between them, a veth pair, and no switch, which would cost processor time for
 every packet. Each end of it is shaped on its way out by its own host's rate.
 
-Only named namespaces, and processes in them, can be left behind. A name carries the process that owns it and when that
-started, so that whoever comes later can tell one whose owner is dead; each start, and `--clean`, sweeps those. Files,
+Only named namespaces, and processes in them, can be left behind. A name carries the process that owns it, when that
+started, and its PID namespace, so that whoever comes later in that namespace can tell one whose owner is dead; each
+start, and `--clean`, sweeps those. Files,
 shared memory and Unix sockets are not apart: only the network is.
 """
 
@@ -52,7 +53,7 @@ END_S = 5.0  # what a process is given between SIGTERM and SIGKILL
 
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # tc's: bits per second, powers of ten
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,31}")
-_OWNED = re.compile(rf"{PREFIX}-(?P<pid>\d+)\.(?P<started>\d+)-(?P<lab>\d+)-(?P<host>\w+)")
+_OWNED = re.compile(rf"{PREFIX}-(?P<pid>\d+)\.(?P<started>\d+)\.(?P<space>\d+)-(?P<lab>\d+)-(?P<host>\w+)")
 _numbers = iter(range(sys.maxsize))  # of the labs of this process
 
 
@@ -258,7 +259,7 @@ def clean() -> list[str]:
     removed = []
     for name in _namespaces():
         match = _OWNED.fullmatch(name)
-        if match and _started(int(match["pid"])) != match["started"]:
+        if match and int(match["space"]) == _pid_namespace() and _started(int(match["pid"])) != match["started"]:
             _remove(name)
             removed.append(name)
     return removed
@@ -269,7 +270,11 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 
 def _owner() -> str:
-    return f"{PREFIX}-{os.getpid()}.{_started(os.getpid())}"
+    return f"{PREFIX}-{os.getpid()}.{_started(os.getpid())}.{_pid_namespace()}"
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def _started(pid: int) -> str | None:

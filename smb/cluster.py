@@ -7,14 +7,13 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -22,6 +21,7 @@ from typing import IO
 from smb.config import settings
 from smb.config.host_address import reachable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address, parse_bytes
+from smb.daemon.held_directory import HeldDirectory, sweep
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 
@@ -30,19 +30,22 @@ _STOP_S = 10.0
 _POLL_S = 0.01
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"
-_KEPT = "smb-kept"  # what _sweep leaves alone
+_KEPT = "smb-kept"  # of a data directory: it outlives its cluster, and no sweep looks at it
 
 
 class Daemon:
-    """A daemon process that can be killed and started again as the same."""
+    """A daemon process that can be killed and started again as the same. It has the descriptors `held` open, too."""
 
-    def __init__(self, module: str, name: str, options: Mapping[str, str], directory: Path) -> None:
+    def __init__(
+        self, module: str, name: str, options: Mapping[str, str], directory: Path, held: Sequence[int] = ()
+    ) -> None:
         self.name = name
         self.address = ""
         self.metrics = ""
         self.log = directory / f"{name}.log"
         self._module = module
         self._options = dict(options)
+        self._held = tuple(held)
         self._ready = directory / f"{name}.ready"
         self._process: subprocess.Popen[bytes] | None = None
         self._kept: list[socket.socket] = []
@@ -92,7 +95,7 @@ class Daemon:
         environment = {name: value for name, value in os.environ.items() if name not in taken_away}
         environment |= {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
         with self.log.open("ab") as log:
-            self._process = _launch(command, environment, log)
+            self._process = _launch(command, environment, log, held=self._held)
 
     def wait_ready(self, deadline: float) -> None:
         """Wait until it serves. Raises UnavailableError with the end of its log if it ends or the deadline passes."""
@@ -186,7 +189,7 @@ class LocalCluster:
         self._credentials = Path(credentials) if credentials is not None else None
         self._insecure = insecure
         self._daemon_options = {option: str(value) for option, value in daemon_options.items()}
-        self._directories: list[Path] = []
+        self._directories: list[HeldDirectory] = []
         self.coordinator: Daemon
         self.memory_directory: Path
         self.state_directory: Path
@@ -200,10 +203,12 @@ class LocalCluster:
 
     def start(self) -> LocalCluster:
         """Start the daemons; blocks until all of them serve. `with` does it for you."""
-        _sweep()
+        # Those of clusters whose processes were killed and could not do it themselves.
+        for root in (_MEMORY_ROOT, Path(tempfile.gettempdir())):
+            sweep(root, f"{_PREFIX}-*-*")
         private = self._data_dir or Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-"))
         if self._data_dir is None:
-            self._directories.append(private)
+            self._directories.append(HeldDirectory(private))
         else:
             self._keep(private)
         self.state_directory = private / "state"
@@ -212,16 +217,18 @@ class LocalCluster:
             memory_directory = self._memory_of(private)
             memory_directory.mkdir(mode=0o700, exist_ok=self._data_dir is not None)
             if self._data_dir is None:
-                self._directories.append(memory_directory)
+                self._directories.append(HeldDirectory(memory_directory))
             memory = str(memory_directory)
         self.memory_directory = Path(memory)
         try:
             deadline = time.monotonic() + _START_S
+            # The daemons hold the directories, too: one that outlives this process, stopped say, still uses them.
+            held = [directory.fd for directory in self._directories if directory.fd is not None]
             options = {"listen": self._listen, "state": str(self.state_directory), "metrics": self._metrics}
             if self._session_lease is not None:
                 options["session_lease"] = str(self._session_lease)
             options |= self._access("coordinator")
-            self.coordinator = Daemon("smb.tools.cli.main coordinator", "coordinator", options, private)
+            self.coordinator = Daemon("smb.tools.cli.main coordinator", "coordinator", options, private, held)
             self.coordinator.spawn()
             self.coordinator.wait_ready(deadline)
             host = parse_address(self._listen)[0]
@@ -238,7 +245,7 @@ class LocalCluster:
                     **self._daemon_options,
                     "memory_dir": memory,
                 }
-                self.servers.append(Daemon("memserver", name, options, private))
+                self.servers.append(Daemon("memserver", name, options, private, held))
                 self.servers[-1].spawn()
             for server in self.servers:
                 server.wait_ready(deadline)
@@ -277,7 +284,7 @@ class LocalCluster:
             with contextlib.suppress(ProcessLookupError):
                 daemon.release()
         for directory in self._directories:
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.remove()
         self._directories.clear()
         if self._kept is not None:
             self._kept.close()
@@ -291,16 +298,10 @@ class LocalCluster:
         self.stop()
 
 
-def _launch(command: list[str], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _launch(
+    command: list[str], environment: dict[str, str], log: IO[bytes], *, held: Sequence[int]
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own module
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-    )
-
-
-def _sweep() -> None:
-    """Remove the directories of clusters whose process was killed and could not do it itself."""
-    for root in (_MEMORY_ROOT, Path(tempfile.gettempdir())):
-        for directory in root.glob(f"{_PREFIX}-*-*"):
-            owner = directory.name.split("-")[2]
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-                shutil.rmtree(directory, ignore_errors=True)
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+        pass_fds=held,
+    )  # fmt: skip

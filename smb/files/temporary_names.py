@@ -5,6 +5,7 @@ It is in the namespace of the file in question: who may use the one may use the 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -15,11 +16,13 @@ from pathlib import Path
 
 from smb.buffer import Buffer
 from smb.client import Client
+from smb.config.boot import boot_id
 from smb.errors import Error, UnavailableError
 from smb.files.formats import Plan
 from smb.files.names import PRIVATE, private_of
 
 _AGAIN_S = 0.2
+_SPACE_DIGITS = 16  # of the digest that names a boot and a PID namespace: names have to be short
 
 _log = logging.getLogger("smb")
 
@@ -60,13 +63,25 @@ def sweep(client: Client, buffer: str | Buffer) -> None:
 
 
 def left_by_dead(name: str) -> bool:
-    """Whether it is a private name that a process of this host made, which is dead."""
+    """Whether it is a private name that a process of this machine, this boot and this PID namespace made, which is
+    dead. Of all others nobody here knows: their files may be on their way.
+    """
     _, private, rest = name.rpartition(f"{PRIVATE}/")
     owner = rest.removeprefix(_process_start()).split("-")[0]
-    return bool(private) and rest.startswith(_process_start()) and owner.isdigit() and not Path("/proc", owner).exists()
+    if not private or not boot_id() or not rest.startswith(_process_start()) or not owner.isdigit():
+        return False
+    try:
+        os.kill(int(owner), 0)  # of our namespace; /proc may be of another one
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def _process_start() -> str:
     host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())
-    # Process ids count within their name space; two containers of one host may have the same host's name.
-    return f"{host}-{Path('/proc/self/ns/pid').stat().st_ino}-"
+    # Process ids count within their namespace; two containers of one host may have the same host's name. The first
+    # namespace has one number on every host, and hosts may have one name: a boot's id is of one host alone.
+    space = f"{boot_id()} {Path('/proc/self/ns/pid').stat().st_ino}"
+    return f"{host}-{hashlib.sha256(space.encode()).hexdigest()[:_SPACE_DIGITS]}-"

@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
         raise FileNotFoundError(errno.ENOENT, "no such directory", str(target.parent))
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "this is a directory", str(target))
-    part = target.with_name(f"{target.name}.part-{os.getpid()}")
+    part = target.with_name(f"{target.name}.part-{secrets.token_hex(8)}")
     try:
         for attempt in range(2 * _TRIES):
             with _still(group) if attempt >= _TRIES else contextlib.nullcontext():

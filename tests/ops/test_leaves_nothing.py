@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import smb
+from smb.daemon.held_directory import sweep
 from tests.support import clients
 from tests.support.daemons import wait_for
 from tests.support.transports import EACH_WAY, FAR
@@ -153,7 +154,9 @@ with smb.LocalCluster(servers=2, capacity="16MiB") as cluster, smb.connect(clust
 
 
 def test_a_killed_owners_cluster_ends() -> None:
-    """The daemons of a LocalCluster end with the process that made it, and the next one sweeps its directories."""
+    """The daemons of a LocalCluster end with the process that made it, and the next one sweeps its directories: not
+    before the last daemon has ended, here one that was stopped.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
@@ -162,8 +165,16 @@ def test_a_killed_owners_cluster_ends() -> None:
         directories = [Path(name) for name in owner.stdout.readline().split()]
         assert len(pids) == 3
         assert all(directory.exists() for directory in directories)
+        os.kill(pids[-1], signal.SIGSTOP)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
+        try:
+            wait_for(lambda: not any(is_running(pid) for pid in pids[:-1]), "end of the other daemons")
+            for directory in directories:
+                sweep(directory.parent, directory.name)
+                assert directory.exists()
+        finally:
+            os.kill(pids[-1], signal.SIGCONT)
         wait_for(lambda: not any(is_running(pid) for pid in pids), "end of the daemons")
     with smb.LocalCluster(servers=1, capacity="16MiB"):
         assert not any(directory.exists() for directory in directories)

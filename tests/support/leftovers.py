@@ -8,6 +8,7 @@ process's.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
 import shutil
@@ -117,6 +118,7 @@ class Watch:
         used: set[str] = set()
         for path in Path("/proc").glob("[0-9]*"):
             used |= _held_by(int(path.name))
+        used |= {name for name in _names(SHARED_MEMORY) if _is_locked(SHARED_MEMORY / name)}
         unknown = [f"mount {point}" for point in unknown_mounts]
         for place, before in self.before.items():
             # Ours have ended. A name still in use is somebody else's, though its number may have been one of ours.
@@ -142,6 +144,21 @@ def _held_by(pid: int) -> set[str]:
             with suppress(OSError):
                 found.update(pattern.findall(str(link.readlink())))
     return found
+
+
+def _is_locked(directory: Path) -> bool:
+    """Whether somebody holds a lock in it: a cluster or a memory server, perhaps in another PID namespace."""
+    with suppress(OSError):
+        for path in directory.iterdir():
+            with suppress(OSError):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                finally:
+                    os.close(fd)
+    return False
 
 
 def _lives(pid: int | None) -> bool:

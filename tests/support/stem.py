@@ -31,6 +31,7 @@ MODULES = ("memserver", "smb.tools.cli.main")
 IMPORTED = ("memserver.cli", "smb.tools.cli.main", "smb.tools.cli.coordinator", "smb.coordinator.process")
 _MESSAGE_BYTES = 1 << 17
 _STEMS_MAX = 2
+_DESCRIPTORS_MAX = 4  # the output, and what a daemon holds
 _POLL_S = 0.005
 _FREE = (OWNER_VARIABLE, "SMB_COORDINATOR", "PYTEST_CURRENT_TEST")  # variables that are read when they are needed
 _NEVER = {"SMB_FAILPOINT", "SMB_ENGINE_FAILPOINT"}  # each such daemon is another one
@@ -43,12 +44,13 @@ def launch(
     *,
     cwd: str | None = None,
     new_session: bool = True,
+    held: Sequence[int] = (),
 ) -> subprocess.Popen[bytes] | Forked:
-    """Start `python -m MODULE ARGUMENT ...`, a daemon, with its output to a file."""
+    """Start `python -m MODULE ARGUMENT ...`, a daemon, with its output to a file; `held` are open in it, too."""
     stem = _stem_for(command, environment, cwd)
     if stem is None:
-        return program(command, environment, out, cwd=cwd, new_session=new_session)
-    return stem.fork(command, environment, out, new_session)
+        return program(command, environment, out, cwd=cwd, new_session=new_session, held=held)
+    return stem.fork(command, environment, out, new_session, held)
 
 
 def program(
@@ -58,11 +60,12 @@ def program(
     *,
     cwd: str | None = None,
     new_session: bool = True,
+    held: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """As launch, with a new program in any case."""
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, cwd=cwd,
-        start_new_session=new_session,
+        start_new_session=new_session, pass_fds=held,
     )  # fmt: skip
 
 
@@ -123,9 +126,16 @@ class _Stem:
         self._number = 0
         self.ask({})  # it is there
 
-    def fork(self, command: Sequence[str], environment: Mapping[str, str], out: IO[bytes], new_session: bool) -> Forked:
+    def fork(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        out: IO[bytes],
+        new_session: bool,
+        held: Sequence[int],
+    ) -> Forked:
         request = {"words": list(command[2:]), "environment": dict(environment), "session": new_session}
-        return Forked(self, self.ask(request, out.fileno())["pid"], command)
+        return Forked(self, self.ask(request, out.fileno(), *held)["pid"], command)
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> dict[str, Any]:
         """Send a request; return the answer."""
@@ -194,7 +204,7 @@ def _end_all() -> None:
 def _serve(requests: socket.socket) -> dict[str, Any]:
     """Answer requests until there are no more; then it ends. Returns in a fork alone, with what that is to run."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 1)
+        message, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, _DESCRIPTORS_MAX)
         if not message:
             os._exit(0)
         request: dict[str, Any] = json.loads(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import time
 import urllib.error
 import urllib.request
@@ -81,7 +81,7 @@ def _pending(url: str) -> urllib.request.Request:
 
 
 def _write(output: Path, text: str) -> None:
-    staged = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    staged = output.with_name(f"{output.name}.{secrets.token_hex(8)}.tmp")
     try:
         staged.write_text(text)
         staged.replace(output)

@@ -1,0 +1,13 @@
+"""Which run of which kernel this is: process ids, namespaces and file locks mean something within one alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def boot_id() -> str:
+    """Return the kernel's random id of this boot, the same in all containers of a machine; empty if it tells none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
