@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from itertools import islice
 from smb.config.quotas import Quota
 from smb.coordinator.events import (
     BufferFailed,
+    BufferMade,
+    BufferWanted,
     Effect,
     EraseBuffer,
     EraseServer,
@@ -46,6 +49,11 @@ _BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
 _FLOOR = "lock/floor"
 _PROBE = "probe"  # of no meaning
 _TERMS, _SEQUENCE = "lineage/terms", "lineage/sequence"
+# Events that take room for something new. All others go on on a full disk, from what the store keeps for them: what
+# frees room, and what keeps the data that is there, as servers are lost and come back.
+_CREATIONS = (BufferWanted, BufferMade)
+_SAID_AGAIN_S = 600.0  # between two lines of the log about one trouble of the store
+_LASTS_S = 5.0  # trouble that comes and goes is not told each time, but if it stays so long
 
 
 def read_clocks() -> Instant:
@@ -73,6 +81,8 @@ class CommitLog:
         self._stopping = False
         self._owed: dict[str, str | None] = {}  # changes that were shown, but could not be stored yet
         self._store_error = ""
+        self._failing_since = 0.0
+        self._said, self._said_at = "", -math.inf  # what the log has about it
         self.state = state
         # Called with every event after it was stored, and the state before it. In the loop's thread; must not raise.
         self.on_commit: Callable[[Event, State, Committed, Instant], None] | None = None
@@ -156,16 +166,13 @@ class CommitLog:
             changes[_PROBE] = ""  # whether it can be written again
         elif not changes and not (self._owed and isinstance(event, Ticked)):
             return
-        makes = any(isinstance(effect, SaveBuffer) for effect in effects) or _PROBE in changes
-        urgent = not makes and not isinstance(event, BufferFailed)
+        urgent = not isinstance(event, (*_CREATIONS, BufferFailed)) and _PROBE not in changes
         wanted = {**self._owed, **changes}
         try:
             await self._pay(len(changes))
             await self._store.change({**self._owed, **changes}, urgent=urgent)
         except StoreError as error:
-            if not self._store_error:
-                _log.error("%s", error)
-            self._store_error = str(error)
+            self._note_error(str(error))
             # A term that is not stored is one that no server's stamp is in: these then only prove less.
             if isinstance(event, BufferFailed) or (
                 isinstance(event, Restarted) and not any(isinstance(effect, EraseBuffer) for effect in effects)
@@ -177,8 +184,20 @@ class CommitLog:
             self._owed = {}
             # Out of its reserve a full disk takes what is urgent; a full etcd takes what only deletes.
             if self._store_error and not urgent and any(text is not None for text in wanted.values()):
-                _log.info("the store can be written again")
                 self._store_error = ""
+                if self._said_at >= self._failing_since:
+                    _log.info("the store can be written again")
+
+    def _note_error(self, text: str) -> None:
+        """Keep why the store cannot be written. The log has it once; again if it stays so for long, or comes back."""
+        now = self.now().monotonic
+        if not self._store_error:
+            self._failing_since = now
+        self._store_error = text
+        stays = self._said_at < self._failing_since <= now - _LASTS_S
+        if text != self._said or now - self._said_at >= _SAID_AGAIN_S or stays:
+            _log.error("%s", text)
+            self._said, self._said_at = text, now
 
     async def _pay(self, room: int) -> None:
         """Store what is owed, by parts, until the rest goes along with so many changes."""

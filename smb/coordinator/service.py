@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -62,6 +63,7 @@ from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.steps.copies import unheard_backups
 from smb.coordinator.steps.creation import made_before
+from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import copies_to_come
@@ -308,12 +310,9 @@ class CoordinatorService(CoordinatorServicer):
             self._watch.record_load(request.name, request.instance_id, request.load, self._commit_log.now())
         now = self._commit_log.now()
         self._mirrors.record(committed.state, request.name, request, now)
-        if request.broken:
-            await self._roles.look_after(request.name, request.broken)
-        for whole in (True, False):
-            ended = [copy for copy in request.copies if (copy.whole if whole else copy.failed)]
-            if ended:
-                await self._roles.end_copies(request.name, {copy.segment_id: copy.epoch for copy in ended}, whole=whole)
+        # The lease runs on, whether or not the server's news can be stored: the next renewal brings these again.
+        with suppress(StoreError):
+            await self._take_news(request)
         state = self._commit_log.state
         return pb.RenewServerReply(
             lease_ms=_SERVER_LEASE_MS,
@@ -328,6 +327,14 @@ class CoordinatorService(CoordinatorServicer):
             ],
             stamp=stamp_message(state.lineage.stamp),
         )
+
+    async def _take_news(self, request: pb.RenewServerRequest) -> None:
+        if request.broken:
+            await self._roles.look_after(request.name, request.broken)
+        for whole in (True, False):
+            ended = [copy for copy in request.copies if (copy.whole if whole else copy.failed)]
+            if ended:
+                await self._roles.end_copies(request.name, {copy.segment_id: copy.epoch for copy in ended}, whole=whole)
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
         """See control.proto."""

@@ -40,7 +40,7 @@ from smb.coordinator.store import FILE_NAME, RESERVE_NAME, SqliteStore, StoreErr
 from smb.coordinator.validate import Creation
 from smb.rpc import control_pb2 as pb
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
-from tests.support.memory_server import coordinator_stub, fake_memory_servers
+from tests.support.memory_server import FakeMemoryServer, coordinator_stub, fake_memory_servers
 
 DISK_MIB = 24
 
@@ -318,6 +318,105 @@ def test_a_coordinator_starts_and_deletes_with_its_disk_full(disk: Path, daemons
             assert create(stub, "v") == ""
             wait_for(lambda: health_of(third) == (200, "ok"), "its recovery")
             assert (disk / "state" / RESERVE_NAME).stat().st_size == 8 << 20
+
+
+def _two_copies(stub: Any, servers: list[FakeMemoryServer]) -> tuple[FakeMemoryServer, FakeMemoryServer, pb.BrokenPair]:
+    """Make a buffer; return its server, its backup's, and what the first one says when that is lost."""
+    for server in servers:
+        server.register(stub)
+    request = pb.CreateBufferRequest(name="w", shape=[8], dtype="float32", server_count=1, replicas=2)
+    (segment,) = stub.CreateBuffer(request, timeout=20).layout.segments
+    named = {server.name: server for server in servers}
+    pair = pb.BrokenPair(segment_id=segment.id, epoch=segment.epoch, for_ms=100)
+    return named[segment.server], named[segment.backup], pair
+
+
+def _renew(stub: Any, server: FakeMemoryServer, pair: pb.BrokenPair) -> str:
+    """Renew; return the server of the other copy, as the answer has it."""
+    request = pb.RenewServerRequest(name=server.name, instance_id=server.instance_id, broken=[pair])
+    (role,) = stub.RenewServer(request, timeout=10).replicas
+    return str(role.peer)
+
+
+def test_a_lost_server_is_replaced_with_the_disk_full(disk: Path, daemons: Daemons) -> None:
+    """What keeps data is stored from the reserve: of two copies the other one goes on alone, and the server that was
+    lost registers again, empty. Creations are refused."""
+    coordinator = daemons.coordinator("127.0.0.1:0", str(disk / "state"))
+    with fake_memory_servers("a", "b") as servers, coordinator_stub(coordinator.address) as stub:
+        primary, backup, pair = _two_copies(stub, servers)
+        fill(disk)
+        assert "disk is full" in create(stub, "v")
+        backup.stop()
+        assert _renew(stub, primary, pair) == ""
+        backup.segments.clear()
+        backup.instance_id += 10
+        backup.start()
+        backup.register(stub)
+        assert "RESOURCE_EXHAUSTED" in create(stub, "v")
+
+
+def test_servers_serve_on_when_nothing_can_be_stored(disk: Path, daemons: Daemons) -> None:
+    """A change of roles that cannot be stored at all: the server that asks for it keeps its lease and its roles, and
+    the log says once that the other one is dead, and once that the disk is full, however often it asks."""
+    coordinator = daemons.coordinator("127.0.0.1:0", str(disk / "state"))
+    with fake_memory_servers("a", "b") as servers, coordinator_stub(coordinator.address) as stub:
+        primary, backup, pair = _two_copies(stub, servers)
+        filler = fill(disk)
+        (disk / "state" / RESERVE_NAME).unlink()
+        fill(disk)
+        backup.stop()
+        for _ in range(20):
+            assert _renew(stub, primary, pair) == backup.name
+        said = [line for line in coordinator.log.read_text().splitlines() if " INFO " not in line]
+        assert len(said) == 2, said
+        assert "process is gone" in said[0]
+        assert "is full" in said[1]
+        filler.unlink()
+        wait_for(lambda: _renew(stub, primary, pair) == "", "change of roles")
+
+
+def test_a_store_that_comes_and_goes_is_told_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    """Each creation fails and each tick finds the store well: one line of each. What stays for five seconds is told,
+    and again after ten minutes."""
+
+    async def work() -> None:
+        store = BrokenStore()
+        clock = [Instant(0.0, 0.0)]
+        commit_log = await CommitLog.open(store, 1, clock=lambda: clock[0])
+        await commit_log.commit(
+            ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0), frozenset())
+        )
+
+        def told() -> list[str]:
+            found = [record.levelname for record in caplog.records if "writ" in record.message]
+            caplog.clear()
+            return found
+
+        def after(seconds: float) -> None:
+            clock[0] = Instant(clock[0].monotonic + seconds, clock[0].wall)
+
+        caplog.set_level("INFO")
+        for number in range(10):
+            store.fails = True
+            with pytest.raises(StoreError):
+                await commit_log.commit(wanted(f"w{number}"))
+            store.fails = False
+            await commit_log.commit(Ticked())
+            assert not commit_log.store_error
+            after(0.5)
+        assert told() == ["ERROR", "INFO"]
+        store.fails = True
+        with pytest.raises(StoreError):
+            await commit_log.commit(wanted("v"))
+        for seconds, levels in ((0, []), (4.5, []), (0.5, ["ERROR"]), (1, []), (598, []), (1, ["ERROR"]), (1, [])):
+            after(seconds)
+            await commit_log.commit(Ticked())
+            assert told() == levels
+        store.fails = False
+        await commit_log.commit(Ticked())
+        assert told() == ["INFO"]
+
+    asyncio.run(work())
 
 
 def test_a_bad_page_is_an_error_with_the_files_name(tmp_path: Path, daemons: Daemons) -> None:

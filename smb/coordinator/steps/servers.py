@@ -174,9 +174,9 @@ def server_left(state: State, event: ServerLeft, now: Instant) -> Step:
 
 
 def server_died(state: State, event: ServerDied, _: Instant) -> Step:
-    """A server's process is known to be gone, before the lease is out."""
+    """A server's process is known to be gone, before the lease is out. Nothing is new if that was known before."""
     known = state.servers.get(event.name)
-    if known is None or known.instance_id != event.instance_id:
+    if known is None or known.instance_id != event.instance_id or event.name not in state.server_leases.ends:
         return state, ()
     report = Report(logging.WARNING, f'memory server "{event.name}" is dead: its process is gone')
     return replace(state, server_leases=state.server_leases.end(event.name)), (report,)
