@@ -202,12 +202,14 @@ class ServerSuspected:
 @dataclass(frozen=True, slots=True)
 class BufferWanted:
     """A create, checked. `new_id` gives random non-zero 64-bit ids. `avoid`: servers that did not answer just now; what
-    names no servers goes to others.
+    names no servers goes to others. `waits`: it is put off where a lost copy of what it is to move together with can
+    be made anew.
     """
 
     creation: Creation
     new_id: Callable[[], int]
     avoid: frozenset[str] = frozenset()
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

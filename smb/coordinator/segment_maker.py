@@ -36,6 +36,7 @@ from smb.errors import Error, OutOfMemoryError, UnavailableError
 _log = logging.getLogger("coordinator")
 OTHERS_CREATION_S = 30.0  # how long a create with exist_ok waits for another client's creation of the same name
 _MOVING_PAUSE_S = 0.1  # until what is to move together with what is moving is tried again
+_LOST_COPY_S = 2.0  # and for so long it lets a lost copy be made first, that can be: the copy maker begins it by then
 _FINISH_S = 5.0
 
 
@@ -76,20 +77,20 @@ class SegmentMaker:
         begun = time.monotonic()
         while True:
             try:
-                return await self._create_now(creation)
+                return await self._create_now(creation, waits=time.monotonic() - begun < _LOST_COPY_S)
             except NotNowError:
                 if time.monotonic() - begun + _MOVING_PAUSE_S > patience_s:
                     raise
             await asyncio.sleep(_MOVING_PAUSE_S)
 
-    async def _create_now(self, creation: Creation) -> BufferRecord:
+    async def _create_now(self, creation: Creation, *, waits: bool) -> BufferRecord:
         deadline = time.monotonic() + OTHERS_CREATION_S
         # Of the first attempt. The error itself would keep this frame, and the request.
         mute: frozenset[str] = frozenset()
         said = ""
         while True:
             try:
-                committed = await self._commit_log.commit(BufferWanted(creation, new_id, mute))
+                committed = await self._commit_log.commit(BufferWanted(creation, new_id, mute, waits))
             except (UnavailableError, OutOfMemoryError):
                 if mute:  # the others do not do: that these did not answer is the cause
                     raise _MuteServersError(said, mute) from None

@@ -21,7 +21,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.gate import dropped
 from smb.coordinator.groups import Groups, group_of, move_together
-from smb.coordinator.placement import Placement, Pool, place, place_backups, place_like, place_together
+from smb.coordinator.placement import Placement, Pool, place, place_backups, place_copy, place_like, place_together
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
@@ -76,7 +76,7 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         beside = state.buffers[creation.like] if creation.like else None
         backups: tuple[str, ...] = ()
         if creation.joins and beside is not None:
-            placement, backups = _placed_together(state, beside, pool)
+            placement, backups = _placed_together(state, beside, pool, waits=event.waits)
         else:
             placement = _placement(state, creation, pool)
         # A lock is made with one copy where there is no second server, and gets the other one later: else nobody could
@@ -130,7 +130,7 @@ def _joining(state: State, creation: Creation) -> Creation:
     return replace(creation, replicas=like.replicas, joins=like.replicas > 1)
 
 
-def _placed_together(state: State, like: BufferRecord, pool: Pool) -> tuple[Placement, tuple[str, ...]]:
+def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: bool) -> tuple[Placement, tuple[str, ...]]:
     """Place a buffer to move together with `like` from here on. Raises NotNowError while that is moving."""
     asked = f'to move together with "{like.name}"'
     if any(segment.copying_to for segment in like.segments):
@@ -141,6 +141,12 @@ def _placed_together(state: State, like: BufferRecord, pool: Pool) -> tuple[Plac
             f"{asked} it waits until that one has left {', '.join(leaves)}, which is being drained; try again then"
         )
     groups = Groups(state.buffers.values())
+    # Else a copy of them would never begin while states come and go: it takes a group of which none is being made.
+    if waits and any(
+        not segment.backup and place_copy(pool, segment.server, groups.file_bytes(like, segment))
+        for segment in like.segments
+    ):
+        raise NotNowError(f"{asked} it waits for the lost copy of that one to be made anew; try again once it is there")
     members = {of.key for segment in like.segments for of, _ in groups.members(like, segment)}
     if len(members) >= limits.GROUP_BUFFERS_MAX:
         raise OutOfMemoryError(

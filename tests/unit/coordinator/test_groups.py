@@ -21,6 +21,7 @@ from smb.coordinator.events import (
     BufferFailed,
     BufferMade,
     BufferRenamed,
+    BufferWanted,
     CopiesEnded,
     CopyBegun,
     DropSegments,
@@ -34,6 +35,7 @@ from smb.coordinator.messages import buffer_message, creation_of
 from smb.coordinator.rebalance import plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.steps.creation import NotNowError
+from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import wishes
 from smb.rpc import control_pb2 as pb
 from tests.support.decisions import MIB, Cluster, registration, returned, server
@@ -342,6 +344,28 @@ def test_nothing_joins_what_is_moving(cluster: Cluster) -> None:
     cluster.do(ServerDrained("a"))
     with pytest.raises(NotNowError, match="has left a, which is being drained"):
         join(cluster, "x")
+
+
+def test_a_state_waits_for_a_lost_copy_that_can_be_made(cluster: Cluster) -> None:
+    """It is put off as long as another server has room for that. Not for ever: who has waited asks without."""
+
+    def ask(*, waits: bool) -> None:
+        creation = Creation("n", (), "", like="w", joins=True, replicas=0)
+        cluster.do(BufferWanted(creation, lambda: next(cluster.ids), waits=waits))
+
+    before = cluster.state
+    ask(waits=True)
+    cluster.state = before
+    degraded(cluster)
+    with pytest.raises(NotNowError, match="it waits for the lost copy"):
+        ask(waits=True)
+    before = cluster.state
+    ask(waits=False)
+    cluster.state = before
+    for name in "cd":
+        cluster.do(ServerDied(name, 1))
+    ask(waits=True)
+    assert "n" in cluster.state.buffers
 
 
 def test_what_was_made_for_other_roles_is_taken_back(cluster: Cluster) -> None:
