@@ -595,8 +595,8 @@ class Buffer:
         back into the residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks
         up to `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then,
         and it may be called again. UnavailableError if it can't be known any more, as the server has forgotten this
-        session's record. InvalidArgumentError if the error is of no call of this object, or of one whose arguments
-        were refused: there is nothing to be done again then.
+        session's record, or has lost the memory. InvalidArgumentError if the error is of no call of this object, or of
+        one whose arguments were refused: there is nothing to be done again then.
         """
         deadline = Deadline(self._session.timeout if timeout is None else timeout)
         return settle(error, self._session, self._dispatcher, deadline)

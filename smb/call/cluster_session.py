@@ -244,7 +244,7 @@ def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | 
 
 def _locate_copies(session: weakref.ref[ClusterSession], place: SegmentPlace) -> SegmentPlace | None:
     """Ask the coordinator which server has the primary of a segment now, and where. Raises NotFoundError if the
-    buffer, or the lock, is gone.
+    buffer, or the lock, is gone, or the segment's memory.
     """
     ours = session()
     name, buffer_id = place.buffer
@@ -256,6 +256,8 @@ def _locate_copies(session: weakref.ref[ClusterSession], place: SegmentPlace) ->
         _log.debug("the coordinator does not say where buffer %s is: %s", name, error)
         return None
     for segment in info.layout.segments:
+        if segment.id == place.id and segment.lost:
+            raise NotFoundError(f"memory server {segment.server} came back without the memory of {name!r}")
         if segment.id == place.id:
             return segment
     raise NotFoundError(f"{pb.Kind.Name(cast('pb.Kind', place.kind)).lower()} {name!r} was deleted")

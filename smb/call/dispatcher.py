@@ -21,7 +21,7 @@ from smb.buffer_info import BufferInfo
 from smb.call.arguments import Arguments
 from smb.call.outcomes import Failed, error_of, outcome_of, ranges_of
 from smb.call.session import Fence, Session
-from smb.call.sync_requests import LOST, Home
+from smb.call.sync_requests import LOST, LOST_WAIT_MS, Home
 from smb.engine import (
     NOWHERE,
     BufferHandle,
@@ -55,6 +55,9 @@ from smb.transport.choose import describe
 _RETRY_FIRST_S = 0.02
 _RETRY_MAX_S = 0.5
 _REFUSED_WAIT_MS = 1000  # for the answers to the other parts of a call of which one was refused
+_LOST_ASK_S = 0.2  # beyond a call's time: to hear whether what it did not reach is lost
+_UNREACHED = frozenset({Status.DISCONNECTED, Status.LINK_LOST, Status.TIMEOUT})
+_WITHOUT_IT = frozenset({Status.NOT_FOUND, Status.STALE_EPOCH})  # a server does not have the segment, or no role for it
 _BROUGHT_BYTES = 32 << 20  # of a source that lies on other servers, held at a time
 
 _log = logging.getLogger("smb")
@@ -77,6 +80,7 @@ class Dispatcher:
         self._gated_handle: BufferHandle | None = None  # for fenced changes: links only
         self._gated_links: tuple[tuple[Link, ...], ...] = ()  # of its segments
         self._homes: tuple[Home, ...] = ()
+        self._lost = info.lost  # memory of some segment, as the coordinator said
         self._ask_first = False  # the coordinator, before paths are looked for again: a server may have moved
 
     @property
@@ -132,7 +136,7 @@ class Dispatcher:
                     sources = others if request.sources else others[:1]
                     if sources and request.source == NOWHERE and any(map(self._lies_apart, sources)):
                         return self._bring(request, others, [self._elements(request)], fence, deadline)
-                    done = handle.transfer(request, deadline.left_ms(), theirs)
+                    done = handle.transfer(request, self._patience_ms(request, deadline), theirs)
                     self._raise_interrupt(request, done, touched=touched)
                     if isinstance(done, int):
                         return done
@@ -167,7 +171,9 @@ class Dispatcher:
                             continue
                     elif not self._is_read_only(ended) and self._refresh(deadline):
                         moved = self.info.movable  # a server does not say of what it has no more
-                elsewhere = moved or not _all_alive(self.paths)
+                # Not even a server that was not reached is waited for, if it is known to have lost this memory.
+                lost = self._has_lost(ended, others)
+                elsewhere = moved or lost or not _all_alive(self.paths)
                 if elsewhere:  # the next attempt, or the next call, finds new paths
                     self._forget(handle)
                     for other in others:
@@ -178,7 +184,7 @@ class Dispatcher:
                     if parts != whole:
                         return self._again(request, others, parts, fence, deadline)
                     ended = replace(ended, sent=False)
-                if not elsewhere or ended.sent or deadline.left() == 0.0:
+                if not elsewhere or lost or ended.sent or deadline.left() == 0.0:
                     raise self._error(request, others, ended, touched=touched)
                 ended = None
                 time.sleep(min(pause, deadline.left()))
@@ -219,7 +225,7 @@ class Dispatcher:
             return result
 
         future = None
-        if handle is not None and self.one_copy and request.nbytes > 0:
+        if handle is not None and self.one_copy and request.nbytes > 0 and not self._lost:
             timeout_ms = self.session.timeout_ms
             future = calls.transfer(
                 request, handle, self.turns, go_on, timeout_ms, result=result, keeps=keeps, window=window,
@@ -478,7 +484,7 @@ class Dispatcher:
             if self._handle is None:
                 self._handle = self._until_reached(self._attach, deadline)
                 arguments = self.arguments
-                if self.one_copy and not arguments.default_wire and arguments.note is None:
+                if self.one_copy and not arguments.default_wire and arguments.note is None and not self._lost:
                     self._handle.arm(
                         self.place, self.session.switch, self.turns.quiet, arguments.size, arguments.itemsize,
                         self.info.dtype.char, self.session.timeout_ms,
@@ -506,8 +512,10 @@ class Dispatcher:
             except UnavailableError as error:
                 self._ask_first = True
                 lost = LOST in str(error)
-                if lost and self.info.lost:
-                    raise  # the coordinator says so, too: it does not come back
+                if told and self.info.lost:  # the coordinator says so: it does not come back
+                    if lost:
+                        raise
+                    raise UnavailableError(f"buffer {self.info.name!r}: {error}; {LOST}") from error
                 if deadline.left() <= pause:
                     if lost:
                         raise
@@ -529,6 +537,10 @@ class Dispatcher:
         except NotFoundError as error:
             self._refresh(deadline)  # raises if the buffer is gone for the coordinator too
             raise UnavailableError(f"buffer {self.info.name!r}: {error}; {LOST}") from error
+        for place, path in zip(layout.segments, paths, strict=True):
+            if place.lost and path.links and not any(link.connected() for link in path.links):
+                away = f"memory server {place.server} at {place.address} is away, and had no such segment"
+                raise UnavailableError(f"buffer {self.info.name!r}: {away}; {LOST}")
         handle = self._new_handle()
         for index, (place, path) in enumerate(zip(layout.segments, paths, strict=True)):
             path.apply(handle, index, place, layout.epoch)
@@ -589,6 +601,31 @@ class Dispatcher:
             return False
         return opcode in (Opcode.WRITE, Opcode.FILL) or self._nothing_applied(refused, 0)
 
+    def _patience_ms(self, request: Request, deadline: Deadline) -> int:
+        """Return how long a call may wait for servers: for one that has lost the memory in question but a moment."""
+        if not self._lost:
+            return deadline.left_ms()
+        layout = self.info.layout
+        first = request.offset // layout.stripe_bytes
+        stripes = (request.offset + request.nbytes - 1) // layout.stripe_bytes - first + 1
+        count = len(layout.segments)
+        lost = any(layout.segments[(first + i) % count].lost for i in range(min(stripes, count)))
+        return min(deadline.left_ms(), LOST_WAIT_MS) if lost else deadline.left_ms()
+
+    def _has_lost(self, ended: Outcome, others: tuple[Dispatcher, ...]) -> bool:
+        """Whether a call that ended so did so because memory of these buffers is lost, as the coordinator says."""
+        asks = ended.status in _UNREACHED or (ended.status in _WITHOUT_IT and ended.sent)
+        if not asks and ended.status not in _WITHOUT_IT:
+            return False
+        asked = [each.is_lost() for each in (self, *others) if asks or each._lost]
+        return any(asked)
+
+    def is_lost(self) -> bool:
+        """Whether memory of this buffer is lost. Asks the coordinator; without its answer it is what it said before."""
+        with contextlib.suppress(NotFoundError):  # deleted: the next call says so
+            self._refresh(Deadline(_LOST_ASK_S))
+        return self.info.lost
+
     def _is_read_only(self, refused: Outcome) -> bool:
         return self.session.coordinator.tokens.read_only(self.info.layout.segments[refused.segment].id)
 
@@ -626,7 +663,7 @@ class Dispatcher:
             raise NotFoundError(f"buffer {self.info.name!r} was deleted") from error
         if info.id != self.info.id:
             raise NotFoundError(f"buffer {self.info.name!r} was deleted and made anew, or replaced; open it again")
-        self.arguments.info = info
+        self.arguments.info, self._lost = info, info.lost
         return True
 
     def _error(
@@ -654,7 +691,10 @@ class Dispatcher:
         asked = self._asked(request)
         why, timeout = self.session.why_untrusted(place.server), self.session.timeout
         infos = [each.info for each in (self, *others)]
-        moved = any(info.movable for info in infos) and not any(info.lost for info in infos)
+        lost = any(info.lost for info in infos)
+        moved = any(info.movable for info in infos) and not lost
+        if lost and outcome.status in (*_UNREACHED, *_WITHOUT_IT):
+            outcome = replace(outcome, status=Status.NOT_FOUND)
         error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=timeout, why=why, moved=moved)
         error.outcome = known
         error._account = Failed(self, self._elements(request), None if touched else outcome.unknown)

@@ -7,6 +7,7 @@ from typing import Any
 from smb.call.dispatcher import Dispatcher
 from smb.call.outcomes import Failed, TakenOut, ranges_of
 from smb.call.session import Session
+from smb.call.sync_requests import LOST, LOST_WAIT_MS
 from smb.engine import EngineError, PartState
 from smb.errors import (
     APPLIED,
@@ -18,6 +19,8 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.transport.base import Deadline
+
+_LOST_WITH_IT = f"it can't be known: {LOST}"
 
 
 def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: Deadline) -> list[range]:
@@ -35,10 +38,16 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
         return [] if account.settled or failed.outcome == APPLIED else [account.elements]
     try:
         unknown = account.unknown
-        parts = session.engine.resolve(unknown, deadline.left_ms()) if unknown is not None else []
+        # A server that has lost the memory may never answer.
+        wait_ms = min(deadline.left_ms(), LOST_WAIT_MS) if calls.info.lost else deadline.left_ms()
+        parts = session.engine.resolve(unknown, wait_ms) if unknown is not None else []
     except EngineError as failure:
+        if calls.is_lost():
+            raise UnavailableError(f"{asked}: {_LOST_WITH_IT}") from failure
         raise TimeoutError(f"{asked}: a server it needs did not answer in time; try again") from failure
     if any(state is PartState.UNKNOWN for _, _, state in parts):
+        if calls.is_lost():
+            raise UnavailableError(f"{asked}: {_LOST_WITH_IT}")
         raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
     missing = [(at, length) for at, length, state in parts if state is PartState.NOT_APPLIED]
     itemsize = calls.arguments.itemsize

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from smb.call.session import Session
 from smb.engine import AskOpcode, EngineError, Link, PendingRequest, Reply, Status
@@ -31,8 +32,10 @@ from smb.transport.base import Deadline, SegmentPlace
 USER_LOCK, PUBLISHER_LOCK = 0, 1  # of a segment: csrc/memory/sync.h
 FOREVER_MS = 2**64 - 1
 LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
+LOST_WAIT_MS = 1000  # for a server that may have lost what is asked for: others than the lost one answer by then
 _TURN_MS = 200
 _RETRY_S = 0.05
+_LOOK_S = 1.0  # without a connection the coordinator is asked so often whether the memory is lost
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
 _PINS_MAX = 1024  # csrc/memory/pins.h: SESSION_PINS_MAX
 
@@ -111,6 +114,8 @@ class Home:
                 if deadline.left() <= _RETRY_S:
                     raise
                 if not self.follow():
+                    if self._place.lost:
+                        raise self._lost(asked) from None
                     self._link = None
                     time.sleep(_RETRY_S)
             except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
@@ -125,7 +130,7 @@ class Home:
                         f"{asked}: {self._where()} does not have it any more: it was idle, or its memory was lost; "
                         f"the next round starts clean"
                     ) from error
-                if not self.named or deadline.left() <= _RETRY_S:
+                if not self.named or self._place.lost or deadline.left() <= _RETRY_S:
                     raise self._gone(asked, error) from error
                 self._place_again()
 
@@ -139,7 +144,7 @@ class Home:
             return False
         before, self._place = self._place, found
         if found.id != before.id or (found.server, found.epoch) == (before.server, before.epoch):
-            self._place = before
+            self._place = replace(before, lost=found.lost and found.id == before.id)
             return False
         self._epoch = found.epoch or self._epoch
         self._link = None
@@ -155,8 +160,12 @@ class Home:
             return error
         if not there:
             return error
+        return self._lost(asked)
+
+    def _lost(self, asked: str, *, sent: bool = False) -> UnavailableError:
         lost = "its memory was lost, with who held it; use another name" if self.named else LOST
-        return UnavailableError(f"{asked}: {self._where()} has no such segment; {lost}; nothing was done")
+        outcome, done = (UNKNOWN, "outcome unknown") if sent else (NOT_APPLIED, "nothing was done")
+        return UnavailableError(f"{asked}: {self._where()} has no such segment; {lost}; {done}", outcome=outcome)
 
     def _place_again(self) -> None:
         """Find the name's new place, or make it. For a moment it is retired and has its old one still."""
@@ -210,7 +219,7 @@ class Home:
 
     def _wait(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
         patience = self._client.timeout
-        began = connected = time.monotonic()
+        began = connected = looked = time.monotonic()
         while True:
             reply = pending.wait(_TURN_MS)
             if reply is not None:
@@ -218,7 +227,13 @@ class Home:
             self._client.check_open()
             now = time.monotonic()
             if pending.link.connected():
-                connected = now
+                connected = looked = now
+            elif now - looked > _LOOK_S and not self.named:
+                looked, lost = now, False
+                with contextlib.suppress(UnavailableError, TimeoutError, NotFoundError):
+                    lost = self._relocate().lost
+                if lost:
+                    raise self._lost(asked, sent=True)
             if now - connected > patience:
                 waiting = "" if wait == 0.0 else "; it may be waiting there"
                 raise UnavailableError(
@@ -249,6 +264,8 @@ class Home:
                 time.sleep(_RETRY_S)
                 with contextlib.suppress(UnavailableError, TimeoutError):  # then it may still be where it was
                     self._place = self._relocate()
+                if self._place.lost:
+                    raise self._lost(asked) from error
             else:
                 return self._link
 

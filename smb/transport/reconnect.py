@@ -123,7 +123,7 @@ class Links:
     ) -> None:
         """`locate` asks the coordinator for a server by name: None if it does not answer; NotFoundError if there is
         nothing to look for on that server.
-        `locate_copies` asks where the primary of a segment is now; NotFoundError if it is gone.
+        `locate_copies` asks where the primary of a segment is now; NotFoundError if it is gone, or its memory lost.
         """
         self._locate_copies = locate_copies
         self._copies: dict[tuple[int, bool], _Copies] = {}  # by segment, and whether for what waits
