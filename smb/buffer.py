@@ -242,7 +242,8 @@ class Buffer:
     def view(self) -> Array:
         """Return the buffer's own memory as one array of its shape: no copy, same host only.
 
-        Reads and writes through the view are neither atomic nor ordered against other processes. A call on the buffer
+        Reads and writes through the view are not ordered against other processes. No more is atomic than one element:
+        what calls of others store there is always whole (over RDMA as the card does it). A call on the buffer
         may get a part of its view as its array or as out=. Such a call works on a copy of that part. The stripes of
         several servers are mapped side by side, so the view is contiguous; it stays valid until it is garbage
         collected; once the buffer is deleted it holds zeros. Raises TransportError if a segment is not on this host,

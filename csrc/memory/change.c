@@ -108,8 +108,8 @@ static void apply_entries(struct smb_segment *segment, const struct smb_change *
         }
         smb_kernel_apply((int)segment->dtype, change->op, old, values, n, change->scale);
         for (uint64_t i = 0; i < n; i++)
-            memcpy(target + (uint64_t)index_of(entries + (low + i) * entry) * element,
-                   (uint8_t *)old + i * element, element);
+            kernel_put(target + (uint64_t)index_of(entries + (low + i) * entry) * element,
+                       (uint8_t *)old + i * element, element);
         low += n;
     }
 }

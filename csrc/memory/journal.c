@@ -334,9 +334,10 @@ static void restore(const struct left *left)
     for (int i = 0; left->dirty && i < left->count; i++) {
         if (!left_marked(left, i))
             continue;
-        memcpy((uint8_t *)smb_segment_data(left->targets[i]) + left->change.offset +
-                   left->block * whole,
-               left->undo + (uint64_t)i * whole, block_bytes(&left->change, left->block));
+        kernel_copy((uint8_t *)smb_segment_data(left->targets[i]) + left->change.offset +
+                        left->block * whole,
+                    left->undo + (uint64_t)i * whole, block_bytes(&left->change, left->block),
+                    false);
         FAILPOINT("recovery.restored");
     }
 }

@@ -5,10 +5,13 @@
 
 #include "smb.h"
 
-/* memcpy of ranges that do not overlap. around_cache: with stores that go around the cache, for
- * data that does not fit there. A line that is overwritten whole need not be read first. That saves
- * a third of the memory traffic. */
+/* memcpy of ranges that do not overlap, or are the same. Where the target is aligned to an
+ * element's size and `bytes` is a multiple of it, nobody ever sees a part of an element there.
+ * around_cache: with stores that go around the cache, for data that does not fit there. A line that
+ * is overwritten whole need not be read first. That saves a third of the memory traffic. */
 void kernel_copy(void *to, const void *from, uint64_t bytes, bool around_cache);
+/* The same of one element, of 1, 2, 4 or 8 bytes. */
+void kernel_put(void *to, const void *from, uint32_t element);
 
 /* A rule's numbers as they meet elements. */
 struct factors {

@@ -213,7 +213,8 @@ static int copy_chunk(struct gate_request *request, const uint8_t *payload)
     if (status != SMB_OK)
         return status;
     smb_segment_change_begin(request->segment, frame->offset);
-    memcpy((uint8_t *)smb_segment_data(request->segment) + frame->offset, payload, frame->length);
+    kernel_copy((uint8_t *)smb_segment_data(request->segment) + frame->offset, payload,
+                frame->length, false);
     smb_segment_change_end(request->segment, frame->offset);
     smb_segment_unlock(request->segment, frame->offset);
     return SMB_OK;
@@ -636,46 +637,30 @@ bool gate_may_tell(const struct gate_request *request, uint64_t order)
            SMB_OK;
 }
 
-int gate_open(struct gate_request *request, bool to_change, uint8_t **place)
+int gate_open(struct gate_request *request, uint8_t **place)
 {
     SMB_ASSERT(request->segment);
     if (smb_segment_deleted(request->segment))
         return SMB_NOT_FOUND;
-    if (to_change && replica_at(request->segment))
-        return SMB_BUSY; /* its operand is forwarded: it is staged */
-    int status = to_change ? take_record(request) : SMB_OK;
-    if (status == SMB_OK)
-        status = smb_segment_lock(request->segment, request->frame.offset,
-                                  to_change ? patience(request) : SMB_TRY_ONCE);
-    struct replica *replica = status == SMB_OK ? replica_at(request->segment) : NULL;
-    if (replica) {
-        /* a change: gated since */
-        status = to_change ? SMB_BUSY
-                           : replica_check_read(replica,
-                                                replica_newest_of(replica, request->frame.offset),
-                                                request->tries.begun_ns);
-        if (status != SMB_OK)
-            smb_segment_unlock(request->segment, request->frame.offset);
-    }
+    int status = smb_segment_lock(request->segment, request->frame.offset, SMB_TRY_ONCE);
+    if (status != SMB_OK)
+        return status;
+    struct replica *replica = replica_at(request->segment);
+    if (replica)
+        status = replica_check_read(replica, replica_newest_of(replica, request->frame.offset),
+                                    request->tries.begun_ns);
     if (status != SMB_OK) {
-        let_go(request);
+        smb_segment_unlock(request->segment, request->frame.offset);
         return status;
     }
-    if (to_change)
-        smb_segment_change_begin(request->segment, request->frame.offset);
     *place = (uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
     return SMB_OK;
 }
 
-void gate_close(struct gate_request *request, bool to_change, bool done)
+void gate_close(struct gate_request *request)
 {
     SMB_ASSERT(request->segment);
-    if (to_change && done)
-        record_note(request->record, request->frame.sequence, false, 0);
-    if (to_change)
-        smb_segment_change_end(request->segment, request->frame.offset);
     smb_segment_unlock(request->segment, request->frame.offset);
-    let_go(request);
 }
 
 void gate_done(struct gate_request *request)

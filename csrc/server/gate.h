@@ -66,12 +66,11 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
  * for request->order. Copying again might never end: others may change the chunk all the while. */
 int gate_copy(struct gate_request *request, uint8_t *to);
 bool gate_may_tell(const struct gate_request *request, uint64_t order);
-/* The other path: the range itself, under its chunk's lock, for the socket to be sent from or
- * received into. Not to be held while anything is waited for. SMB_BUSY: defer it, or take another
- * path (for a read, the lock is tried once); SMB_EXISTS: this change was made before. */
-int gate_open(struct gate_request *request, bool to_change, uint8_t **place);
-/* `done`: the change was made, whole. */
-void gate_close(struct gate_request *request, bool to_change, bool done);
+/* The other path of a read: the range itself, under its chunk's lock, for the socket to be sent
+ * from. Not to be held while anything is waited for. The lock is tried once: with SMB_BUSY defer
+ * it, or take another path. */
+int gate_open(struct gate_request *request, uint8_t **place);
+void gate_close(struct gate_request *request);
 /* From the primary: a part of a copy that is being made here. SMB_BUSY: defer it. */
 int gate_copied(struct gate_request *request, const uint8_t *payload);
 /* A note of the primary's: that change was refused there. */

@@ -1,13 +1,10 @@
 #include "server/input.h"
 
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/uio.h>
 
 #include "base/assert.h"
 #include "base/channel.h"
-#include "base/clock.h"
-#include "server/answer.h"
 #include "server/handshake.h"
 #include "server/loop.h"
 #include "server/output.h"
@@ -116,57 +113,6 @@ enum step input_next_request(struct connection *connection)
                                                 : STEP_ON;
 }
 
-static bool has_arrived(const struct connection *connection)
-{
-    uint32_t here = connection->in_end - connection->in_start;
-    int queued = 0;
-    return !connection->channel.tls && ioctl(connection->channel.fd, FIONREAD, &queued) == 0 &&
-           (uint64_t)here + (uint64_t)queued >= connection->request.frame.length;
-}
-
-/* A chunk to be written that has arrived whole goes from the socket straight to its place, under
- * the chunk's lock: the copy can't stall, since every byte is here. One that is still on its way is
- * staged, so that no lock waits for a network. */
-static enum step receive_in_place(struct connection *connection, bool *done)
-{
-    struct gate_request *request = &connection->request;
-    uint32_t length = request->frame.length, here = connection->in_end - connection->in_start;
-    *done = false;
-    uint8_t *place;
-    if (gate_admit(connection->loop->server, &request->frame, request) != SMB_OK)
-        return STEP_ON;
-    if (gate_open(request, true, &place) != SMB_OK) {
-        gate_done(request);
-        return STEP_ON;
-    }
-    uint32_t have = here < length ? here : length;
-    memcpy(place, connection->in + connection->in_start, have);
-    connection->in_start += have;
-    enum step step = STEP_ON;
-    while (have < length && step == STEP_ON) {
-        struct iovec parts[2] = {{place + have, length - have}, {connection->in, IN_BYTES}};
-        ssize_t got = channel_read(&connection->channel, parts, 2);
-        if (got <= 0) {
-            step = STEP_CLOSE; /* the bytes were there: the connection is broken */
-            break;
-        }
-        connection->drained = (size_t)got < length - have + IN_BYTES;
-        uint32_t ours = got < (ssize_t)(length - have) ? (uint32_t)got : length - have;
-        have += ours;
-        connection->in_start = 0;
-        connection->in_end = (uint32_t)got - ours;
-    }
-    gate_close(request, true, step == STEP_ON);
-    if (step == STEP_ON) {
-        *done = true;
-        connection->payload_have = length;
-        struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
-        output_put(connection, &reply);
-        answer_finish(connection, true);
-    }
-    return step;
-}
-
 /* So many bytes more of the payload have arrived. Of what is spoilt nothing is done, refused or
  * answered: the header may be, too. */
 static enum step take_payload(struct connection *connection, const uint8_t *bytes, uint32_t count)
@@ -188,15 +134,6 @@ enum step input_receive_payload(struct connection *connection)
     SMB_ASSERT(connection->have_request &&
                connection->payload_have < connection->request.frame.payload);
     const struct smb_frame *frame = &connection->request.frame;
-    if (frame->opcode == SMB_WRITE && connection->admitted == SMB_OK &&
-        connection->payload_have == 0 && frame->length >= BULK_BYTES &&
-        frame->payload == frame->length) {
-        /* as it is, and nothing beside it */
-        bool done = false;
-        enum step step = has_arrived(connection) ? receive_in_place(connection, &done) : STEP_ON;
-        if (done || step != STEP_ON)
-            return step;
-    }
     /* Inside TLS the next record is never far: the peer takes as long to make one as we to open
      * it. */
     connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX &&

@@ -60,7 +60,7 @@ static int batch_open(struct batch *batch)
     for (uint32_t i = batch->count = 0; i < batch->admitted; i++) {
         const struct smb_frame *frame = &batch->requests[i].frame;
         uint8_t *place;
-        int status = gate_open(&batch->requests[i], false, &place);
+        int status = gate_open(&batch->requests[i], &place);
         if (status != SMB_OK)
             return i == 0 ? status : SMB_OK;
         struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
@@ -88,13 +88,13 @@ static int copy_range(struct connection *connection, uint8_t *to)
     uint32_t length = request->frame.length;
     int wire = smb_frame_wire(&request->frame);
     uint8_t *from;
-    int status = gate_open(request, false, &from);
+    int status = gate_open(request, &from);
     if (status == SMB_OK) {
         if (wire == SMB_WIRE_EXACT)
             memcpy(to, from, length);
         else
             smb_kernel_encode(wire, from, length / 4, to);
-        gate_close(request, false, true);
+        gate_close(request);
     }
     if (status != SMB_BUSY)
         return status;
@@ -177,7 +177,7 @@ enum step answer_read(struct connection *connection)
         } else if (answered) {
             sent -= SMB_FRAME_BYTES + (uint64_t)length;
         }
-        gate_close(request, false, true);
+        gate_close(request);
         if (answered) {
             answer_count(connection, request);
             begun++;
