@@ -13,7 +13,7 @@ import numpy as np
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import SPARSE_WIRE
 from smb.buffer_info import BufferInfo
-from smb.call.dispatcher import Dispatcher, signed
+from smb.call.dispatcher import Dispatcher, accounted, signed
 from smb.call.operands import check_beside, check_step, each_of
 from smb.call.optimizer_rules import hyper_of, rule_of
 from smb.call.session import FenceAsMade, Session
@@ -221,6 +221,7 @@ class Buffer:
         return self._versions.read(0, self.size, memory.place, number)
 
     @direct(_WRITE)
+    @accounted
     def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
         """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
 
@@ -231,6 +232,7 @@ class Buffer:
         itemsize = self._arguments.itemsize
         self._dispatcher.call(Request(_WRITE, offset * itemsize, count * itemsize, place, wire=number), fence=fence)
 
+    @accounted
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
         """Set every element to `value` (converted to the buffer's dtype)."""
         element = arrays.scalar(value, self._arguments.dtype)
@@ -280,6 +282,7 @@ class Buffer:
     # ---- changing in place
 
     @direct(_ACCUMULATE)
+    @accounted
     def accumulate(
         self,
         array: Any,
@@ -337,6 +340,7 @@ class Buffer:
                 raise
         return cast("Array | None", result)
 
+    @accounted
     def accumulate_sparse(
         self,
         indices: Any,
@@ -386,6 +390,7 @@ class Buffer:
                         account.settled = True
             raise
 
+    @accounted
     def accumulate_from(
         self,
         other: Buffer | Sequence[Buffer],
@@ -443,6 +448,7 @@ class Buffer:
             request = request._replace(scale=scales[0], wire=encodings[0])
         self._dispatcher.call(request, fence=fence, others=dispatchers)
 
+    @accounted
     def apply(
         self,
         rule: str,
@@ -497,12 +503,14 @@ class Buffer:
         self._dispatcher.call(request, fence=fence, others=others)
 
     @direct(Opcode.FETCH_ADD)
+    @accounted
     def fetch_add(self, index: int, value: int) -> int:
         """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
         index, value = self._arguments.counter("fetch_add", index, value)
         return signed(self._dispatcher.call(Request(Opcode.FETCH_ADD, 8 * index, 8, argument=value & _MASK)))
 
     @direct(Opcode.COMPARE_SWAP)
+    @accounted
     def compare_swap(self, index: int, expected: int, new: int) -> int:
         """Set element `index` of an int64 buffer to `new` if it is `expected`; return what it was before. Atomic.
 

@@ -36,14 +36,10 @@ static unsigned long forks; /* how often this process is a child */
 /* what a handler raised in the middle of a call of this thread; its caller raises it */
 static _Thread_local PyObject *interrupt;
 
-/* The engine's calls run without the GIL. Python's handlers run on the main thread alone. */
-static int look(void)
+/* With the GIL: runs the handlers of signals that have come. On other threads than the main one it
+ * does nothing. */
+static void run_handlers(void)
 {
-    if (interrupt)
-        return 1;
-    if (getpid() != (pid_t)syscall(SYS_gettid))
-        return 0;
-    PyGILState_STATE state = PyGILState_Ensure();
     if (PyErr_CheckSignals() != 0) {
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
@@ -54,6 +50,17 @@ static int look(void)
         Py_XDECREF(type);
         Py_XDECREF(trace);
     }
+}
+
+/* The engine's calls run without the GIL. Python's handlers run on the main thread alone. */
+static int look(void)
+{
+    if (interrupt)
+        return 1;
+    if (getpid() != (pid_t)syscall(SYS_gettid))
+        return 0;
+    PyGILState_STATE state = PyGILState_Ensure();
+    run_handlers();
     PyGILState_Release(state);
     return interrupt != NULL;
 }
@@ -332,6 +339,9 @@ static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssi
         Py_END_ALLOW_THREADS;
     }
     PyObject *result = NULL;
+    /* A call too short for a look: what a handler raises after its return has no outcome. */
+    if (!interrupt)
+        run_handlers();
     if (outcome.status != SMB_OK || interrupt)
         result = PyObject_CallFunction(place->go_on, "dKK", (double)started_ns / 1e9,
                                        (unsigned long long)(uintptr_t)&request,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from smb.call.session import Fence, Session
 from smb.call.sync_requests import LOST, LOST_WAIT_MS, Home
 from smb.engine import (
     NOWHERE,
+    Attempt,
     BufferHandle,
     EngineError,
     Link,
@@ -61,6 +63,15 @@ _WITHOUT_IT = frozenset({Status.NOT_FOUND, Status.STALE_EPOCH})  # a server does
 _BROUGHT_BYTES = 32 << 20  # of a source that lies on other servers, held at a time
 
 _log = logging.getLogger("smb")
+
+
+class _Here(threading.local):
+    """Of each thread: the change that its last call made, all of it."""
+
+    finished: Request | None = None
+
+
+_here = _Here()
 
 
 class Dispatcher:
@@ -105,6 +116,8 @@ class Dispatcher:
         opcode = request.opcode
         handle = self._handle
         touched = False  # by an attempt before this one
+        attempt: Attempt | None = None  # the last one
+        made = request  # as our caller knows it
         if ended is not None:
             self._raise_interrupt(request, ended)
         try:
@@ -135,10 +148,14 @@ class Dispatcher:
                     handle, theirs = self._handles(request, others, deadline)
                     sources = others if request.sources else others[:1]
                     if sources and request.source == NOWHERE and any(map(self._lies_apart, sources)):
-                        return self._bring(request, others, [self._elements(request)], fence, deadline)
-                    done = handle.transfer(request, self._patience_ms(request, deadline), theirs)
+                        number = self._bring(request, others, [self._elements(request)], fence, deadline)
+                        _here.finished = made
+                        return number
+                    attempt = Attempt()
+                    done = handle.transfer(request, self._patience_ms(request, deadline), theirs, attempt)
                     self._raise_interrupt(request, done, touched=touched)
                     if isinstance(done, int):
+                        _here.finished = made
                         return done
                     ended = done
                 if ended.status is Status.LOCK_LOST and fence is not None:
@@ -156,7 +173,9 @@ class Dispatcher:
                         moved |= not told or (each.info.movable and not each.info.lost)
                 if others and not brought and self._was_apart(ended.status, others):
                     left = self._left_of(request, others, ended, deadline)
-                    return self._bring(request, others, left, fence, deadline)
+                    self._bring(request, others, left, fence, deadline)
+                    _here.finished = made
+                    return 0
                 # Of what moves, a token may be of before a change of roles again and again.
                 moves = any(each.info.movable for each in others) and not self._is_read_only(ended)
                 if ended.status is Status.DENIED and (not opened_again or (moves and deadline.left() > 0.0)):
@@ -182,7 +201,9 @@ class Dispatcher:
                     whole = [self._elements(request)]
                     parts = whole if opcode is Opcode.READ else self._left_of(request, others, ended, deadline)
                     if parts != whole:
-                        return self._again(request, others, parts, fence, deadline)
+                        number = self._again(request, others, parts, fence, deadline)
+                        _here.finished = made
+                        return number
                     ended = replace(ended, sent=False)
                 if not elsewhere or lost or ended.sent or deadline.left() == 0.0:
                     raise self._error(request, others, ended, touched=touched)
@@ -197,6 +218,11 @@ class Dispatcher:
                     error.outcome = self._outcome_of(ended, request.nbytes, _REFUSED_WAIT_MS)
                 unknown = None if ended is None else ended.unknown
                 error._account = Failed(self, self._elements(request), unknown)
+            raise
+        except BaseException as error:
+            how = ended if attempt is None else attempt.ended
+            how = 0 if _here.finished is made or _here.finished is request else how
+            self._account_interrupt(error, request, how, touched=touched)
             raise
 
     def later(
@@ -321,16 +347,18 @@ class Dispatcher:
         """Do what is left of a change: its servers sent it away, as they are reached in another way by now, or others
         have the segments. The rest of it was applied.
         """
-        touched, done = sum(map(len, left)) < len(self._elements(request)), 0
-        while left:
-            try:
-                if (part := _part_of(request, left[0], self.arguments.itemsize)) is not None:
-                    done = self.call(part, fence=fence, others=others, deadline=deadline, in_turn=True)
-            except BaseException as error:
-                self._account_for(error, request, left, touched, True, "of which a part was sent to other servers")
-                raise
-            touched = True
-            del left[0]
+        done = 0
+        change: Request | None = None
+        try:
+            while left:
+                if (change := _part_of(request, left[0], self.arguments.itemsize)) is not None:
+                    done = self.call(change, fence=fence, others=others, deadline=deadline, in_turn=True)
+                del left[0]
+            _here.finished = request
+        except BaseException as error:
+            what = "of which a part was sent to other servers"
+            self._account_for(error, request, left, change, what)
+            raise
         return done
 
     def _bring(
@@ -349,11 +377,10 @@ class Dispatcher:
         chunk = self.info.layout.chunk_bytes
         most = max(1, _BROUGHT_BYTES // chunk) * chunk // itemsize
         left = [piece for part in parts for piece in _cut(part, most)]
-        touched = sum(map(len, left)) < len(self._elements(request))
-        while left:
-            piece = left[0]
-            begun = False
-            try:
+        begun: Request | None = None
+        try:
+            while left:
+                piece, begun = left[0], None
                 offset, nbytes = piece.start * itemsize, len(piece) * itemsize
                 read = Request(Opcode.READ, offset, nbytes)
                 change = request._replace(offset=offset, nbytes=nbytes, token=0, sources=())
@@ -364,15 +391,15 @@ class Dispatcher:
                     memory = self._read_for(others[0], read, deadline)
                 if request.opcode is Opcode.ACCUMULATE_FROM and not request.sources:
                     change = change._replace(opcode=Opcode.ACCUMULATE)
-                begun = True
                 rest = () if request.sources else others[1:]
-                self.call(change._replace(source=memory), fence=fence, others=rest, deadline=deadline)
-            except BaseException as error:
-                what = "whose source lies on other servers and is brought"
-                self._account_for(error, request, left, touched, begun, what)
-                raise
-            touched = True
-            del left[0]
+                begun = change._replace(source=memory)
+                self.call(begun, fence=fence, others=rest, deadline=deadline)
+                del left[0]
+            _here.finished = request
+        except BaseException as error:
+            what = "whose source lies on other servers and is brought"
+            self._account_for(error, request, left, begun, what)
+            raise
         return 0
 
     def _read_for(self, source: Dispatcher, read: Request, deadline: Deadline) -> Any:
@@ -392,12 +419,19 @@ class Dispatcher:
         return total
 
     def _account_for(
-        self, error: BaseException, request: Request, left: list[range], touched: bool, begun: bool, what: str
+        self, error: BaseException, request: Request, left: list[range], change: Request | None, what: str
     ) -> None:
-        """Say of a call that failed at left[0] what it means for all of it. `touched`: some of it was applied before;
-        `begun`: it was the change of left[0] that failed, and not the reading for it; `what`: of the call, for people.
+        """Say of a call that failed at left[0] what it means for all of it. All but `left` was applied. `change`: the
+        last one that was begun, of left[0] unless a handler raised after it; `what`: of the call, for people.
         """
         failed: Any = error
+        touched = sum(map(len, left)) < len(self._elements(request))
+        begun = bool(left) and change is not None and self._is_of(change, left[0])
+        if not left:  # a handler raised after the last one
+            failed.outcome, failed._account = APPLIED, Failed(self, self._elements(request))
+            return
+        if begun and getattr(error, "_account", None) is None:  # outside of that call
+            failed.outcome = APPLIED if _here.finished is change else NOT_APPLIED
         found: CallOutcome = getattr(error, "outcome", UNKNOWN) if begun else NOT_APPLIED
         account = getattr(error, "_account", None) if begun else None
         unknown = account.unknown if account is not None else None
@@ -416,6 +450,11 @@ class Dispatcher:
             rest = "" if failed.outcome == found else "; of the whole call buffer.settle(error) tells"
             error.args = (f"{self._asked(request)}, {what}: {error}{rest}",)
 
+    def _is_of(self, change: Request, part: range) -> bool:
+        """Whether a change is that of a part: sparse ones begin and end inside of it."""
+        elements = self._elements(change)
+        return part.start <= elements.start and elements.stop <= part.stop
+
     def _asked(self, request: Request) -> str:
         return self.arguments.asked(request.opcode.name.lower())
 
@@ -430,17 +469,42 @@ class Dispatcher:
         interrupt: Any = take_interrupt()
         if interrupt is None:
             return
+        self._account_interrupt(interrupt, request, done, touched=touched)
+        raise interrupt
+
+    def _account_interrupt(
+        self, error: BaseException, request: Request, done: Outcome | int | None, *, touched: bool
+    ) -> None:
+        """Say in what a signal's handler raised what became of the call that it ended. `done`: how the engine's part
+        of the call ended; None: it did not begin.
+        """
+        failed: Any = error
+        if getattr(error, "_account", None) is not None:
+            return
+        take_interrupt()  # another handler's: it would end the next call
         ended = done if isinstance(done, Outcome) and done.status is not Status.OK else None
         if request.opcode is Opcode.READ:
-            interrupt.outcome = NOT_APPLIED
-        elif ended is None:
-            interrupt.outcome = APPLIED
-        elif not ended.sent:
-            interrupt.outcome = UNKNOWN if touched else NOT_APPLIED
+            failed.outcome = NOT_APPLIED
+        elif done is not None and ended is None:
+            failed.outcome = APPLIED
+        elif ended is None or not ended.sent:
+            failed.outcome = UNKNOWN if touched else NOT_APPLIED
         else:
-            interrupt.outcome = self._outcome_of(ended, request.nbytes, 0)
-        interrupt._account = Failed(self, self._elements(request), None if ended is None else ended.unknown)
-        raise interrupt
+            failed.outcome = self._outcome_of(ended, request.nbytes, 0)
+        failed._account = Failed(self, self._elements(request), None if ended is None else ended.unknown)
+
+    def account_outside(self, error: BaseException, before: Request | None, asked: range | None) -> None:
+        """The same of what was raised before `call` began, or after it had returned. `before`: what this thread had
+        finished before; `asked`: the elements of the call, None if they are not known.
+        """
+        failed: Any = error
+        if getattr(error, "_account", None) is not None:
+            return
+        finished = _here.finished
+        if finished is not None and finished is not before:
+            failed.outcome, failed._account = APPLIED, Failed(self, self._elements(finished))
+        elif asked is not None:
+            failed.outcome, failed._account = NOT_APPLIED, Failed(self, asked)
 
     def wait_turn(self, request: Request, deadline: Deadline, others: tuple[Dispatcher, ...] = ()) -> None:
         """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
@@ -699,6 +763,47 @@ class Dispatcher:
         error.outcome = known
         error._account = Failed(self, self._elements(request), None if touched else outcome.unknown)
         return error
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def accounted(method: Method) -> Method:
+    """Have what a signal's handler raises inside a method that changes a buffer say what became of the call, also
+    before the call got to the dispatcher and after it came back.
+    """
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(buffer: Any, *arguments: Any, **named: Any) -> Any:
+        before = _here.finished
+        try:
+            return method(buffer, *arguments, **named)
+        except Error:
+            raise
+        except BaseException as error:
+            asked = None
+            with contextlib.suppress(Error, TypeError, ValueError):
+                given = signature.bind(buffer, *arguments, **named).arguments
+                asked = _elements_of(buffer._dispatcher.arguments, given)
+            buffer._dispatcher.account_outside(error, before, asked)
+            raise
+
+    return cast(Method, call)
+
+
+def _elements_of(arguments: Arguments, given: Mapping[str, Any]) -> range:
+    """Return the elements that a method's arguments mean. Raises Error, TypeError, ValueError if they mean none."""
+    if "indices" in given:
+        first, last = int(given["indices"][0]), int(given["indices"][-1])
+        return range(first, last + 1)
+    offset, count = given.get("offset", 0), given.get("count")
+    if "index" in given:
+        offset, count = given["index"], 1
+    elif "array" in given:
+        count = np.size(given["array"])
+    offset, count = arguments.range(offset, count, "")
+    return range(offset, offset + count)
 
 
 def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int, outcome_address: int) -> int:

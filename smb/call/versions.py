@@ -17,6 +17,7 @@ from smb.call.sync_requests import PUBLISHER_LOCK, Home, NotInTimeError, raise_f
 from smb.engine import LATEST, AskOpcode, Opcode, Request, address_of, memory_at
 from smb.errors import (
     NOT_APPLIED,
+    UNKNOWN,
     Error,
     LockLostError,
     NotFoundError,
@@ -280,7 +281,13 @@ class Versions:
 
     def publish(self, source: Any, timeout: float, ttl: float, readers: float) -> int:
         """Replace all elements and return the new version; see Buffer.publish."""
-        begun = self.begin(timeout, ttl, readers)
+        try:
+            begun = self.begin(timeout, ttl, readers)
+        except Error:
+            raise
+        except BaseException as error:  # a signal's handler: our turn, if we had it, ends with its ttl
+            self._nothing_done(error)
+            raise
         try:
             begun.write(0, self._calls.info.nbytes, source)
         except BaseException as error:
@@ -288,7 +295,14 @@ class Versions:
                 self._nothing_done(error)
             begun.give_up()
             raise
-        return begun.commit()
+        try:
+            return begun.commit()
+        except Error:
+            raise
+        except BaseException as error:
+            failure: Any = error
+            failure.outcome, failure._account = UNKNOWN, Failed(self._calls, range(self._arguments.size))
+            raise
 
     def _nothing_done(self, error: BaseException) -> None:
         failure: Any = error

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 from smb._direct import Method, Place, Switch, forked, look_address, set_up
 from smb._engine import ffi, lib
 from smb.engine.arithmetic import layout_of
-from smb.engine.calls import Outcome, Request, memory_of, outcome_of
+from smb.engine.calls import Attempt, Outcome, Request, memory_of, outcome_of
 from smb.engine.enums import Opcode, check
 from smb.engine.links import EngineClient, Link, Segment
 
@@ -73,12 +73,16 @@ class BufferHandle:
         """Reach segment `index` through its mapping."""
         check(lib.smb_buffer_set_local(self.pointer, index, segment.pointer))
 
-    def transfer(self, request: Request, timeout_ms: int, others: Sequence[BufferHandle] = ()) -> Outcome | int:
+    def transfer(
+        self, request: Request, timeout_ms: int, others: Sequence[BufferHandle] = (), attempt: Attempt | None = None
+    ) -> Outcome | int:
         """Do one call, with other buffers as its source, if it has no other one, and state. Blocks up to timeout_ms.
 
         Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
+        Both are in `attempt`, too, if this is left by what a signal's handler raises.
         """
-        outcome = ffi.new("struct smb_outcome *")
+        attempt = attempt or Attempt()
+        outcome = attempt.begin()
         opcode, offset, nbytes, source, sink, op, scale, argument, expected, wire, token, indices, hyper, sources = (
             request
         )
@@ -86,7 +90,7 @@ class BufferHandle:
             status = lib.smb_call(
                 self.pointer, opcode, offset, nbytes, source, sink, op, scale, argument, expected, timeout_ms, outcome
             )
-            return int(outcome.result) if status == 0 else outcome_of(outcome)
+            return int(outcome.result) if status == 0 else outcome_of(outcome, attempt)
         raw = ffi.new("struct smb_request *")
         raw.opcode, raw.op, raw.scale = opcode, op, scale
         raw.offset, raw.bytes = offset, nbytes
@@ -108,7 +112,7 @@ class BufferHandle:
             raw.states[index] = state.pointer
         for name, value in (hyper or {}).items():
             setattr(raw.hyper, name, value)
-        return 0 if lib.smb_transfer(self.pointer, raw, outcome) == 0 else outcome_of(outcome)
+        return 0 if lib.smb_transfer(self.pointer, raw, outcome) == 0 else outcome_of(outcome, attempt)
 
     def arm(
         self, place: Place, client: Switch, quiet: Switch, size: int, itemsize: int, code: str, timeout_ms: int

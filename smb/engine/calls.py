@@ -10,6 +10,7 @@ from smb._engine import ffi, lib
 from smb.engine.enums import Opcode, Status
 
 NOWHERE: Any = ffi.NULL
+_NOT_ENDED = -1  # no status of the engine's
 
 
 class Request(NamedTuple):
@@ -38,8 +39,10 @@ class Request(NamedTuple):
 class UnknownParts:
     """Parts of a call that failed before all of it was confirmed: their outcome is unknown."""
 
-    def __init__(self, pointer: Any) -> None:
-        self.pointer = ffi.gc(pointer, lib.smb_unknown_release)
+    def __init__(self, pointer: Any, owner: object = None) -> None:
+        """`owner`: frees them at its end."""
+        self.pointer = ffi.gc(pointer, lib.smb_unknown_release) if owner is None else pointer
+        self._owner = owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,40 @@ class Outcome:
     unknown: UnknownParts | None = None
 
 
-def outcome_of(outcome: Any) -> Outcome:
-    """Return a struct smb_outcome as an Outcome, which owns its unknown parts."""
-    unknown = UnknownParts(outcome.unknown) if outcome.unknown else None
+def outcome_of(outcome: Any, owner: object = None) -> Outcome:
+    """Return a struct smb_outcome as an Outcome, which owns its unknown parts, unless they have an `owner`."""
+    unknown = UnknownParts(outcome.unknown, owner) if outcome.unknown else None
     return Outcome(Status(outcome.status), outcome.segment, outcome.bytes_applied, bool(outcome.sent), unknown)
+
+
+class Attempt:
+    """One attempt of a call at the engine. A signal's handler may raise at any place of Python's code, also between the
+    engine's return and the place where its outcome is looked at: so it is here from the engine's return on.
+    """
+
+    __slots__ = ("_raw",)
+
+    def __init__(self) -> None:
+        self._raw: Any = None
+
+    def begin(self) -> Any:
+        """Return where the engine is to put the outcome; a struct smb_outcome."""
+        raw = ffi.new("struct smb_outcome *")
+        raw.status = _NOT_ENDED
+        self._raw = raw
+        return raw
+
+    @property
+    def ended(self) -> Outcome | int | None:
+        """How it ended: the engine's number, or the Outcome of an attempt that failed. None: it did not begin."""
+        raw = self._raw
+        if raw is None or raw.status == _NOT_ENDED:
+            return None
+        return int(raw.result) if raw.status == Status.OK else outcome_of(raw, self)
+
+    def __del__(self) -> None:
+        if self._raw is not None and self._raw.unknown:
+            lib.smb_unknown_release(self._raw.unknown)
 
 
 def direct_call(request_address: int, outcome_address: int) -> tuple[Request, Outcome]:

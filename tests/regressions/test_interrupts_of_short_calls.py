@@ -1,0 +1,86 @@
+"""What a handler raised in a call that ended within 100 ms had no outcome, though the call had been applied."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import smb
+
+_COUNT = 1 << 18
+_CAUGHT = 4
+_TRIES = 400  # some of them end before the signal comes
+_SEED = 20261129
+
+
+class _StopError(Exception):
+    """What the handler raises; KeyboardInterrupt would end pytest."""
+
+
+def _raise(_signal: int, _frame: object) -> None:
+    raise _StopError
+
+
+def _calls(client: smb.Client, buffer: smb.Buffer, ones: np.ndarray[Any, Any]) -> dict[str, Callable[[], object]]:
+    """Return calls, each of which adds 1 to every element."""
+    source = client.create("ones", like=buffer)
+    source.fill(1)
+    indices = np.arange(_COUNT, dtype=np.int64)
+    return {
+        "accumulate": lambda: buffer.accumulate(ones),
+        "accumulate(fetch=True)": lambda: buffer.accumulate(ones, fetch=True),
+        "accumulate_from": lambda: buffer.accumulate_from(source),
+        "accumulate_sparse": lambda: buffer.accumulate_sparse(indices, ones),
+    }
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_it_has_the_calls_outcome_and_is_settled(transport: str) -> None:
+    """Adds under a timer whose handler raises, by each way of adding: what settle leaves out counts, once."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("handlers run on the main thread")
+    print("seed", _SEED)
+    draws = random.Random(_SEED)
+    with (
+        smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
+        smb.connect(cluster.address, transport=transport) as client,
+    ):
+        buffer, ones = client.create("x", _COUNT, "int64"), np.ones(_COUNT, np.int64)
+        before = signal.signal(signal.SIGALRM, _raise)
+        try:
+            for name, call in _calls(client, buffer, ones).items():
+                call()
+                buffer.fill(0)
+                wanted, caught = np.zeros(_COUNT, np.int64), 0
+                for _ in range(_TRIES):
+                    error: Any = None
+                    try:
+                        try:
+                            signal.setitimer(signal.ITIMER_REAL, 0.0002 + draws.random() * 0.003)
+                            call()
+                        finally:
+                            signal.setitimer(signal.ITIMER_REAL, 0)
+                    except _StopError as raised:
+                        error = raised
+                    wanted += 1
+                    if error is None:
+                        continue
+                    found = buffer.read()
+                    if not hasattr(error, "outcome"):  # raised before the call, or after it had returned
+                        wanted = found.copy()
+                        continue
+                    for part in buffer.settle(error):
+                        wanted[part.start : part.stop] -= 1
+                    assert (found == wanted).all(), (name, error.outcome)
+                    caught += 1
+                    if caught == _CAUGHT:
+                        break
+                assert caught == _CAUGHT, (name, caught)
+        finally:
+            signal.signal(signal.SIGALRM, before)
