@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
+from smb.config.conditions import condition
 from smb.engine import (
     AsyncEvent,
     AsyncEventKind,
@@ -71,6 +72,7 @@ class _Future(Future[Any]):
 
     def __init__(self, calls: AsyncCalls, tag: int) -> None:
         super().__init__()
+        self._condition = condition()  # of who waits for it, and of the thread that ends it
         self._calls, self._tag = calls, tag
 
     def cancel(self) -> bool:

@@ -17,6 +17,7 @@ from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.published_states import PublishedStates
 from smb.call.sync_requests import SESSION_ENDED
+from smb.config.conditions import event
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.engine import AsyncOperations, EngineClient, EngineError, Link, Switch
 from smb.errors import (
@@ -95,7 +96,7 @@ class ClusterSession:
         self.session_ended = False
         self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # of trainings, for people
         self.published = PublishedStates()
-        self._stop = threading.Event()
+        self._stop = event()
         self._renewal = threading.Thread(
             target=_renew,
             args=(weakref.ref(self), self._stop, self.coordinator, session_id, self.name, lease),

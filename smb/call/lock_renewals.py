@@ -8,6 +8,7 @@ import time
 import weakref
 from typing import Protocol
 
+from smb.config.conditions import condition
 from smb.engine import PendingRequest
 from smb.errors import Error, InvalidArgumentError
 
@@ -36,7 +37,7 @@ class Renewals:
     """Renews a client's held locks from one thread, started with the first one."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = condition()
         self._due: dict[int, tuple[float, float, weakref.ref[Renewed]]] = {}
         self._wakes_at = 0.0
         self._thread: threading.Thread | None = None

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from smb.rpc import control_pb2 as pb
+from smb.rpc.aside import aside
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
 
@@ -104,6 +105,9 @@ class Peers:
         """Return the answer to a call. One that stands by may keep it for `patience_s`, if the leader of that `term` is
         the last one that it knows. Raises grpc.RpcError; and MovedError once another one leads while it waits.
         """
+        return aside(lambda: self._ask(peer, method, request, timeout, patience_s, term))
+
+    def _ask(self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float, term: str) -> Any:
         call: Callable[..., Any] = getattr(peer.stub, method)
         metadata = patience(patience_s, term)
         if len(self) == 1:
@@ -139,7 +143,7 @@ class Peers:
 
     def look(self, timeout: float) -> list[tuple[str, pb.LeaderReply | None]]:
         """Return what each says of who leads; None: it does not answer."""
-        return [(peer.address, reply) for peer, reply in self._probe(self._made[-1], timeout)]
+        return aside(lambda: [(peer.address, reply) for peer, reply in self._probe(self._made[-1], timeout)])
 
     def _leader(self, but: Peer, timeout: float) -> Peer | None:
         others = [peer for peer in self._made[-1] if peer.index != but.index]
@@ -163,5 +167,8 @@ class Peers:
 
 
 def _close(peers: Sequence[Peer]) -> None:
-    for peer in peers:
-        peer.channel.close()
+    def close() -> None:
+        for peer in peers:
+            peer.channel.close()
+
+    aside(close)

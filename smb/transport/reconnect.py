@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from smb.config.conditions import event
 from smb.config.parse import parse_address
 from smb.daemon.metric_names import OUTAGE_EDGES
 from smb.engine import LANES_FURTHER_MAX, EngineClient, EngineError, Lane, Link, Status
@@ -136,7 +137,7 @@ class Links:
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._dialers: dict[int, Dialer] = {}
         self._threads: set[threading.Thread] = set()  # `smb-links`, once something is reached, and each `smb-resume`
-        self._closing = threading.Event()
+        self._closing = event()
         self._untrusted: dict[str, str] = {}  # by server: who answered there instead, the last time
         self._outages = Outages(0, (0,) * (len(OUTAGE_EDGES) + 1), 0.0)
 

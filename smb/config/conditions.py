@@ -1,0 +1,39 @@
+"""Conditions and events that the main thread shares with threads of ours.
+
+A signal's handler runs on the main thread, between two steps of Python's code, and may raise (Ctrl-C). `with` enters
+threading.Condition by a method in Python: raised inside it, the exception leaves the lock taken, and all other threads
+stand there without end. threading.Event has one inside. These are entered by one call of C, as a plain Lock is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any, cast
+
+_RLock: Any = type(threading.RLock())
+
+
+class _Condition(_RLock):  # type: ignore[misc]
+    """threading.Condition, which is its own lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiters: deque[Any] = deque()
+
+    wait = threading.Condition.wait
+    wait_for = threading.Condition.wait_for
+    notify = threading.Condition.notify
+    notify_all = threading.Condition.notify_all
+
+
+def condition() -> threading.Condition:
+    """Return a new one."""
+    return cast(threading.Condition, _Condition())
+
+
+def event() -> threading.Event:
+    """Return a new one."""
+    made: Any = threading.Event()
+    made._cond = condition()
+    return cast(threading.Event, made)
