@@ -278,7 +278,7 @@ TRAINING: tuple[Description, ...] = (
         for name, text in (
             ("contributions", "Contributions that counted."),
             ("refused_contributions", "Contributions that a guard refused."),
-            ("dropped_contributions", "Contributions that came too late."),
+            ("dropped_contributions", "Contributions that are in no round, or of which nobody knows."),
             ("rejoins", "Times that a worker lost its lease and joined again."),
             ("samples", "Samples trained."),
             ("bytes", "Sent and received as contributions and models."),

@@ -7,6 +7,8 @@ long, and whose slot has another owner now, changes nothing. Words that only inf
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,7 +43,7 @@ BYTES = 9  # sent and received as contributions and models
 REJOINS = 10
 JOINED_US = 11  # microseconds since 1970, by the member's clock; shown, compared with nothing
 PID = 12  # negative once it has left by itself, 0 once it goes on in another slot, with its statistics
-DROPPED = 13  # contributions that came too late and were not sent again
+DROPPED = 13  # contributions that are in no round, or of which nobody knows
 STEPS = 14  # optimizer steps of a member that was there from the start: who joins goes on from the greatest
 SAMPLES_BEFORE = 15  # of those who had the slot before
 STATS_END = 16
@@ -78,6 +80,13 @@ class Table:
         least[row, column] = value
         rows: Rows = np.asarray(self.buffer.accumulate(least, op="max", fetch=True)).reshape(self.buffer.shape)
         return rows
+
+    def raise_all(self, rows: Sequence[int], column: int, value: int) -> None:
+        """Set one element of each of these rows to the larger of it and `value`. One small call."""
+        first = min(rows) * FIELDS + column
+        least = np.full(max(rows) * FIELDS + column + 1 - first, np.iinfo(np.int64).min, np.int64)
+        least[np.array(rows) * FIELDS + column - first] = value
+        self.buffer.accumulate(least, first, op="max")
 
     def get(self, row: int, column: int) -> int:
         """Return one element."""

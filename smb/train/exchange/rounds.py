@@ -6,6 +6,7 @@ seconds have passed since. The first member to see that it is complete closes it
 
     claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
     decide   DECIDED[r]: who counts, a set that is written once by compare_swap and adopted by every closer of r
+    record   COUNTED[member] = r + 1 of each that counts: a word that only grows, so who closes r twice changes nothing
     build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
              optimizer, whose momentum is v in round r: v' = mu v - that sum, next = weights + step, where
              step = lr mu v - lr (1 + mu) v' = - lr mu^2 v + lr (1 + mu) that sum;
@@ -20,6 +21,9 @@ weights, inboxes and momenta only that range is read and written.
 No phase changes its sources. If a closer is dead, by its locks, another member repeats the phase and gets the same
 result to the bit. A closer that was only stopped, and goes on, changes nothing any more: its locks are fences of all
 that is written, and its claim is no longer the latest. So each contribution counts at most once.
+
+COUNTED is written before `built`. So once a round is over, a member that marked for it finds in its own row whether it
+counted. That holds until it marks for another round, however many rounds were closed meanwhile.
 
 If a quorum closed the round without a contribution, that contribution is marked again for the open round, with weight
 1/sqrt(1 + s). Its staleness s counts the rounds closed since the worker took over the weights that its delta starts
@@ -63,6 +67,7 @@ from smb.train.parameters import Parameters
 from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
 
 _log = logging.getLogger("smb")
+_COUNTED = t.EXTRA  # of a member: the last round in which its slot's contribution counted, plus 1; 0 for none
 EXACT = "exact"
 Term = tuple[Buffer, float, str]  # of a sum: a buffer, its scale, and how its elements are rounded
 
@@ -216,10 +221,14 @@ class RoundExchange(Exchange):
 
         Without local steps it marks that there is nothing, if others have contributed to the round: of those that have
         left nobody else would close it. Not with an outer optimizer: it would move the model by all of its momentum for
-        a few steps. Called again after an error, it goes on.
+        a few steps: then only what was sent already is marked again, if it came too late. Called again after an error,
+        it goes on.
         """
         if not self._owing:
             if self._outer is not None:
+                if self._sent:
+                    self._settle_at_once()
+                    self._raise_refusal()
                 return self._steps
             if self._steps:
                 self._send()
@@ -227,21 +236,14 @@ class RoundExchange(Exchange):
                 self._send_nothing()
             else:
                 return 0
-        self._stopping = True
-        try:
-            settled = not self._sent or self._settle()
-        finally:
-            self._stopping = False
-        if settled:
+        if not self._sent or self._settle_at_once():
             self._finish()
             return 0
         self._group.count_samples(self._samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes)
         self._steps = self._samples = 0
         self._group.report()
-        refused, self._refused = self._refused, None
-        if refused is not None:
-            raise refused
+        self._raise_refusal()
         return 0
 
     def restart(self) -> None:
@@ -259,9 +261,48 @@ class RoundExchange(Exchange):
         """
         self._end()
         group = self._group
-        if not self._sent or self._fate(group.table.read()) is not None:
+        outcome = self._outcome(group.table.read()) if self._sent else True
+        if outcome is not None:
+            self._sent = False
             group.unneeded.append(self._inbox.name)
+        if outcome is False:
+            self._drop("a contribution that came too late for its round, as it leaves")
+            group.report()
         group.unneeded += [f"{group.name}/{_inbox(incarnation)}" for incarnation in self._over]
+
+    def abandon(self) -> None:
+        """Count what is lost with the membership. A contribution that is marked for the open round counts there."""
+        if not self._owing and (self._steps or self._samples):
+            self._drop("the local steps that it had not sent when it lost its lease")
+        self._steps = self._samples = 0
+        self._owing = False
+        self._abandon_sent()
+
+    def _abandon_sent(self) -> None:
+        sent, self._sent = self._sent, False
+        try:
+            if sent and self._outcome(self._group.table.read()) is False:
+                self._drop("a contribution that was in no round when it lost its lease, as far as can be known")
+        except Error as error:
+            self._drop(f"a contribution of which nobody can say now whether it is in a round: {error}")
+
+    def _outcome(self, rows: t.Rows) -> bool | None:
+        """As _fate, of a contribution that is not marked again: False, too, if it was never marked, and if another
+        member has the slot, so that nobody can say.
+        """
+        member = self._group.member
+        if self._tokens == 0.0:
+            return True
+        if t.incarnation_of(rows[member.row, t.MARK]) != member.incarnation:
+            return False
+        if _round(rows) == self._target and member.slot not in _contributions(rows, self._target):
+            return False
+        return self._fate(rows)
+
+    def _drop(self, what: str) -> None:
+        """Count a contribution that is in no round, or of which nobody knows. The next report tells it."""
+        _log.warning("training %r: worker %d has dropped %s", self._group.name, self._group.member.slot, what)
+        self._group.member.add(t.DROPPED, 1)
 
     def _send(self) -> None:
         """Put the delta into the inbox. One that is refused has no weight, so that the others need not wait for it."""
@@ -269,10 +310,11 @@ class RoundExchange(Exchange):
         self._origin = self._base_round
         # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
         in_time = scheme.WAITS and (scheme.quorum is None or not self._late_counts)
-        self._target = self._origin if in_time else group.round
         self._tokens = float(self._samples) if scheme.token_weights else min(1.0, self._steps / self._interval)
         group.member.check()
         contribution = self.snapshot.send(self._inbox)
+        # After the writing, which may take as long as many rounds.
+        self._target = self._origin if in_time else group.round
         try:
             group.check(contribution, self._target - self._origin)
         except RefusedContributionError as error:
@@ -296,6 +338,9 @@ class RoundExchange(Exchange):
         self._group.member.add(t.BYTES, self._group.sent_bytes + self._group.weights.nbytes)
         # The first is done in this thread, the only one that may touch the parameters.
         at_once([lambda: self._take_over(self._word), self._group.report], remote=self._group.remote)
+        self._raise_refusal()
+
+    def _raise_refusal(self) -> None:
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
@@ -316,6 +361,14 @@ class RoundExchange(Exchange):
     def _needed(self) -> bool:
         """Whether a round in which we have not contributed yet waits for us."""
         return self._scheme.WAITS and self._scheme.quorum is None
+
+    def _settle_at_once(self) -> bool:
+        """Settle without waiting for other members."""
+        self._stopping = True
+        try:
+            return self._settle()
+        finally:
+            self._stopping = False
 
     def _settle(self) -> bool:
         """Find out what becomes of the contribution. Waits for its round to be closed. In a scheme that does not wait,
@@ -391,12 +444,9 @@ class RoundExchange(Exchange):
             return None
         if self._tokens == 0.0:
             return True
-        decided = int(rows[0, _decided(self._target)])
-        if decided >> t.SLOTS != _tag(self._target):
-            return self._late_counts  # so long ago that nobody knows: it must not count twice
-        if not decided >> self._group.member.slot & 1:
-            return False
         member = self._group.member
+        if rows[member.row, _COUNTED] != self._target + 1:
+            return False
         staleness = self._target - self._origin
         member.add(t.CONTRIBUTIONS, 1)
         member.set(t.STALENESS, staleness)
@@ -493,7 +543,8 @@ class RoundExchange(Exchange):
             return True
         failpoint("train-claimed")
         if not claim & BUILT:
-            self._build(self._chosen(number, rows), fences)
+            chosen = self._chosen(number, rows)
+            at_once([lambda: self._build(chosen, fences), lambda: self._record(number, rows)], remote=group.remote)
             failpoint("train-computed")
             if table.swap(0, t.ROUND, claim, claim | BUILT) != claim:
                 return True
@@ -564,6 +615,15 @@ class RoundExchange(Exchange):
         self._inboxes = inboxes
         self._left = [incarnation for incarnation in inboxes if incarnation not in rows[1:, t.INCARNATION]]
         return list(zip(inboxes.values(), weights.values(), strict=True))
+
+    def _record(self, number: int, rows: t.Rows) -> None:
+        """Tell those who count in a round that they do. It is decided, so it is true whoever says it, and when."""
+        word = int(rows[0, _decided(number)])
+        counting = [slot for slot in range(t.SLOTS) if word >> slot & 1]
+        if counting:
+            self._group.table.raise_all([1 + slot for slot in counting], _COUNTED, number + 1)
+            for slot in counting:
+                rows[1 + slot, _COUNTED] = max(number + 1, int(rows[1 + slot, _COUNTED]))
 
     def _build(self, chosen: list[tuple[Buffer, float]], fences: dict[str, Lock]) -> None:
         """Make the next weights, and the next momentum, of sources that stay as they are."""

@@ -125,7 +125,10 @@ class FragmentExchange(RoundExchange):
     def abandon(self) -> None:
         """Wait until the thread is done: it must not speak for the member's successor."""
         self._halt()
-        self._job = None
+        job, self._job = self._job, None
+        if job is not None and not self._put and self._tokens:
+            self._drop("a fragment's contribution that it had not sent when it lost its lease")
+        self._abandon_sent()
 
     def _begin(self) -> None:
         """Make the delta of the fragment whose turn it is, and have it sent. One that is refused has no weight: the
