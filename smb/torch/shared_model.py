@@ -44,8 +44,9 @@ from smb.torch.model_parameters import Entry, ModelParameters
 from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
 from smb.torch.overlap import Overlap, check_overlap
 from smb.torch.part_parameters import PartParameters
-from smb.train.group import clear, copies_of, enter, keeping, view
+from smb.train.group import clear, copies_of, keeping, view
 from smb.train.overlap_plan import Plan
+from smb.train.worker import take_part
 
 STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
@@ -227,22 +228,20 @@ class Shared:
             chosen = _scheme(scheme, settings, None)
             check_overlap(self._asked_overlap, chosen)  # before anything is deleted
             clear(client, name, self._trained, chosen, options["lease"], options.get("replicas"))
-        try:
+        with contextlib.suppress(NotFoundError):
             group = view(client, name)
-        except NotFoundError:
-            client.delete(f"{name}/{STATE}", missing_ok=True)  # of a former group, deleted by its weights alone
-        else:
             _compare(group.weights, self._trained.table)
             _compare_frozen(group.weights, mark)
         chosen = _scheme(scheme, settings, group.scheme if group else None)
         check_overlap(self._asked_overlap, chosen or (group.scheme if group else None))
         metadata = _metadata(self._trained) | ({FROZEN: mark} if mark else {})
         guards, lease = options.pop("guards"), options.pop("lease")
-        joined = enter(client, name, self._trained, chosen, guards, lease, metadata=metadata, **options)
-        self.worker = self._new = smb.train.Worker(joined, self._trained)
+        self.worker = self._new = take_part(
+            client, name, self._trained, chosen, guards, lease, metadata=metadata, **options
+        )
         try:
-            _compare(joined.weights, self._trained.table)  # another may have made it meanwhile
-            _compare_frozen(joined.weights, mark)
+            _compare(self.worker.weights, self._trained.table)  # another may have made it meanwhile
+            _compare_frozen(self.worker.weights, mark)
             if fresh and not self.worker.made:
                 raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another made it at this moment")
             self._join_state(client, name)
@@ -506,13 +505,14 @@ class Shared:
             return
         self._collect_statistics()
         metadata = _metadata(statistics)
-        self._state = state = client.create(
-            f"{name}/{STATE}",
-            statistics.values.size,
-            metadata=metadata,
-            replicas=self.worker.weights.info.replicas,
-            exist_ok=True,
-        )
+        with self.worker.setting_up():
+            self._state = state = client.create(
+                f"{name}/{STATE}",
+                statistics.values.size,
+                metadata=metadata,
+                replicas=self.worker.weights.info.replicas,
+                exist_ok=True,
+            )
         _compare(state, statistics.table)
         if state.version:
             state.read(out=statistics.values)

@@ -5,9 +5,13 @@
     NAME/tick      published to wake all that wait for anything
     NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
 
-The first to join makes them. Joining is done under the lock NAME/setup, and deleting, too: it keeps these apart, and
-nobody else. Buffers are deleted by name, so who deletes asks right before whether it holds that lock still: if not,
-another may have made the group anew by now.
+The first to join makes them. All that a training has is made under the lock NAME/setup, by joiners and by those that
+come back, too, and a deletion holds it. So nothing is made after a deletion has listed the buffers. Buffers are deleted
+by name, so who deletes asks right before whether it holds that lock still: if not, another may have made the group anew
+by now.
+
+A group is there once its word READY says so. If there is none, but parts of one, then its maker or deleter died: these
+parts go before another one is made (`leftovers`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -53,9 +57,14 @@ BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
 _PLACEMENT = {"servers", "stripe", "wire", "replicas"}
 _SETUP_S = 30.0
 _OVERVIEW_S = 3.0
+_NAMED = 4  # buffers, in a line of the log
 WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}  # of an element
 
+# Under a group's name, what a scheme, smb.torch.join and the group make. Work units have names that their users choose.
+_PARTS = ("members", "tick", "next", "outer", "inbox", "host", "state")
+
 _log = logging.getLogger("smb")
+Made = TypeVar("Made")
 
 
 class GivenUpError(Error):
@@ -188,6 +197,17 @@ class Group:
             self.wake()
         return dead
 
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Make buffers of the group in the block: it is not deleted meanwhile. Blocks while others join or delete it.
+
+        Raises NotFoundError if it was deleted, TimeoutError.
+        """
+        with keeping(setup_lock(self.client, self.name, self.weights.info.replicas)):
+            if self.deleted():
+                raise NotFoundError(f"training {self.name!r} was deleted")
+            yield
+
     def deleted(self) -> bool:
         """Whether the group was deleted, or somebody is at it. One small read."""
         try:
@@ -304,13 +324,13 @@ class Group:
                 word = self.table.get(0, t.ROUND)
                 if not word & BUILT or self.table.swap(0, t.ROUND, word, word + ATTEMPT) != word:
                     return
-                self.replace(self.buffer("next"), word + ATTEMPT, lock)
+                self.replace(self.client.open(f"{self.name}/next"), word + ATTEMPT, lock)
             finally:
                 lock.release()
             self.wake()
 
     def buffer(self, suffix: str) -> Buffer:
-        """Open the group's buffer NAME/suffix, or make it like the weights."""
+        """Open the group's buffer NAME/suffix, or make it like the weights. Under the setup lock."""
         self._names.add(f"{self.name}/{suffix}")
         name, replicas = f"{self.name}/{suffix}", self.weights.info.replicas
         return self.client.create(name, like=self.weights, replicas=replicas, exist_ok=True)
@@ -375,12 +395,14 @@ def enter(
     scheme: Scheme | None,
     guards: Guards | None,
     lease: float | None,
+    run: Callable[[Group], Made],
     **placement: Any,
-) -> Group:
-    """Return the group of that name with a slot in it, made first, with the present values, if there is none.
+) -> Made:
+    """Take a slot in the group of that name, made first, with the present values, if there is none. Return what `run`
+    makes of it, under the setup lock: all buffers that the member needs.
 
     None adopts what the group has. The values stay as they are. Raises InvalidArgumentError, NotFoundError,
-    OutOfMemoryError.
+    OutOfMemoryError; after an error nothing of this join stays.
     """
     _check_scheme(name, scheme)
     replicas: int | None = placement.get("replicas")
@@ -410,9 +432,10 @@ def enter(
             except BaseException:
                 group.undo(setup)
                 raise
-            on_failure.callback(group.withdraw)  # Ctrl-C while the lock is given back
+            on_failure.callback(group.withdraw)  # after the lock is given back: it takes that
+            made = run(group)
         on_failure.pop_all()
-    return group
+    return made
 
 
 @contextlib.contextmanager
@@ -505,8 +528,12 @@ def view(client: Client, name: str, *, deleted: bool = False) -> Group:
     """
     group, ready = _found(client, name)
     if group is None or not ready or (ready == t.DELETED and not deleted):
-        raise NotFoundError(f"there is no training {name!r}; see what there is with: smb train ls")
+        raise _none(name)
     return group
+
+
+def _none(name: str) -> NotFoundError:
+    return NotFoundError(f"there is no training {name!r}; see what there is with: smb train ls")
 
 
 def shared(client: Client, name: str, out: Values | None = None) -> Values:
@@ -521,15 +548,21 @@ def shared(client: Client, name: str, out: Values | None = None) -> Values:
 
 
 def delete(client: Client, name: str) -> None:
-    """Delete a group with all buffers under its name, its work units too.
+    """Delete a group with all buffers under its name, its work units too. If one was not made, loaded or deleted to the
+    end, as the process that did it died, delete what is left of it.
 
     Its workers' next step raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Waits for a
     process that joins at this moment, for at most 30 s. Raises NotFoundError and TimeoutError. LockLostError: this
     process was stopped for so long that another one may have made it anew; call it again.
     """
-    view(client, name, deleted=True)  # no lock is made for what is not there
+    if not leftovers(client, name):  # no lock is made for what is not there
+        view(client, name)
     with deleting(client, f"delete of training {name!r}", name) as check:
-        _delete(client, view(client, name, deleted=True), check)
+        group, ready = _found(client, name)
+        if group is not None and ready:
+            _delete(client, group, check)
+        elif not remove_leftovers(client, name, check):
+            raise _none(name)
 
 
 def _delete(client: Client, group: Group, check: Callable[[], object]) -> None:
@@ -546,8 +579,8 @@ def _own(name: str) -> list[str]:
 
 
 def _all_of(client: Client, name: str) -> list[str]:
-    """Return a group's buffers in the order in which they are deleted: the group's own last, as one that lacks one of
-    them is taken for half-made, in which a scheme left nothing.
+    """Return a group's buffers in the order in which they are deleted: the group's own last, as they say that there is
+    something to be deleted, if this breaks off.
     """
     own = _own(name)
     return [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own] + own
@@ -606,14 +639,54 @@ def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]
 
 
 def leftovers(client: Client, name: str) -> list[str]:
-    """Return what may be left of a group, where `view` finds none, in the order in which it is deleted. Under the setup
-    lock: who was at making or deleting it died.
+    """Return the buffers of a training of which no group is ready, in the order in which they are deleted: its maker,
+    loader or deleter died. [] if there is nothing of it. Where a group is ready it is not asked for.
 
-    Under its name only a deletion that broke off leaves more than the group's own: nobody has joined what is half-made,
-    so a scheme made nothing yet.
+    If the group's own are there, at least in part, all that is under its name goes with them, as when a training is
+    deleted; but for other trainings that have names under it. If they are not, there may never have been a training:
+    then these are only the buffers with names that a training's have.
     """
-    _, ready = _found(client, name)
-    return _all_of(client, name) if ready == t.DELETED else _own(name)
+    names = {info.name for info in client.list()}
+    own = [each for each in _own(name) if each in names]
+    under = [each for each in sorted(names) if each.startswith(f"{name}/") and each not in own]
+    if not own:
+        return [each for each in under if each.removeprefix(f"{name}/").split("/")[0] in _PARTS]
+    others = [
+        each
+        for each in under
+        if {f"{each}/members", f"{each}/tick"} <= names
+        and not each.startswith(f"{name}/host/")
+        and _may_be_group(client, each)
+    ]
+    kept = tuple(f"{each}/" for each in others)
+    return [each for each in under if each not in others and not each.startswith(kept)] + own
+
+
+def _may_be_group(client: Client, name: str) -> bool:
+    try:
+        return METADATA in client.open(name).metadata
+    except NotFoundError:
+        return False
+    except Error:  # nobody knows, so it stays
+        return True
+
+
+def remove_leftovers(client: Client, name: str, check: Callable[[], object]) -> int:
+    """Delete what is left of a training of which no group is ready; return how many buffers. Under the setup lock,
+    which `check` asks about: who was stopped since it looked must not delete what another has made.
+    """
+    left = leftovers(client, name)
+    for each in left:
+        check()
+        client.delete(each, missing_ok=True)
+    if left:
+        _log.warning(
+            "training %r: %d buffers of one that was not made, loaded or deleted to the end are deleted: %s",
+            name,
+            len(left),
+            ", ".join(left[:_NAMED]) + (", ..." if len(left) > _NAMED else ""),
+        )
+    return len(left)
 
 
 def _opened(client: Client, name: str) -> Group | None:
@@ -665,9 +738,7 @@ def _made(
     client: Client, name: str, parameters: Parameters, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
 ) -> Group:
     """Make the group. Under the setup lock, so what there is of it was left by one that died."""
-    for left in leftovers(client, name):
-        setup.check()  # who was stopped since it looked must not delete what another has made
-        client.delete(left, missing_ok=True)
+    remove_leftovers(client, name, setup.check)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}
     scheme = scheme_of(settings["scheme"], settings["settings"])
     with room(name, scheme, 4 * parameters.size), contextlib.ExitStack() as on_failure:

@@ -110,8 +110,8 @@ class HostExchange(Exchange):
         group.read(shared)
         start = ArrayParameters(shared, f"join of training {name!r}")
         copies = group.weights.info.replicas
-        self._host = groups.enter(
-            group.client, name, start, BSP(), group.guards, group.lease, replicas=copies, **placement
+        self._host: Group = groups.enter(
+            group.client, name, start, BSP(), group.guards, group.lease, lambda host: host, replicas=copies, **placement
         )
         group.nested = self._host
         try:
@@ -255,14 +255,17 @@ class HostExchange(Exchange):
                 raise
 
     def _revive(self) -> None:
-        """A host in which nobody is left starts from the shared model, not from its own. The oldest of the workers that
-        come back, maybe all at once, sees to it.
+        """A host in which nobody is left starts from the shared model, not from its own. That one may be as old as the
+        host, whether it ever closed a round or not. The oldest of the workers that come back sees to it.
         """
         host = self._host
+        if host.made:
+            return
         host.reap(host.live(host.table.read()))
         rows = host.table.read()
         oldest = min(int(rows[1 + slot, t.INCARNATION]) for slot in {*host.live(rows), host.member.slot})
-        if oldest == host.member.incarnation and host.round > 0:
+        if oldest == host.member.incarnation:
+            host.read_by(lambda _: None)  # a round that a dead closer left half-closed would replace what we write
             shared = self._group.weights.read(wire="exact")
             with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
                 host.weights.write(shared, fence=fence, wire="exact")

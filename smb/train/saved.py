@@ -276,15 +276,12 @@ def _make(
     made: list[Buffer],
     setup: Lock,
 ) -> None:
-    """Make the group's buffers. Under the setup lock. Without its table a group is taken for half-made: that comes
-    last.
+    """Make the group's buffers. Under the setup lock. The table comes first, and says last that the group is ready: so
+    buffers that a killed load leaves are known as parts of a training that is not.
     """
     head_fields, table, ranges = head
     where = {each: (start + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
-    for left in groups.leftovers(client, name):
-        setup.check()
-        client.delete(left, missing_ok=True)
-
+    groups.remove_leftovers(client, name, setup.check)
     replicas = placement["replicas"]
 
     def new(buffer_name: str, *args: Any, **options: Any) -> Buffer:
@@ -292,6 +289,8 @@ def _make(
         made.append(buffer)
         return buffer
 
+    members = t.Table(new(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
+    new(f"{name}/tick", 1, "int64", servers=1)
     weights = new(name, head_fields["size"], "float32", metadata=metadata, **placement)
     for each, place in (weights.table or _whole(weights.size)).items():
         _fill(weights, place.offset // 4, file, *where[each])
@@ -301,8 +300,6 @@ def _make(
         for copy, (offset, count) in _good_states(spans, head_fields["round"]):
             _fill(copies[copy], offset, file, where[stored][0] + 4 * offset, count)
     if (kept := head_fields.get("statistics")) is not None:
-        setup.check()
-        client.delete(f"{name}/{STATISTICS}", missing_ok=True)
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])
         values = np.zeros(kept["size"], np.float32)
         for each, place in statistics.table.items():
@@ -310,8 +307,6 @@ def _make(
             file.seek(begin)
             values[place.offset // 4 :][:count] = np.frombuffer(file.read(4 * count), "<f4")
         statistics.publish(values)
-    new(f"{name}/tick", 1, "int64", servers=1)
-    members = t.Table(new(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
     members.swap(0, t.ROUND, 0, head_fields["round"] << t.ROUND_SHIFT)
     # As if a former member of the first slot had done all of it.
     members.add(1, t.STEPS, head_fields["steps"])

@@ -88,8 +88,10 @@ class WorkUnits:
         self._client, self._name = client, name
         self._total, self._unit, self._seed, self._lease = total, unit, seed, lease
         self._end = _LOW if epochs is None else epochs
-        # Else who deletes them at this moment could take a part of what is made here.
-        with keeping(setup_lock(client, name, replicas)):
+        # Else a process that deletes them at this moment, or the worker's training, could take a part of what is made
+        # here, or leave it to the next training of that name.
+        under = contextlib.nullcontext() if worker is None else worker.setting_up()
+        with under, keeping(setup_lock(client, name, replicas)):
             try:
                 self._words = client.create(
                     name,

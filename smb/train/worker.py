@@ -69,7 +69,7 @@ def join(
     parameters = ArrayParameters(values, f"join of training {name!r}")
     if fresh:
         clear(client, name, parameters, scheme, lease, placement.get("replicas"))
-    worker = Worker(enter(client, name, parameters, scheme, guards, lease, **placement), parameters)
+    worker = take_part(client, name, parameters, scheme, guards, lease, **placement)
     try:
         if fresh and not worker.made:
             raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another has made it at this moment")
@@ -81,10 +81,37 @@ def join(
     return worker
 
 
+def take_part(
+    client: Client,
+    name: str,
+    parameters: Parameters,
+    scheme: Scheme | None,
+    guards: Guards | None,
+    lease: float | None,
+    **placement: Any,
+) -> Worker:
+    """Return a member of the training of that name, made first if there is none: `begin` it, or `withdraw`. Raises as
+    join; the parameters stay as they are.
+    """
+    made: list[Worker] = []
+
+    def run(group: Group) -> Worker:
+        made.append(Worker(group, parameters))
+        return made[0]
+
+    try:
+        return enter(client, name, parameters, scheme, guards, lease, run, **placement)
+    except BaseException:
+        for worker in made:
+            worker._forget()
+        raise
+
+
 class Worker:
     """This process's membership in a training. Calls come from one thread."""
 
     def __init__(self, group: Group, parameters: Parameters) -> None:
+        """Under the group's setup lock: see take_part."""
         self._group = group
         self._parameters = parameters
         self._closed = False
@@ -96,13 +123,9 @@ class Worker:
         self._failed = False  # the last step in the background did, and may have left something unsent
         self._refusal: RefusedContributionError | None = None  # after it the shared model is not taken over yet
         self._looking = t.Table(group.table.buffer)  # with rows of its own: others look while a step is under way
-        try:
-            parameters.seated(group)
-            with room(group.name, group.scheme, 4 * parameters.size):
-                self._exchange = group.scheme.run(group, parameters)
-        except BaseException:
-            group.withdraw()
-            raise
+        parameters.seated(group)
+        with room(group.name, group.scheme, 4 * parameters.size):
+            self._exchange = group.scheme.run(group, parameters)
         _open.add(self)
         group.client._session.reports[id(self)] = self._report
 
@@ -425,6 +448,10 @@ class Worker:
             self._group.read(result)
         return result
 
+    def setting_up(self) -> contextlib.AbstractContextManager[None]:
+        """Make buffers under the training's name in the block: see Group.setting_up."""
+        return self._group.setting_up()
+
     def look(self, read: Callable[[Buffer], object]) -> None:
         """Call `read` with the shared weights until it has read them of one round."""
         self._check_open()
@@ -594,12 +621,13 @@ class Worker:
 
     def _back(self, join: Callable[[], None]) -> None:
         self._away = True
-        if not self._sits():
-            self._seated = False
-            join()
-            self._parameters.seated(self._group)
-            self._seated = True
-        self._exchange = self._group.scheme.run(self._group, self._parameters)
+        with self._group.setting_up():  # first: nobody waits for us before we have a slot
+            if not self._sits():
+                self._seated = False
+                join()
+                self._parameters.seated(self._group)
+                self._seated = True
+            self._exchange = self._group.scheme.run(self._group, self._parameters)
         self._exchange.restart()
         self._away = self._seated = False
         self._refusal = None

@@ -331,13 +331,16 @@ def test_a_deletion_that_was_stopped(connect: Connect, monkeypatch: pytest.Monke
     goes_on(made[0])
 
 
-def test_a_joiner_whose_training_is_made_anew(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It deletes no inbox of the new one, though that has the name of its slot's former holder's, and makes none."""
+def test_a_joiner_whose_training_is_made_anew(connect: Connect, monkeypatch: pytest.MonkeyPatch, stop: Stop) -> None:
+    """It was stopped for so long that it lost the lock. It deletes no inbox of the new training, and makes none.
+    An inbox of that has the name of its slot's former holder's.
+    """
     client, other, run, made = connect(), connect(), RoundScheme.run, []
     leave_one(client)
 
     def after(scheme: RoundScheme, joined: group.Group, parameters: Any) -> Any:
         if joined.client is client:
+            stop(client)
             smb.train.delete(other, "run")
             made.append(join(other, 7.0))
             made[0].step()

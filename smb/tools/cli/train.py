@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -146,14 +147,16 @@ def rm(
     from smb.train import delete, status
 
     with connect(coordinator) as client:
-        try:
+        alive = 0
+        with contextlib.suppress(NotFoundError):  # there may be parts of one that was not made or loaded to the end
             alive = _alive(status(client, name))
-            if (
-                alive
-                and not yes
-                and not typer.confirm(f"{counted(alive, 'worker')} of {name!r} may be alive. Delete it (or --yes)?")
-            ):
-                raise typer.Exit(1)
+        if (
+            alive
+            and not yes
+            and not typer.confirm(f"{counted(alive, 'worker')} of {name!r} may be alive. Delete it (or --yes)?")
+        ):
+            raise typer.Exit(1)
+        try:
             delete(client, name)
         except NotFoundError:
             if not missing_ok:
