@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from smb.buffer_info import BufferInfo
 from smb.client import Client
+from smb.errors import Error
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train import members
+from smb.train.exchange.rounds import INBOX
 from smb.train.progress import progress_of
 from smb.train.scheme import Json
 from smb.train.work_units import epochs_of
@@ -47,7 +50,8 @@ class GroupStatus:
 
     samples: of all who ever took part, those whose slots others have now too. epochs: how many epochs of Shared.batches
     are done, None without. done: nobody has a batch of a further one, and who asked for one found none. wire: how
-    contributions travel.
+    contributions travel. gone_bytes: memory of the servers, with second copies, that is there for workers which are
+    gone: inboxes, and in HSGD what hosts without workers have. It is used again, or freed, as others join and train.
     """
 
     name: str
@@ -62,6 +66,7 @@ class GroupStatus:
     epochs: int | None
     done: bool
     wire: str
+    gone_bytes: int
 
 
 def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
@@ -118,4 +123,36 @@ def status(client: Client, name: str) -> GroupStatus:
         epochs=epochs,
         done=done,
         wire=group.weights.wire,
+        gone_bytes=_gone_bytes(client, name, rows, dead),
     )
+
+
+def _gone_bytes(client: Client, name: str, rows: t.Rows, dead: set[int]) -> int:
+    infos = client.list()
+    held = _inboxes(infos, name, rows, dead)
+    prefix = f"{name}/host/"
+    for host in {info.name.removeprefix(prefix).split("/")[0] for info in infos if info.name.startswith(prefix)}:
+        nested = f"{prefix}{host}"
+        try:
+            group = groups.view(client, nested)
+            found = group.table.read()
+            live = members.live(found)
+            lost = members.lapsed(client, nested, group.lease, live, group.weights.info.replicas)
+        except Error:  # it is being made or deleted, or its server is away
+            continue
+        if {*members.live(found)} - lost:
+            held += _inboxes(infos, nested, found, lost)
+        else:
+            held += sum(_bytes(info) for info in infos if info.name == nested or info.name.startswith(f"{nested}/"))
+    return held
+
+
+def _inboxes(infos: list[BufferInfo], name: str, rows: t.Rows, dead: set[int]) -> int:
+    """Return the memory of inboxes whose owners are not alive."""
+    alive = {f"{name}/{INBOX}/{int(rows[1 + slot, t.INCARNATION])}" for slot in members.live(rows) if slot not in dead}
+    prefix = f"{name}/{INBOX}/"
+    return sum(_bytes(info) for info in infos if info.name.startswith(prefix) and info.name not in alive)
+
+
+def _bytes(info: BufferInfo) -> int:
+    return info.nbytes * info.versions * info.replicas

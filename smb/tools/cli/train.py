@@ -121,6 +121,7 @@ def stat(name: Name, coordinator: Coordinator = None, as_json: Json = False) -> 
         ("samples", _samples(found)),
         ("model", f"{found.size:,} parameters, {format_bytes(4 * found.size)}"),
         ("workers", f"{_alive(found)} alive"),
+        *([("gone workers", f"keep {format_bytes(found.gone_bytes)} until others join")] if found.gone_bytes else []),
     ):
         facts.add_row(key, value)
     out.print(facts)

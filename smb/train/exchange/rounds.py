@@ -69,6 +69,7 @@ from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
 _log = logging.getLogger("smb")
 _COUNTED = t.EXTRA  # of a member: the last round in which its slot's contribution counted, plus 1; 0 for none
 EXACT = "exact"
+INBOX = "inbox"  # below it, under the group's name, each member's inbox by its incarnation
 Term = tuple[Buffer, float, str]  # of a sum: a buffer, its scale, and how its elements are rounded
 
 
@@ -167,8 +168,8 @@ class RoundExchange(Exchange):
         # By the handle, so it raises NotFoundError if the training was deleted, and made anew, since we have joined:
         # what follows goes by names, and must not meet the other's buffers.
         self._weight_word = group.table.get(member.row, t.WEIGHT)
-        if member.former:
-            group.client.delete(f"{group.name}/{_inbox(member.former)}", missing_ok=True)
+        for gone in _gone(group.table.read(), member.former):
+            group.client.delete(f"{group.name}/{_inbox(gone)}", missing_ok=True)
         self._next = group.buffer("next")
         self._momenta = [group.buffer(momentum_name(copy)) for copy in (0, 1)] if self._outer else []
         self._step_wire = scheme.step_wires()
@@ -203,7 +204,7 @@ class RoundExchange(Exchange):
             if self._sent and not self._settle():
                 # Nobody has closed its round yet: go on alone, and send all of it later.
                 self._steps = 0
-                self._group.reap(self._late(self._group.table.read(), self._target))
+                self._reap(self._group.table.read())
                 return
             self._send()
             self._finish()
@@ -397,7 +398,7 @@ class RoundExchange(Exchange):
                 if not group.wait(self._patience()):
                     group.member.check()
                     if not ready:
-                        group.reap(self._late(rows, self._target))
+                        self._reap(rows)
                 rows = None
                 continue
             if counted or self._tokens == 0.0 or not self._again(rows):
@@ -468,6 +469,11 @@ class RoundExchange(Exchange):
     def _late(self, rows: t.Rows, number: int) -> list[int]:
         """Return the members that a round waits for."""
         return [slot for slot in self._group.live(rows) if t.clock_of(rows[1 + slot, t.MARK]) <= number]
+
+    def _reap(self, rows: t.Rows) -> None:
+        """Free the slots of dead members that the round waits for. Their inboxes are in no round: they go later."""
+        for slot in self._group.reap(self._late(rows, self._target)):
+            self._over.append(int(rows[1 + slot, t.INCARNATION]))
 
     def _grace_left(self) -> float:
         """Seconds until our target round may be closed by its quorum, as far as we have seen."""
@@ -687,7 +693,17 @@ def step_name(copy: int) -> str:
 
 
 def _inbox(incarnation: int) -> str:
-    return f"inbox/{incarnation}"
+    return f"{INBOX}/{incarnation}"
+
+
+def _gone(rows: t.Rows, former: int) -> set[int]:
+    """Return whose inboxes nobody needs: of the former holder of a slot, and of members that died, and whose slots are
+    free, unless they have contributed to the open round. A member that left by itself has deleted its own.
+    """
+    counting = _contributions(rows, _round(rows))
+    died = np.flatnonzero((rows[1:, t.INCARNATION] == 0) & (rows[1:, t.PID] > 0)).tolist()
+    gone = {t.incarnation_of(rows[1 + slot, t.MARK]) for slot in died if slot not in counting}
+    return (gone | {former}) - {0}
 
 
 def _round(rows: t.Rows) -> int:
