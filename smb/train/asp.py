@@ -45,6 +45,8 @@ class ASP(Scheme):
 class Asynchronous(Exchange):
     """One worker's side. A step blocks for one accumulate, and two small calls."""
 
+    EACH_STEP = True
+
     def __init__(self, group: Group, parameters: Parameters) -> None:
         self._group = group
         self._deltas = deltas_of(group.weights, parameters, group.sent_bytes)

@@ -108,6 +108,8 @@ class R2SP(Scheme):
 class RoundRobin(Exchange):
     """One worker's side. A step blocks until the worker's turn has come, and for one accumulate then."""
 
+    EACH_STEP = True
+
     def __init__(self, group: Group, parameters: Parameters, scheme: R2SP) -> None:
         self._group = group
         self._scheme = scheme

@@ -42,6 +42,8 @@ class Exchange(ABC):
     restart).
     """
 
+    EACH_STEP: ClassVar[bool] = False  # whether each step is a contribution: then the Worker counts one that is lost
+
     @property
     def batch_size(self) -> int | None:
         """How many samples the next local step is to be made of; None if the scheme has no say in that."""

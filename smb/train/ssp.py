@@ -78,6 +78,8 @@ class StaleSynchronous(Exchange):
     then for one read more.
     """
 
+    EACH_STEP = True
+
     def __init__(self, group: Group, parameters: Parameters, bound: int) -> None:
         self._group = group
         self._bound = bound

@@ -227,7 +227,7 @@ class Worker:
         self._group.member.add(t.STEPS, 1)
         for group in filter(None, (self._group, self._group.nested)):
             group.samples_known = samples is not None
-        return _Job(1 if samples is None else samples, time.perf_counter(), self._moved())
+        return _Job(1 if samples is None else samples, time.perf_counter(), self._moved(), self.contributions)
 
     def _run(self, job: _Job) -> None:
         try:
@@ -241,6 +241,8 @@ class Worker:
         error = job.error
         if isinstance(error, MembershipLostError):
             _log.warning("training %r: %s", self.name, error)
+            if self._exchange.EACH_STEP and self.contributions == job.contributions:
+                self._group.member.add(t.DROPPED, 1)
             self._rejoin()
         elif isinstance(error, RefusedContributionError):
             self._refusal = error
@@ -655,11 +657,14 @@ class Worker:
 
 @dataclasses.dataclass
 class _Job:
-    """A step: what it is of, when it began (time.perf_counter), what had been moved by then, and how it ended."""
+    """A step: how many samples it is of, when it began (time.perf_counter), and how it ended. `moved` and
+    `contributions` are bytes and contributions that had been sent before it.
+    """
 
     samples: int
     started: float
     moved: int
+    contributions: int
     seconds: float = 0.0
     error: BaseException | None = None
     thread: threading.Thread | None = None

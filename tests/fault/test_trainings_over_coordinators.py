@@ -128,16 +128,18 @@ class _Round:
 
     def close_rounds(self) -> None:
         """Two more close the rounds that wait for others: of those who left what was marked counts there."""
-        clients = [smb.connect(self._cluster.address, timeout=30) for _ in range(2)]
-        values = [np.zeros(SIZE, np.float32) for _ in clients]
+        values = [np.zeros(SIZE, np.float32) for _ in range(2)]
+        clients = [smb.connect(self._cluster.address, timeout=30) for _ in values]
         both = [smb.train.join(client, "run", own) for client, own in zip(clients, values, strict=True)]
-        for k in range(3):
-            for place, own in enumerate(values):
-                own[(LAST + place) * STEPS + k] += 1
-            together(*(worker.step for worker in both))
-        for worker, client in zip(both, clients, strict=True):
-            worker.close()
-            client.close()
+
+        def finish(place: int) -> None:
+            for k in range(3):
+                values[place][(LAST + place) * STEPS + k] += 1
+                both[place].step()
+            both[place].close()  # then the other one need not wait for it
+            clients[place].close()
+
+        together(lambda: finish(0), lambda: finish(1))
 
     def faults(self, model: np.ndarray) -> Iterator[str]:  # type: ignore[type-arg]
         for number in self.all:

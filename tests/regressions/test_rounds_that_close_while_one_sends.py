@@ -12,7 +12,7 @@ import pytest
 
 import smb
 import smb.train
-from smb.train import AsyncDiLoCo, DiLoCo, LocalSGD
+from smb.train import ASP, R2SP, SSP, AsyncDiLoCo, DiLoCo, LocalSGD
 from tests.support.daemons import wait_for
 
 Connect = Callable[..., smb.Client]
@@ -135,4 +135,17 @@ def test_what_is_lost_with_a_lease_is_counted(connect: Connect, caplog: pytest.L
     assert two.model[1] == 1.0
     status = two.workers[1].status
     assert (status.rejoins, status.dropped, status.contributions) == (1, 1, 1)
+    two.close()
+
+
+@pytest.mark.parametrize("scheme", [ASP(), SSP(staleness=5), R2SP()], ids=lambda s: s.NAME)
+def test_a_delta_that_is_lost_with_a_lease_is_counted(connect: Connect, scheme: smb.train.Scheme) -> None:
+    """The same without rounds, where each step is a contribution."""
+    two = _Two(connect, scheme)
+    two.workers[1]._group.member._lock.release()
+    assert two.workers[0]._group.reap([1]) == [1]
+    two.step(1)
+    status = two.workers[1].status
+    assert (status.rejoins, status.dropped, status.contributions) == (1, 1, 0)
+    assert two.model[1] == 0
     two.close()
