@@ -3,8 +3,8 @@
 Invariant: a server is told to drop a segment only if
 - its deletion was acknowledged, or its creation was given up, in a store that has every change that the server was
   told of (smb/coordinator/lineage.py), or
-- in such a store, another run, which has registered with this coordinator in this term, has a whole copy of at least its
-  epoch (a copy that is not whole itself may go for any whole one), or
+- in such a store, another run, which has registered with this coordinator in this term, has a whole copy of at least
+  its epoch (a copy that is not whole itself may go for any whole one), or
 - an operator has named it.
 All else that a server holds and that no record accounts for is **unexplained**: it is kept, counted and listed, and
 judged again as other servers are heard of. What the store may be too old for is marked as quarantined at its server,
