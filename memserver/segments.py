@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from memserver.engine import Engine, Held, SegmentForm
-from memserver.gate import why_not
 from memserver.memory_dir import Place
+from memserver.retention import why_not
 from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
@@ -110,7 +110,7 @@ class Segments:
 
     def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN) -> None:
         """Drop it and its file; one that is not here is no error. A copy that was made in a later epoch stays, and one
-        that memserver/gate.py does not let go.
+        that memserver/retention.py does not let go.
         """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)

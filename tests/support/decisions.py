@@ -17,9 +17,9 @@ from smb.coordinator.events import (
     ServerRenewed,
     ServerReturned,
 )
-from smb.coordinator.gate import epoch_of
 from smb.coordinator.lineage import Lineage, Stamp
 from smb.coordinator.records import BufferRecord, Held, Kind, ServerRecord
+from smb.coordinator.retention import epoch_of
 from smb.coordinator.state import State
 from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation, first_use

@@ -18,7 +18,6 @@ from smb.coordinator.events import (
     SaveBuffer,
     ServerReturned,
 )
-from smb.coordinator.gate import dropped, is_that_copy
 from smb.coordinator.groups import Groups, Member
 from smb.coordinator.records import BufferRecord, Held
 from smb.coordinator.replicas import (
@@ -30,6 +29,7 @@ from smb.coordinator.replicas import (
     let_move,
     lose_backups,
 )
+from smb.coordinator.retention import dropped, is_that_copy
 from smb.coordinator.state import State, Step, add, remove, without
 from smb.errors import NotFoundError, UnavailableError
 from smb.ground import Ground

@@ -19,12 +19,12 @@ from smb.coordinator.events import (
     SaveBuffer,
     WakeOpeners,
 )
-from smb.coordinator.gate import dropped
 from smb.coordinator.groups import Groups, group_of, move_together
 from smb.coordinator.placement import Placement, Pool, place, place_backups, place_copy, place_like, place_together
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
+from smb.coordinator.retention import dropped
 from smb.coordinator.state import FIRST_EPOCH, State, Step, add, find_ready, remove
 from smb.coordinator.validate import Creation, check_wire
 from smb.errors import (

@@ -17,10 +17,10 @@ from smb.coordinator.events import (
     SaveTokenFloor,
     WakeOpeners,
 )
-from smb.coordinator.gate import dropped
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind
+from smb.coordinator.retention import dropped
 from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, find_ready, without
 from smb.coordinator.validate import check_name
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError

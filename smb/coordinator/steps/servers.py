@@ -24,8 +24,8 @@ from smb.coordinator.events import (
     ServerRenewed,
     ServerSuspected,
 )
-from smb.coordinator.gate import Where, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.records import Held, ServerRecord
+from smb.coordinator.retention import Where, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.state import State, Step, without
 from smb.coordinator.steps.copies import not_those_copies
 from smb.coordinator.validate import check_address, check_server_name, check_zone

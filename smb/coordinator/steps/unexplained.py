@@ -1,6 +1,6 @@
 """Memory that servers hold beside the records: taken up, dropped or kept as more servers are heard of.
 
-An operator may give it up. The rule is smb/coordinator/gate.py.
+An operator may give it up. The rule is smb/coordinator/retention.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from smb.coordinator.events import (
     SegmentsForgotten,
     UnexplainedJudged,
 )
-from smb.coordinator.gate import Where, dropped, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.groups import Groups, group_of
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
+from smb.coordinator.retention import Where, dropped, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.state import State, Step, add, remove, without
 from smb.errors import NotFoundError
 from smb.ground import Ground

@@ -1,4 +1,4 @@
-"""The gate of the coordinator: every decision that a memory server gives memory up is made here. Pure.
+"""Retention: every decision of the coordinator that a memory server may give memory up is made here. Pure.
 
 Invariant: a server is told to drop a segment only if
 - its deletion was acknowledged, or its creation was given up, in a store that has every change that the server was

@@ -1,4 +1,4 @@
-"""The gate of this daemon: whatever destroys a segment asks here first.
+"""Retention: whatever destroys a segment in this daemon asks here first.
 
 Invariant: a segment goes only if another server has a whole copy of its epoch or a later one, if its deletion or the
 end of its creation was acknowledged, or if an operator gave it up. What is in quarantine stays until the coordinator

@@ -1,4 +1,4 @@
-"""smb.coordinator.gate: what may be dropped, what is kept, and what is taken up again, by state.step alone."""
+"""smb.coordinator.retention: what may be dropped, what is kept, and what is taken up again, by state.step alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from smb.coordinator.events import (
     Ticked,
     UnexplainedJudged,
 )
-from smb.coordinator.gate import why_kept
 from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
 from smb.coordinator.records import Held, SegmentRecord
+from smb.coordinator.retention import why_kept
 from smb.coordinator.state import SERVER_LEASE_S, State, load
 from smb.ground import Ground
 from tests.support.decisions import Cluster, registration, returned, server
