@@ -97,6 +97,120 @@ static uint32_t search(const struct records *records, uint64_t session, uint16_t
     return at;
 }
 
+/* ---- refusals -------------------------------------------------------------------------------- */
+
+/* Of the words of refusals: the highest bit, and that of the floor's word that says that refusals
+ * above the watermark were forgotten. They matter once it has passed them: nothing between it and
+ * the next change was made, so that until then no change that was made becomes unknown. */
+static const uint64_t REFUSED_NONE = (uint64_t)1 << 63, REFUSED_FELL = (uint64_t)1 << 62;
+
+static uint64_t floor_of(const struct record *record)
+{
+    return record->refused_floor & ~(REFUSED_NONE | REFUSED_FELL);
+}
+
+static uint64_t top_of(const struct record *record)
+{
+    return record->refused_top & ~REFUSED_NONE;
+}
+
+static bool is_refused(const struct record *record, uint64_t sequence)
+{
+    uint64_t top = top_of(record), place = sequence % RECORD_REFUSALS;
+    return sequence <= top && top - sequence < RECORD_REFUSALS &&
+           (record->refused[place / 63] >> place % 63 & 1) != 0;
+}
+
+static void set_refused(struct record *record, uint64_t sequence, bool refused)
+{
+    uint64_t place = sequence % RECORD_REFUSALS, bit = (uint64_t)1 << place % 63;
+    if (top_of(record) - sequence >= RECORD_REFUSALS)
+        return;
+    atomic_signal_fence(memory_order_seq_cst);
+    record->refused[place / 63] = refused ? record->refused[place / 63] | bit
+                                          : record->refused[place / 63] & ~bit;
+    atomic_signal_fence(memory_order_seq_cst);
+}
+
+/* And takes REFUSED_FELL away. */
+static void raise_floor(struct record *record, uint64_t sequence)
+{
+    uint64_t floor = floor_of(record);
+    record->refused_floor = REFUSED_NONE | (sequence > floor ? sequence : floor);
+    atomic_signal_fence(memory_order_seq_cst);
+}
+
+static void forget_refusal(struct record *record, uint64_t sequence)
+{
+    if (sequence > read_word(&record->watermark))
+        record->refused_floor |= REFUSED_FELL;
+    else
+        record->refused_floor = (record->refused_floor & REFUSED_FELL) | REFUSED_NONE |
+                                (sequence > floor_of(record) ? sequence : floor_of(record));
+    /* killed in between, one is known twice; the other way round, not at all */
+    atomic_signal_fence(memory_order_seq_cst);
+}
+
+/* Makes room for the sequence numbers up to this one: those that many before them are forgotten. */
+static void advance(struct record *record, uint64_t sequence)
+{
+    uint64_t top = top_of(record);
+    if (sequence <= top)
+        return;
+    bool any = record->refused[0] != REFUSED_NONE || record->refused[1] != REFUSED_NONE;
+    uint64_t steps = sequence - top < RECORD_REFUSALS ? sequence - top : RECORD_REFUSALS;
+    for (uint64_t i = 1; any && i <= steps; i++) {
+        uint64_t place = (top + i) % RECORD_REFUSALS, bit = (uint64_t)1 << place % 63;
+        if ((record->refused[place / 63] & bit) == 0)
+            continue;
+        forget_refusal(record, top + i - RECORD_REFUSALS);
+        record->refused[place / 63] &= ~bit;
+        atomic_signal_fence(memory_order_seq_cst);
+    }
+    record->refused_top = REFUSED_NONE | sequence;
+    atomic_signal_fence(memory_order_seq_cst);
+}
+_Static_assert((int)RECORD_REFUSAL_WORDS == 2, "advance looks at both");
+
+/* The highest that was refused, or may have been. */
+static uint64_t refused_last(const struct record *record)
+{
+    uint64_t top = top_of(record);
+    for (uint64_t i = 0; i < RECORD_REFUSALS && i < top; i++)
+        if (is_refused(record, top - i))
+            return top - i;
+    return record->refused_floor & REFUSED_FELL ? top - RECORD_REFUSALS : floor_of(record);
+}
+
+/* A record of an earlier release: three sequence numbers and a floor. Killed in between, what was
+ * refused there is forgotten, not made. */
+static void convert(struct record *record)
+{
+    uint64_t *words[] = {&record->refused[0], &record->refused[1], &record->refused_top};
+    uint64_t refused[3], floor = floor_of(record), last = floor;
+    bool whole = record->refused_floor & REFUSED_NONE;
+    for (int i = 0; i < 3; i++) {
+        refused[i] = *words[i] & REFUSED_NONE ? 0 : *words[i];
+        whole = whole && *words[i] & REFUSED_NONE;
+        last = refused[i] > last ? refused[i] : last;
+    }
+    if (whole)
+        return;
+    raise_floor(record, last);
+    for (int i = 0; i < 3; i++)
+        *words[i] = REFUSED_NONE;
+    advance(record, last);
+    for (int i = 0; i < 3; i++)
+        if (refused[i] > 0 && last - refused[i] < RECORD_REFUSALS)
+            set_refused(record, refused[i], true);
+        else if (refused[i] > floor)
+            floor = refused[i];
+    atomic_signal_fence(memory_order_seq_cst);
+    record->refused_floor = REFUSED_NONE | floor;
+}
+
+/* ---- taking one ------------------------------------------------------------------------------ */
+
 /* ---- which was used last --------------------------------------------------------------------- */
 
 static void unlink_entry(struct records *records, uint32_t index)
@@ -150,12 +264,13 @@ static void read_table(struct records *records, struct use *uses)
 {
     uint32_t used = 0;
     for (uint32_t i = records->table.count; i-- > 0;) {
-        const struct record *record = record_at(records, i);
+        struct record *record = record_at(records, i);
         if (read_word(&record->session) == 0) {
             records->entries[i].next = records->empty;
             records->entries[i].bucket = NONE;
             records->empty = i;
         } else {
+            convert(record);
             put_in_bucket(records, i);
             uses[used++] = (struct use){read_word(&record->used_ns), i};
         }
@@ -221,9 +336,10 @@ static void begin_record(struct record *record, uint64_t session, uint16_t lane,
     write_word(&record->watermark, 0);
     for (int i = 0; i < RECORD_RESULTS; i++)
         record->results[i].sequence = record->results[i].result = 0;
-    for (int i = 0; i < RECORD_REFUSALS; i++)
-        record->refused[i] = 0;
-    record->refused_floor = forgotten;
+    for (int i = 0; i < RECORD_REFUSAL_WORDS; i++)
+        record->refused[i] = REFUSED_NONE;
+    record->refused_top = REFUSED_NONE;
+    record->refused_floor = REFUSED_NONE | forgotten;
     write_word(&record->lane, lane);
     write_word(&record->session, session);
     FAILPOINT("records.begun");
@@ -313,10 +429,7 @@ int records_watermark(struct records *records, uint64_t session, uint16_t lane, 
     if (index != NONE) {
         const struct record *record = record_at(records, index);
         *watermark = read_word(&record->watermark);
-        *refused = record->refused_floor;
-        for (int i = 0; i < RECORD_REFUSALS; i++)
-            if (record->refused[i] > *refused)
-                *refused = record->refused[i];
+        *refused = refused_last(record);
     }
     bool unknown = index == NONE && may_have_lost_one(records);
     pthread_mutex_unlock(&records->mutex);
@@ -342,7 +455,8 @@ void records_end_session(struct records *records, uint64_t session)
 enum {
     IMAGE_RESULTS_AT = 32,
     IMAGE_REFUSED_AT = IMAGE_RESULTS_AT + 16 * RECORD_RESULTS,
-    IMAGE_FLOOR_AT = IMAGE_REFUSED_AT + 8 * RECORD_REFUSALS
+    IMAGE_TOP_AT = IMAGE_REFUSED_AT + 8 * RECORD_REFUSAL_WORDS,
+    IMAGE_FLOOR_AT = IMAGE_TOP_AT + 8
 };
 _Static_assert((int)IMAGE_FLOOR_AT + 8 == (int)RECORD_BYTES, "an image is as large as a record");
 
@@ -389,8 +503,9 @@ int records_image(struct records *records, uint32_t place, records_see see, void
             put_word(bytes + IMAGE_RESULTS_AT + 16 * i, record->results[i].sequence);
             put_word(bytes + IMAGE_RESULTS_AT + 16 * i + 8, record->results[i].result);
         }
-        for (int i = 0; i < RECORD_REFUSALS; i++)
+        for (int i = 0; i < RECORD_REFUSAL_WORDS; i++)
             put_word(bytes + IMAGE_REFUSED_AT + 8 * i, record->refused[i]);
+        put_word(bytes + IMAGE_TOP_AT, record->refused_top);
         put_word(bytes + IMAGE_FLOOR_AT, record->refused_floor);
         see(argument, bytes);
     }
@@ -412,9 +527,11 @@ int records_install(struct records *records, const uint8_t bytes[RECORD_BYTES])
         record->results[i].sequence = word_at(bytes + IMAGE_RESULTS_AT + 16 * i);
         record->results[i].result = word_at(bytes + IMAGE_RESULTS_AT + 16 * i + 8);
     }
-    for (int i = 0; i < RECORD_REFUSALS; i++)
+    for (int i = 0; i < RECORD_REFUSAL_WORDS; i++)
         record->refused[i] = word_at(bytes + IMAGE_REFUSED_AT + 8 * i);
+    record->refused_top = word_at(bytes + IMAGE_TOP_AT);
     record->refused_floor = word_at(bytes + IMAGE_FLOOR_AT);
+    convert(record);
     write_word(&record->watermark, watermark);
     records_release(records, record);
     if (word_at(bytes + 24) == 0)
@@ -458,9 +575,11 @@ void record_note(struct record *record, uint64_t sequence, bool with_result, uin
     }
     /* the change and its result are made before the record says so, here or below */
     atomic_signal_fence(memory_order_seq_cst);
-    for (int i = 0; i < RECORD_REFUSALS; i++)
-        if (record->refused[i] == sequence)
-            record->refused[i] = 0; /* refused at first, and made now */
+    convert(record);
+    advance(record, sequence);
+    if (record->refused_floor & REFUSED_FELL && sequence > read_word(&record->watermark))
+        raise_floor(record, top_of(record) - RECORD_REFUSALS); /* it is about to pass them */
+    set_refused(record, sequence, false); /* refused at first, perhaps, and made now */
     if (sequence > read_word(&record->watermark))
         write_word(&record->watermark, sequence);
 }
@@ -469,26 +588,19 @@ int record_judge(const struct record *record, uint64_t sequence)
 {
     if (sequence > read_word(&record->watermark))
         return SMB_OK;
-    for (int i = 0; i < RECORD_REFUSALS; i++)
-        if (record->refused[i] == sequence)
-            return SMB_OK;
-    return sequence <= record->refused_floor ? SMB_EVICTED : SMB_EXISTS;
+    if (is_refused(record, sequence))
+        return SMB_OK;
+    return sequence <= floor_of(record) ? SMB_EVICTED : SMB_EXISTS;
 }
 
 void record_refuse(struct record *record, uint64_t sequence)
 {
-    int oldest = 0;
-    for (int i = 0; i < RECORD_REFUSALS; i++) {
-        if (record->refused[i] == sequence)
-            return;
-        if (record->refused[i] < record->refused[oldest])
-            oldest = i;
-    }
-    if (record->refused[oldest] > record->refused_floor)
-        record->refused_floor = record->refused[oldest];
-    /* killed in between, the oldest is known twice; the other way round, not at all */
-    atomic_signal_fence(memory_order_seq_cst);
-    record->refused[oldest] = sequence;
+    convert(record);
+    advance(record, sequence);
+    if (top_of(record) - sequence < RECORD_REFUSALS)
+        set_refused(record, sequence, true);
+    else
+        forget_refusal(record, sequence);
 }
 
 bool record_result(const struct record *record, uint64_t sequence, uint64_t *result)

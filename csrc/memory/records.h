@@ -20,7 +20,8 @@
 /* At most as many fetch_add and compare_swap of a lane may be unanswered at any time. */
 enum {
     RECORD_RESULTS = 4,
-    RECORD_REFUSALS = 3,
+    RECORD_REFUSAL_WORDS = 2,
+    RECORD_REFUSALS = 63 * RECORD_REFUSAL_WORDS, /* sequence numbers; a client has 64 unanswered */
     RECORD_BYTES = 128,
     RECORDS_MIN = 128,
     RECORDS_MIN_BEFORE = 32,
@@ -36,9 +37,14 @@ struct record {
         uint64_t sequence, result;
     } results[RECORD_RESULTS]; /* of fetch_add and compare_swap */
     /* Changes that were refused although later ones were applied: the watermark does not speak for
-     * them. */
-    uint64_t refused[RECORD_REFUSALS];
-    uint64_t refused_floor; /* up to here there may be others, which are forgotten: unknown */
+     * them. A bit for each of the last RECORD_REFUSALS sequence numbers up to `refused_top`, at its
+     * remainder. The highest bit of each of these words is set. In records of earlier releases it
+     * is not: they have three sequence numbers there. Those releases take all such words for
+     * sequence numbers that never come, and everything for forgotten: unknown, not made twice. */
+    uint64_t refused[RECORD_REFUSAL_WORDS];
+    uint64_t refused_top;
+    /* up to here there may be others, which are forgotten: unknown; REFUSED_FELL */
+    uint64_t refused_floor;
 };
 _Static_assert(sizeof(struct record) == RECORD_BYTES, "two cache lines");
 

@@ -240,10 +240,124 @@ static void as_a_plain_table(void)
     records_destroy(records);
 }
 
+/* ---- refusals -------------------------------------------------------------------------------- */
+
+static void refuse(struct records *records, uint64_t sequence)
+{
+    struct record *record;
+    uint32_t hint = 0;
+    CHECK_EQ(records_take(records, 1, 0, sequence, false, &hint, &record), SMB_OK);
+    record_refuse(record, sequence);
+    records_release(records, record);
+}
+
+static int judge(struct records *records, uint64_t sequence)
+{
+    struct record *record;
+    uint32_t hint = 0;
+    CHECK_EQ(records_take(records, 1, 0, sequence, true, &hint, &record), SMB_OK);
+    int status = record_judge(record, sequence);
+    records_release(records, record);
+    return status;
+}
+
+static struct records *make_anew(void)
+{
+    memset(table, 0, sizeof table);
+    evictions = ended_evictions = 0;
+    return make();
+}
+
+/* However many changes are refused after it, one that was made stays known. */
+static void refusals_forget_no_change(void)
+{
+    struct records *records = make_anew();
+    CHECK_EQ(change(records, 1, 0, 1, false), SMB_OK);
+    for (uint64_t sequence = 2; sequence <= 5000; sequence++) {
+        refuse(records, sequence);
+        CHECK_EQ(judge(records, 1), SMB_EXISTS);
+        CHECK_EQ(judge(records, sequence), SMB_OK);
+    }
+    /* With a change behind them the oldest are forgotten, as far before it as no client repeats. */
+    CHECK_EQ(change(records, 1, 0, 5001, false), SMB_OK);
+    CHECK_EQ(judge(records, 5000), SMB_OK);
+    CHECK_EQ(judge(records, 4950), SMB_OK);
+    CHECK_EQ(judge(records, 4800), SMB_EVICTED);
+    CHECK_EQ(judge(records, 5001), SMB_EXISTS);
+    records_destroy(records);
+}
+
+/* Changes that are made and refused at random, refused ones repeated and made, over restarts of the
+ * daemon: of the last hundred all is known, and of older ones nothing wrong is said. */
+static void refusals_against_a_model(void)
+{
+    enum { STEPS = 20000, NEAR = 100 };
+    static uint8_t made[STEPS + 1];
+    struct random random = random_make(20261129);
+    for (uint64_t percent = 5; percent <= 95; percent += 30) {
+        struct records *records = make_anew();
+        uint64_t last = 0; /* the highest that was made */
+        memset(made, 0, sizeof made);
+        for (uint64_t sequence = 1; sequence <= STEPS; sequence += 1 + random_below(&random, 3)) {
+            if (random_below(&random, 100) < percent) {
+                refuse(records, sequence);
+                made[sequence] = 1;
+            } else {
+                CHECK_EQ(change(records, 1, 0, sequence, false), SMB_OK);
+                made[sequence] = 2;
+                last = sequence;
+            }
+            uint64_t back = random_below(&random, random_below(&random, 2) ? NEAR : STEPS);
+            uint64_t old = back < sequence ? sequence - back : sequence;
+            int status = made[old] == 0 ? 0 : judge(records, old);
+            if (made[old] && (status != SMB_EVICTED || sequence - old < NEAR))
+                CHECK_EQ(status, made[old] == 2 ? SMB_EXISTS : SMB_OK);
+            if (made[old] == 1 && status == SMB_OK && random_below(&random, 2) == 0) {
+                CHECK_EQ(change(records, 1, 0, old, true), SMB_OK);
+                made[old] = 2;
+                last = old > last ? old : last;
+            }
+            if (random_below(&random, 500) == 0) {
+                records_destroy(records);
+                records = make();
+            }
+        }
+        CHECK_EQ(watermark(records, 1, 0), last);
+        records_destroy(records);
+    }
+}
+
+/* A record that a daemon of an earlier release has left: three numbers and a floor. */
+static void refusals_of_an_earlier_release(void)
+{
+    struct records *records = make_anew();
+    CHECK_EQ(change(records, 1, 0, 40, false), SMB_OK);
+    records_destroy(records);
+    struct record *record = table;
+    while (atomic_load(&record->session) != 1)
+        record++;
+    record->refused[0] = 39, record->refused[1] = 0, record->refused_top = 30;
+    record->refused_floor = 7;
+    records = make();
+    CHECK_EQ(judge(records, 39), SMB_OK);
+    CHECK_EQ(judge(records, 30), SMB_OK);
+    CHECK_EQ(judge(records, 38), SMB_EXISTS);
+    CHECK_EQ(judge(records, 8), SMB_EXISTS);
+    CHECK_EQ(judge(records, 7), SMB_EVICTED);
+    CHECK_EQ(change(records, 1, 0, 39, true), SMB_OK);
+    CHECK_EQ(judge(records, 39), SMB_EXISTS);
+    records_destroy(records);
+}
+
 int main(void)
 {
     static const struct test tests[] = {TEST(ended_sessions_cost_nothing),
-                                        TEST(living_sessions_count), TEST(held_records_stay),
-                                        TEST(scribbled_over), TEST(as_a_plain_table)};
+                                        TEST(living_sessions_count),
+                                        TEST(held_records_stay),
+                                        TEST(scribbled_over),
+                                        TEST(as_a_plain_table),
+                                        TEST(refusals_forget_no_change),
+                                        TEST(refusals_against_a_model),
+                                        TEST(refusals_of_an_earlier_release)};
     return RUN_TESTS(tests);
 }
