@@ -769,8 +769,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def accounted(method: Method) -> Method:
-    """Have what a signal's handler raises inside a method that changes a buffer say what became of the call, also
-    before the call got to the dispatcher and after it came back.
+    """Have what a signal's handler raises inside a method that changes a buffer say what became of the call. It may
+    come before the call gets to the dispatcher, and after it came back.
     """
     signature = inspect.signature(method)
 
