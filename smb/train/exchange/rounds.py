@@ -623,7 +623,7 @@ class RoundExchange(Exchange):
         return list(zip(inboxes.values(), weights.values(), strict=True))
 
     def _record(self, number: int, rows: t.Rows) -> None:
-        """Tell those who count in a round that they do. It is decided, so it is true whoever says it, and when."""
+        """Tell those who count in a round that they do. Once decided that stays true, so any closer may do it again."""
         word = int(rows[0, _decided(number)])
         counting = [slot for slot in range(t.SLOTS) if word >> slot & 1]
         if counting:
