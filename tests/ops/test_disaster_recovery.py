@@ -58,7 +58,7 @@ class Operator:
 
 
 def test_the_page_works_as_it_is_written(tmp_path: Path) -> None:
-    """A backup, then a creation and a drain, then the restore. What moved is there; what is new is quarantined, freed by
+    """A backup, a creation, a drain, then the restore. What moved is there; what is new is quarantined, freed by
     hand, and its memory is free again.
     """
     with keep_port() as kept, running_daemons(tmp_path) as daemons:
