@@ -86,8 +86,9 @@ class Segments:
             if held is not None and not anew:
                 raise AlreadyExistsError(f"segment {form.id:016x} is there with another form: {held}, not {form}")
             # The source of the copy has a whole one, of the epoch before: the coordinator has just asked it.
-            if held is not None and (why := self._why_not(form.id, Ground.SUPERSEDED, form.epoch - 1)):
-                raise AlreadyExistsError(f"segment {form.id:016x} is not made anew: {why}")
+            why = self._why_not(form.id, Ground.SUPERSEDED, form.epoch - 1) if held is not None else ""
+            if why or form.id in self._quarantined:
+                raise AlreadyExistsError(f"segment {form.id:016x} is not made anew: {why or 'it is in quarantine'}")
             self._busy.add(form.id)
             self._held.pop(form.id, None)
         try:

@@ -24,11 +24,12 @@ from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
 from smb.coordinator.placement import Pool
 from smb.coordinator.rebalance import Move
-from smb.coordinator.records import BufferRecord
+from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.replicas import Copy, CopyRole
 from smb.coordinator.wanted_copies import Wish, still_wanted, wishes, without_room
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error, NotFoundError
+from smb.ground import Ground
 
 LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
@@ -127,13 +128,19 @@ class CopyMaker:
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
         avoid |= {name for name in state.servers if not state.heard(name, now)}
         apart = frozenset(pair for pair, until in self._apart_until.items() if until > now.monotonic)
+        kept = frozenset(
+            (name, number)
+            for name, held in state.unexplained.items()
+            for number, each in held.items()
+            if each.quarantined
+        )
         pool = state.pool(now)
         self._moves = still_wanted(self._moves, records, pool, self._bound)
         self._say_without_room(records, pool)
         await asyncio.gather(
             *(
                 self._begin(wish)
-                for wish in wishes(records, pool, avoid, self._moves, apart, self._bound, self.resting())
+                for wish in wishes(records, pool, avoid, self._moves, apart, self._bound, self.resting(), kept)
             )
         )
 
@@ -246,12 +253,19 @@ class CopyMaker:
             self._unconfirmed.pop(group_of(wish.segment), None)
         except Error as error:
             self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
+            await self._give_room_back(wish, server, epoch)
             return
         finally:
             self._making -= making
         failpoint("coordinator.copy.begun")
         await self._tell_roles((wish.segment.id,), (wish.source,))
         await self._drop(committed)
+
+    async def _give_room_back(self, wish: Wish, target: ServerRecord, epoch: int) -> None:
+        """Have what was made for a copy that did not begin dropped. Whoever cannot be reached tells of it later."""
+        for _, member in wish.members:
+            with suppress(Error):
+                await self._servers.drop(target, member.id, epoch, Ground.NEVER_MADE, room=True)
 
     async def _confirm(self, wish: Wish, name: str, *, yields: bool = False) -> None:
         """Check that the server has its copy now: it may be dead, or back without its memory, and its lease run still.

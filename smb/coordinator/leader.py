@@ -119,6 +119,9 @@ class Leading:
         service.move = copy_maker.move
 
         async def judge() -> None:
+            """Judge what servers hold beside the records."""
+            unexplained = commit_log.state.unexplained.values()
+            await roles.look_at_holders({number for held in unexplained for number in held})
             committed = await commit_log.commit(UnexplainedJudged(copy_maker.making_anywhere(), commit_log.changes_max))
             await segments.drop(committed)
 

@@ -64,10 +64,24 @@ class RoleChanges:
         """Take note that this run of a server is dead, if it is. A run of a version that does not name itself is taken
         for alive as long as somebody answers at its address.
         """
-        if (await self._servers.look(server)).run is not Run.DEAD:
-            return False
-        await self._commit_log.commit(ServerDied(server.name, server.instance_id))
-        return True
+        return await self.look(server) is Run.DEAD
+
+    async def look(self, server: ServerRecord) -> Run:
+        """Look at this run of a server now. If it is dead, its lease has ended before this returns."""
+        run = (await self._servers.look(server)).run
+        if run is Run.DEAD:
+            await self._commit_log.commit(ServerDied(server.name, server.instance_id))
+        return run
+
+    async def look_at_holders(self, segment_ids: Collection[int]) -> None:
+        """Look at the servers that the records name for these segments, before others are told to drop theirs."""
+        state, now = self._commit_log.state, self._commit_log.now()
+        where = state.where() if segment_ids else {}
+        named = {
+            name for each in segment_ids if each in where for name in (where[each][1].server, where[each][1].backup)
+        }
+        alive = [state.servers[name] for name in sorted(named) if name in state.servers and state.alive(name, now)]
+        await asyncio.gather(*map(self.look, alive))
 
     def _primaries(self, server: str, peer: str) -> frozenset[int]:
         """Return the segments whose primaries are at a server and whose other copies are at a peer."""

@@ -61,7 +61,7 @@ from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker, new_id
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SERVER_LEASE_S
-from smb.coordinator.steps.copies import unheard_backups
+from smb.coordinator.steps.copies import backups_of
 from smb.coordinator.steps.creation import made_before
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import Tokens
@@ -214,7 +214,7 @@ class CoordinatorService(CoordinatorServicer):
     async def _registered(self, request: pb.RegisterServerRequest, event: ServerRegistered) -> pb.RegisterServerReply:
         await self._end_rival(event)
         event = await self._asked_back(event)
-        await self._end_dead_peers(event)
+        await self._look_at_others(event)
         await self._roles.settle(
             ServerReturned(
                 event.server.name, event.server.instance_id, event.missing, self._commit_log.changes_max, event.held
@@ -284,16 +284,22 @@ class CoordinatorService(CoordinatorServicer):
         held = {**{number: each for number, each in event.held.items() if number not in asked}, **look.held}
         return replace(event, held=held, missing=frozenset(asked & here - held.keys()))
 
-    async def _end_dead_peers(self, event: ServerRegistered) -> None:
-        """Find out whether servers with the other copies are dead, where a primary was started anew and these servers
-        have not been heard of in this term.
+    async def _look_at_others(self, event: ServerRegistered) -> None:
+        """Look now at the servers that decide on this one's copies: a lease says what was seconds ago.
+
+        Of a primary that was started anew the backup goes on, if that lives. Raises UnavailableError while nobody knows.
         """
-        state, now = self._commit_log.state, self._commit_log.now()
-        known = state.servers.get(event.server.name)
-        if known is None or known.instance_id == event.server.instance_id:
-            return
-        for peer in unheard_backups(state, event.server.name, now):
-            await self._roles.end_if_dead(state.servers[peer])
+        state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
+        known = state.servers.get(name)
+        if known is not None and known.instance_id != event.server.instance_id:
+            for peer in backups_of(state, name):
+                if state.alive(peer, now) and (await self._roles.look(state.servers[peer])) is Run.MUTE:
+                    raise UnavailableError(
+                        f'memory server "{name}" was started anew, and "{peer}" with other copies of its segments is '
+                        f"silent; it is to register again"
+                    )
+        here = {copy.id for record in state.buffers.values() for copy in record.copies if copy.server == name}
+        await self._roles.look_at_holders(event.held.keys() - here)
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
         """See control.proto."""

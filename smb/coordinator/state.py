@@ -253,8 +253,10 @@ def remove(state: State, record: BufferRecord) -> State:
 
 
 def delete(state: State, record: BufferRecord) -> State:
-    """Return the state without a buffer that was ready."""
+    """Return the state without a buffer that was ready, and without what servers hold of it beside the records."""
     state = remove(state, record)
+    ids = [segment.id for segment in record.segments]
+    state = replace(state, unexplained={name: without(held, *ids) for name, held in state.unexplained.items()})
     if not record.attempt_id:
         return state
     attempts = (*state.deleted_attempts, record.attempt_id)[-limits.DELETED_ATTEMPTS_MAX :]

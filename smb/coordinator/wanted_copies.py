@@ -62,11 +62,13 @@ def wishes(
     apart: frozenset[frozenset[str]] = frozenset(),
     bound: Container[int] = frozenset(),
     resting: Container[int] = frozenset(),
+    kept: Container[tuple[str, int]] = frozenset(),
 ) -> list[Wish]:
     """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
     then `moves`, by segment. `avoid`: servers that are not to be asked for anything. `apart`: pairs of which
-    neither is to copy to the other. `bound`: segments that can't move. `resting`: groups that wait. A group of
-    segments is one copy, which waits while one of its buffers is being made, too.
+    neither is to copy to the other. `bound`: segments that can't move. `resting`: groups that wait. `kept`: servers
+    that have another copy of a segment in quarantine. A group of segments is one copy, which waits while one of its
+    buffers is being made, too.
     """
     groups = Groups(records)
     under_way = {
@@ -100,7 +102,10 @@ def wishes(
         open_to = {
             name: free[name]
             for name in names
-            if name in free and targets.allows(name, nbytes) and frozenset((source, name)) not in apart
+            if name in free
+            and targets.allows(name, nbytes)
+            and frozenset((source, name)) not in apart
+            and not any((name, member.id) in kept for _, member in groups.members(record, segment))
         }
         target = place_copy(replace(pool, free_bytes=open_to), source, nbytes)
         if not target:

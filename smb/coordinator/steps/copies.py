@@ -47,7 +47,8 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     def heard(name: str) -> bool:
         return name != event.name and state.heard(name, now)
 
-    if restarted and (peers := unheard_backups(state, event.name, now)):
+    unheard = (name for name in backups_of(state, event.name) if state.alive(name, now) and not state.heard(name, now))
+    if restarted and (peers := list(unheard)):
         raise UnavailableError(
             f'memory server "{event.name}" was started anew, and {", ".join(peers)} with the other copies of its '
             f"segments has not been heard of yet; it is to register again"
@@ -74,8 +75,8 @@ def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> fro
     )
 
 
-def unheard_backups(state: State, server: str, now: Instant) -> list[str]:
-    """Return the servers that have the backups of this one's primaries, count as alive, and have told nothing yet."""
+def backups_of(state: State, server: str) -> list[str]:
+    """Return the servers that have the backups of this one's primaries."""
     backups = {
         segment.backup
         for record in state.buffers.values()
@@ -83,7 +84,7 @@ def unheard_backups(state: State, server: str, now: Instant) -> list[str]:
         for segment in record.segments
         if segment.server == server and segment.backup
     }
-    return sorted(name for name in backups if state.alive(name, now) and not state.heard(name, now))
+    return sorted(backups)
 
 
 def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:

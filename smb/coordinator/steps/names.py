@@ -40,8 +40,8 @@ def buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
     for each in (record, *state.mirrors(record)):
         beside = state.buffers.get(each.name + ARRIVED) if each.mirror_of else None
         for gone in (each, *([beside] if beside is not None and beside.ready else [])):
-            state = delete(state, gone)
             effects += [EraseBuffer(gone.key), dropped(gone.copies, Ground.DELETED, state.unexplained)]
+            state = delete(state, gone)
             effects.append(Report(logging.INFO, f"deleted {gone.title}"))
     return state, tuple(effects)
 
@@ -79,7 +79,8 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     elif there is not None:
         if not event.replace or not there.ready:
             raise AlreadyExistsError(f'{asked}: a buffer "{event.new_name}" exists; delete it, or have it replaced')
-        state, effects = delete(state, there), (dropped(there.copies, Ground.DELETED, state.unexplained),)
+        effects = (dropped(there.copies, Ground.DELETED, state.unexplained),)
+        state = delete(state, there)
     state, renamed = _called(state, record, event.new_name, asked)
     return state, (*effects, *renamed, Report(logging.INFO, f'renamed {record.title} to "{event.new_name}"'))
 

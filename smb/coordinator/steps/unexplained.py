@@ -63,6 +63,9 @@ def _copies(record: BufferRecord, segment: SegmentRecord) -> Iterator[SegmentRec
 
 
 def _drop_of(state: State, server: str, segment_id: int, held: Held, where: Where) -> DropSegments:
+    if segment_id not in where:  # its buffer was deleted since
+        gone = SegmentRecord(segment_id, server, 0, held.nbytes)
+        return dropped((gone,), Ground.DELETED, {})
     record, segment = where[segment_id]
     drop = dropped((replace(segment, server=server),), Ground.SUPERSEDED, state.unexplained, epoch_of(record, segment))
     # Of what is not whole the copy never began, or was given up: in whichever epoch.

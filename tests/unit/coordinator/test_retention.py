@@ -25,6 +25,7 @@ from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
 from smb.coordinator.records import Held, SegmentRecord
 from smb.coordinator.retention import why_kept
 from smb.coordinator.state import SERVER_LEASE_S, State, load
+from smb.coordinator.wanted_copies import wishes
 from smb.ground import Ground
 from tests.support.decisions import Cluster, registration, returned, server
 
@@ -247,6 +248,43 @@ def test_numbers_of_another_history_are_not_compared(cluster: Cluster) -> None:
     assert (answer.segment_ids, answer.quarantined) == ((), (number,))
     assert judge(cluster) == []
     assert number in cluster.state.unexplained["c"]
+
+
+def test_what_was_deleted_meanwhile_is_dropped(cluster: Cluster) -> None:
+    """It was kept beside the records; the coordinator ended at the next look."""
+    number = segment(cluster).id
+    moved_to_c(cluster)
+    cluster = again(cluster)
+    back(cluster, "b", frozenset({number}), as_held=Held(1))
+    beside = cluster.state.unexplained
+    cluster.do(BufferDeleted("w", False))
+    assert number not in cluster.state.unexplained["b"]
+    cluster.state = replace(cluster.state, unexplained=beside)  # of a lock, whose name was freed
+    (drop,) = judge(cluster)
+    assert isinstance(drop, DropSegments)
+    assert (drop.ground, drop.segments[0].server) == (Ground.DELETED, "b")
+
+
+def test_a_displaced_copy_is_kept(cluster: Cluster) -> None:
+    """After a restore clients changed the copy that the records had; a newer one of before is taken up all the same."""
+    older, number = cluster.state, segment(cluster).id
+    cluster.do(ServerDied("a", 1))
+    cluster.do(Ticked())
+    told = cluster.state.lineage.stamp  # b alone, in epoch 2
+    cluster = again(cluster, older)
+    back(cluster, "a", frozenset({number}), run=1)
+    cluster.seconds += SERVER_LEASE_S / 2
+    cluster.renew("a")
+    back(cluster, "c")
+    back(cluster, "b", frozenset({number}), as_held=Held(2, primary=True), stamps=(told,))
+    (saved,) = judge(cluster)
+    assert isinstance(saved, SaveBuffer)
+    assert (segment(cluster).server, segment(cluster).backup) == ("b", "")
+    assert cluster.state.unexplained["a"][number].quarantined
+    assert judge(cluster) == []
+    kept = frozenset({("a", number)})
+    (wish,) = wishes(list(cluster.state.buffers.values()), cluster.state.pool(cluster.now), kept=kept)
+    assert wish.target == "c"  # a's would be overwritten
 
 
 def test_a_deletion_takes_what_is_kept_beside_the_records_too(cluster: Cluster) -> None:
