@@ -122,6 +122,24 @@ def test_a_late_one_of_who_leaves_is_marked_anew(connect: Connect, monkeypatch: 
     two.close()
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_steps_that_were_kept_back_are_sent_or_counted_by_who_leaves(connect: Connect, closed: bool) -> None:
+    """A worker went on alone, as its last contribution waited for a quorum, and left: nothing told of its steps."""
+    three = _Two(connect, _async(quorum=2), count=3)
+    for _ in range(3):
+        three.step(1)
+    if closed:
+        three.step(0)  # closes the round with the first of them
+    three.workers[1].close()
+    status = next(each for each in smb.train.status(connect(), "run").workers if each.slot == 1)
+    assert status.dropped == (0 if closed else 1)
+    three.step(0)
+    three.step(2)
+    # Closed: half of the first, and of the other two, which are one contribution, what its staleness leaves.
+    assert three.model[1] == (pytest.approx(1.33, abs=0.2) if closed else 0.5)
+    three.close()
+
+
 def test_what_is_lost_with_a_lease_is_counted(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     """A worker was stopped past its lease before it could send: its steps are in no round."""
     two = _Two(connect, _diloco(quorum=1))

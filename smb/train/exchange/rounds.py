@@ -154,6 +154,7 @@ class RoundExchange(Exchange):
         self._outer = scheme.outer()
         self._base_round = 0
         self._steps = self._samples = 0  # since the last exchange
+        self._kept = 0  # steps of whole intervals that are not sent, as the inbox was in use; not in _steps any more
         self._repeated = False
         # The contribution in the inbox, as long as its fate is open:
         self._sent = False
@@ -203,6 +204,7 @@ class RoundExchange(Exchange):
         elif self._steps >= self._interval:
             if self._sent and not self._settle():
                 # Nobody has closed its round yet: go on alone, and send all of it later.
+                self._kept += self._steps
                 self._steps = 0
                 self._reap(self._group.table.read())
                 return
@@ -222,16 +224,21 @@ class RoundExchange(Exchange):
 
         Without local steps it marks that there is nothing, if others have contributed to the round: of those that have
         left nobody else would close it. Not with an outer optimizer: it would move the model by all of its momentum for
-        a few steps: then only what was sent already is marked again, if it came too late. Called again after an error,
-        it goes on.
+        a few steps. Then only a contribution that came too late is marked again, and whole intervals that were kept
+        back are sent if the inbox is free. Called again after an error, it goes on.
         """
         if not self._owing:
             if self._outer is not None:
-                if self._sent:
-                    self._settle_at_once()
-                    self._raise_refusal()
-                return self._steps
-            if self._steps:
+                waits = self._sent and not self._settle_at_once()
+                self._raise_refusal()
+                if waits and self._kept:
+                    self._drop("the steps that it kept back, as its last contribution still waits for its round")
+                    self._group.report()
+                    self._kept = 0
+                if waits or not self._kept:
+                    return self._steps
+                self._send()
+            elif self._steps:
                 self._send()
             elif _contributions(self._group.table.read(), self._base_round):
                 self._send_nothing()
@@ -242,7 +249,7 @@ class RoundExchange(Exchange):
             return 0
         self._group.count_samples(self._samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes)
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._kept = 0
         self._group.report()
         self._raise_refusal()
         return 0
@@ -273,9 +280,9 @@ class RoundExchange(Exchange):
 
     def abandon(self) -> None:
         """Count what is lost with the membership. A contribution that is marked for the open round counts there."""
-        if not self._owing and (self._steps or self._samples):
+        if not self._owing and (self._steps or self._kept):
             self._drop("the local steps that it had not sent when it lost its lease")
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._kept = 0
         self._owing = False
         self._abandon_sent()
 
@@ -311,7 +318,9 @@ class RoundExchange(Exchange):
         self._origin = self._base_round
         # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
         in_time = scheme.WAITS and (scheme.quorum is None or not self._late_counts)
-        self._tokens = float(self._samples) if scheme.token_weights else min(1.0, self._steps / self._interval)
+        self._tokens = (
+            float(self._samples) if scheme.token_weights else min(1.0, (self._steps + self._kept) / self._interval)
+        )
         group.member.check()
         contribution = self.snapshot.send(self._inbox)
         # After the writing, which may take as long as many rounds.
@@ -356,7 +365,7 @@ class RoundExchange(Exchange):
             self._base_round = self._group.read_by(fetch, known=known, needs_us=self._needed())
         self.snapshot.adopt()
         self._grace.opened(time.monotonic())
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._kept = 0
         self._owing = self._repeated = False
 
     def _needed(self) -> bool:
