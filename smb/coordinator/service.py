@@ -287,7 +287,7 @@ class CoordinatorService(CoordinatorServicer):
     async def _look_at_others(self, event: ServerRegistered) -> None:
         """Look now at the servers that decide on this one's copies: a lease says what was seconds ago.
 
-        Of a primary that was started anew the backup goes on, if that lives. Raises UnavailableError while nobody knows.
+        If a primary was started anew a live backup goes on. Raises UnavailableError while that is not known.
         """
         state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
         known = state.servers.get(name)
