@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from smb.coordinator.events import DropSegments
+from smb.coordinator.events import AnswerDrops, DropSegments, Effect
 from smb.coordinator.records import NOT_TOLD, BufferRecord, Held, SegmentRecord
 from smb.ground import Ground
 
@@ -95,3 +95,32 @@ def dropped(
             for segment_id in held.keys() & by_id.keys():
                 listed.setdefault((server, segment_id), replace(by_id[segment_id], server=server))
     return DropSegments(tuple(listed.values()), epoch, ground)
+
+
+def check(effects: Iterable[Effect], where: Callable[[], Where], confirmed: Confirmed, server: str) -> None:
+    """Assert the rule for all that an event has dropped: by `server`, the one that registers, and by others.
+
+    `where` and `confirmed` are of the state after the event. What fails is a fault of ours; nothing is dropped then.
+    """
+    drops = [
+        (segment.server, segment.id, effect.ground)
+        for effect in effects
+        if isinstance(effect, DropSegments)
+        for segment in effect.segments
+    ]
+    for effect in effects:
+        if isinstance(effect, AnswerDrops):
+            drops += [(server, *each) for each in zip(effect.segment_ids, effect.grounds, strict=True)]
+    there = where() if drops else {}
+    for name, number, ground in drops:
+        known = there.get(number)
+        holders = {known[1].server, known[1].backup} - {name, ""} if known is not None else set()
+        whole = any(confirmed(other, number) for other in holders)
+        over = known is None or not known[0].ready
+        may_go = {
+            Ground.SUPERSEDED: whole,
+            Ground.DELETED: over,
+            Ground.NEVER_MADE: over,
+            Ground.FORGOTTEN: known is None or name not in (known[1].server, known[1].backup),
+        }
+        assert may_go.get(ground, False), f"segment {number:016x} must not go from {name}: {ground.name}"

@@ -1,6 +1,7 @@
 """The coordinator's decisions: step(state, event, now) -> (state, effects). Pure: no I/O, no clock, no randomness.
 
-An event that is refused raises one of smb.errors and changes nothing.
+An event that is refused raises one of smb.errors and changes nothing. Whatever an event has servers drop is checked
+against the rule of retention.py, by an assertion.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from smb.coordinator.events import (
     Ticked,
     UnexplainedJudged,
 )
+from smb.coordinator.retention import check
 from smb.coordinator.state import State, Step
 from smb.coordinator.steps import copies, creation, names, servers, sessions, ticks, unexplained
 
@@ -71,11 +73,16 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     SessionRenewed: sessions.session_renewed,
     SessionClosed: sessions.session_closed,
 }
+# They end a buffer, a creation or a name themselves: what they have dropped is acknowledged by them.
+_ENDINGS = (BufferDeleted, BufferRenamed, BufferFailed, NamesFreed)
 
 
 def step(state: State, event: Event, now: Instant) -> Step:
     """Return the state after the event, and what must be done. Raises smb.errors.Error where the event is refused."""
     state, effects = _STEPS[type(event)](state, event, now)
+    if not isinstance(event, _ENDINGS):
+        registering = event.server.name if isinstance(event, ServerRegistered) else ""
+        check(effects, state.where, lambda name, number: state.confirmed(name, number, now), registering)
     if any(isinstance(effect, SaveBuffer | EraseBuffer) for effect in effects):
         state = replace(state, lineage=state.lineage.changed())
         effects = (*effects, SaveSequence(state.lineage.sequence))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
 from smb.coordinator.records import Held, SegmentRecord
-from smb.coordinator.retention import why_kept
+from smb.coordinator.retention import check, why_kept
 from smb.coordinator.state import SERVER_LEASE_S, State, load
 from smb.coordinator.wanted_copies import wishes
 from smb.ground import Ground
@@ -304,6 +305,22 @@ def test_memory_of_another_cluster_is_refused(cluster: Cluster) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=r'"a" holds 1 segments that are not known here.*--state'):
         back(cluster, "a", frozenset({10**6}), run=2, stamps=(Stamp(77, 1, 1),))
     back(cluster, "a", frozenset({segment(cluster).id}), run=2, stamps=())  # of before there were stamps
+
+
+@pytest.mark.parametrize("ground", Ground)
+def test_the_rule_is_asserted(cluster: Cluster, ground: Ground) -> None:
+    """Whatever a step would have dropped: of a segment that a buffer has on a and b, and c has too."""
+    state, now = cluster.state, cluster.now
+    for server_name, may_go in (("c", {Ground.SUPERSEDED, Ground.FORGOTTEN}), ("a", {Ground.SUPERSEDED})):
+        effect = DropSegments((replace(segment(cluster), server=server_name),), 0, ground)
+        answer = AnswerDrops((segment(cluster).id,), (0,), (), (ground,))
+        for each in (effect, answer):
+            with nullcontext() if ground in may_go else pytest.raises(AssertionError, match="must not go from"):
+                check([each], state.where, lambda name, number: state.confirmed(name, number, now), server_name)
+    unheard = replace(state, suspected=frozenset({"a", "b"}))
+    effect = DropSegments((replace(segment(cluster), server="c"),), 0, ground)
+    with nullcontext() if ground is Ground.FORGOTTEN else pytest.raises(AssertionError, match="must not go from c"):
+        check([effect], unheard.where, lambda name, number: unheard.confirmed(name, number, now), "")
 
 
 def test_a_history_covers_what_it_has() -> None:
