@@ -332,7 +332,9 @@ class Registration:
         if code == self._complained:
             pass
         elif code == grpc.StatusCode.UNAVAILABLE:
-            _log.warning("%s cannot be reached, or does not lead; serving on and trying again", coordinator)
+            _log.warning(
+                "%s cannot be reached, or does not lead; serving on and trying again: %s", coordinator, error.details()
+            )
         else:
             _log.error("%s refuses this server: %s", coordinator, error.details())
         self._connected, self._complained = False, code

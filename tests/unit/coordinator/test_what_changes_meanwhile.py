@@ -26,6 +26,7 @@ from smb.coordinator.events import (
     BufferWanted,
     Instant,
     ServerDied,
+    ServerRenewed,
 )
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
@@ -71,6 +72,7 @@ class Servers:
     waits: dict[str, Callable[[], Coroutine[Any, Any, object]]] = field(default_factory=dict)
     probed: list[int] = field(default_factory=list)
     living: int = 2  # runs from this one on are alive
+    mute: frozenset[int] = frozenset()  # runs of which nobody can tell
 
     async def create(self, at: ServerRecord, _: object, segment: SegmentRecord, *__: object) -> int:
         if at.name in self.waits:
@@ -86,6 +88,8 @@ class Servers:
         self.probed.append(at.instance_id)
         await asyncio.sleep(0)
         held = {each: Held(1) for each in self.holds[at.name] & frozenset(segment_ids)}
+        if at.instance_id in self.mute:
+            return Look(Run.MUTE)
         return Look(Run.DEAD if at.instance_id < self.living else Run.ALIVE, held)
 
     async def end_sessions(self, *_: object) -> None:
@@ -320,5 +324,32 @@ def test_a_registration_of_before(tmp_path: Path) -> None:
             await service.RegisterServer(request, cast(Any, None))
             assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
             assert log.state.lost_segments(log.now()) == {log.state.buffers["v"].segments[0].id}
+
+    asyncio.run(work())
+
+
+def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path) -> None:
+    """It was given up for a backup whose lease ran and that was lost by then. One that renews after that lives, though
+    nobody answers at its address.
+    """
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = Servers(living=1)
+            await register(log, "a", "b")
+            maker, service = SegmentMaker(log, cast(Any, servers)), service_of(log, servers)
+            record = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
+            request = pb.RegisterServerRequest(
+                name="a", instance_id=3, data_address="h:1", control_address="h:2", capacity_bytes=LARGE,
+                segment_ids=[record.segments[0].id], segment_epochs=[1], segment_flags=[1],
+            )  # fmt: skip
+            servers.living, servers.mute = 3, frozenset({1})  # both former runs; b's is silent
+            await log.commit(ServerDied("a", 1))
+            for _ in range(2):
+                with pytest.raises(UnavailableError, match='"b" with other copies of its segments is silent'):
+                    await service.RegisterServer(request, cast(Any, None))
+            await log.commit(ServerRenewed("b", 1, log.state.allocation("b").nbytes))
+            await service.RegisterServer(request, cast(Any, None))
+            assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
 
     asyncio.run(work())
