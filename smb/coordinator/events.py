@@ -42,9 +42,12 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passed: leases may have run out. At most so many sessions end, and so many servers are forgotten."""
+    """Time passed: leases may have run out. At most so many sessions end, and so many servers are forgotten. No copy is
+    given up for those of servers that are `silent`: they may be dead as well.
+    """
 
     ends_max: int | None = None
+    silent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,8 @@ class Leading:
             committed = await commit_log.commit(UnexplainedJudged(copy_maker.making_anywhere(), commit_log.changes_max))
             await segments.drop(committed)
 
-        for beginning in (_tick(commit_log, endings, around.health, judge), idle_names.run(), copy_maker.run()):
+        ticks = _tick(commit_log, endings, around.health, judge, roles.silent_survivors)
+        for beginning in (ticks, idle_names.run(), copy_maker.run()):
             task = asyncio.create_task(beginning)
             task.add_done_callback(end_if_failed)
             leaving.push_async_callback(cancel, task)
@@ -139,7 +140,11 @@ class Leading:
 
 
 async def _tick(
-    commit_log: CommitLog, endings: SessionEndNotifier, health: Health, judge: Callable[[], Awaitable[None]]
+    commit_log: CommitLog,
+    endings: SessionEndNotifier,
+    health: Health,
+    judge: Callable[[], Awaitable[None]],
+    silent: Callable[[], Awaitable[frozenset[str]]],
 ) -> None:
     # Of one change: two records for each session, as an old one may be forgotten, one for each server, one for each
     # buffer that lost a copy.
@@ -148,7 +153,7 @@ async def _tick(
     while True:
         more = False
         try:
-            committed = await commit_log.commit(Ticked(most))
+            committed = await commit_log.commit(Ticked(most, await silent()))
             endings.tell(committed)
             more = most is not None and any(isinstance(effect, TellEnded | SaveBuffer) for effect in committed.effects)
             if any(committed.state.unexplained.values()):

@@ -14,6 +14,8 @@ from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.session_end_notifier import SessionEndNotifier
+from smb.coordinator.state import SERVER_LEASE_S
+from smb.coordinator.steps.copies import survivors
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
 
@@ -29,6 +31,7 @@ class RoleChanges:
         self._commit_log = commit_log
         self._servers = servers
         self._session_ends = endings
+        self._silent_since: dict[str, tuple[int, float]] = {}  # by server: the run, and when it did not answer first
         self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
         self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach these
 
@@ -44,7 +47,8 @@ class RoleChanges:
         dead = {peer.name for peer, is_dead in zip(known, found, strict=True) if is_dead}
         if dead:
             most = self._commit_log.changes_max
-            await self.settle(Ticked(None if most is None else most // 4))
+            silent = await self.silent_survivors()
+            await self.settle(Ticked(None if most is None else most // 4, silent))
         apart = {
             copy.peer
             for copy in copies
@@ -67,11 +71,32 @@ class RoleChanges:
         return await self.look(server) is Run.DEAD
 
     async def look(self, server: ServerRecord) -> Run:
-        """Look at this run of a server now. If it is dead, its lease has ended before this returns."""
+        """Look at this run of a server now. If it is dead, its lease has ended before this returns.
+
+        One that this coordinator does not reach counts as alive once it has renewed since that was seen first.
+        """
         run = (await self._servers.look(server)).run
         if run is Run.DEAD:
             await self._commit_log.commit(ServerDied(server.name, server.instance_id))
-        return run
+        if run is not Run.MUTE:
+            self._silent_since.pop(server.name, None)
+            return run
+        now = self._commit_log.now().monotonic
+        instance_id, since = self._silent_since.setdefault(server.name, (server.instance_id, now))
+        if instance_id != server.instance_id:
+            since = now
+            self._silent_since[server.name] = (server.instance_id, since)
+        renewed = self._commit_log.state.server_leases.ends.get(server.name, 0.0) > since + SERVER_LEASE_S
+        return Run.ALIVE if renewed else Run.MUTE
+
+    async def silent_survivors(self) -> frozenset[str]:
+        """Look at the servers that are to go on alone, as those of the other copies are gone; return those of which
+        nobody can tell now whether they live. They wait for the end of their lease, or for its renewal.
+        """
+        state, now = self._commit_log.state, self._commit_log.now()
+        names = sorted(survivors(state, now))
+        runs = await asyncio.gather(*(self.look(state.servers[name]) for name in names))
+        return frozenset(name for name, run in zip(names, runs, strict=True) if run is Run.MUTE)
 
     async def look_at_holders(self, segment_ids: Collection[int]) -> None:
         """Look at the servers that the records name for these segments, before others are told to drop theirs."""

@@ -152,7 +152,6 @@ class CoordinatorService(CoordinatorServicer):
         self._shared = shared or pb.SharedSettings()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._parsing = asyncio.Lock()
-        self._waits_since: dict[str, tuple[int, float]] = {}  # servers to be asked again: their run, and since when
         self._registering: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by the server's name
         self._mirrors = mirrors
         self.bound: Callable[[], Collection[int]] = frozenset  # segments that can't move
@@ -222,7 +221,6 @@ class CoordinatorService(CoordinatorServicer):
             )
         )
         committed = await self._commit_log.commit(replace(event, making=frozenset(self.making(request.name))))
-        self._waits_since.pop(request.name, None)
         answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
         failpoint("coordinator.register.stored")
         return pb.RegisterServerReply(
@@ -294,15 +292,8 @@ class CoordinatorService(CoordinatorServicer):
         state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
         known = state.servers.get(name)
         if known is not None and known.instance_id != event.server.instance_id:
-            instance_id, since = self._waits_since.get(name, (0, 0.0))
-            if instance_id != event.server.instance_id:
-                since = now.monotonic
-                self._waits_since[name] = (event.server.instance_id, since)
             for peer in backups_of(state, name):
-                if not state.alive(peer, now) or await self._roles.look(state.servers[peer]) is not Run.MUTE:
-                    continue
-                # One that renews lives, though this coordinator may not reach it.
-                if self._commit_log.state.server_leases.ends.get(peer, 0.0) <= since + SERVER_LEASE_S:
+                if state.alive(peer, now) and await self._roles.look(state.servers[peer]) is Run.MUTE:
                     raise UnavailableError(
                         f'memory server "{name}" was started anew, and "{peer}" with other copies of its segments is '
                         f"silent; it is to register again"

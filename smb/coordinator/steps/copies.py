@@ -75,6 +75,17 @@ def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> fro
     )
 
 
+def survivors(state: State, now: Instant) -> frozenset[str]:
+    """Return the servers that are to go on alone with some segment, as the one of its other copy is gone."""
+    found = set()
+    for record in state.buffers.values():
+        for segment in record.segments if record.movable else ():
+            if segment.backup:
+                living = [name for name in (segment.server, segment.backup) if state.alive(name, now)]
+                found |= set(living) if len(living) == 1 else set()
+    return frozenset(name for name in found if state.heard(name, now))
+
+
 def backups_of(state: State, server: str) -> list[str]:
     """Return the servers that have the backups of this one's primaries."""
     backups = {

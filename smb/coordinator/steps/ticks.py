@@ -64,7 +64,9 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
     state, ends = end_sessions(state, gone)
     effects += ends
     state, saves = judge_copies(
-        state, lambda record: fail_over(record, alive, lambda name: state.heard(name, now)), event.ends_max
+        state,
+        lambda record: fail_over(record, alive, lambda name: name not in event.silent and state.heard(name, now)),
+        event.ends_max,
     )
     effects += saves
     forgotten = [

@@ -27,6 +27,7 @@ from smb.coordinator.events import (
     Instant,
     ServerDied,
     ServerRenewed,
+    Ticked,
 )
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
@@ -195,7 +196,10 @@ def test_more_metadata_than_etcd_takes_at_once() -> None:
         async def judge() -> None:
             """Nothing is beside the records."""
 
-        ticks = asyncio.create_task(_tick(log, SessionEndNotifier(log, cast(Any, Servers())), Health("us:1"), judge))
+        servers = cast(Any, Servers(living=1))
+        endings = SessionEndNotifier(log, servers)
+        silent = RoleChanges(log, servers, endings).silent_survivors
+        ticks = asyncio.create_task(_tick(log, endings, Health("us:1"), judge, silent))
         deadline = asyncio.get_running_loop().time() + 30
         while any(segment.server == "a" for record in log.state.buffers.values() for segment in record.segments):
             assert not ticks.done()
@@ -351,5 +355,29 @@ def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path) -> None:
             await log.commit(ServerRenewed("b", 1, log.state.allocation("b").nbytes))
             await service.RegisterServer(request, cast(Any, None))
             assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
+
+    asyncio.run(work())
+
+
+def test_a_copy_is_not_given_up_for_one_of_a_dead_server(tmp_path: Path) -> None:
+    """Of two servers one was killed, and the other one lost right before: its lease ran, and it went on alone."""
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = Servers(living=1)
+            await register(log, "a", "b")
+            maker = SegmentMaker(log, cast(Any, servers))
+            roles = RoleChanges(log, cast(Any, servers), SessionEndNotifier(log, cast(Any, servers)))
+            made = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
+            await log.commit(ServerDied("a", 1))
+            servers.mute = frozenset({1})
+            assert await roles.silent_survivors() == {"b"}
+            await log.commit(Ticked(silent=frozenset({"b"})))
+            assert log.state.buffers["w"] == made
+            servers.mute, servers.living = frozenset(), 2
+            assert await roles.silent_survivors() == frozenset()  # it is dead
+            await log.commit(Ticked())
+            assert log.state.buffers["w"] == made
+            assert not log.state.alive("b", log.now())
 
     asyncio.run(work())
