@@ -17,6 +17,7 @@ class Place:
         client: Switch,
         quiet: Switch,
         buffer: int,
+        shape: tuple[int, ...],
         size: int,
         itemsize: int,
         code: str,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from smb.arrays import memory as arrays
-from smb.arrays.dtypes import SPARSE_WIRE
+from smb.arrays.dtypes import DTYPES, SPARSE_WIRE
 from smb.buffer_info import BufferInfo
 from smb.call.dispatcher import Dispatcher, accounted, signed
 from smb.call.operands import check_beside, check_step, each_of
@@ -36,6 +37,8 @@ from smb.engine import (
 from smb.errors import (
     Error,
     InvalidArgumentError,
+    NotFoundError,
+    TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
 )
 from smb.feedback import ErrorFeedback, SparseSending
@@ -191,44 +194,63 @@ class Buffer:
         out: Any = None,
         wire: str | None = None,
         version: int | None = None,
+        timeout: float = 0.0,
     ) -> Array:
         """Return `count` elements from element `offset`, or all.
 
         The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` the bytes go
         straight there and `out` is returned: a contiguous, writable array or CPU tensor of the buffer's dtype and of
-        `count` elements. Of a buffer with versions it is all of one version: the latest published, or the one given as
-        `version=`; NotFoundError if that is overwritten or not published yet. With `wire` other than "exact" it is
-        what the servers' values are when rounded so.
+        `count` elements. All of a buffer with two or more dimensions goes into one of its shape, or a flat one. With
+        `wire` other than "exact" it is what the servers' values are when rounded so.
+
+        Of a buffer with versions it is all of one version: the latest published, or the one given as `version=`.
+        NotFoundError if that is overwritten or not published yet, or if none was published yet: with `timeout` only
+        after waiting so many seconds for it.
         """
         number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
         if version is not None:
             self._check_version("read", version)
+        if timeout != 0.0:
+            self._check_versions("read with timeout=")
+            self._await_published(version, timeout)
         if self._dispatcher.info.versions == 1:
             itemsize = self._arguments.itemsize
             self._dispatcher.call(Request(_READ, offset * itemsize, count * itemsize, sink=memory.place, wire=number))
-        else:
-            self._versions.read(offset, count, memory.place, number, version)
+        elif self._versions.read(offset, count, memory.place, number, version) == 0:
+            raise self._nothing_yet("read")
+        if memory.deliver is not None:
+            memory.deliver()
         return cast(Array, result)
 
     def read_version(self, out: Any, *, wire: str | None = None) -> int:
-        """Read all of a buffer with versions into `out`, as read() does; return the number of the version that it is, 0
-        before the first.
+        """Read all of a buffer with versions into `out`, as read() does; return the number of the version that it is.
+        Raises NotFoundError before the first.
         """
         self._check_versions("read_version")
         number = self._arguments.wire(wire, "read_version")
         memory = self._arguments.writable(out, self.size, "read_version")
-        return self._versions.read(0, self.size, memory.place, number)
+        version = self._versions.read(0, self.size, memory.place, number)
+        if version == 0:
+            raise self._nothing_yet("read_version")
+        if memory.deliver is not None:
+            memory.deliver()
+        return version
 
     @direct(_WRITE)
     @accounted
-    def write(self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None) -> None:
-        """Replace the elements from `offset` on by the array's (any shape, flattened), rounded as `wire` says.
+    def write(
+        self, array: Any, offset: int | None = None, *, fence: Lock | None = None, wire: str | None = None
+    ) -> None:
+        """Replace all elements by the array's, or with `offset` those from there on, rounded as `wire` says.
 
-        If two writes overlap, the last one wins, element by element."""
+        An array of two or more dimensions has the buffer's shape. Without `offset` the array has as many elements as
+        the buffer; with it a flat array has any number that fits. Anything else is an InvalidArgumentError: as flat
+        elements the rows of another shape would lie elsewhere. If two writes overlap, the last one wins, element by
+        element.
+        """
         number = self._arguments.wire(wire, "write")
-        place, count, _owner = self._arguments.source(array, "write")
-        offset, count = self._arguments.range(offset, count, "write")
+        place, offset, count, _owner = self._arguments.source(array, offset, "write")
         itemsize = self._arguments.itemsize
         self._dispatcher.call(Request(_WRITE, offset * itemsize, count * itemsize, place, wire=number), fence=fence)
 
@@ -286,7 +308,7 @@ class Buffer:
     def accumulate(
         self,
         array: Any,
-        offset: int = 0,
+        offset: int | None = None,
         *,
         op: str = "sum",
         scale: float = 1.0,
@@ -296,7 +318,8 @@ class Buffer:
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Array | None:
-        """Combine the elements from `offset` on with the array's, where the memory is. Atomic per chunk.
+        """Combine all elements with the array's, or with `offset` those from there on, where the memory is. Atomic per
+        chunk. Which arrays fit is as for write().
 
         With b the buffer's element, a the array's and s = scale, each step rounded to the dtype as numpy does: "sum" b
         + s*a; "min" minimum(b, s*a); "max" maximum(b, s*a); "prod" b * (s*a); "replace" s*a; "elastic" b + s*(a - b)
@@ -313,15 +336,17 @@ class Buffer:
         error is kept and added to the next call's array: ErrorFeedback says exactly how.
         """
         if feedback is None:
-            request, result, _owner = self._addition(array, offset, op, scale, fetch, out, wire)
+            request, result, _owner, deliver = self._addition(array, offset, op, scale, fetch, out, wire)
             self._dispatcher.call(request, fence=fence)
+            if deliver is not None:
+                deliver()
             return cast("Array | None", result)
         number = self._arguments.op(op, scale, "accumulate")
         wires = self._arguments.wire(wire, "accumulate")
         self._check_feedback(feedback, op, "accumulate")
         owner = self._arguments.readable(array, "accumulate")
-        offset, count = self._arguments.range(offset, owner.count, "accumulate")
-        result, sink = self._fetched(owner.shape, count, fetch, out)
+        offset, count = self._arguments.part(owner.shape, owner.count, offset, "accumulate")
+        result, sink, deliver = self._fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
         if count == 0:
             self._dispatcher.call(Request(_ACCUMULATE, start, nbytes, sink=sink, op=number), fence=fence)
@@ -338,6 +363,8 @@ class Buffer:
                 if not leave_to_settle(error, self._session, self._dispatcher, sending):
                     sending.undo()
                 raise
+        if deliver is not None:
+            deliver()
         return cast("Array | None", result)
 
     @accounted
@@ -359,17 +386,19 @@ class Buffer:
         they go back into the residual. Arguments that are refused (InvalidArgumentError) leave the residual alone.
         """
         asked = self._arguments.asked("accumulate_sparse")
-        where, memory = np.ascontiguousarray(indices), self._arguments.readable(values, "accumulate_sparse")
-        if where.size == 0 and not isinstance(indices, np.ndarray):
-            where = where.astype(np.int64)  # numpy takes [] for floats
+        try:
+            places = arrays.readable(indices, DTYPES["int64"])
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{asked}: indices: {error}; pass int64") from error.__cause__
+        where, memory = arrays.as_flat(places, DTYPES["int64"]), self._arguments.readable(values, "accumulate_sparse")
         if feedback is not None:
             self._check_feedback(feedback, op, "accumulate_sparse")
             if scale != 1.0:
                 raise InvalidArgumentError(f"{asked}: scale={scale!r} with feedback=: give it to top_k, which scales")
         number = self._arguments.op(op, scale, "accumulate_sparse")
-        if where.dtype != np.int64 or where.ndim != 1 or where.size != memory.count:
+        if len(places.shape) != 1 or len(memory.shape) > 1 or where.size != memory.count:
             raise InvalidArgumentError(
-                f"{asked}: {where.dtype}{list(where.shape)} indices for {memory.count} values; pass int64, one each"
+                f"{asked}: int64{list(places.shape)} indices for values of shape {memory.shape}; pass flat ones"
             )
         first, count = (int(where[0]), int(where[-1]) - int(where[0]) + 1) if where.size else (0, 0)
         if first < 0 or first + count > self.size or not (where[1:] > where[:-1]).all():
@@ -538,7 +567,7 @@ class Buffer:
     def pin(self, version: int | None = None, *, ttl: float = 5.0) -> Pin:
         """Hold a version of a buffer with versions, by default the one published last, to read it piece by piece: `with
         buffer.pin() as pin: pin.read(...)`. Publishers wait for it where they have no other copy, `ttl` seconds (at
-        most 30) and no longer. See Pin. Entering raises NotFoundError if that version is not there.
+        most 30) and no longer. See Pin. Entering raises NotFoundError if that version is not there, or none is yet.
         """
         self._check_versions("pin")
         if version is not None:
@@ -550,7 +579,7 @@ class Buffer:
     ) -> int:
         """Replace all elements by the array's and return the new version's number; wakes those who wait for it.
 
-        `array` has as many elements as the buffer. With versions=2 or more readers see the new version at once and as a
+        `array` is as for write() without `offset`. With versions=2 or more readers see the new version at once and as a
         whole, and until then the old one; a publisher that dies in the middle leaves the old one. It writes over the
         oldest version that no reader has pinned. With versions=1 it is write() and a number. Publishers take turns.
         Blocks while another one is at it, and while readers have all copies but the latest pinned: for `timeout`
@@ -563,10 +592,7 @@ class Buffer:
         client's timeout if that is longer). One that itself takes longer gets LockLostError, and has published nothing.
         """
         memory = self._arguments.readable(array, "publish")
-        if memory.count != self.size:
-            raise InvalidArgumentError(
-                f"{self._arguments.asked('publish')}: {memory.count} elements for its {self.size}; give all"
-            )
+        self._arguments.part(memory.shape, memory.count, None, "publish")
         if not self._dispatcher.turns.quiet.open:
             self._dispatcher.wait_turn(Request(_WRITE, 0, self.nbytes), Deadline(self._session.timeout))
         asked = self._arguments.asked("publish")
@@ -625,7 +651,7 @@ class Buffer:
         return self._read_later(offset, count, out=out, wire=wire)
 
     def write_async(
-        self, array: Any, offset: int = 0, *, fence: Lock | None = None, wire: str | None = None
+        self, array: Any, offset: int | None = None, *, fence: Lock | None = None, wire: str | None = None
     ) -> Future[None]:
         """As write, at once, in its turn (read_async). Don't change the array until the future is done."""
         return self._write_later(array, offset, fence=fence, wire=wire)
@@ -633,7 +659,7 @@ class Buffer:
     def accumulate_async(
         self,
         array: Any,
-        offset: int = 0,
+        offset: int | None = None,
         *,
         op: str = "sum",
         scale: float = 1.0,
@@ -667,12 +693,14 @@ class Buffer:
             start, elements, result, memory = self._sink(offset, count, out)
         except InvalidArgumentError:
             return self._submit(call, offset, count, changes=False, **when)  # which says why
+        if memory.deliver is not None:
+            return self._submit(call, offset, count, changes=False, **when)
         itemsize = self._arguments.itemsize
         request = Request(_READ, start * itemsize, elements * itemsize, sink=memory.place, wire=number)
         return self._dispatcher.later(request, call, result=result, keeps=memory, **when)
 
     def _write_later(
-        self, array: Any, offset: int, *, fence: Lock | None, wire: str | None, **when: Any
+        self, array: Any, offset: int | None, *, fence: Lock | None, wire: str | None, **when: Any
     ) -> Future[None]:
         fence = _as_made(fence)
 
@@ -681,8 +709,7 @@ class Buffer:
 
         try:
             number = self._arguments.wire(wire, "write")
-            place, count, owner = self._arguments.source(array, "write")
-            start, count = self._arguments.range(offset, count, "write")
+            place, start, count, owner = self._arguments.source(array, offset, "write")
             itemsize = self._arguments.itemsize
             request = Request(_WRITE, start * itemsize, count * itemsize, place, wire=number)
             return self._dispatcher.later(request, call, result=None, keeps=owner, fence=fence, **when)
@@ -692,7 +719,7 @@ class Buffer:
     def _accumulate_later(
         self,
         array: Any,
-        offset: int,
+        offset: int | None,
         *,
         op: str,
         scale: float,
@@ -713,40 +740,44 @@ class Buffer:
         if feedback is not None:
             return self._submit(call, offset, _elements(array), **when)
         try:
-            request, result, owner = self._addition(array, offset, op, scale, fetch, out, wire)
-            return self._dispatcher.later(request, call, result=result, keeps=owner, fence=fence, **when)
+            request, result, owner, deliver = self._addition(array, offset, op, scale, fetch, out, wire)
+            if deliver is None:
+                return self._dispatcher.later(request, call, result=result, keeps=owner, fence=fence, **when)
         except InvalidArgumentError:
-            return self._submit(call, offset, _elements(array), **when)
+            pass  # the call itself says why
+        return self._submit(call, offset, _elements(array), **when)
 
     def _addition(
-        self, array: Any, offset: int, op: str, scale: float, fetch: bool, out: Any, wire: str | None
-    ) -> tuple[Request, Any, Any]:
-        """Return (request, array to return, what keeps the array alive and has its shape) of an accumulate."""
+        self, array: Any, offset: int | None, op: str, scale: float, fetch: bool, out: Any, wire: str | None
+    ) -> tuple[Request, Any, Any, Callable[[], object] | None]:
+        """Return (request, array to return, what keeps the array alive, what to do when it is done)."""
         number = self._arguments.op(op, scale, "accumulate")
         wires = self._arguments.wire(wire, "accumulate")
-        place, count, owner = self._arguments.source(array, "accumulate")
-        offset, count = self._arguments.range(offset, count, "accumulate")
-        result, sink = self._fetched(owner.shape, count, fetch, out)
+        place, offset, count, owner = self._arguments.source(array, offset, "accumulate")
+        result, sink, deliver = self._fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
         if out is not None and abs(address_of(sink) - address_of(place)) < nbytes:
             # After a broken connection the answer would be sent in place of the array.
             raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= shares memory with the array")
         request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
-        return request, result, owner
+        return request, result, owner, deliver
 
-    def _fetched(self, shape: tuple[int, ...], count: int, fetch: bool, out: Any) -> tuple[Any, Any]:
-        """Return (array to return, its place) for the values that fetch=True brings back."""
+    def _fetched(
+        self, shape: tuple[int, ...], count: int, fetch: bool, out: Any
+    ) -> tuple[Any, Any, Callable[[], object] | None]:
+        """Return (array to return, its place, its `deliver`) for the values that fetch=True brings back."""
         if out is not None and not fetch:
             raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= is for fetch=True")
         if not fetch:
-            return None, NOWHERE
+            return None, NOWHERE, None
         result = np.empty(shape, self.dtype) if out is None else out
-        return result, self._arguments.writable(result, count, "accumulate").place
+        memory = self._arguments.writable(result, count, "accumulate")
+        return result, memory.place, memory.deliver
 
     def _submit(
         self,
         call: Callable[[], Result],
-        offset: int,
+        offset: int | None,
         count: int | None,
         *,
         changes: bool = True,
@@ -755,7 +786,7 @@ class Buffer:
     ) -> Future[Result]:
         self._session.check_open()
         try:
-            start, elements = self._arguments.range(offset, count, "")
+            start, elements = self._arguments.range(0 if offset is None else offset, count, "")
         except InvalidArgumentError:
             start = elements = 0  # the call itself says why, and changes nothing
         return self._session.calls.submit(
@@ -794,6 +825,17 @@ class Buffer:
         if not 0 <= operator.index(version) < 2**56:
             raise InvalidArgumentError(f"{self._arguments.asked(call)}: there is no version {version}")
 
+    def _nothing_yet(self, call: str) -> NotFoundError:
+        return NotFoundError(
+            f"{self._arguments.asked(call)}: nothing was published yet; wait(1) waits for the first version, "
+            f"and so does read(timeout=)"
+        )
+
+    def _await_published(self, version: int | None, timeout: float) -> None:
+        """Wait until there is a version, or the one that is wanted; not longer: the read says that it is not there."""
+        with suppress(TimeoutError):
+            self.wait(max(1, version or 1), timeout=timeout)
+
     def _sink(self, offset: int, count: int | None, out: Any) -> tuple[int, int, Any, arrays.Memory]:
         """Return (offset, count, array to return, its memory) of a read."""
         whole = offset == 0 and count is None
@@ -805,7 +847,11 @@ class Buffer:
         """Read that version; None if a publisher has begun to overwrite it."""
         number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
-        return cast(Array, result) if self._versions.read_copy(version, offset, count, memory.place, number) else None
+        if not self._versions.read_copy(version, offset, count, memory.place, number):
+            return None
+        if memory.deliver is not None:
+            memory.deliver()
+        return cast(Array, result)
 
 
 _MASK = 2**64 - 1

@@ -58,8 +58,9 @@ class ErrorFeedback:
     def top_k(self, array: Array, k: int, *, scale: float = 1.0) -> tuple[Array, Array]:
         """Return (indices, values) of the k largest elements, by magnitude, of scale * array + residual; keep the rest.
 
-        `array` is float32 with as many elements as the buffer. For buffer.accumulate_sparse(indices, values,
-        feedback=self): what is returned is out of the residual from then on. O(size) time.
+        `array` is float32 with as many elements as the buffer, flat or of its shape. For
+        buffer.accumulate_sparse(indices, values, feedback=self): what is returned is out of the residual from then on.
+        O(size) time.
         """
         memory = arrays.readable(array, DTYPES["float32"])
         try:
@@ -70,6 +71,7 @@ class ErrorFeedback:
             raise InvalidArgumentError(
                 f"top_k of buffer {self.buffer.name!r}: k={k!r} of {memory.count} elements; pass all"
             )
+        self.buffer._arguments.check_shape(memory.shape, "top_k", "the array")
         with self.lock:
             self._residual += np.float32(scale) * arrays.as_float32(memory)
             largest = np.argpartition(np.abs(self._residual), memory.count - k)[memory.count - k :]

@@ -45,7 +45,7 @@ class Pin:
 
     @property
     def version(self) -> int:
-        """The version that is held; 0: nothing was published yet, all is 0."""
+        """The version that is held; 0 before it is entered."""
         return self._version
 
     def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
@@ -73,6 +73,9 @@ class Pin:
             raise NotFoundError(
                 f"{self._asked}: version {self._wanted} was overwritten, or is not published yet"
             ) from None
+        if reply.a == 0:
+            self._home.tell(AskOpcode.UNPIN, (reply.b,))
+            raise NotFoundError(f"{self._asked}: nothing was published yet; Buffer.wait(1) waits for the first version")
         self._version, self._name = reply.a, reply.b
         return self
 

@@ -225,25 +225,29 @@ class Tensor:
         return f"<smb.Tensor {self.name!r} {self.dtype.name}{list(self.shape)} of buffer {self.buffer.name!r}>"
 
     def read(self, *, out: Any = None, wire: str | None = None) -> Array:
-        """Return its values, in its shape; or fill `out`, contiguous, of its dtype and size. See Buffer.read."""
+        """Return its values, in its shape; or fill `out`: contiguous, of its dtype and size, flat or of its shape.
+        See Buffer.read.
+        """
         result = np.empty(self.shape, self.dtype) if out is None else out
-        if self.size == 0:
-            return cast(Array, result)
-        if not self._as_bytes:
-            return self.buffer.read(self.offset, self.size, out=result, wire=wire)
-        memory = arrays.writable(result, ELEMENTS[self.dtype.name], self.size)
-        self.buffer.read(self.offset, self.nbytes, out=arrays.as_bytes(memory, self.dtype.itemsize), wire=wire)
+        asked = self._asked("read")
+        try:
+            memory = arrays.writable(result, ELEMENTS[self.dtype.name], self.size)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{asked}: {error}") from error.__cause__
+        if len(self.shape) > 1:
+            self._check_shape(memory, asked, "out=")
+        if self.size:
+            flat = self._flat(memory)
+            self.buffer.read(self.offset, flat.size, out=flat, wire=wire)
+        if memory.deliver is not None:
+            memory.deliver()
         return cast(Array, result)
 
     def write(self, array: Any, *, fence: Lock | None = None, wire: str | None = None) -> None:
-        """Replace its values by the array's: as many elements, of its dtype. See Buffer.write."""
+        """Replace its values by the array's: as many elements, of its dtype, flat or of its shape. See Buffer.write."""
         memory = self._source(array, "write")
-        if self.size == 0:
-            return
-        if self._as_bytes:
-            self.buffer.write(arrays.as_bytes(memory, self.dtype.itemsize), self.offset, fence=fence, wire=wire)
-        else:
-            self.buffer.write(array, self.offset, fence=fence, wire=wire)
+        if self.size:
+            self.buffer.write(self._flat(memory), self.offset, fence=fence, wire=wire)
 
     def accumulate(
         self,
@@ -256,7 +260,8 @@ class Tensor:
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Array | None:
-        """Combine its values with the array's, as many elements, where the memory is. See Buffer.accumulate.
+        """Combine its values with the array's, as many elements, flat or of its shape, where the memory is. See
+        Buffer.accumulate.
 
         Raises InvalidArgumentError if the buffer is one of bytes, as its tensors have several element types.
         """
@@ -265,10 +270,12 @@ class Tensor:
                 f"{self._asked('accumulate')}: this buffer's tensors have several element types, or one that is only "
                 f"stored, so it is one of bytes, read and written only; put float32 tensors, say, into one of their own"
             )
-        self._source(array, "accumulate")
-        return self.buffer.accumulate(
-            array, self.offset, op=op, scale=scale, fetch=fetch, fence=fence, wire=wire, feedback=feedback
+        memory = self._source(array, "accumulate")
+        flat = self._flat(memory) if self.size else np.empty(0, self.dtype)
+        found = self.buffer.accumulate(
+            flat, self.offset, op=op, scale=scale, fetch=fetch, fence=fence, wire=wire, feedback=feedback
         )
+        return None if found is None else found.reshape(memory.shape)
 
     @property
     def _as_bytes(self) -> bool:
@@ -284,7 +291,23 @@ class Tensor:
             raise InvalidArgumentError(f"{self._asked(call)}: {error}") from error
         if memory.count != self.size:
             raise InvalidArgumentError(f"{self._asked(call)}: {memory.count} elements for its {self.size}")
+        self._check_shape(memory, self._asked(call), "the array")
         return memory
+
+    def _check_shape(self, memory: arrays.Memory, asked: str, what: str) -> None:
+        if len(memory.shape) > 1 and memory.shape != self.shape:
+            raise InvalidArgumentError(
+                f"{asked}: {what} has the shape {memory.shape}, and the tensor {self.shape}; pass one of that shape, "
+                f"or a flat one (reshape(-1))"
+            )
+
+    def _flat(self, memory: arrays.Memory) -> Array:
+        """Return memory of its elements as what the buffer takes, without a copy. There must be some."""
+        return (
+            arrays.as_flat(memory, DTYPES[self.buffer.dtype.name])
+            if not self._as_bytes
+            else arrays.as_bytes(memory, self.dtype.itemsize)
+        )
 
 
 def tensor_of(buffer: Buffer, table: TensorTable, name: str) -> Tensor:

@@ -93,7 +93,8 @@ typedef struct {
     Switch *client;
     Switch *quiet; /* closed while the buffer has async calls, whose turn is first */
     struct smb_buffer *buffer;
-    uint64_t size; /* elements */
+    PyObject *shape; /* a tuple of integers */
+    uint64_t size;   /* elements */
     uint32_t itemsize, timeout_ms;
     char format; /* of the buffer protocol */
     unsigned long forks;
@@ -105,6 +106,7 @@ static int place_traverse(Place *self, visitproc visit, void *arg)
     Py_VISIT(self->handle);
     Py_VISIT(self->client);
     Py_VISIT(self->quiet);
+    Py_VISIT(self->shape);
     return 0;
 }
 
@@ -113,6 +115,7 @@ static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
     Py_CLEAR(self->handle);
     Py_CLEAR(self->client);
     Py_CLEAR(self->quiet);
+    Py_CLEAR(self->shape);
     Py_RETURN_NONE;
 }
 
@@ -132,12 +135,13 @@ static void place_dealloc(Place *self)
 
 static PyObject *place_arm(Place *self, PyObject *args)
 {
-    PyObject *handle, *client, *quiet;
+    PyObject *handle, *client, *quiet, *shape;
     unsigned long long buffer, size;
     unsigned int itemsize, timeout_ms;
     int format;
-    if (!PyArg_ParseTuple(args, "OO!O!KKICI:arm", &handle, &switch_type, &client, &switch_type,
-                          &quiet, &buffer, &size, &itemsize, &format, &timeout_ms))
+    if (!PyArg_ParseTuple(args, "OO!O!KO!KICI:arm", &handle, &switch_type, &client, &switch_type,
+                          &quiet, &buffer, &PyTuple_Type, &shape, &size, &itemsize, &format,
+                          &timeout_ms))
         return NULL;
     self->buffer = (struct smb_buffer *)(uintptr_t)buffer; /* NOLINT: what cffi gives as a number */
     self->size = size;
@@ -149,6 +153,8 @@ static PyObject *place_arm(Place *self, PyObject *args)
     Py_XSETREF(self->client, (Switch *)client);
     Py_INCREF(quiet);
     Py_XSETREF(self->quiet, (Switch *)quiet);
+    Py_INCREF(shape);
+    Py_XSETREF(self->shape, shape);
     Py_INCREF(handle);
     Py_XSETREF(self->handle, handle);
     Py_RETURN_NONE;
@@ -168,8 +174,9 @@ static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keyword
 
 static PyMethodDef place_methods[] = {
     {"arm", (PyCFunction)place_arm, METH_VARARGS,
-     "arm(handle, client, quiet, buffer, size, itemsize, format, timeout_ms): calls may go\n"
-     "straight to the engine's `buffer`, which `handle` keeps alive, while both switches are on."},
+     "arm(handle, client, quiet, buffer, shape, size, itemsize, format, timeout_ms): calls may\n"
+     "go straight to the engine's `buffer`, which `handle` keeps alive, while both switches are\n"
+     "on."},
     {"disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
     {NULL},
 };
@@ -254,6 +261,21 @@ static bool integer_of(PyObject *value, long long *integer)
     return overflow == 0;
 }
 
+/* An array of two or more dimensions must have the buffer's shape. */
+static bool fits_shape(const Place *place, const Py_buffer *view)
+{
+    if (view->ndim < 2)
+        return true;
+    if (PyTuple_GET_SIZE(place->shape) != view->ndim)
+        return false;
+    for (int i = 0; i < view->ndim; i++) {
+        long long extent;
+        if (!integer_of(PyTuple_GET_ITEM(place->shape, i), &extent) || extent != view->shape[i])
+            return false;
+    }
+    return true;
+}
+
 /* The array's memory, if it is of the usual kind and as large as it has to be. Fills in the
  * range. */
 static bool array_of(const Place *place, const struct given *given, bool writable,
@@ -277,9 +299,13 @@ static bool array_of(const Place *place, const struct given *given, bool writabl
     bool usual = view->format && view->format[0] == place->format && view->format[1] == 0 &&
                  (uint32_t)view->itemsize == place->itemsize && elements > 0 &&
                  elements <= place->size - (uint64_t)offset;
-    /* Of a read it must be all that was asked for. */
+    /* Of a read it must be all that was asked for, of a change without an offset all there is. */
     if (usual && writable)
-        usual = elements == (given->count ? (uint64_t)count : place->size - (uint64_t)offset);
+        usual = elements == (given->count ? (uint64_t)count : place->size - (uint64_t)offset) &&
+                (elements < place->size || PyTuple_GET_SIZE(place->shape) < 2 ||
+                 fits_shape(place, view));
+    else if (usual)
+        usual = (given->offset || elements == place->size) && fits_shape(place, view);
     if (!usual) {
         PyBuffer_Release(view);
         return false;

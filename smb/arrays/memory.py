@@ -1,7 +1,11 @@
 """Other people's arrays as plain memory: an address and a number of elements, without a hidden copy.
 
-numpy arrays are taken as they are; torch tensors, JAX arrays and others through DLPack; the rest through the buffer
-protocol or __array_interface__, as numpy does. Lists and numbers become arrays of the buffer's dtype.
+numpy arrays are taken as they are; torch tensors by their address; JAX arrays and others through DLPack; the rest
+through the buffer protocol or __array_interface__, as numpy does. Lists and numbers become arrays of the dtype.
+
+The values count, not the memory. A tensor whose negative or conjugate bit is set has others than its memory, so it is
+copied first. Elements that a mask hides have no value to send, so a masked array is refused. docs/arrays.md has the
+table of all kinds.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import ctypes
 import math
 import mmap
 import reprlib
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -22,19 +28,37 @@ from smb.errors import InvalidArgumentError
 
 _HUGE_BYTES = 2 << 20  # of a large page
 _CPU_DEVICES = (1, 3)  # kDLCPU, and kDLCUDAHost: pinned memory of the host
+_ELSEWHERE = "the {} lies on a device, not in this host's memory; move it first, e.g. with .cpu()"
+_MASKED = (
+    "{} of the array's {} elements are masked, and a buffer has no mask: give the masked ones a value first, e.g. with "
+    "array.filled(0)"
+)
 _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 
 
 class Memory:
-    """Memory of somebody else: `count` elements at `place`, alive as long as `owner` is. `shape` is the array's."""
+    """Memory of somebody else: `count` elements at `place`, alive as long as `owner` is. `shape` is the array's.
 
-    __slots__ = ("count", "owner", "place", "shape")  # a dataclass that is frozen takes 3 times as long to make
+    `deliver` is of an array to write to whose values are not what its memory holds: `place` is beside it then, and a
+    call that has filled that calls `deliver`, which sets the array.
+    """
 
-    def __init__(self, place: Any, count: int, shape: tuple[int, ...], owner: object) -> None:
+    # A dataclass that is frozen takes 3 times as long to make.
+    __slots__ = ("count", "deliver", "owner", "place", "shape")
+
+    def __init__(
+        self,
+        place: Any,
+        count: int,
+        shape: tuple[int, ...],
+        owner: object,
+        deliver: Callable[[], object] | None = None,
+    ) -> None:
         self.place = place
         self.count = count
         self.shape = shape
         self.owner = owner
+        self.deliver = deliver
 
 
 class _DLDevice(ctypes.Structure):
@@ -65,15 +89,40 @@ _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def readable(array: Any, dtype: Dtype) -> Memory:
-    """Return the memory of an array to read from. One that is not contiguous is copied first.
+    """Return the memory of an array to read from. One that is not contiguous is copied first, and so is a tensor
+    whose negative or conjugate bit is set.
 
-    Raises InvalidArgumentError for another dtype, for memory of a GPU, for what is no array at all.
+    Raises InvalidArgumentError for another dtype or byte order, for masked elements, for memory of a GPU, and for what
+    is no array at all. So do tensors that are sparse, wrap others, or are on the meta device.
     """
     if type(array) is np.ndarray:
         return _of_numpy(_contiguous(_same_dtype(array, dtype)))
+    if is_tensor(array):
+        return _of_tensor(_resolved(_plain(array, dtype, out=False)).contiguous())
     if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
-        return _of_dlpack(array, dtype, copy=True)
-    return _of_numpy(_contiguous(_same_dtype(_as_numpy(array, dtype), dtype)))
+        return _of_dlpack(array, dtype)
+    return _of_numpy(_contiguous(_same_dtype(_as_numpy(unmasked(array), dtype), dtype)))
+
+
+def is_tensor(array: Any) -> bool:
+    """Whether it is one of torch's. torch itself is not imported."""
+    return hasattr(array, "data_ptr") and hasattr(array, "is_conj")
+
+
+def unmasked(array: Any) -> Any:
+    """Return an array without its mask. Raises InvalidArgumentError if an element is masked, in lists of arrays, too.
+
+    numpy drops masks where it is asked for memory or for an array, so what is given to it passes here.
+    """
+    if isinstance(array, (list, tuple)):
+        for each in array:
+            if isinstance(each, (list, tuple, np.ma.MaskedArray)):
+                unmasked(each)
+    elif isinstance(array, np.ma.MaskedArray):
+        if np.ma.is_masked(array):
+            raise InvalidArgumentError(_MASKED.format(int(np.ma.getmaskarray(array).sum()), array.size))
+        return array.data
+    return array
 
 
 class _Held:
@@ -108,6 +157,11 @@ def as_float32(memory: Memory) -> np.ndarray[Any, Any]:
     return np.asarray(_Held(memory, memory.count, "<f4", True))
 
 
+def as_flat(memory: Memory, dtype: Dtype) -> np.ndarray[Any, Any]:
+    """Return memory of elements of a dtype as a flat array, without a copy: writable only if the memory is."""
+    return as_bytes(memory, dtype.itemsize).view(dtype.numpy)
+
+
 def as_bytes(memory: Memory, itemsize: int) -> np.ndarray[Any, Any]:
     """Return memory of elements of that many bytes as a flat array of uint8, without a copy: writable only if
     the memory is.
@@ -118,27 +172,32 @@ def as_bytes(memory: Memory, itemsize: int) -> np.ndarray[Any, Any]:
 def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:
     """Return a number as one element of the dtype; None for what is none, or no integer of an integer dtype's range."""
     try:
-        given = np.asarray(value)
+        if np.ma.is_masked(value):
+            return None
+        given = np.asarray(value.item() if is_tensor(value) and value.dim() == 0 else value)
         if given.ndim != 0 or given.dtype.kind in "cmMSU":  # numpy would take the real part, or parse the text
             return None
         with np.errstate(over="ignore", invalid="ignore"):
             element = given.astype(dtype.numpy)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch's, of the meta device
         return None
     return None if dtype.numpy.kind in "iu" and element != given else element
 
 
 def writable(out: Any, dtype: Dtype, count: int) -> Memory:
-    """Return the memory of an array to write `count` elements to. Nothing is copied.
+    """Return the memory of an array to write `count` elements to. Nothing is copied, unless it is a tensor whose
+    negative or conjugate bit is set: then the result has a `deliver`.
 
-    Raises InvalidArgumentError for another dtype or number of elements, for one that is read-only or not contiguous.
+    Raises InvalidArgumentError for another dtype or number of elements, for one that is read-only, masked or not
+    contiguous.
     """
-    if hasattr(out, "__dlpack__") and not isinstance(out, np.ndarray):
-        if not hasattr(out, "data_ptr"):  # torch's; JAX arrays are immutable
-            raise InvalidArgumentError(f"out= is a {type(out).__name__}, which can't be written to; pass a numpy array")
-        memory = _of_dlpack(out, dtype, copy=False)
+    if is_tensor(out):
+        memory = _tensor_to_fill(_plain(out, dtype, out=True))
+    elif hasattr(out, "__dlpack__") and not isinstance(out, np.ndarray):  # JAX arrays are immutable
+        _check_device(out)
+        raise InvalidArgumentError(f"out= is a {type(out).__name__}, which can't be written to; pass a numpy array")
     else:
-        array = out if isinstance(out, np.ndarray) else _view_of(out)
+        array = unmasked(out) if isinstance(out, np.ndarray) else _view_of(out)
         if array.dtype != dtype.numpy:
             raise _wrong_out(str(array.dtype), dtype)
         if not array.flags.c_contiguous:
@@ -191,7 +250,7 @@ def _as_numpy(array: Any, dtype: Dtype) -> np.ndarray[Any, Any]:
     refusal = f"{reprlib.repr(array)} can't be written as {dtype.name}"
     try:
         plain = np.asarray(array)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: of tensors in a list
         raise InvalidArgumentError(f"{refusal}: {error}") from error
     if plain.dtype.kind not in "biuf":
         raise InvalidArgumentError(refusal)
@@ -215,14 +274,66 @@ def _view_of(array: Any) -> np.ndarray[Any, Any]:
         ) from error
 
 
-def _of_dlpack(array: Any, dtype: Dtype, *, copy: bool) -> Memory:
-    device = array.__dlpack_device__()
-    if int(device[0]) not in _CPU_DEVICES:
+def _plain(tensor: Any, dtype: Dtype, *, out: bool) -> Any:
+    """Return a tensor as it is outside of autograd. Raises InvalidArgumentError unless it is dense memory of this host,
+    of the dtype."""
+    what = type(tensor).__name__
+    if hasattr(tensor, "get_mask"):  # torch.masked's
+        raise InvalidArgumentError(f"the {what} has a mask, and a buffer has none: pass tensor.to_tensor(0), say")
+    if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_nested:
+        raise InvalidArgumentError(f"the {what} is sparse, nested or quantized; pass a dense one, e.g. .to_dense()")
+    if tensor.device.type == "meta":
+        raise InvalidArgumentError(f"the {what} is on the meta device, which holds no values; pass one with memory")
+    if tensor.device.type != "cpu":
+        raise InvalidArgumentError(_ELSEWHERE.format(what))
+    given = str(tensor.dtype).removeprefix("torch.")
+    if given != dtype.name:
+        given = given if given in DTYPES else str(tensor.dtype)
+        raise _wrong_out(given, dtype) if out else _wrong_dtype(tensor, given, dtype)
+    try:
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        held = plain.data_ptr() != 0 or plain.numel() == 0
+    except (RuntimeError, TypeError):
+        held = False
+    if not held:
         raise InvalidArgumentError(
-            f"the {type(array).__name__} lies on a device, not in this host's memory; move it first, e.g. with .cpu()"
+            f"the {what} wraps others, and has no memory of its own; pass a plain tensor, e.g. of .to_local()"
         )
-    if getattr(array, "requires_grad", False):
-        array = array.detach()  # torch exports no tensor that records gradients; this shares its memory
+    return plain
+
+
+def _resolved(tensor: Any) -> Any:
+    """Return a tensor whose memory holds its values: itself, as a rule."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.resolve_conj() if tensor.is_conj() else tensor
+
+
+def _of_tensor(tensor: Any, deliver: Callable[[], object] | None = None) -> Memory:
+    return Memory(memory_at(tensor.data_ptr()), tensor.numel(), tuple(tensor.shape), tensor, deliver)
+
+
+def _tensor_to_fill(tensor: Any) -> Memory:
+    if not tensor.is_contiguous():
+        raise InvalidArgumentError("out= is not contiguous in memory; pass a contiguous tensor")
+    beside = _resolved(tensor)
+    if beside is tensor:
+        return _of_tensor(tensor)
+
+    def deliver() -> None:
+        with sys.modules["torch"].inference_mode(tensor.is_inference()):  # it can't be changed outside of that
+            tensor.copy_(beside)
+
+    return _of_tensor(beside, deliver)
+
+
+def _check_device(array: Any) -> None:
+    if int(array.__dlpack_device__()[0]) not in _CPU_DEVICES:
+        raise InvalidArgumentError(_ELSEWHERE.format(type(array).__name__))
+
+
+def _of_dlpack(array: Any, dtype: Dtype) -> Memory:
+    _check_device(array)
     try:
         capsule = array.__dlpack__()
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
@@ -233,14 +344,10 @@ def _of_dlpack(array: Any, dtype: Dtype, *, copy: bool) -> Memory:
     name = f"{_DLPACK_KINDS.get(tensor.dtype.code, 'unknown')}{bits}".replace("bool8", "bool")
     if name != dtype.name or tensor.dtype.lanes != 1:
         given = name if name in DTYPES else str(getattr(array, "dtype", name))
-        raise _wrong_dtype(array, given, dtype) if copy else _wrong_out(given, dtype)
+        raise _wrong_dtype(array, given, dtype)
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     if not _strides_are_dense(tensor, shape):
-        if not copy:
-            raise InvalidArgumentError("out= is not contiguous in memory; pass a contiguous tensor")
-        if not hasattr(array, "contiguous"):
-            raise InvalidArgumentError(f"the {type(array).__name__} is not contiguous in memory; copy it first")
-        return _of_dlpack(array.contiguous(), dtype, copy=False)
+        raise InvalidArgumentError(f"the {type(array).__name__} is not contiguous in memory; copy it first")
     count = int(np.prod(shape, dtype=np.int64))
     return Memory(memory_at((tensor.data or 0) + tensor.byte_offset), count, shape, (capsule, array))
 

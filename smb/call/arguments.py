@@ -46,18 +46,45 @@ class Arguments:
         if self.note is not None:
             self.note(out)
         try:
-            return arrays.writable(out, self.dtype, count)
+            memory = arrays.writable(out, self.dtype, count)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{self.asked(call)}: {error}") from error.__cause__
+        if count == self.size and len(self.info.shape) > 1:
+            self.check_shape(memory.shape, call, "out=")
+        return memory
 
-    def source(self, array: Any, call: str) -> tuple[Any, int, Any]:
-        """Return (place, elements, what keeps it alive and has its shape) of an array to be read from."""
+    def source(self, array: Any, offset: int | None, call: str) -> tuple[Any, int, int, Any]:
+        """Return (place, first element, elements, what keeps it alive and has its shape) of an array to be read from.
+        It is for the elements from `offset` on; None: for all of them.
+        """
         if self.note is not None:
             self.note(array)
         if type(array) is np.ndarray and array.dtype is self.info.dtype and array.flags.c_contiguous:
-            return memory_of(array), array.size, array
+            return memory_of(array), *self.part(array.shape, array.size, offset, call), array
         memory = self.readable(array, call)
-        return memory.place, memory.count, memory
+        return memory.place, *self.part(memory.shape, memory.count, offset, call), memory
+
+    def part(self, shape: tuple[int, ...], count: int, offset: int | None, call: str) -> tuple[int, int]:
+        """Return (offset, count) of the elements that an array of this shape stands for."""
+        self.check_shape(shape, call, "the array")
+        if offset is not None:
+            return self.range(offset, count, call)
+        if count != self.size:
+            raise InvalidArgumentError(
+                f"{self.asked(call)}: the array has {count} elements, and the buffer {self.size}; give all of them, or "
+                f"say by offset= from which element on a flat array is meant"
+            )
+        return 0, count
+
+    def check_shape(self, shape: tuple[int, ...], call: str, what: str) -> None:
+        """Raise InvalidArgumentError for an array of two or more dimensions that has not the buffer's shape: as flat
+        elements its rows would lie elsewhere than the caller sees them.
+        """
+        if len(shape) > 1 and shape != self.info.shape:
+            raise InvalidArgumentError(
+                f"{self.asked(call)}: {what} has the shape {shape}, and the buffer {self.info.shape}; pass one of that "
+                f"shape, or a flat one (reshape(-1))"
+            )
 
     def range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
         """Return (offset, count) as Python's integers: numpy's would wrap around when they become bytes."""

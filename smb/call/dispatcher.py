@@ -550,7 +550,7 @@ class Dispatcher:
                 arguments = self.arguments
                 if self.one_copy and not arguments.default_wire and arguments.note is None and not self._lost:
                     self._handle.arm(
-                        self.place, self.session.switch, self.turns.quiet, arguments.size, arguments.itemsize,
+                        self.place, self.session.switch, self.turns.quiet, self.info.shape, arguments.itemsize,
                         self.info.dtype.char, self.session.timeout_ms,
                     )  # fmt: skip
             return self._handle

@@ -134,7 +134,8 @@ class Versions:
 
     def read_ranges(self, ranges: Sequence[tuple[int, int, Any]], wire: int, wanted: int | None = None) -> int:
         """Read ranges (first element, how many, where to) of the latest version, or of the one that is `wanted`. Return
-        which version that was: all of them are of it. Raises NotFoundError if it is not there.
+        which version that was: all of them are of it. 0, and nothing was read, before the first publication. Raises
+        NotFoundError if the one that is wanted is not there.
 
         No byte of it changed if it is still in that copy after the read.
 
@@ -152,6 +153,8 @@ class Versions:
             self._calls.wait_turn(Request(Opcode.READ, first * itemsize, (last - first) * itemsize), deadline)
         home, asked = self._calls.homes()[0], self._arguments.asked("read")
         version, copy = self._find_readable(wanted, deadline)
+        if version == 0:
+            return 0
         done, lost = 0, 0
         pin: int | None = None
         piece = _PIECE_BYTES // itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -115,10 +116,18 @@ class BufferHandle:
         return 0 if lib.smb_transfer(self.pointer, raw, outcome) == 0 else outcome_of(outcome, attempt)
 
     def arm(
-        self, place: Place, client: Switch, quiet: Switch, size: int, itemsize: int, code: str, timeout_ms: int
+        self,
+        place: Place,
+        client: Switch,
+        quiet: Switch,
+        shape: tuple[int, ...],
+        itemsize: int,
+        code: str,
+        timeout_ms: int,
     ) -> None:
-        """Let the place's direct methods come here: `size` elements of the buffer protocol's format `code`."""
-        place.arm(self, client, quiet, int(ffi.cast("uintptr_t", self.pointer)), size, itemsize, code, timeout_ms)
+        """Let the place's direct methods come here: elements of the buffer protocol's format `code`."""
+        buffer, size = int(ffi.cast("uintptr_t", self.pointer)), math.prod(shape)
+        place.arm(self, client, quiet, buffer, shape, size, itemsize, code, timeout_ms)
 
     def map(self) -> tuple[int, int]:
         """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""

@@ -145,9 +145,13 @@ class Live:
 class Frozen:
     """One version of a buffer, copied when the first file on it was opened: it never changes."""
 
-    def __init__(self, buffer: Buffer, version: int | None) -> None:
+    def __init__(self, buffer: Buffer, version: int | None, *, or_zeros: bool = False) -> None:
+        """`or_zeros`: before the first publication, which is to write what is made of it."""
         self.buffer = buffer
-        self.version, self.memory = _copied(buffer, version)
+        if or_zeros and buffer.version == 0:
+            self.version, self.memory = 0, np.zeros(buffer.nbytes, np.uint8)
+        else:
+            self.version, self.memory = _copied(buffer, version)
 
 
 class FrozenFile:

@@ -219,7 +219,7 @@ class Tree:
         if truncate:
             node.content, node.changed, node.modified = StagedFile(self._staged_files), True, now
         elif buffer.versions > 1:
-            self._detach(node, FrozenFile(Frozen(buffer, None), view))
+            self._detach(node, FrozenFile(Frozen(buffer, None, or_zeros=True), view))
         return node
 
     def _check_new(self, path: str) -> None:

@@ -162,6 +162,8 @@ class ArrayParameters(Parameters):
     def __init__(self, values: Values, asked: str) -> None:
         if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.ndim != 1 or not values.size:
             raise InvalidArgumentError(f"{asked}: values must be a numpy array, float32, of one dimension, not empty")
+        if isinstance(values, np.ma.MaskedArray):
+            raise InvalidArgumentError(f"{asked}: values must be without a mask: hidden ones are trained, too")
         if not (values.flags.c_contiguous and values.flags.writeable):
             raise InvalidArgumentError(f"{asked}: values must be contiguous and writable: they are changed in place")
         self.size = values.size

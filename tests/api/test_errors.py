@@ -159,7 +159,17 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
         "read of buffer 'w': out= is float64 but the buffer is float32; pass a float32",
     ),
     (lambda w: w.read(out=np.empty(20, np.float32)[::2]), "not contiguous"),
-    (lambda w: w.write(np.ones(11, np.float32)), "11 elements from element 0"),
+    (lambda w: w.write(np.ones(11, np.float32)), "the array has 11 elements, and the buffer 10; .* offset="),
+    (lambda w: w.write(np.ones(9, np.float32)), "the array has 9 elements, and the buffer 10; .* offset="),
+    (lambda w: w.accumulate([1.0]), "the array has 1 elements, and the buffer 10; .* offset="),
+    (lambda w: w.write(np.ones(11, np.float32), 0), "11 elements from element 0"),
+    (
+        lambda w: w.write(np.ones((2, 5), np.float32)),
+        r"the array has the shape \(2, 5\), and the buffer \(10,\); .*reshape",
+    ),
+    (lambda w: w.write(np.ones((2, 2), np.float32), 3), r"the array has the shape \(2, 2\), and the buffer \(10,\)"),
+    (lambda w: w.accumulate(np.ones((10, 1), np.float32), fetch=True), r"the shape \(10, 1\), and the buffer \(10,\)"),
+    (lambda w: w.publish(np.ones((5, 2), np.float32)), r"the shape \(5, 2\), and the buffer \(10,\)"),
     (lambda w: w.write(np.ones(2, np.float32), 9), "2 elements from element 9"),
     (lambda w: w.write([], 11), "0 elements from element 11"),
     (
@@ -313,7 +323,7 @@ def test_after_close(client: smb.Client) -> None:
     client.close()
     client.close()
     calls: list[Callable[[], Any]] = [
-        buffer.read, lambda: buffer.accumulate([1.0]), lambda: buffer.read_async(), lambda: client.open("w"),
+        buffer.read, lambda: buffer.accumulate([1.0], 0), lambda: buffer.read_async(), lambda: client.open("w"),
         lambda: client.create("v", 5), client.list, client.servers, lambda: client.delete("w"),
     ]  # fmt: skip
     for call in calls:
@@ -333,8 +343,8 @@ def test_a_server_that_hangs(connect: Connect, cluster: smb.LocalCluster) -> Non
         with pytest.raises(smb.TimeoutError, match=r"read of buffer 'w'.*server-1 at 127\..*within 1 s"):
             buffer.read()
         with pytest.raises(smb.TimeoutError, match=r"accumulate of buffer 'w'.*outcome unknown"):
-            other.accumulate([1.0])
-        local.accumulate([1.0])
+            other.accumulate([1.0], 0)
+        local.accumulate([1.0], 0)
         assert local.read(0, 1)[0] == 2
     found = wait_for(lambda: _try(lambda: buffer.read(0, 1)), "answer")
     assert found[0] in (2, 3)

@@ -81,7 +81,7 @@ def test_each_kind_of_call(client: smb.Client) -> None:
     buffer.accumulate_from(other)
     expected += 7
     with buffer.lock() as lock:
-        buffer.write(expected[:2000] - 1, fence=lock)
+        buffer.write(expected[:2000] - 1, 0, fence=lock)
     expected[:2000] -= 1
     np.testing.assert_array_equal(buffer.read(), expected)
     np.testing.assert_array_equal(buffer.read(1, SIZE - 2), expected[1:-1])

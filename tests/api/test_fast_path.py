@@ -62,7 +62,7 @@ def long_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_the_usual_calls_are_direct(buffer: smb.Buffer, counter: smb.Buffer, long_way: list[int]) -> None:
     array, out = np.ones(10, np.float32), np.empty(10, np.float32)
-    buffer.write(array)
+    buffer.write(array, 0)
     buffer.write(array, 5)
     buffer.write(array, offset=20)
     buffer.accumulate(array, 5)
@@ -79,8 +79,9 @@ def test_the_usual_calls_are_direct(buffer: smb.Buffer, counter: smb.Buffer, lon
         -4,
         -4,
     )
+    buffer.write(np.zeros(COUNT, np.float32))
     assert long_way == []
-    buffer.accumulate(array, op="max")  # and what only Python knows goes there
+    buffer.accumulate(array, 0, op="max")  # and what only Python knows goes there
     assert long_way == [engine.Opcode.ACCUMULATE]
 
 
@@ -98,6 +99,15 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("write", (), {}),
     ("write", (a([1, 2]), 3), {}),
     ("write", (a([[1, 2], [3, 4]]), np.int64(4)), {}),
+    ("write", (a([[1, 2], [3, 4]]), 4), {}),
+    ("write", (a([1, 2]),), {}),
+    ("write", (a([1, 2]), None), {}),
+    ("write", (np.arange(COUNT, dtype=np.float32),), {}),
+    ("write", (np.arange(COUNT, dtype=np.float32), 0), {}),
+    ("write", (np.arange(COUNT, dtype=np.float32).reshape(2, -1),), {}),
+    ("write", (np.arange(COUNT, dtype=np.float32).reshape(-1, 1),), {}),
+    ("write", (a(7), 3), {}),
+    ("write", (a([]), 3), {}),
     ("write", ([1, 2], 3), {}),
     ("write", (a(7),), {}),
     ("write", (a([]),), {}),

@@ -41,13 +41,13 @@ def test_the_childs_use_is_refused(client: smb.Client) -> None:
     buffer.fill(1)
 
     def check() -> None:
-        for call in (buffer.read, lambda: buffer.accumulate([1.0]), buffer.read_async, client.list):
+        for call in (buffer.read, lambda: buffer.accumulate([1.0], 0), buffer.read_async, client.list):
             with pytest.raises(smb.Error, match=r"call smb.connect in the child"):
                 call()
         client.close()  # not the child's to close
 
     assert in_child(check) == 0
-    buffer.accumulate([1.0])
+    buffer.accumulate([1.0], 0)
     assert buffer.read().tolist() == [2, 1, 1, 1, 1]
 
 
@@ -66,11 +66,11 @@ def test_the_child_connects_by_itself(
             parents.clear()
             gc.collect()
         with smb.connect(cluster.address, transport=transport) as own:
-            own.open("w").accumulate([1.0])
+            own.open("w").accumulate([1.0], 0)
 
     with caplog.at_level(logging.INFO, "smb"):
         for number in range(children):
-            buffers[0].accumulate([1.0])
+            buffers[0].accumulate([1.0], 0)
             assert in_child(lambda: check(drop=number % 2 == 0)) == 0  # noqa: B023 - it runs here and now
         assert buffers[0].read(0, 1)[0] == 2 * children
     parents[0].delete("w")

@@ -56,7 +56,7 @@ def test_each_operation_does_what_its_namesake_does(path: smb.Client) -> None:
         rounded.result(_PATIENCE_S)
         assert (buffer.read() == 1).all()
         with pytest.raises(smb.InvalidArgumentError, match="its own lock"):
-            queue.write(buffer, np.zeros(2, np.float32), fence=path.create("x", 1).lock()).result(_PATIENCE_S)
+            queue.write(buffer, np.zeros(2, np.float32), 0, fence=path.create("x", 1).lock()).result(_PATIENCE_S)
 
 
 def test_the_most_urgent_goes_first(path: smb.Client, held: tuple[smb.Buffer, Future[bool], threading.Event]) -> None:
@@ -123,7 +123,7 @@ def test_close_cancels_what_has_not_begun(
     buffer, first, gate = held
     queue = path.queue()
     waiting = [queue.write(buffer, np.ones(_PART, np.float32), number * _PART) for number in range(8)]
-    beside = buffer.write_async(np.full(10, 3, np.float32))
+    beside = buffer.write_async(np.full(10, 3, np.float32), 0)
     queue.close()
     queue.close()
     assert all(future.cancelled() for future in waiting)
@@ -238,7 +238,7 @@ def test_what_a_queue_refuses(path: smb.Client, connect: Callable[..., smb.Clien
             queue.accumulate(buffer, np.ones(10, np.float32), out=np.empty(10, np.float32)).result(_PATIENCE_S)
         ones = np.ones(10, np.float32)
         with pytest.raises(smb.InvalidArgumentError, match="shares memory"):
-            queue.accumulate(buffer, ones[:9], fetch=True, out=ones[1:]).result(_PATIENCE_S)
+            queue.accumulate(buffer, ones[:9], 0, fetch=True, out=ones[1:]).result(_PATIENCE_S)
         assert queue.read(buffer, priority=2**31 - 1).result(_PATIENCE_S).sum() == 0
 
 

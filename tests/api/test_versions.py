@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,10 +19,18 @@ SIZE = 300_000
 
 
 def test_versions_are_numbered_from_one(client: smb.Client) -> None:
-    """publish counts, version tells, read gives the latest; before the first there are zeros."""
+    """publish counts, version tells, read gives the latest; before the first there is nothing to be read."""
     buffer = client.create("w", (3, 100), "float32", versions=2)
     assert buffer.version == 0
-    assert not buffer.read().any()
+    out = np.ones((3, 100), np.float32)
+    for nothing in (
+        buffer.read, lambda: buffer.read(0, 1, out=out[0, :1]), lambda: buffer.read(version=0),
+        lambda: buffer.read_version(out), lambda: buffer.read_async().result(), lambda: buffer.read(timeout=0.01),
+        lambda: buffer.pin().__enter__(), lambda: buffer.pin(0).__enter__(),
+    ):  # fmt: skip
+        with pytest.raises(smb.NotFoundError, match=r"nothing was published yet; |version 0 "):
+            nothing()
+    assert out.all()
     for number in range(1, 6):
         assert buffer.publish(np.full((3, 100), number, np.float32)) == number
         assert buffer.version == number
@@ -31,10 +40,26 @@ def test_versions_are_numbered_from_one(client: smb.Client) -> None:
     assert client.open("w").version == 5
 
 
+def test_a_read_waits_for_the_first_version(client: smb.Client, connect: Connect) -> None:
+    """read(timeout=) waits until something is published, or the version that it is to read."""
+    buffer = connect().create("w", 10, "int64", versions=2)
+    theirs = client.open("w")
+    for number in (1, 2):
+        with ThreadPoolExecutor(1) as thread:
+            version = None if number == 1 else 2
+            waiting = thread.submit(lambda version=version: theirs.read(version=version, timeout=30 * SLOWNESS))
+            assert buffer.publish(np.full(10, number)) == number
+            assert waiting.result().tolist() == [number] * 10
+    assert theirs.read(timeout=30).tolist() == [2] * 10
+    with pytest.raises(smb.InvalidArgumentError, match="must not be negative"):
+        theirs.read(timeout=-1)
+
+
 def test_reads_never_mix_versions(connect: Connect) -> None:
     """A publisher at full rate, readers over every transport: each read is all of one version, and none goes back."""
     publisher = connect(FAR)
     buffer = publisher.create("w", SIZE, "int64", versions=2, stripe="64KiB")
+    buffer.publish(np.ones(SIZE, np.int64))
     stop = threading.Event()
     reads: list[int] = []
     failures: list[BaseException] = []
@@ -103,6 +128,10 @@ def test_such_a_buffer_changes_by_publish_alone(client: smb.Client) -> None:
             call()
     with pytest.raises(smb.InvalidArgumentError, match="give all"):
         buffer.publish(np.ones(9, np.int64))
+    with pytest.raises(smb.InvalidArgumentError, match="the array has the shape"):
+        buffer.publish(ones.reshape(2, -1))
+    with pytest.raises(smb.InvalidArgumentError, match="create it with versions=2"):
+        plain.read(timeout=1)
     assert buffer.version == 0
     assert plain.publish(ones) == 1  # a buffer with one copy has version numbers too
     assert (plain.read() == 1).all()
@@ -114,9 +143,6 @@ def test_a_pin_holds_one_version(client: smb.Client, connect: Connect) -> None:
     """
     buffer = client.create("w", (3, 100), "int64", versions=2)
     mine = connect(FAR).open("w")
-    with mine.pin() as pin:
-        assert pin.version == 0
-        assert not pin.read().any()
     for number in (1, 2):
         buffer.publish(np.full((3, 100), number))
     with mine.pin(ttl=30) as pin, buffer.pin(ttl=30) as other:
@@ -175,8 +201,6 @@ def test_a_whole_version_and_its_number(client: smb.Client) -> None:
     """read_version fills an array and says which version it is."""
     buffer = client.create("w", (3, 100), "int64", versions=2)
     out = np.ones((3, 100), np.int64)
-    assert buffer.read_version(out) == 0
-    assert not out.any()
     for number in (1, 2, 3):
         buffer.publish(np.full(300, number))
         assert buffer.read_version(out) == number
@@ -273,13 +297,14 @@ def test_several_versions_can_be_read(client: smb.Client, connect: Connect, way:
     client.create("w", (3, 100), "int64", versions=4, stripe="4KiB")
     buffer = connect(way).open("w")
     assert (buffer.versions, buffer.nbytes) == (4, 2400)
-    assert not buffer.read(version=0).any()
     with pytest.raises(smb.NotFoundError, match="version 1 is not published yet: the latest is 0"):
         buffer.read(version=1)
     for latest in range(1, 12):
         assert buffer.publish(np.full((3, 100), latest)) == latest
         assert (buffer.read() == latest).all()
-        for there in range(max(0, latest - 2), latest + 1):
+        with pytest.raises(smb.NotFoundError):
+            buffer.read(version=0)
+        for there in range(max(1, latest - 2), latest + 1):
             assert (buffer.read(version=there) == there).all()
             assert (buffer.read(150, 10, version=there) == there).all()
             with buffer.pin(there) as pin:

@@ -22,7 +22,7 @@ with smb.connect(sys.argv[1], transport="shm") as client:
     rounds = client.open("rounds")
     print("adding", flush=True)
     while True:
-        buffer.accumulate(zeros)
+        buffer.accumulate(zeros, 0)
         rounds.fetch_add(0, 1)
 """
 
@@ -55,7 +55,7 @@ def test_a_write_that_timed_out_does_not_come_after_a_later_one() -> None:
             weights.write(later, offset=4 * CHUNK)
             os.kill(adder.pid, signal.SIGCONT)
             # The chunk's lock is free again: whatever was to come has come once this is answered.
-            weights.accumulate(np.zeros(CHUNK, np.float32))
+            weights.accumulate(np.zeros(CHUNK, np.float32), 0)
             np.testing.assert_array_equal(weights.read(4 * CHUNK, CHUNK), later)
         finally:
             adder.kill()

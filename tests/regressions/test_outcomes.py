@@ -128,7 +128,7 @@ def test_a_full_tmpfs_is_out_of_memory_in_every_call(tmp_path: Path) -> None:
                 os.close(filler)
             for call in (
                 lambda: buffer.write(np.ones(_SIZE, np.float32)),
-                lambda: buffer.accumulate(np.ones(10, np.float32)),
+                lambda: buffer.accumulate(np.ones(10, np.float32), 0),
                 lambda: buffer.fill(3),
                 lambda: counter.fetch_add(0, 1),
                 lambda: buffer.lock(timeout=1).acquire(),

@@ -46,7 +46,7 @@ def add_itself(buffer: smb.Buffer, view: View, model: View) -> None:
 
 
 def fetch(buffer: smb.Buffer, view: View, model: View) -> None:
-    result = buffer.accumulate(view[5:], fetch=True)
+    result = buffer.accumulate(view[5:], 0, fetch=True)
     model[:-5] += model[5:].copy()
     assert result is not None
     np.testing.assert_array_equal(result, model[:-5])
@@ -66,7 +66,7 @@ def sparse(buffer: smb.Buffer, view: View, model: View) -> None:
 
 def sparse_by_itself(buffer: smb.Buffer, view: View, model: View) -> None:
     ascending = np.arange(1000) * 3
-    buffer.write(ascending)
+    buffer.write(ascending, 0)
     model[:1000] = ascending
     buffer.accumulate_sparse(view[:1000], np.ones(1000, np.int64))
     model[ascending] += 1

@@ -65,7 +65,7 @@ class Two:
         self.links = client._session._links
         self.stays, self.goes = (client.create(name, 1000, replicas=2) for name in ("stays", "goes"))
         for buffer in (self.stays, self.goes):
-            buffer.write(1.0)
+            buffer.write(1.0, 0)
 
     def link(self, buffer: smb.Buffer) -> weakref.ref[Link]:
         (segment,) = buffer.info.layout.segments

@@ -203,6 +203,7 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
         counter = client.create("counter", (2,), dtype="int64")
         published = client.create("published", (4,), versions=2)
         lock = client.lock("lock", ttl=60)
+        published.publish(np.zeros(4, np.float32))
         for use in (values.read, lambda: counter.fetch_add(0, 1), published.read, lock.acquire, lock.release):
             use()
         stopped_renewing(client)

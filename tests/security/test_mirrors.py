@@ -77,7 +77,7 @@ def test_relays_fill_mirrors_and_readers_read_them(
     for refused in (
         lambda: create_mirror(reader, "team/third", SOURCE, "server-2"),
         lambda: reader.stop_relays(SOURCE, ["server-1"]),
-        lambda: mirror.write(np.zeros(1, np.uint8)),
+        lambda: mirror.write(np.zeros(1, np.uint8), 0),
     ):
         with pytest.raises((smb.PermissionDeniedError, smb.InvalidArgumentError)):
             refused()

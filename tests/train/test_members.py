@@ -99,7 +99,9 @@ def test_what_cannot_join(client: smb.Client) -> None:
     """Values that could not be changed in place, and groups that are none, are refused by name."""
     with pytest.raises(smb.NotFoundError, match="which scheme"):
         smb.train.join(client, "run", _ones())
-    for values in (np.ones(100), np.ones((2, 50), np.float32), np.ones(200, np.float32)[::2], [1.0]):
+    masked = np.ma.masked_array(np.ones(100, np.float32), mask=np.arange(100) < 5)
+    big = np.ones(100, ">f4")
+    for values in (np.ones(100), np.ones((2, 50), np.float32), np.ones(200, np.float32)[::2], [1.0], masked, big):
         with pytest.raises(smb.InvalidArgumentError, match="values must be"):
             smb.train.join(client, "run", values, Plain())  # type: ignore[arg-type]
     with pytest.raises(smb.InvalidArgumentError, match="not finite"):

@@ -199,6 +199,12 @@ def test_scalars() -> None:
         element = scalar(value, INT64)
         assert element is not None
         assert element == 7
+    for value in (torch._neg_view(torch.tensor(-7)), torch.nn.Parameter(torch.tensor(7.0)), torch.tensor(7).bfloat16()):
+        element = scalar(value, INT64)
+        assert element is not None
+        assert element == 7
+    for value in (np.ma.masked, np.ma.masked_array(7, mask=True), torch.empty((), device="meta"), torch.ones(2)):
+        assert scalar(value, INT64) is None
     for value in (0.5, float("nan"), 2**63, "7", 7j, None, [7], object()):
         assert scalar(value, INT64) is None
     assert scalar(1e300, FLOAT32) == np.inf
