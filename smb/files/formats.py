@@ -209,7 +209,8 @@ def _npy_plan(name: str, head: bytes) -> Plan | None:
         return None
     if dtype.name not in DTYPES or any(extent < 1 for extent in shape) or Form.NPY not in forms_of(dtype, shape, None):
         return None
-    view = view_of(Form.NPY, dtype, shape, None, {})
+    # As the buffer has it: of another byte order the header is another one, and the file is kept as bytes.
+    view = view_of(Form.NPY, DTYPES[dtype.name].numpy, shape, None, {})
     return Plan(name, view, dtype.name, shape) if view is not None else None
 
 

@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.tensors import ALIGNMENT_BYTES
+from smb.torch.tensor_values import changing, check_dense, has_bits, plain
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -141,7 +142,8 @@ class Writer(_OfName, StorageWriter):
                 _safe_bytes(f"save {self._name!r}: {item.index.fqn!r}", blob)
                 results.append(WriteResult(item.index, len(blob), blob))
                 continue
-            octets = _octets_of(content.detach().cpu().contiguous())
+            check_dense(f"save {self._name!r}", item.index.fqn, content)
+            octets = _octets_of(plain(content))
             if octets.size != _nbytes_of(item):
                 raise InvalidArgumentError(
                     f"save {self._name!r}: {item.index.fqn!r} has {octets.size} bytes, planned were {_nbytes_of(item)}"
@@ -448,6 +450,7 @@ def _start_read(
     in_place = (
         target.device.type == "cpu"
         and target.is_contiguous()
+        and not has_bits(target)
         and (target.dtype, tuple(target.shape)) == (entry.properties.dtype, shape)
     )
     rows = target if in_place else torch.empty(shape, dtype=entry.properties.dtype, device="cpu")
@@ -457,7 +460,8 @@ def _start_read(
             part = rows
             for dimension, (begin, length) in enumerate(zip(begins[1:], lengths[1:], strict=True), 1):
                 part = part.narrow(dimension, begin, length)
-            target.copy_(part)
+            with changing([target]):
+                target.copy_(part)
         planner.commit_tensor(item, target)
 
     octets = _octets_of(rows)

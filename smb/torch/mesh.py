@@ -23,6 +23,7 @@ from smb.torch.model_tensors import Check, Parts, Statistics, parts_of
 from smb.torch.ranks import Ranks, keeps_alike
 from smb.torch.shards import ShardParameters
 from smb.torch.shared_model import Shared, values_of
+from smb.torch.tensor_values import lasting
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.exchange.background_send import Deltas
@@ -508,6 +509,7 @@ class MeshShared(Shared):
         found: smb.train.Unit | None = self._ranks.tell(unit)
         return found
 
+    @lasting
     def state_dict(self) -> dict[str, Any]:
         """As Shared.state_dict, with all ranks: what is sharded in the model is sharded in it, for
         torch.distributed.checkpoint.

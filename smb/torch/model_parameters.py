@@ -25,6 +25,7 @@ from smb.tensors import TensorTable
 from smb.torch.page_lock import page_lock
 from smb.torch.pieces import is_sharded
 from smb.torch.staging import Staging
+from smb.torch.tensor_values import lasting
 from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values, scratch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -209,6 +210,7 @@ class ModelParameters(Parameters):
 
     # ---- inside
 
+    @lasting
     def _scratch_memory(self) -> list[torch.Tensor]:
         if not self._scratch:
             self._scratch = [torch.from_numpy(memory) for memory in scratch(self.size)]
@@ -319,6 +321,7 @@ class ModelParameters(Parameters):
                     change(flat.part(part), room if narrow else room.to(tensor.device, non_blocking=True), rest)
                     flat.changed(part, ends=ends)
 
+    @lasting
     def _residual(self, entry: int) -> torch.Tensor | None:
         tensor = self.entries[entry].tensor
         if not self._exact or tensor.dtype == torch.float32:
@@ -419,6 +422,10 @@ def check(name: str, parameter: torch.Tensor) -> None:
     """Raise InvalidArgumentError if a trained parameter can't be shared."""
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
         raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run the model once before smb.torch.join")
+    if parameter.is_inference():
+        raise InvalidArgumentError(
+            f"parameter {name!r} was made in torch.inference_mode(), so it can't be trained: make the model outside"
+        )
     if parameter.device.type == "meta":
         raise InvalidArgumentError(
             f"parameter {name!r} is on the meta device, without values: load or initialise the model before "

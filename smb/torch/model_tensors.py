@@ -15,7 +15,8 @@ import torch
 
 from smb.errors import Error, InvalidArgumentError
 from smb.torch.model_parameters import Entry, check, check_apart, lay_out
-from smb.torch.pieces import is_sharded
+from smb.torch.pieces import is_sharded, local_of
+from smb.torch.tensor_values import changing, is_extra_state, lasting, plain
 from smb.train.parameters import Values
 
 STATISTICS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +30,8 @@ Named: TypeAlias = dict[tuple[str, ...], torch.Tensor]
 @dataclass(frozen=True)
 class Parts:
     """A model's tensors, by all names of each. `trained`: what the optimizer has or what requires gradients; `frozen`:
-    the other parameters; `statistics`: floating-point buffers. Integers and float64 buffers are each process's own.
+    the other parameters; `statistics`: floating-point buffers. Integers and float64 buffers are each process's own, and
+    so are buffers with infinities: they are masks, and have no mean.
     """
 
     trained: Named
@@ -65,7 +67,7 @@ def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharde
         )
     named: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in plain_state(model, keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor):  # get_extra_state() may be anything
+        if isinstance(tensor, torch.Tensor) and not is_extra_state(name):  # which is made anew each time
             named.setdefault(id(tensor), ([], tensor))[0].append(name)
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if strangers := len(optimized - {id(parameter) for parameter in model.parameters()}):
@@ -79,7 +81,7 @@ def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharde
             parts.trained[tuple(names)] = tensor
         elif isinstance(tensor, torch.nn.Parameter):
             parts.frozen[tuple(names)] = tensor
-        elif tensor.dtype in STATISTICS_DTYPES and tensor.device.type != "meta" and tensor.numel() > 0:
+        elif tensor.dtype in STATISTICS_DTYPES and not tensor.is_meta and tensor.numel() and not _is_mask(tensor):
             parts.statistics[tuple(names)] = tensor
     kept = {id(parameter) for parameter in parts.trained.values()}
     for name, parameter in model.named_parameters():
@@ -97,9 +99,16 @@ def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharde
     return parts
 
 
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether it has infinities, as a causal mask has. NaN is what statistics become by mistake."""
+    here = local_of(tensor.detach())
+    return bool(here.isinf().any()) and not bool(here.isnan().any())
+
+
 class Statistics:
     """Floating-point buffers, as one vector of copies in host memory."""
 
+    @lasting
     def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
         self.table, self.entries = lay_out(tensors)
         self.vector = torch.zeros(self.table.size, dtype=torch.float32, device="cpu")
@@ -112,8 +121,8 @@ class Statistics:
 
     def spread(self) -> None:
         """Copy the vector into the model."""
-        with torch.no_grad():
-            for entry in self.entries:
+        for entry in self.entries:
+            with torch.no_grad(), changing([entry.tensor]):
                 entry.tensor.detach().copy_(entry.of(self.vector))
 
 
@@ -167,5 +176,5 @@ def mark_of(frozen: Named) -> dict[str, str]:
         rows = tensor.detach()
         rows = rows[:: max(1, len(rows) // _SAMPLES)][:_SAMPLES] if rows.dim() else rows
         some = rows.reshape(-1)[:: max(1, rows.numel() // _SAMPLES)][:_SAMPLES]
-        values.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        values.update(plain(some).view(torch.uint8).numpy().tobytes())
     return {"types": types.hexdigest(), "values": values.hexdigest()}

@@ -181,10 +181,10 @@ class Overlap:
         add = self._hooks.append
         for module in self._model.modules():
             if any(each in self._runs for each in module.parameters()):
-                add(module.register_forward_pre_hook(self._before_module))
-        add(self._model.register_forward_hook(lambda *_: self._clock.forward_ended()))
+                add(module.register_forward_pre_hook(_Hook(self._before_module, self._take_all)))
+        add(self._model.register_forward_hook(_Hook(lambda *_: self._clock.forward_ended(), self._take_all)))
         model: Any = self._model
-        add(model.register_state_dict_pre_hook(lambda *_: self._take_all()))
+        add(model.register_state_dict_pre_hook(_Hook(lambda *_: self._take_all(), self._take_all)))
         parameters: list[Any] = [each for each in self._runs if each.requires_grad]
         for parameter in parameters:
             add(parameter.register_post_accumulate_grad_hook(self._gradient_there))
@@ -505,6 +505,30 @@ class Overlap:
                     f"smb.torch.join: overlap={self._asked!r} needs the calls of the model's modules, and the model is "
                     f"{what}, which hides them: join with overlap='none', or without that"
                 )
+
+
+class _Hook:
+    """A hook that a module has. Copies of the module, and what is pickled of it, have one that does nothing: they
+    compute with the values of that moment, and exchange nothing.
+    """
+
+    def __init__(self, call: Callable[..., None], take_all: Callable[[], None]) -> None:
+        self._call = call
+        self._take_all = take_all
+
+    def __call__(self, *given: Any) -> None:
+        self._call(*given)
+
+    def __reduce__(self) -> tuple[type[_IdleHook], tuple[()]]:
+        self._take_all()  # a module's hooks come before the modules inside it: these are copied with new values
+        return _IdleHook, ()
+
+
+class _IdleHook:
+    """In a copy of a joined model."""
+
+    def __call__(self, *_: Any) -> None:
+        return
 
 
 class _Ranges:

@@ -28,6 +28,7 @@ from smb.torch.pieces import Piece, is_sharded, local_of, piece_of, piece_of_sli
 from smb.torch.ranks import Ranks
 from smb.torch.shard_writer import ShardWriter, check_same, ranks_of
 from smb.torch.state_bytes import PartBytes, ReadBytes, StateBytes
+from smb.torch.tensor_values import changing, check_dense, is_extra_state, lasting
 from smb.train.group import METADATA
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class Publisher:
 
     `state` (a module, or a mapping of names to dense tensors) gives names, shapes and dtypes; the buffer is created, or
     opened where it exists with the same: a trainer that was restarted goes on with the next generation. `names` takes
-    some of them only: names, or a function of a name that says whether (LoRA's, say). `dtype` (torch.bfloat16, say)
+    some of them only: names, or a function of a name that says whether (LoRA's, say). A module's
+    get_extra_state() may be no tensor: leave it out so. `dtype` (torch.bfloat16, say)
     publishes floating-point tensors rounded to it. A tensor with several names (tied weights) is stored once, under the
     first.
 
@@ -274,21 +276,25 @@ class Publisher:
                 raise InvalidArgumentError(f"{asked}: {name} is missing, which is one tensor with {first}")
         ours = {name: (place.shape, getattr(torch, place.dtype.name)) for name, place in self.buffer.table.items()}
         _check_same(asked, {name: (tuple(tensor.shape), self._kind(tensor)) for name, tensor in given.items()}, ours)
+        for name, tensor in given.items():
+            check_dense(asked, name, tensor)
         self._writer.take(given)
 
     def _kind(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def _selected(self, asked: str, state: State) -> dict[str, torch.Tensor]:
-        """Return the tensors of which names= speaks."""
-        tensors = _tensors(asked, state)
+        """Return the tensors of which names= speaks. The others may be anything."""
+        given: Mapping[str, Any] = plain_state(state) if isinstance(state, torch.nn.Module) else state
+        if self._ranks is None:  # of a mesh of one rank: all of it is here
+            given = {name: local_of(each) if is_sharded(each) else each for name, each in given.items()}
         if callable(self._names):
-            return {name: tensor for name, tensor in tensors.items() if self._names(name)}
+            return _tensors(asked, {name: each for name, each in given.items() if self._names(name)})
         if self._names is None:
-            return tensors
-        if missing := sorted(self._names - tensors.keys()):
+            return _tensors(asked, given)
+        if missing := sorted(self._names - given.keys()):
             raise InvalidArgumentError(f"{asked}: names= has {missing[0]!r}, which the state has not")
-        return {name: tensor for name, tensor in tensors.items() if name in self._names}
+        return _tensors(asked, {name: each for name, each in given.items() if name in self._names})
 
 
 class Follower:
@@ -394,7 +400,8 @@ class Follower:
 
         Its names and shapes must be those of the published state, or with placements= of the parts; prefixes of
         torch.compile and DistributedDataParallel do not count. If a part was published (names=), the model may have
-        more tensors, which stay. Else it raises InvalidArgumentError, and the model is unchanged. Values of another
+        more tensors, which stay. Else it raises InvalidArgumentError, and the model is unchanged. Entries of the
+        model's state that are no tensors (get_extra_state()) stay, too. Values of another
         dtype are converted, as load_state_dict does. Raises NotFoundError before the first generation: wait() for it;
         and if the one given is overwritten, or not published yet.
 
@@ -422,10 +429,12 @@ class Follower:
         self._memory.hold(here.values())
         self._read(asked, generation)
         names = ((name, plain_name(model, name)) for name in model.state_dict())
-        model.load_state_dict(
-            {name: _placed_as(here[plain], tensors[plain]) for name, plain in names if plain in here},
-            strict=not self._about["part"],
-        )
+        given = {name: _placed_as(here[plain], tensors[plain]) for name, plain in names if plain in here}
+        # Our memory changes with the next read. load_state_dict() copies from it, set_extra_state() may keep it.
+        given = {name: each.clone() if is_extra_state(name) else each for name, each in given.items()}
+        with changing(here.values()):
+            # Not strict: names were checked. Entries may be missing that are no tensors, or of which none is published.
+            model.load_state_dict(given, strict=False)
         return self.generation
 
     def state_dict(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
@@ -433,7 +442,7 @@ class Follower:
         the parts; tied ones are one tensor. Raises NotFoundError as load.
         """
         self._read(f"state_dict of {self.buffer.name!r}", generation)
-        return self._named({name: tensor.clone() for name, tensor in self._memory.tensors.items()})
+        return self._named(_copies(self._memory.tensors))
 
     def views(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
         """As state_dict, without a copy: the tensors are this Follower's memory, and change with what it reads next."""
@@ -459,10 +468,10 @@ class Follower:
             self._read(f"pin of {self.buffer.name!r}")
             yield self._generation(self.generation, self._copy)
             return
+        if self.latest == 0:
+            raise _nothing_yet(f"pin of {self.buffer.name!r}")
         with ExitStack() as held:
             pin = self._pin_nearest(held, ttl)
-            if pin.version == 0:
-                raise _nothing_yet(f"pin of {self.buffer.name!r}")
             self.generation = pin.version
             dtype = self.buffer.table.dtype
 
@@ -551,6 +560,11 @@ def follow(
     return Follower(client, client.open(name, timeout=timeout), timeout, near, placements)
 
 
+@lasting
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 def _placed_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as the whole tensor that it is a part of in the model."""
     if not is_sharded(like):
@@ -601,7 +615,7 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     here = local_of(tensor)
-    return here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride()
+    return here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride(), here.is_conj(), here.is_neg()
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -616,16 +630,16 @@ def _told(about: dict[str, Any]) -> str:
     )
 
 
-def _tensors(asked: str, state: State) -> dict[str, torch.Tensor]:
+def _tensors(asked: str, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the state as names and tensors that can be copied byte by byte."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in (plain_state(state) if isinstance(state, torch.nn.Module) else state).items():
+    for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(
-                f"{asked}: {name!r} is a {type(tensor).__name__}, no tensor; leave it out, or put it into metadata="
+                f"{asked}: {name!r} is a {type(tensor).__name__}, no tensor; leave it out (names=lambda name: not "
+                f"name.endswith({name.rpartition('.')[2]!r})), or put it into metadata="
             )
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise InvalidArgumentError(f"{asked}: {name!r} is sparse or quantized; pass a dense tensor")
+        check_dense(asked, name, tensor, with_values=False)  # a model on the meta device has names and shapes
         tensors[name] = tensor.detach()
     return tensors
 

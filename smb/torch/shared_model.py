@@ -17,7 +17,8 @@ How each kind of tensor is shared:
   it trains, as they describe the batches that it sees. After each exchange, and at the end of `batches`, it mixes them
   into NAME/state, with weight 1/members: `state += (own - state) / members`, at the servers, in the background.
   state_dict() and close() give that average; a late joiner starts from it.
-- Integer and float64 buffers (num_batches_tracked): local.
+- Integer and float64 buffers (num_batches_tracked), buffers with infinities (masks), and what a module's
+  get_extra_state() gives: local.
 
 Every tensor of the two buffers can be opened by its name: client.open("run").tensor("layer3.weight").
 """
@@ -44,6 +45,7 @@ from smb.torch.model_parameters import Entry, ModelParameters
 from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
 from smb.torch.overlap import Overlap, check_overlap
 from smb.torch.part_parameters import PartParameters
+from smb.torch.tensor_values import lasting
 from smb.train.group import clear, copies_of, keeping, view
 from smb.train.overlap_plan import Plan
 from smb.train.worker import take_part
@@ -57,6 +59,7 @@ _log = logging.getLogger("smb")
 _joined: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
+@lasting
 def join(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -357,6 +360,7 @@ class Shared:
         """How exchanges hide behind the passes; None without overlap=, and until the first steps were measured."""
         return None if self._overlap is None else self._overlap.plan
 
+    @lasting
     def state_dict(self) -> dict[str, Any]:
         """Return the shared model of now, in memory of its own: the model's own state_dict() with the group's values in
         place of what is shared. Blocks for one read; raises smb's errors.
@@ -543,6 +547,7 @@ class Shared:
             raise InvalidArgumentError(f"the model has left training {self._name!r}; smb.torch.join it again")
 
 
+@lasting
 def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
     """Return what a group shares, by name, without taking part: for evaluation, or to start from. float32, on the CPU,
     exact.

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from smb.torch.tensor_values import lasting
 from smb.train.parameters import PIECE_ELEMENTS
 
 _ITEM_BYTES = 4  # room for an element, whatever its type
@@ -75,6 +76,7 @@ class Staging:
         return self._streams[device]
 
 
+@lasting
 def _pinned(nbytes: int) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

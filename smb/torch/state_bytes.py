@@ -15,6 +15,7 @@ from smb.errors import NotFoundError
 from smb.tensors import ALIGNMENT_BYTES, TensorPlace
 from smb.torch.page_lock import page_lock
 from smb.torch.pieces import Piece, runs_of, shape_of
+from smb.torch.tensor_values import lasting, plain
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -68,7 +69,7 @@ class StateBytes(_Memory):
         """Yield (first byte, address, bytes, owner) of such tensors; not of the host's memory they are copied there."""
         for name, tensor in given.items():
             place = self._places[name]
-            host = tensor.to("cpu", self.tensors[name].dtype).contiguous()
+            host = plain(tensor.to("cpu", self.tensors[name].dtype))
             if place.nbytes:
                 yield place.offset, host.data_ptr(), place.nbytes, host
 
@@ -134,6 +135,7 @@ class PartBytes(_Memory):
         return as_torch(memory, self._table[name].dtype, tuple(tensor.shape))
 
 
+@lasting
 def as_torch(memory: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
     """Return bytes as a tensor, without a copy."""
     kind = getattr(torch, dtype.name)

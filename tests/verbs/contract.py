@@ -178,6 +178,7 @@ LEFT_OUT = {
     "train/test_framework_groups.py": _TRAINING,
     "train/test_frameworks.py": _TRAINING,
     "train/test_hsgd.py": _TRAINING,
+    "train/test_kinds_of_states.py": _TRAINING,
     "train/test_members.py": _TRAINING,
     "train/test_meshes.py": _TRAINING,
     "train/test_near_deltas.py": "readers of mirrors choose before any transport does",

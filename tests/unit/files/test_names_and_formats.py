@@ -296,3 +296,12 @@ def test_errors_have_a_number(error: smb.Error, kind: type[OSError], number: int
 def test_urls(url: str, address: str | None, path: str) -> None:
     """What has a colon is an address, as no name has one; else it is of the cluster that one is connected to."""
     assert split_url(url) == (address, path)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4", ">i8", "<f4"])
+def test_arrays_of_another_byte_order_stay_bytes(dtype: str) -> None:
+    """A .npy file is an array of the buffer's byte order, or kept as bytes: never other numbers."""
+    kept = io.BytesIO()
+    np.save(kept, np.arange(5).astype(dtype))
+    plan = plan_of("w.npy", kept.getvalue(), len(kept.getvalue()))
+    assert (plan.name, plan.dtype) == (("w", "float32") if dtype == "<f4" else ("w.npy", "uint8"))
