@@ -13,10 +13,11 @@ import typer
 from memserver.daemon import Options, default_name, run
 from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS, variables_of
-from smb.daemon.process import start_log
+from smb.daemon.process import clear_ready_file, start_log
 from smb.errors import Error
 from smb.security import credentials as found
 from smb.tools.cli.options import Command, configured, option
+from smb.tools.cli.output import checked_output
 from smb.transport.verbs.queue_pair import Settings
 
 _LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s: more of them would only compete for the memory's bandwidth
@@ -55,6 +56,7 @@ def memserver(
     Example: smb-memserver --coordinator storage-1:7070 --listen 0.0.0.0:0 --capacity 64GiB --credentials lab/server-0
     """
     try:
+        clear_ready_file(ready_file)
         start_log(log_level)
         run(
             Options(
@@ -86,7 +88,8 @@ def memserver(
 def main() -> None:
     """Run the command. Exits with 0 after a clean stop, 1 if it could not serve, 2 for wrong usage."""
     try:
-        app()
-    except Error as error:  # of the configuration
+        with checked_output():
+            app()
+    except Error as error:  # of the configuration, or of the output
         sys.stderr.write(f"smb-memserver: {error}\n")
         sys.exit(1)

@@ -40,6 +40,7 @@ from memserver.usage_by_client import Names
 from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
 from smb.daemon.host_memory import MemoryLimit
 from smb.daemon.process import Pages, check_listen, end_with_owner, notify, watchdog_interval_s, write_ready_file
+from smb.daemon.stop_signals import stop_signals
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.security.credentials import Credentials, Current, check_exposure
@@ -47,7 +48,6 @@ from smb.security.expiry import ExpiryMetrics
 from smb.security.page_access import admission
 from smb.transport.verbs.queue_pair import Settings
 
-_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - asked for by the user
 
@@ -84,7 +84,7 @@ def default_name() -> str:
 
 
 def run(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT. Blocks; main thread only. Raises smb.errors.Error where it cannot start."""
+    """Serve until SIGTERM, SIGINT or SIGHUP. Blocks; main thread only. Raises smb.errors.Error if it cannot start."""
     _check(options)
     # A connection and a segment take a descriptor each, and the usual soft limit is 1024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -105,19 +105,20 @@ def run(options: Options) -> None:
 
 
 class _StopSignals:
-    """SIGTERM and SIGINT as bytes in a socket, from the beginning of the context to its end; none ends us by itself.
+    """Stop signals as bytes in a socket, from the beginning of the context to its end; none ends us by itself.
 
-    Threads that are started before wait() inherit a mask with both blocked. That is not enough: a library (numpy's
-    arithmetic) starts threads as it is imported, which do not block them, and get what the main one does not take. So
-    there is a handler, and Python writes into the socket, whichever thread the signal hit.
+    Threads that are started before wait() inherit a mask with all of them blocked. That is not enough: a library
+    (numpy's arithmetic) starts threads as it is imported, which do not block them, and get what the main one does not
+    take. So there is a handler, and Python writes into the socket, whichever thread the signal hit.
     """
 
     def __enter__(self) -> _StopSignals:
+        ends = stop_signals()
         self._told, self._tell = socket.socketpair()
         self._tell.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
-        self._handlers = {each: signal.signal(each, lambda _number, _frame: None) for each in _STOP_SIGNALS}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        self._handlers = {each: signal.signal(each, lambda _number, _frame: None) for each in ends}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
         return self
 
     def wait(self) -> None:

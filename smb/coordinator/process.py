@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import gc
 import logging
-import signal
 from contextlib import AsyncExitStack
 
 import grpc.aio
@@ -33,6 +32,7 @@ from smb.daemon.process import (
     watchdog_interval_s,
     write_ready_file,
 )
+from smb.daemon.stop_signals import stop_signals
 from smb.errors import UnavailableError
 from smb.security.credentials import Credentials, Current, add_port
 from smb.security.expiry import ExpiryMetrics
@@ -47,13 +47,13 @@ _log = logging.getLogger("coordinator")
 
 
 def run(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT. Blocks; main thread only. Raises smb.errors.Error where it cannot start."""
+    """Serve until SIGTERM, SIGINT or SIGHUP. Blocks; main thread only. Raises smb.errors.Error if it cannot start."""
     asyncio.run(_serve(options))
 
 
 async def _serve(options: Options) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as leaving:
         await _start(options, leaving)

@@ -7,6 +7,7 @@ for the disk: what a power failure loses here, it has lost on the memory servers
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -95,6 +96,7 @@ class SqliteStore:
             raise StoreError(f"cannot make {self._path}: {error}") from None
         try:
             self._prepare()
+            self._file = self._found()
             reserved = self._has_reserve()
         except BaseException:
             self._connection.close()
@@ -115,6 +117,7 @@ class SqliteStore:
 
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
         """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing."""
+        self._check_there()
         if not urgent and not self._has_reserve():
             raise StoreFullError(
                 f"cannot write {self._path}: its disk is full, and what is left is for deletions; nothing was changed"
@@ -141,6 +144,24 @@ class SqliteStore:
             return None
         return space.f_bavail * space.f_frsize
 
+    def _found(self) -> tuple[int, int]:
+        found = self._path.stat()
+        return found.st_dev, found.st_ino
+
+    def _check_there(self) -> None:
+        """Raise StoreError if the file that is open has not its path any more: SQLite would write to it all the same,
+        and the next coordinator would know nothing of that.
+        """
+        try:
+            there = self._found() == self._file
+        except OSError:
+            there = False
+        if not there:
+            raise StoreError(
+                f"cannot write {self._path}: the file was removed or replaced while this coordinator runs; nothing was "
+                f"changed. Put it back, or a copy of it, and start the coordinator again"
+            )
+
     def _has_reserve(self) -> bool:
         """Make the reserve, if it is not there and the disk has room for it. Raises StoreError for a broken disk."""
         try:
@@ -149,8 +170,10 @@ class SqliteStore:
             try:
                 with self._reserve.open("wb") as file:
                     os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
-            except OSError:
+            except OSError as error:
                 self._reserve.unlink(missing_ok=True)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
                 return False
         except OSError as error:
             raise StoreError(f"cannot use {self._reserve}: {error}; nothing was changed") from error

@@ -96,6 +96,32 @@ def end_with_owner() -> None:
     threading.Thread(target=watch, name="owner", daemon=True).start()
 
 
+def clear_ready_file(path: Path | None) -> None:
+    """Remove the ready file that an earlier run has left, if it was killed: it would lead others to an old address.
+    That of a run that serves now stays. Called before anything that may fail. Raises UnavailableError if it can't be
+    removed.
+    """
+    try:
+        if path is not None and not _is_of_a_run(path):
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot remove the ready file of an earlier run, {path}: {error.strerror}; remove it, or choose another"
+        ) from None
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether the process that wrote the file runs: another one may have its number by now, and was started later."""
+    try:
+        pid = int(json.loads(path.read_text())["pid"])
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since this machine's start
+        written = path.stat().st_mtime
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return False
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s <= written
+
+
 def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> None:
     """Write the ready file, which says that we serve: a JSON object with address, metrics, name and pid, there whole or
     not at all.

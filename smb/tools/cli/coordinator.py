@@ -50,9 +50,10 @@ def coordinator(
         return
     from smb.coordinator.options import Options
     from smb.coordinator.process import run
-    from smb.daemon.process import start_log
+    from smb.daemon.process import clear_ready_file, start_log
 
     try:
+        clear_ready_file(ready_file)
         start_log(log_level)
         options = Options(
             listen=listen,

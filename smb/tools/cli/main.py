@@ -26,7 +26,7 @@ from smb.tools.cli.drain import drain, forget, rebalance, undrain
 from smb.tools.cli.ls import ls
 from smb.tools.cli.mount import mount, umount
 from smb.tools.cli.options import Command, Config, configured
-from smb.tools.cli.output import print_error
+from smb.tools.cli.output import checked_output, print_error
 from smb.tools.cli.plan import plan
 from smb.tools.cli.relay import relay
 from smb.tools.cli.rm import rm
@@ -110,7 +110,8 @@ def _options(
 def main() -> None:
     """Run the command line. Exit codes: 0 it worked, 1 it did not, 2 wrong usage, 130 interrupted."""
     try:
-        app()
+        with checked_output():
+            app()
     except Error as error:
         print_error(error)
         sys.exit(1)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+
+from smb.errors import Error
 
 if TYPE_CHECKING:
     from rich.console import Console  # a tenth of the time that a command takes to start, daemons' too
@@ -47,8 +54,84 @@ def print_json(value: Any) -> None:
 
 
 def print_error(message: object) -> None:
-    """Write one line to stderr."""
-    sys.stderr.write(f"smb: {' '.join(str(message).split())}\n")
+    """Write one line to stderr, if that is there: a terminal may be closed by now."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"smb: {' '.join(str(message).split())}\n")
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def checked_output() -> Iterator[None]:
+    """Raise Error where standard output can't be written, in the block or at its end, when the rest of it is flushed.
+
+    A reader that has gone away (a pipe's) is left to Click. Streams that were closed from the start are replaced: else
+    the next file that is opened would be standard output.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+    out = sys.stdout
+    sys.stdout = cast(TextIO, _Checked(out))
+    try:
+        try:
+            yield
+        finally:
+            if out is not None:
+                sys.stdout.flush()
+    finally:
+        sys.stdout = out
+
+
+class _Checked:
+    """A stream whose failures are ours: one line. The rest of its buffer then goes nowhere. Later calls fail again, as
+    Click writes to see what sort of stream it is, and passes over what that raises.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+        self._failure: Error | None = None
+
+    def write(self, text: str) -> int:
+        if self._file is None:
+            raise Error("the output can't be written: standard output is closed")
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._file.write(text)
+        except UnicodeEncodeError as error:
+            letters = " ".join(f"U+{ord(each):04X}" for each in dict.fromkeys(error.object[error.start : error.end]))
+            raise Error(
+                f"the output can't be written: {error.encoding} has no {letters}; set PYTHONIOENCODING=utf-8, or a "
+                f"locale with UTF-8"
+            ) from None
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def flush(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> Exception:
+        if error.errno == errno.EPIPE:
+            return error
+        assert self._file is not None
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._file.fileno())  # the interpreter flushes once more at the end
+        os.close(nowhere)
+        self._failure = Error(f"the output can't be written: {error.strerror}")
+        return self._failure
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def counted(number: int, noun: str) -> str:

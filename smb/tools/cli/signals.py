@@ -1,4 +1,4 @@
-"""How a command in the foreground ends: in order, whether by Ctrl-C or by SIGTERM."""
+"""How a command in the foreground ends: in order, whether by Ctrl-C, by SIGTERM, or with its terminal (SIGHUP)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from smb.daemon.stop_signals import stop_signals
 
 
 @contextmanager
 def interrupted_once() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the main thread on the first SIGINT or SIGTERM of the context, and ignore the rest.
+    """Raise KeyboardInterrupt in the main thread on the first stop signal of the context, and ignore the rest.
 
     A second Ctrl-C in the middle of stopping daemons would leave some of them behind; the stop itself has a time limit.
     """
+    ends = stop_signals()
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        for each in _SIGNALS:
+        for each in ends:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, interrupt) for each in _SIGNALS}
+    before = {each: signal.signal(each, interrupt) for each in ends}
     try:
         yield
     finally:

@@ -155,6 +155,6 @@ def _watch(cluster: LocalCluster) -> None:
             try:
                 daemon.start()
                 print_error(f"{daemon.name} is back, pid {daemon.pid}")
-            except Error as error:
+            except (Error, OSError) as error:  # OSError: its directory is gone
                 print_error(f"{error}; the others go on, and it is tried again")
         time.sleep(_LOOK_INTERVAL_SECONDS)
