@@ -37,6 +37,7 @@ from memserver.replication import Replication
 from memserver.segments import Segments
 from memserver.stamps import Stamps
 from memserver.usage_by_client import Names
+from smb.config.host_address import addresses_of, bindable
 from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
 from smb.daemon.host_memory import MemoryLimit
 from smb.daemon.process import Pages, check_listen, end_with_owner, notify, watchdog_interval_s, write_ready_file
@@ -325,9 +326,9 @@ def _advertised(advertise: str) -> tuple[str, int]:
 
 
 def _numeric(host: str) -> str:
-    """Return the host as a numeric address; the engine resolves no names."""
+    """Return the host as a numeric address that we can listen on; the engine resolves no names."""
     try:
-        return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+        return bindable(host, 0)[1]
     except OSError as error:
         raise UnavailableError(f"--listen {host}: {error.strerror or error}") from None
 
@@ -340,10 +341,15 @@ def _address_towards(coordinator: str) -> str:
     for address in parse_addresses(coordinator):  # one of several may have no address now
         host, port = parse_address(address)
         try:
-            family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)
-                return str(probe.getsockname()[0])
+            found = addresses_of(host, port, socket.SOCK_DGRAM)
         except OSError as error:
             why = why or error.strerror or str(error)
+            continue
+        for family, where in found:
+            try:
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(where)
+                    return str(probe.getsockname()[0])
+            except OSError as error:
+                why = why or error.strerror or str(error)
     raise UnavailableError(f"cannot tell by which address clients reach us ({why}); give it with --advertise")

@@ -1,4 +1,4 @@
-"""The address by which other hosts reach this one."""
+"""Addresses of hosts: those of a name, and the one by which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,39 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def addresses_of(
+    host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """Return (family, socket address) of all addresses of a host, each once, in the order in which to try them.
+
+    A name may have several (IPv6 and IPv4, or a host's networks), of which some do not answer. Blocks while the name is
+    looked up. Raises OSError.
+    """
+    found = socket.getaddrinfo(host, port, type=kind)
+    return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
+
+
+def bindable(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """Return (family, numeric address) of the first of a host's addresses on which we can listen now. Port 0 is any.
+
+    Raises OSError, with the first one's reason.
+    """
+    refusals: list[OSError] = []
+    for family, where in addresses_of(host, port):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                probe.listen()
+                return family, str(where[0])
+        except OSError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def reachable(host: str) -> str:

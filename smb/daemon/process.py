@@ -27,6 +27,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
+from smb.config.host_address import bindable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
@@ -169,11 +170,7 @@ def check_listen(address: str) -> tuple[str, int]:
     """
     host, port = parse_address(address)
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            probe.listen()
+        bindable(host, port)
     except OSError as error:
         raise _cannot_listen(address, error) from None
     return host, port
@@ -227,9 +224,9 @@ class Pages:
         Raises UnavailableError if the address cannot be had.
         """
         host, port = parse_address(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._server = _PageServer(family, host, port)
+            family, numeric = bindable(host, port)
+            self._server = _PageServer(family, numeric, port)
         except OSError as error:
             raise _cannot_listen(address, error) from None
         self._server.set_app(_application(make_wsgi_app(registry), health, route, admit))

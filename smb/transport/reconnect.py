@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
-import socket
 import threading
 import time
 import weakref
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from smb.config.conditions import event
+from smb.config.host_address import addresses_of
 from smb.config.parse import parse_address
 from smb.daemon.metric_names import OUTAGE_EDGES
 from smb.engine import LANES_FURTHER_MAX, EngineClient, EngineError, Lane, Link, Status
@@ -138,6 +138,7 @@ class Links:
         self._dialers: dict[int, Dialer] = {}
         self._threads: set[threading.Thread] = set()  # `smb-links`, once something is reached, and each `smb-resume`
         self._closing = event()
+        self._answered: dict[str, str] = {}  # by a server's address, which may be a name: the numeric one that answers
         self._untrusted: dict[str, str] = {}  # by server: who answered there instead, the last time
         self._outages = Outages(0, (0,) * (len(OUTAGE_EDGES) + 1), 0.0)
 
@@ -281,7 +282,8 @@ class Links:
         if path:
             link, instance_id = self._client.connect_unix(path, entry.lane, deadline.left_ms())
         else:
-            link, instance_id = self._connect_tcp(place.server, place.address, place.tls, entry.lane, deadline)
+            where = Whereabouts(place.address, "", place.instance_id, tls=place.tls)
+            link, instance_id = self._connect_tcp(place.server, where, entry.lane, deadline)
         if instance_id != place.instance_id:
             raise UnavailableError(
                 f"at {path or place.address} answers another run than the memory server {place.server} known"
@@ -400,7 +402,7 @@ class Links:
         elif dialer := self._dialers.get(entry.lane):
             link, instance_id = dialer.dial(entry.server, where, entry.lane, deadline.left_ms())
         else:
-            link, instance_id = self._connect_tcp(entry.server, where.address, where.tls, entry.lane, deadline)
+            link, instance_id = self._connect_tcp(entry.server, where, entry.lane, deadline)
         if instance_id != where.instance_id:
             # It was restarted, or another one has its address: the coordinator will know.
             at = where.unix_path if entry.lane in _UNIX else where.address
@@ -496,19 +498,63 @@ class Links:
                 return instance_id
         return self._resume_tcp(link, entry.server, entry.where.address, entry.where.tls, accept_instance)
 
-    def _connect_tcp(self, server: str, address: str, secured: bool, lane: int, deadline: Deadline) -> tuple[Link, int]:
-        host, port = _numeric(server, address)
-        if secured:
-            tls, expected = self._tls.now(server), server_name(server)
-            return self._client.connect_tls(host, port, tls, expected, lane, deadline.left_ms())
-        return self._client.connect_tcp(host, port, lane, deadline.left_ms())
+    def _connect_tcp(self, server: str, where: Whereabouts, lane: int, deadline: Deadline) -> tuple[Link, int]:
+        """Connect to the server at the address of its name that answers. A name's other addresses may be of nobody, or
+        of another one: if none answers as the run that is wanted, the first answer is returned, or its failure raised.
+        """
+        found = self._addresses(server, where.address)
+        other: tuple[Link, int] | None = None
+        failure: EngineError | None = None
+        for number, (host, port) in enumerate(found, 1):
+            # An address that is silent has a share of the time alone.
+            left_ms = deadline.left_ms() if number == len(found) else min(deadline.left_ms(), _ATTEMPT_MS)
+            try:
+                if where.tls:
+                    tls, expected = self._tls.now(server), server_name(server)
+                    answer = self._client.connect_tls(host, port, tls, expected, lane, left_ms)
+                else:
+                    answer = self._client.connect_tcp(host, port, lane, left_ms)
+            except EngineError as error:
+                _log.debug("memory server %s at %s: %s", server, host, error)
+                failure = failure or error
+                continue
+            if answer[1] == where.instance_id:
+                self._answered[where.address] = host
+                return answer
+            other = other or answer
+        if other is not None:
+            return other
+        assert failure is not None
+        raise failure
 
     def _resume_tcp(self, link: Link, server: str, address: str, secured: bool, accept_instance: int) -> int:
-        host, port = _numeric(server, address)
-        if secured:
-            tls, expected = self._tls.now(server), server_name(server)
-            return link.resume_tls(host, port, tls, expected, accept_instance, _ATTEMPT_MS)
-        return link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
+        failure: EngineError | None = None
+        for host, port in self._addresses(server, address):
+            try:
+                if secured:
+                    tls, expected = self._tls.now(server), server_name(server)
+                    instance_id = link.resume_tls(host, port, tls, expected, accept_instance, _ATTEMPT_MS)
+                else:
+                    instance_id = link.resume_tcp(host, port, accept_instance, _ATTEMPT_MS)
+            except EngineError as error:
+                if error.status is Status.SESSION_ENDED:  # by the server itself
+                    raise
+                failure = failure or error
+            else:
+                self._answered[address] = host
+                return instance_id
+        assert failure is not None
+        raise failure
+
+    def _addresses(self, server: str, address: str) -> list[tuple[str, int]]:
+        """Return a server's numeric addresses, the one at which it answered last first. Raises UnavailableError."""
+        host, port = parse_address(address)
+        try:
+            found = [str(where[0]) for _, where in addresses_of(host, port)]
+        except OSError as error:
+            raise UnavailableError(f"memory server {server}: no address for {host!r}: {error.strerror}") from error
+        before = self._answered.get(address)
+        return [(each, port) for each in sorted(found, key=lambda each: each != before)]
 
 
 def connections_for(round_trip_s: float) -> int:
@@ -528,14 +574,6 @@ def refused(place: SegmentPlace, error: EngineError) -> Error:
     if error.status in (Status.VERSION, Status.PROTOCOL):
         return TransportError(text)
     return UnavailableError(text)
-
-
-def _numeric(server: str, address: str) -> tuple[str, int]:
-    host, port = parse_address(address)
-    try:
-        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
-    except OSError as error:
-        raise UnavailableError(f"memory server {server}: no address for {host!r}: {error.strerror}") from error
 
 
 def _watch(client: EngineClient, links: weakref.ref[Links]) -> None:

@@ -105,6 +105,7 @@ LEFT_OUT = {
     "regressions/test_a_socket_of_another_user.py": "is about Unix sockets",
     "regressions/test_lost_memory_is_said_at_once.py": "is about buffers that go over TCP",
     "regressions/test_closed_terminals.py": _ELSEWHERE,
+    "regressions/test_names_with_several_addresses.py": "is about names of TCP addresses",
     "regressions/test_residuals_in_turn.py": _ELSEWHERE,
     "regressions/test_roles_not_heard_of_yet.py": "is about what moves, which is not reached over RDMA",
     "regressions/test_states_come_and_go_beside_a_lost_copy.py": "is about the coordinator",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 import smb
+from smb.config.host_address import addresses_of
 from smb.config.parse import parse_address, parse_addresses
 from smb.config.transports import CHOICES
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError
@@ -116,12 +117,12 @@ def _mtu_towards(address: str) -> str:
     """The MTU of the route, as the kernel knows it, to the first of several coordinators; sends nothing."""
     try:
         first = parse_address(parse_addresses(address)[0])
-        family, kind, _, _, where = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
-        if family != socket.AF_INET:
-            return ""
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            return f", MTU {probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)}"
+        for family, where in addresses_of(*first, socket.SOCK_DGRAM):
+            if family == socket.AF_INET:
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(where)
+                    return f", MTU {probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)}"
+        return ""
     except OSError:
         return ""
 
