@@ -164,7 +164,8 @@ class Tree:
             if not flags & os.O_CREAT and (path in self._aliases or self._is_hidden(path)):
                 raise refuse(errno.ESTALE, path)
             if self._is_folder(path):
-                raise refuse(errno.EISDIR, path)
+                new = flags & os.O_CREAT and flags & os.O_EXCL
+                raise refuse(errno.EEXIST if new else errno.EISDIR, path)
             found = self._find(path)
             if found is not None and (found.info.versions > 1 or found.shown.version is not None):
                 if flags & os.O_CREAT and flags & os.O_EXCL:
@@ -267,7 +268,13 @@ class Tree:
             ):
                 raise refuse(errno.EEXIST, path)
             self._check_new(path)
+            self._add_folder(path)
+
+    def _add_folder(self, path: str) -> None:
+        """Make a directory and those that it is in, as far as they are not there."""
+        while path and path not in self._folders:
             self._folders.add(path)
+            path = parent_of(path)
 
     def remove_folder(self, path: str) -> None:
         """Remove an empty directory. ENOENT, ENOTDIR, ENOTEMPTY."""
@@ -483,7 +490,8 @@ class Tree:
             self._nodes[node.path] = node
         inside = {folder for folder in self._folders if folder == path or folder.startswith(path + "/")}
         self._folders -= inside
-        self._folders |= {new_path + folder[len(path) :] for folder in inside} | {new_path}
+        self._folders |= {new_path + folder[len(path) :] for folder in inside}
+        self._add_folder(new_path)
         self._keep_folder(path)
 
     def set_modified(self, path: str, modified: int) -> None:
@@ -678,7 +686,14 @@ class Tree:
         """There is none. Of an alias (hide) the kernel asks, for somebody who found the file before it lost its path,
         and nobody has it open any more: at ESTALE the kernel looks what the path leads to now.
         """
-        return refuse(errno.ESTALE if path in self._latest_aliases else errno.ENOENT, f"there is no {path!r}")
+        if path in self._latest_aliases:
+            return refuse(errno.ESTALE, f"there is no {path!r}")
+        above, infos = parent_of(path), self._catalogue.listing().infos
+        while above and above not in infos:
+            above = parent_of(above)
+        if above and not self._is_folder(above):
+            return refuse(errno.ENOTDIR, f"there is no {path!r}: {above!r} is a file")
+        return refuse(errno.ENOENT, f"there is no {path!r}")
 
     def _is_folder(self, path: str) -> bool:
         if not path or path in self._folders:

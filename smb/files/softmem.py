@@ -14,9 +14,11 @@ import io
 import os
 import secrets
 import threading
+import time
 import weakref
+from contextlib import suppress
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, cast
 
 from fsspec import AbstractFileSystem
 
@@ -27,11 +29,14 @@ from smb.files.open_file import SCHEME, BufferFile, split_url
 
 _BUFFER_BYTES = 1 << 20  # of a file object; larger reads and writes go straight to the servers
 _FLAGS = {
-    "rb": os.O_RDONLY,
-    "r+b": os.O_RDWR,
-    "wb": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
-    "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
-    "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "w+": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+    "x+": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+    "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
 }
 
 
@@ -54,8 +59,8 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         self._pid = 0
 
     @property
-    def tree(self) -> Tree:
-        """The files of the cluster; connects at first use in a process."""
+    def namespace(self) -> Tree:
+        """The files of the cluster; connects at first use in a process. (`tree` is a method of fsspec's.)"""
         with self._lock:
             if self._tree is None or self._pid != os.getpid():
                 client = smb.client.connect(self._coordinator, timeout=self._timeout)
@@ -83,15 +88,15 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """See fsspec: name, size in bytes, type, mtime in seconds."""
         path = self._strip_protocol(path)
-        status = self.tree.status(path)
+        status = self.namespace.status(path)
         return _entry(path, status.directory, status.nbytes, status.modified)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """See fsspec."""
         path = self._strip_protocol(path)
-        if not self.tree.status(path).directory:
+        if not self.namespace.status(path).directory:
             return [self.info(path)] if detail else [path]
-        names = [f"{path}/{name}" if path else name for name, _ in self.tree.list(path)]
+        names = [f"{path}/{name}" if path else name for name, _ in self.namespace.list(path)]
         return [self.info(name) for name in names] if detail else names
 
     def modified(self, path: str) -> datetime:
@@ -99,15 +104,20 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         return datetime.fromtimestamp(self.info(path)["mtime"], timezone.utc)
 
     def created(self, path: str) -> datetime:
-        """See fsspec."""
-        buffer, _ = self.tree.buffer(self._strip_protocol(path))
+        """See fsspec; of a directory, which has no such time, that of its last change."""
+        if self.isdir(path):
+            return self.modified(path)
+        buffer, _ = self.namespace.buffer(self._strip_protocol(path))
         return datetime.fromtimestamp(buffer.info.created, timezone.utc)
 
     # ---- changes of names
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         """See fsspec."""
-        self.tree.make_folder(self._strip_protocol(path))
+        path = self._strip_protocol(path)
+        if not create_parents and not self.exists(self._parent(path)):
+            raise refuse(errno.ENOENT, f"mkdir {path!r}: there is no {self._parent(path)!r}")
+        self.namespace.make_folder(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """See fsspec."""
@@ -119,32 +129,55 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
 
     def rmdir(self, path: str) -> None:
         """See fsspec."""
-        self.tree.remove_folder(self._strip_protocol(path))
+        self.namespace.remove_folder(self._strip_protocol(path))
 
     def rm_file(self, path: str) -> None:
         """See fsspec."""
-        self.tree.remove(self._strip_protocol(path))
+        self.namespace.remove(self._strip_protocol(path))
 
     _rm = rm_file
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """See fsspec."""
-        for one in path if isinstance(path, list) else [path]:
-            for name in reversed(self.expand_path(one, recursive=recursive, maxdepth=maxdepth)):
-                if not self.tree.status(name).directory:
-                    self.tree.remove(name)
-                elif recursive:
-                    self.tree.remove_folder(name)
+        """See fsspec. Raises IsADirectoryError for a directory without recursive=True, before anything is removed."""
+        names = [
+            name
+            for one in (path if isinstance(path, list) else [path])
+            for name in reversed(self.expand_path(one, recursive=recursive, maxdepth=maxdepth))
+        ]
+        folders = {name for name in names if self.namespace.status(name).directory}
+        if folders and not recursive:
+            raise refuse(errno.EISDIR, f"rm {min(folders)!r}: a directory; say recursive=True")
+        for name in names:
+            if name in folders:
+                self.namespace.remove_folder(name)
+            else:
+                self.namespace.remove(name)
 
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **_: Any) -> None:
-        """See fsspec; in one step, directories too."""
-        self.tree.rename(self._strip_protocol(path1), self._strip_protocol(path2))
+        """See fsspec; in one step, directories too. Into `path2` if that is a directory."""
+        into = path2.endswith("/")
+        path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
+        if path1 != path2 and (into or self.isdir(path2)):
+            path2 = f"{path2}/{path1.rpartition('/')[2]}".lstrip("/")
+        self.namespace.rename(path1, path2)
+
+    def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
+        """See fsspec."""
+        path = self._strip_protocol(path)
+        if not truncate and self.exists(path):
+            self.namespace.set_modified(path, time.time_ns())
+            return
+        with self.open(path, "wb" if truncate else "ab", autocommit=True):
+            pass
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
         """See fsspec."""
+        path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
         if self.isdir(path1):
             self.makedirs(path2, exist_ok=True)
             return
+        if path1 == path2:
+            raise refuse(errno.EINVAL, f"copy {path1!r}: both are the same file")
         with self.open(path1) as source, self.open(path2, "wb") as sink:
             while piece := source.read(_BUFFER_BYTES):
                 sink.write(piece)
@@ -154,23 +187,31 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
     def _open(
         self, path: str, mode: str = "rb", block_size: int | None = None, autocommit: bool = True, **_: Any
     ) -> io.BufferedIOBase:
-        flags = _FLAGS.get("r+b" if mode == "rb+" else mode)
+        plain = "".join(sorted(mode.replace("b", "", 1), key="rwxa+".find))
+        flags = _FLAGS.get(plain) if set(mode) <= set("rwxab+") else None
         if flags is None:
-            raise refuse(errno.EINVAL, f"open {path!r}: there is no mode {mode!r}; there are {', '.join(_FLAGS)}")
+            raise ValueError(
+                f"open {path!r}: there is no mode {mode!r}; there are {', '.join(_FLAGS)}, each also with b"
+            )
         path = self._strip_protocol(path)
-        name = path if autocommit else f"{path}.{secrets.token_hex(4)}.part"
-        raw = BufferFile(self.tree.open(name, flags), name, mode, None, append=mode == "ab")
+        deferred = None
+        if not autocommit and plain != "r":
+            deferred = _Deferred(self.namespace, path, plain)
+            if plain == "r+":  # fsspec tells transactions of new files alone
+                self.transaction.files.append(deferred)
+            flags = deferred.flags
+        name = path if deferred is None else deferred.name
+        raw = BufferFile(self.namespace.open(name, flags), name, mode, None, append=bool(flags & os.O_APPEND))
         size = block_size if isinstance(block_size, int) and block_size > 0 else _BUFFER_BYTES
-        if mode == "rb":
-            return io.BufferedReader(raw, size)
-        if flags & os.O_ACCMODE == os.O_RDWR:
-            return io.BufferedRandom(raw, size)
-        return _Written(raw, size, self.tree, name, path)
+        kind = {os.O_RDONLY: _Reader, os.O_WRONLY: _Writer, os.O_RDWR: _Random}[flags & os.O_ACCMODE]
+        file: Any = kind(raw, size)
+        file.of(self, path, deferred)
+        return cast(io.BufferedIOBase, file)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """See fsspec; one call to the servers."""
         with BufferFile(
-            self.tree.open(self._strip_protocol(path), os.O_RDONLY), path, "rb", None, append=False
+            self.namespace.open(self._strip_protocol(path), os.O_RDONLY), path, "rb", None, append=False
         ) as file:
             if start is None and end is None:
                 return file.readall()
@@ -181,21 +222,102 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
             return bytes(data)
 
 
-class _Written(io.BufferedWriter):
-    """A new file. In a transaction of fsspec it gets its name when that ends."""
+class _Deferred:
+    """A file of a transaction: it is written under another name, and gets its own when the transaction ends."""
 
-    def __init__(self, raw: BufferFile, size: int, tree: Tree, name: str, path: str) -> None:
-        super().__init__(raw, size)
+    def __init__(self, tree: Tree, path: str, mode: str) -> None:
+        """Make it ready for opening with `flags`: with the file's bytes, where the mode keeps them. Raises OSError as
+        the mode says.
+        """
         self._tree = tree
-        self._names = name, path
+        self._path = path
+        self._new = mode.startswith("x")
+        self.name = f"{path}.{secrets.token_hex(4)}.part"
+        self.flags = _FLAGS[mode]
+        self.file: io.BufferedIOBase | None = None
+        try:
+            there = not tree.status(path).directory
+        except FileNotFoundError:
+            if mode == "r+":
+                raise
+            return
+        if not there:
+            raise refuse(errno.EISDIR, path)
+        if self._new:
+            raise refuse(errno.EEXIST, path)
+        if mode.startswith(("a", "r")):
+            old = BufferFile(tree.open(path, os.O_RDONLY), path, "rb", None, append=False)
+            new = BufferFile(tree.open(self.name, _FLAGS["x"]), self.name, "xb", None, append=False)
+            with old, new:
+                while piece := old.read(_BUFFER_BYTES):
+                    new.write(piece)
 
     def commit(self) -> None:
-        """Give it its name."""
-        self._tree.rename(*self._names)
+        """Close the file, and give it its name. FileExistsError if it is to be new and there is one by now."""
+        if self.file is not None:
+            self.file.close()
+        self._tree.rename(self.name, self._path, replace=not self._new)
 
     def discard(self) -> None:
-        """Delete it."""
-        self._tree.remove(self._names[0])
+        """Close and delete it."""
+        if self.file is not None and not self.file.closed:
+            self.file.close()
+        with suppress(FileNotFoundError):
+            self._tree.remove(self.name)
+
+
+class _OfSoftmem:
+    """The part that fsspec's files have beside io's."""
+
+    fs: SoftmemFileSystem
+    path: str
+    raw: Any
+    _deferred: _Deferred | None = None
+
+    def of(self, fs: SoftmemFileSystem, path: str, deferred: _Deferred | None) -> None:
+        """Take note of the filesystem, of the path, and of what is to be done at a transaction's end."""
+        self.fs, self.path, self._deferred = fs, path, deferred
+        if deferred is not None:
+            deferred.file = self  # type: ignore[assignment]
+
+    @property
+    def size(self) -> int:
+        """The file's size now, in bytes, without what is in this object's buffer."""
+        return int(self.raw.nbytes)
+
+    def info(self) -> dict[str, Any]:
+        """As the filesystem's, of this path."""
+        return self.fs.info(self.path)
+
+    def commit(self) -> None:
+        """At the end of a transaction."""
+        if self._deferred is not None:
+            self._deferred.commit()
+
+    def discard(self) -> None:
+        """At the end of a transaction that failed."""
+        if self._deferred is not None:
+            self._deferred.discard()
+
+
+class _Reader(_OfSoftmem, io.BufferedReader):
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As fsspec's own: another process reads on at the same place."""
+        return _reopened, (self.fs, self.path, self.tell())
+
+
+class _Writer(_OfSoftmem, io.BufferedWriter):
+    pass
+
+
+class _Random(_OfSoftmem, io.BufferedRandom):
+    pass
+
+
+def _reopened(fs: SoftmemFileSystem, path: str, at: int) -> Any:
+    file = fs.open(path)
+    file.seek(at)
+    return file
 
 
 def _entry(path: str, directory: bool, nbytes: int, modified: int) -> dict[str, Any]:

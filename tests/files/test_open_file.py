@@ -408,7 +408,7 @@ def files(cluster: smb.LocalCluster) -> Iterator[SoftmemFileSystem]:
     with smb.connect(cluster.address) as last:
         for info in last.list():
             last.delete(info.name)
-    found.tree.client.close()
+    found.namespace.client.close()
 
 
 def test_fsspec_files(files: SoftmemFileSystem, cluster: smb.LocalCluster, tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def test_libraries_use_it(files: SoftmemFileSystem) -> None:
         np.save(file, values)
     with files.open("m/w.npy") as file:
         assert np.array_equal(np.load(file), values)
-    assert np.array_equal(files.tree.client.open("m/w").read(), values)
+    assert np.array_equal(files.namespace.client.open("m/w").read(), values)
     with files.open("m/t.pt", "wb") as file:
         torch.save({"x": torch.arange(1000)}, file)
     with files.open("m/t.pt") as file:
@@ -466,7 +466,7 @@ def test_libraries_use_it(files: SoftmemFileSystem) -> None:
     data = save({"b": np.ones((3, 5), np.float32), "a": np.arange(7)}, metadata={"format": "pt"})
     files.pipe_file("m/model.safetensors", data)
     assert files.cat_file("m/model.safetensors") == data
-    assert np.array_equal(files.tree.client.open("m/model").tensor("a").read(), np.arange(7))
+    assert np.array_equal(files.namespace.client.open("m/model").tensor("a").read(), np.arange(7))
 
 
 def test_torch_checkpoints_through_it(files: SoftmemFileSystem, cluster: smb.LocalCluster) -> None:
@@ -485,7 +485,7 @@ def test_torch_checkpoints_through_it(files: SoftmemFileSystem, cluster: smb.Loc
     other.load_state_dict(loaded["model"])
     assert torch.equal(other.weight, model.weight)
     assert files.exists("run/step-1/.metadata")
-    fsspec.filesystem("softmem", coordinator=cluster.address).tree.client.close()
+    fsspec.filesystem("softmem", coordinator=cluster.address).namespace.client.close()
 
 
 def test_data_libraries_use_it(
@@ -519,5 +519,5 @@ def test_data_libraries_use_it(
     assert loaded["step"][:] == list(range(100))
     assert "data/set" in files.ls("data", detail=False)
     for known in (fsspec.filesystem("softmem", coordinator=cluster.address), fsspec.filesystem("softmem")):
-        known.tree.client.close()
+        known.namespace.client.close()
     SoftmemFileSystem.clear_instance_cache()
