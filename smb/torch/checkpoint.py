@@ -8,6 +8,10 @@ behind the other's, each piece at a multiple of 64 bytes. NAME is the index: JSO
 their pieces lie), then what is no tensor, each in torch's form that `weights_only` loads. The index is made under
 NAME.<save>.index, and gets its name in one step when all ranks have written all: before, NAME is the former checkpoint.
 
+Two saves of one NAME that overlap: the later one, when it begins, takes away what the earlier one has written. To
+begin, to commit and to delete take turns by the lock NAME.saves, and a commit looks for its data in its turn. So the
+earlier save fails, and the index never names data that is gone.
+
 Nothing here unpickles what came from a server: the index is JSON; what is no tensor passes torch's restricted loader,
 and DCP's planner, which loads by pickle, is given bytes that were made anew in this process.
 """
@@ -27,6 +31,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,6 +57,7 @@ from smb.torch.tensor_values import changing, check_dense, has_bits, plain
 if TYPE_CHECKING:
     from smb.buffer import Buffer
     from smb.client import Client
+    from smb.lock import Lock
 
 METADATA = "smb.checkpoint"  # of an index: {"data": the other buffer's name, "json": bytes of JSON}
 _FORMAT = 1
@@ -59,6 +65,7 @@ _PACK_BYTES = 8 << 20  # small tensors travel together, up to so many bytes a ca
 _CALLS_MAX = 4  # under way at once, of a rank
 _SAVE = r"\.[0-9a-f]{16}\.(data|index)"
 _OPENINGS_MAX = 10
+_TURN_S = 10.0  # of one that is killed in the middle
 
 _log = logging.getLogger("smb")
 
@@ -91,7 +98,8 @@ class Writer(_OfName, StorageWriter):
 
     Each rank has one, with a client of its own. `servers` and `stripe` are Client.create's, for the tensors. Saving
     over a checkpoint takes memory for both. One save of a name at a time: a later one takes away what an earlier
-    one, killed or still under way, has written so far. With `dcp.async_save` the call returns when the state is
+    one, killed or still under way, has written so far. The earlier one then fails when it is to commit, and what was
+    there before it, or the later one's checkpoint, stays. With `dcp.async_save` the call returns when the state is
     copied into this process's memory, and the rest happens in a thread (not in a process: a client stays where it is).
     Raises CheckpointException, torch's, with what each rank met: OutOfMemoryError, UnavailableError, and
     InvalidArgumentError for an object that torch.load(weights_only=True) would refuse.
@@ -100,7 +108,7 @@ class Writer(_OfName, StorageWriter):
     def __init__(self, client: Client, name: str, *, servers: Any = None, stripe: Any = None) -> None:
         super().__init__(client, name)
         self._options = {"servers": servers, "stripe": stripe}
-        self._data = ""  # of the save under way, where this is the coordinator
+        self._data: Buffer  # of the save under way, where this is the coordinator
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See torch. Raises InvalidArgumentError if ranks are to save without each other."""
@@ -125,9 +133,10 @@ class Writer(_OfName, StorageWriter):
             for item in plan.items:
                 offsets[-1].append(end)
                 end += _padded(_nbytes_of(item))
-        _sweep(self._client, self._name)
-        data = self._data = f"{self._name}.{secrets.token_hex(8)}.data"
-        self._client.create(data, max(end, 1), "uint8", **self._options)
+        data = f"{self._name}.{secrets.token_hex(8)}.data"
+        with _turn(self._client, self._name):
+            _sweep(self._client, self._name)
+            self._data = self._client.create(data, max(end, 1), "uint8", **self._options)
         return [replace(plan, storage_data=_Places(data, tuple(own))) for plan, own in zip(plans, offsets, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -154,8 +163,11 @@ class Writer(_OfName, StorageWriter):
         return _done(results)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """See torch: the checkpoint appears, and the former one goes away."""
-        blobs, places, data = bytearray(), {}, self._data
+        """See torch: the checkpoint appears, and the former one goes away. Raises NotFoundError, and the former one
+        stays, if the tensors that were written are gone: another save of the name began meanwhile, or a memory server
+        has lost them.
+        """
+        blobs, places, data = bytearray(), {}, self._data.name
         for result in (result for rank in results for result in rank):
             if isinstance(result.storage_data, bytes):
                 places[result.index] = len(blobs), len(result.storage_data)
@@ -167,12 +179,37 @@ class Writer(_OfName, StorageWriter):
         index = self._client.create(
             made, len(text) + len(blobs), "uint8", metadata={METADATA: {"data": data, "json": len(text)}}
         )
-        index.write(np.frombuffer(text + blobs, np.uint8))
-        self._client.rename(made, self._name, replace=True)
         try:
-            _sweep(self._client, self._name)
-        except Error as error:  # the checkpoint is there; the next save sweeps
-            _log.warning("save %r: what former saves left was not deleted: %s", self._name, error)
+            index.write(np.frombuffer(text + blobs, np.uint8))
+            with _turn(self._client, self._name):
+                self._check_data()
+                self._client.rename(index, self._name, replace=True)
+                try:
+                    _sweep(self._client, self._name)
+                except Error as error:  # the checkpoint is there; the next save sweeps
+                    _log.warning("save %r: what former saves left was not deleted: %s", self._name, error)
+        except BaseException:
+            with suppress(Error):
+                if index.name == made:  # it is not the checkpoint's
+                    self._client.delete(index, missing_ok=True)
+            raise
+
+    def _check_data(self) -> None:
+        """Raise NotFoundError unless what was written is there."""
+        try:
+            found = self._client.open(self._data.name)
+        except NotFoundError:
+            found = None
+        if found is None or found.info.id != self._data.info.id:
+            raise NotFoundError(
+                f"save {self._name!r}: another save of this name began meanwhile, and took away what this one had "
+                f"written; the checkpoint is that one's, or the former one. Save to one name one after the other"
+            )
+        if lost := [place.server for place in found.layout.segments if place.lost]:
+            raise NotFoundError(
+                f"save {self._name!r}: memory server {lost[0]} has lost what was written to it; the former checkpoint "
+                f"stays. Save again"
+            )
 
 
 class Reader(_OfName, StorageReader):
@@ -254,8 +291,9 @@ class Reader(_OfName, StorageReader):
 
 def delete(client: Client, name: str, *, missing_ok: bool = False) -> None:
     """Delete a checkpoint, and what killed saves of its name left. Raises NotFoundError unless missing_ok."""
-    client.delete(name, missing_ok=missing_ok)
-    _sweep(client, name)
+    with _turn(client, name):
+        client.delete(name, missing_ok=missing_ok)
+        _sweep(client, name)
 
 
 # ---- places
@@ -289,6 +327,11 @@ def _nbytes_of(item: WriteItem) -> int:
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _turn(client: Client, name: str) -> Lock:
+    """Return the lock of who changes which buffers are the name's."""
+    return client.lock(f"{name}.saves", ttl=_TURN_S)
 
 
 def _sweep(client: Client, name: str) -> None:
