@@ -572,12 +572,19 @@ int smb_server_suspend(struct smb_server *server, uint64_t id);
 uint64_t smb_server_await_replicas(struct smb_server *server, uint64_t seen, uint32_t timeout_ms);
 /* Ends such a wait. */
 void smb_server_wake_replicas(struct smb_server *server);
+/* Whether a segment has all that its copies have. */
+enum smb_copy {
+    SMB_COPY_BEGUN = 0, /* it is being made from another one, or was to be */
+    SMB_COPY_WHOLE = 1,
+    SMB_COPY_UNKNOWN =
+        2 /* the file is of an earlier version, or its daemon was killed right after making it */
+};
 /* A segment that is here, as its file says it. */
 struct smb_held {
     uint64_t id;
     uint64_t file_bytes;
     uint32_t epoch; /* of its last role; of one without a role, in which it was made */
-    uint32_t whole; /* 0: a copy that is being made, or may be */
+    uint32_t copy;  /* enum smb_copy */
     int role;       /* enum smb_replica_role, which this run was given */
 };
 /* Fills in at most `most`; returns how many there are. */

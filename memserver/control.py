@@ -143,6 +143,9 @@ class ControlService(MemoryServerServicer):
         """See control.proto."""
 
         def take() -> pb.TakeRolesReply:
+            self._segments.quarantine(request.quarantine_segment_ids)
+            for segment_id in request.taken_up_segment_ids:
+                self._segments.take_up(segment_id)
             bound = self._replication.take(request.replicas)
             return pb.TakeRolesReply(
                 confirmed=[part.segment_id for part in request.replicas if part.confirm], bound=bound

@@ -173,6 +173,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     control_host = _numeric(asked_host)
     check_exposure("a memory server", control_host, options.credentials, options.insecure)
     replication = Replication(engine, options.copy_rate, data_tls.now if data_tls is not None else None)
+    replication.on_role = segments.role_taken
     leaving.callback(replication.close)
 
     def forget(segment_id: int) -> None:

@@ -62,7 +62,7 @@ class Held:
     id: int
     file_bytes: int
     epoch: int  # of its last role; of one without a role, in which it was made
-    whole: bool  # False: a copy that is being made, or may be
+    whole: bool | None  # False: a copy that is being made, or was to be; None: not known
     role: int  # that this run was given: 0 none, 1 primary, 2 backup
 
 
@@ -561,7 +561,8 @@ def _shares(read: Callable[[Any, Any, int], int], server: Any) -> dict[int, Shar
 
 
 def _held(raw: Any) -> Held:
-    return Held(int(raw.id), int(raw.file_bytes), int(raw.epoch), bool(raw.whole), int(raw.role))
+    whole = {lib.SMB_COPY_BEGUN: False, lib.SMB_COPY_WHOLE: True}.get(raw.copy)
+    return Held(int(raw.id), int(raw.file_bytes), int(raw.epoch), whole, int(raw.role))
 
 
 def _check(status: int, what: str) -> None:

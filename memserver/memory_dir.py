@@ -52,9 +52,13 @@ class Place:
         return complete, unfinished
 
     def quarantined(self) -> set[int]:
-        """Return the segments that are marked as quarantined."""
+        """Return the segments that are marked as quarantined. A mark without a segment goes: its daemon was killed."""
         mark = re.compile(rf"smb\.{re.escape(self.name)}\.([0-9a-f]{{16}})\.quarantined")
-        return {int(match[1], 16) for path in self.directory.iterdir() if (match := mark.fullmatch(path.name))}
+        found = {int(match[1], 16) for path in self.directory.iterdir() if (match := mark.fullmatch(path.name))}
+        orphans = {each for each in found if not self.segment_path(each).exists()}
+        for each in orphans:
+            self.quarantine(each, ends=True)
+        return found - orphans
 
     def quarantine(self, segment_id: int, *, ends: bool = False) -> None:
         """Mark a segment as quarantined, or take the mark away."""

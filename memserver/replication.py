@@ -53,6 +53,7 @@ class Replication:
         self._stopping = False
         self._serving_until_s = 0.0
         self.on_news: Callable[[], None] = lambda: None  # the coordinator is to be told now
+        self.on_role: Callable[[int, int], None] = lambda *_: None  # a segment has a role, in that epoch
         self._copier = Copier(engine, copy_rate, self._tell)
         self._thread: threading.Thread | None = None
 
@@ -77,6 +78,7 @@ class Replication:
             except InvalidArgumentError as error:
                 _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
                 continue
+            self.on_role(part.segment_id, part.epoch)
             with self._lock:
                 before = self._parts.get(part.segment_id)
                 if before is None or before.epoch <= part.epoch:

@@ -13,8 +13,10 @@ from smb.ground import Ground
 
 def why_not(held: Held, ground: Ground, epoch: int, *, quarantined: bool) -> str:
     """Return why this segment must stay; empty if it may go. `epoch`: of the whole copy elsewhere, if SUPERSEDED."""
-    if quarantined and ground in (Ground.UNKNOWN, Ground.NEVER_MADE):
+    if ground in (Ground.DELETED, Ground.FORGOTTEN):
+        return ""
+    if quarantined and held.whole is not False:
         return "it is in quarantine; free it with: smb forget"
-    if ground is Ground.SUPERSEDED and held.whole and held.epoch > epoch:
+    if ground is Ground.SUPERSEDED and held.whole is not False and held.epoch > epoch:
         return f"its copy here is of epoch {held.epoch}, later than the whole copy of epoch {epoch} elsewhere"
     return ""

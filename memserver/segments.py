@@ -121,7 +121,8 @@ class Segments:
             if held is not None and (why := self._why_not(segment_id, ground, epoch)):
                 _log.warning("segment %016x is kept: %s", segment_id, why)
                 return
-            self._dropped[segment_id] = max(epoch, self._dropped.pop(segment_id, 0))
+            if ground is not Ground.FORGOTTEN:  # it may get a copy again
+                self._dropped[segment_id] = max(epoch, self._dropped.pop(segment_id, 0))
             if len(self._dropped) > DROPPED_MAX:
                 del self._dropped[next(iter(self._dropped))]
             if held is None:
@@ -183,6 +184,13 @@ class Segments:
             if segment_id in self._quarantined:
                 self._place.quarantine(segment_id, ends=True)
                 self._quarantined.discard(segment_id)
+
+    def role_taken(self, segment_id: int, epoch: int) -> None:
+        """Its quarantine ends: the records have it here, in that epoch, unless its file has a later one."""
+        if segment_id in self._quarantined:
+            held = self._engine.holds(segment_id)
+            if held is not None and held.epoch == epoch:
+                self.take_up(segment_id)
 
     def inventory(self) -> dict[int, tuple[Held, bool]]:
         """Return what is held now, by id, and whether it is in quarantine."""

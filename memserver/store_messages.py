@@ -6,13 +6,13 @@ from memserver.engine import Held
 from memserver.stamps import Stamp
 from smb.rpc import control_pb2 as pb
 
-WHOLE, PRIMARY, BACKUP, QUARANTINED = 1, 2, 4, 8
+WHOLE, PRIMARY, BACKUP, QUARANTINED, UNKNOWN = 1, 2, 4, 8, 16
 _ROLES = {0: 0, 1: PRIMARY, 2: BACKUP}
 
 
 def inventory_message(held: Held, quarantined: bool) -> pb.HeldSegment:
     """Return a segment as the coordinator hears of it."""
-    flags = (WHOLE if held.whole else 0) | _ROLES[held.role] | (QUARANTINED if quarantined else 0)
+    flags = {True: WHOLE, False: 0, None: UNKNOWN}[held.whole] | _ROLES[held.role] | (QUARANTINED if quarantined else 0)
     return pb.HeldSegment(id=held.id, epoch=held.epoch, flags=flags, file_bytes=held.file_bytes)
 
 

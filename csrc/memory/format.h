@@ -77,7 +77,7 @@ struct header {
     _Atomic uint64_t ended_evictions; /* of completion records whose session had ended */
     _Atomic uint32_t binding;         /* enum segment_binding; 0 in older files */
     uint64_t group; /* of two copies: those that it moves with; 0, as in older files: none */
-    /* The last role that its daemon was given: its epoch << 1 | whether this copy is whole; 0: none,
+    /* The last role that its daemon was given: its epoch << 1 | whether it is whole. 0: none,
      * or an older file. Relaxed: its daemon alone writes and reads it. */
     _Atomic uint64_t copy;
 };

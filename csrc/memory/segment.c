@@ -229,11 +229,13 @@ void smb_segment_note_copy(struct smb_segment *segment, uint32_t epoch, bool who
                           memory_order_relaxed);
 }
 
-bool smb_segment_copy(const struct smb_segment *segment, uint32_t *epoch)
+enum smb_copy smb_segment_copy(const struct smb_segment *segment, uint32_t *epoch)
 {
     uint64_t copy = atomic_load_explicit(&segment->header->copy, memory_order_relaxed);
     *epoch = copy ? (uint32_t)(copy >> 1) : segment->epoch;
-    return copy ? (copy & 1) != 0 : !smb_segment_replicated(segment);
+    if (copy)
+        return copy & 1 ? SMB_COPY_WHOLE : SMB_COPY_BEGUN;
+    return smb_segment_replicated(segment) ? SMB_COPY_UNKNOWN : SMB_COPY_WHOLE;
 }
 
 uint64_t smb_segment_group(const struct smb_segment *segment)

@@ -42,9 +42,8 @@ bool smb_segment_replicated(const struct smb_segment *segment);
  * says so after a restart: of two copies the whole one of the later epoch has every change that was
  * acknowledged. */
 void smb_segment_note_copy(struct smb_segment *segment, uint32_t epoch, bool whole);
-/* *epoch: of that role; of a segment without one, in which it was made. Returns whether it is
- * known to be whole. */
-bool smb_segment_copy(const struct smb_segment *segment, uint32_t *epoch);
+/* *epoch: of that role; of a segment without one, in which it was made. */
+enum smb_copy smb_segment_copy(const struct smb_segment *segment, uint32_t *epoch);
 /* Its own id: a group of its own. */
 uint64_t smb_segment_group(const struct smb_segment *segment);
 /* By its daemon, of a segment that clients may have mapped: from here on they get SMB_STALE_EPOCH,

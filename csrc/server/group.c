@@ -312,6 +312,15 @@ static void end_copy(struct replica_group *group)
     group->copy = (struct copy){0};
 }
 
+void group_begin_at(struct replica_group *group, uint32_t epoch)
+{
+    pthread_mutex_lock(&group->lock);
+    if (atomic_load_explicit(&group->role, memory_order_relaxed) == SMB_REPLICA_NONE &&
+        epoch > atomic_load_explicit(&group->epoch, memory_order_relaxed))
+        atomic_store_explicit(&group->epoch, epoch, memory_order_release);
+    pthread_mutex_unlock(&group->lock);
+}
+
 void group_stop_forwarding(struct replica_group *group, int status)
 {
     feed_clear(&group->feed);

@@ -162,7 +162,7 @@ static struct smb_held held_of(const struct smb_segment *segment)
         .file_bytes = info.file_bytes,
         .role = replica ? replica_role(replica) : SMB_REPLICA_NONE,
     };
-    held.whole = smb_segment_copy(segment, &held.epoch);
+    held.copy = smb_segment_copy(segment, &held.epoch);
     return held;
 }
 

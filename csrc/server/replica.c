@@ -68,6 +68,10 @@ int replica_create(struct smb_server *server, struct smb_segment *segment)
         free(made);
         return status;
     }
+    /* An older role says nothing, also after a restart: the file has the last one's epoch. */
+    uint32_t epoch;
+    smb_segment_copy(segment, &epoch);
+    group_begin_at(made->group, epoch);
     sync_on_change(made->sync, forward_words, made);
     atomic_store_explicit(&served->replica, made, memory_order_release);
     return SMB_OK;

@@ -100,6 +100,8 @@ void group_unlock(struct replica_group *group);
  * alone: as the only copy it has all that it tells of. Any other status sends clients elsewhere. */
 void group_stop_forwarding(struct replica_group *group, int status);
 bool group_is_primary(const struct replica_group *group);
+/* A member has had a role of that epoch. As long as the group has none, it takes no older one. */
+void group_begin_at(struct replica_group *group, uint32_t epoch);
 /* A reference to the segment with it; NULL: not here, or it has one copy. */
 struct replica *replica_of(struct smb_server *server, uint64_t id, struct smb_segment **segment);
 

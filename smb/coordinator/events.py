@@ -62,6 +62,7 @@ class ServerRegistered:
     missing: frozenset[int] = frozenset()
     stamps: tuple[Stamp, ...] = ()
     making: frozenset[int] = frozenset()  # that the coordinator has it make now, for copies that have not begun
+    silent: frozenset[str] = frozenset()  # servers that did not answer just now: what they have confirms nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class UnexplainedJudged:
 
     making: frozenset[tuple[str, int]] = frozenset()
     changes_max: int | None = None
+    silent: frozenset[str] = frozenset()  # as of ServerRegistered
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +411,14 @@ class AnswerDrops:
 
 
 @dataclass(frozen=True, slots=True)
+class EndQuarantine:
+    """Tell a server that these segments need no mark any more: they can be compared with the copy that was taken up."""
+
+    server: str
+    segment_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WakeOpeners:
     """Those who wait for this name may look again."""
 
@@ -441,4 +451,4 @@ StoreChange = (
     | SaveLineage
     | SaveSequence
 )
-Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | WakeOpeners | TellEnded | Report
+Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | EndQuarantine | WakeOpeners | TellEnded | Report

@@ -118,15 +118,9 @@ class Leading:
         service.making = copy_maker.making
         service.move = copy_maker.move
 
-        async def judge() -> None:
-            """Judge what servers hold beside the records."""
-            unexplained = commit_log.state.unexplained.values()
-            await roles.look_at_holders({number for held in unexplained for number in held})
-            committed = await commit_log.commit(UnexplainedJudged(copy_maker.making_anywhere(), commit_log.changes_max))
-            await segments.drop(committed)
-
-        ticks = _tick(commit_log, endings, around.health, judge, roles.silent_survivors)
-        for beginning in (ticks, idle_names.run(), copy_maker.run()):
+        ticks = _tick(commit_log, endings, around.health, roles.silent_survivors)
+        judging = _judge(commit_log, roles, copy_maker, segments)
+        for beginning in (ticks, judging, idle_names.run(), copy_maker.run()):
             task = asyncio.create_task(beginning)
             task.add_done_callback(end_if_failed)
             leaving.push_async_callback(cancel, task)
@@ -143,7 +137,6 @@ async def _tick(
     commit_log: CommitLog,
     endings: SessionEndNotifier,
     health: Health,
-    judge: Callable[[], Awaitable[None]],
     silent: Callable[[], Awaitable[frozenset[str]]],
 ) -> None:
     # Of one change: two records for each session, as an old one may be forgotten, one for each server, one for each
@@ -156,8 +149,6 @@ async def _tick(
             committed = await commit_log.commit(Ticked(most, await silent()))
             endings.tell(committed)
             more = most is not None and any(isinstance(effect, TellEnded | SaveBuffer) for effect in committed.effects)
-            if any(committed.state.unexplained.values()):
-                await judge()
         except (StoreError, DeposedError):
             pass  # the commit_log has said it, once; the next tick tries again
         except Error as error:
@@ -166,6 +157,29 @@ async def _tick(
                 _log.error("leases that have run out, and what follows from that: %s", said)
         health.ticked()
         await asyncio.sleep(0 if more else TICK_S)
+
+
+async def _judge(commit_log: CommitLog, roles: RoleChanges, copy_maker: CopyMaker, segments: SegmentMaker) -> None:
+    """Judge again and again what servers hold beside the records."""
+    said = ""
+    while True:
+        await asyncio.sleep(TICK_S)
+        unexplained = commit_log.state.unexplained.values()
+        if not any(unexplained):
+            continue
+        try:
+            silent = await roles.look_at_holders({number for held in unexplained for number in held})
+            await roles.mark_contested()
+            making = copy_maker.making_anywhere()
+            committed = await commit_log.commit(UnexplainedJudged(making, commit_log.changes_max, silent))
+            await roles.end_quarantine(committed)
+            await segments.drop(committed)
+        except (StoreError, DeposedError):
+            pass  # the commit_log has said it, once
+        except Error as error:
+            if str(error) != said:
+                said = str(error)
+                _log.warning("memory that servers hold beside the records: %s", said)
 
 
 def end_if_failed(task: asyncio.Task[None]) -> None:

@@ -99,13 +99,23 @@ class MemoryServers:
             )
         return int(reply.used_bytes)
 
-    async def take_roles(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> frozenset[int]:
-        """Tell what the server is to these segments, or ask. Return those of which it was asked whether they can move,
-        and can't. Raises UnavailableError (outcome unknown).
+    async def take_roles(
+        self,
+        server: ServerRecord,
+        replicas: Sequence[pb.Replica],
+        quarantine: Sequence[int] = (),
+        taken_up: Sequence[int] = (),
+    ) -> frozenset[int]:
+        """Tell what the server is to these segments, or ask; have it mark others as quarantined, or no more.
+
+        Return those of which it was asked whether they can move, and can't. Raises UnavailableError (outcome unknown).
         """
         try:
             peer = self._peer(server)
-            reply = await peer.stub.TakeRoles(pb.TakeRolesRequest(replicas=replicas), timeout=ANSWER_S)
+            request = pb.TakeRolesRequest(
+                replicas=replicas, quarantine_segment_ids=quarantine, taken_up_segment_ids=taken_up
+            )
+            reply = await peer.stub.TakeRoles(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             raise _failure(server, "take roles", error) from error
         if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):

@@ -20,7 +20,7 @@ from smb.rpc import control_pb2 as pb
 
 _NUMBERS: dict[Kind, pb.Kind] = {Kind.BUFFER: pb.BUFFER, Kind.LOCK: pb.LOCK, Kind.BARRIER: pb.BARRIER}
 _KINDS: dict[int, Kind] = {number: kind for kind, number in _NUMBERS.items()}
-_WHOLE, _PRIMARY, _BACKUP, _QUARANTINED = 1, 2, 4, 8  # flags of HeldSegment
+_WHOLE, _PRIMARY, _BACKUP, _QUARANTINED, _UNKNOWN = 1, 2, 4, 8, 16  # flags of HeldSegment
 QUARANTINED_SHOWN_MAX = 4096
 
 
@@ -98,6 +98,7 @@ def _held(epoch: int, flags: int, nbytes: int) -> Held:
     return Held(
         epoch,
         bool(flags & _WHOLE),
+        not flags & (_WHOLE | _UNKNOWN),
         primary=bool(flags & _PRIMARY),
         backup=bool(flags & _BACKUP),
         quarantined=bool(flags & _QUARANTINED),

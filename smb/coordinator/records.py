@@ -193,7 +193,8 @@ class Held:
     """A segment as a server says that it holds it. `nbytes`: of its capacity, beside what records account for."""
 
     epoch: int  # of its last role; of one without a role, in which it was made; NOT_TOLD by a server of before
-    whole: bool = True  # False: a copy that is being made, or may be
+    whole: bool = True  # known to be
+    begun: bool = False  # known not to be: a copy that is being made, or was to be
     primary: bool = False  # this run is its primary
     backup: bool = False
     quarantined: bool = False

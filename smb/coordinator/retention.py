@@ -45,7 +45,7 @@ def is_that_copy(server: str, held: Held, segment: SegmentRecord) -> bool:
     if server == segment.copying_to or held.epoch == NOT_TOLD:
         return True
     made = segment.made if server == segment.server else segment.backup_made
-    return held.epoch >= made and (held.whole or held.epoch <= max(segment.epoch, 1))
+    return held.epoch >= made and (not held.begun or held.epoch <= max(segment.epoch, 1))
 
 
 def ground_to_drop(
@@ -61,7 +61,7 @@ def ground_to_drop(
     superseded = record.ready and any(confirmed(other, segment_id) for other in others)
     # A copy that is not whole has nothing that its source does not have. An epoch of records that the store does not
     # have may be of other changes than the same number of this one.
-    if held.whole and (not covered or held.quarantined or is_newer(held, record, segment)):
+    if not held.begun and (not covered or held.quarantined or is_newer(held, record, segment)):
         return None
     return Ground.SUPERSEDED if superseded else None
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 
-from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.events import BackupsLost, CopiesEnded, SaveBuffer, ServerDied, ServerReturned, Ticked
+from smb.coordinator.commit_log import CommitLog, Committed
+from smb.coordinator.events import (
+    BackupsLost,
+    CopiesEnded,
+    EndQuarantine,
+    SaveBuffer,
+    ServerDied,
+    ServerReturned,
+    Ticked,
+)
 from smb.coordinator.groups import Groups
 from smb.coordinator.memserver_client import MemoryServers, Run
 from smb.coordinator.messages import replica_messages
@@ -98,15 +107,46 @@ class RoleChanges:
         runs = await asyncio.gather(*(self.look(state.servers[name]) for name in names))
         return frozenset(name for name, run in zip(names, runs, strict=True) if run is Run.MUTE)
 
-    async def look_at_holders(self, segment_ids: Collection[int]) -> None:
-        """Look at the servers that the records name for these segments, before others are told to drop theirs."""
+    async def look_at_holders(self, segment_ids: Collection[int]) -> frozenset[str]:
+        """Look at the servers that the records name for these segments, before others are told to drop theirs. Return
+        those that do not answer.
+        """
         state, now = self._commit_log.state, self._commit_log.now()
         where = state.where() if segment_ids else {}
         named = {
             name for each in segment_ids if each in where for name in (where[each][1].server, where[each][1].backup)
         }
         alive = [state.servers[name] for name in sorted(named) if name in state.servers and state.alive(name, now)]
-        await asyncio.gather(*map(self.look, alive))
+        runs = await asyncio.gather(*map(self.look, alive))
+        return frozenset(server.name for server, run in zip(alive, runs, strict=True) if run is Run.MUTE)
+
+    async def mark_contested(self) -> None:
+        """Have all who hold a segment mark it as quarantined, if some server has a newer copy than the records know.
+
+        None of its copies goes then, whoever dies before the records follow. A mark ends with the role that its server
+        gets. Raises UnavailableError if one of them does not answer.
+        """
+        state, now = self._commit_log.state, self._commit_log.now()
+        contested, where = state.contested(), state.where()
+        ids: dict[str, set[int]] = {}
+        for number in contested:
+            claimants = [name for name, held in state.unexplained.items() if number in held]
+            for name in {where[number][1].server, where[number][1].backup, *claimants} - {""}:
+                ids.setdefault(name, set()).add(number)
+        calls = (
+            self._servers.take_roles(state.servers[name], (), sorted(numbers))
+            for name, numbers in sorted(ids.items())
+            if name in state.servers and state.heard(name, now)
+        )
+        await asyncio.gather(*calls)
+
+    async def end_quarantine(self, committed: Committed) -> None:
+        """Tell servers what they need not mark any more. Whoever is not reached keeps its marks."""
+        for effect in committed.effects:
+            server = committed.state.servers.get(effect.server) if isinstance(effect, EndQuarantine) else None
+            if isinstance(effect, EndQuarantine) and server is not None:
+                with suppress(Error):
+                    await self._servers.take_roles(server, (), (), effect.segment_ids)
 
     def _primaries(self, server: str, peer: str) -> frozenset[int]:
         """Return the segments whose primaries are at a server and whose other copies are at a peer."""

@@ -214,7 +214,7 @@ class CoordinatorService(CoordinatorServicer):
     async def _registered(self, request: pb.RegisterServerRequest, event: ServerRegistered) -> pb.RegisterServerReply:
         await self._end_rival(event)
         event = await self._asked_back(event)
-        await self._look_at_others(event)
+        event = replace(event, silent=await self._look_at_others(event))
         await self._roles.settle(
             ServerReturned(
                 event.server.name, event.server.instance_id, event.missing, self._commit_log.changes_max, event.held
@@ -267,6 +267,9 @@ class CoordinatorService(CoordinatorServicer):
         state, name = self._commit_log.state, event.server.name
         here = {copy.id for record in state.buffers.values() for copy in record.copies if copy.server == name}
         asked = here ^ event.held.keys()
+        known = state.servers.get(name)
+        if known is None or known.instance_id != event.server.instance_id:
+            asked |= event.held.keys()  # roles may change by its return: then it says how large what it holds is
         if not asked:
             return event
         look = await self._servers.look(event.server, asked)
@@ -284,10 +287,11 @@ class CoordinatorService(CoordinatorServicer):
         held = {**{number: each for number, each in event.held.items() if number not in asked}, **look.held}
         return replace(event, held=held, missing=frozenset(asked & here - held.keys()))
 
-    async def _look_at_others(self, event: ServerRegistered) -> None:
+    async def _look_at_others(self, event: ServerRegistered) -> frozenset[str]:
         """Look now at the servers that decide on this one's copies: a lease says what was seconds ago.
 
-        If a primary was started anew a live backup goes on. Raises UnavailableError while that is not known.
+        Return those that do not answer. If a primary was started anew a live backup goes on. Raises UnavailableError
+        while that is not known.
         """
         state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
         known = state.servers.get(name)
@@ -299,7 +303,7 @@ class CoordinatorService(CoordinatorServicer):
                         f"silent; it is to register again"
                     )
         here = {copy.id for record in state.buffers.values() for copy in record.copies if copy.server == name}
-        await self._roles.look_at_holders(event.held.keys() - here)
+        return await self._roles.look_at_holders(event.held.keys() - here)
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
         """See control.proto."""

@@ -7,6 +7,7 @@ memory twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -71,11 +72,12 @@ class State:
     # Of copies that are being made, by the server that makes them, as it told last.
     progress: Mapping[str, Mapping[int, CopyProgress]] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
+    began: float = -math.inf  # this term, on the monotonic clock
     # By server, as of its last registration in this term. Not stored: each term asks anew.
     unexplained: Mapping[str, Mapping[int, Held]] = field(default_factory=dict)  # that it holds beside the records
-    missing: Mapping[str, frozenset[int]] = field(
-        default_factory=dict
-    )  # that it lacks though the records have them there
+    missing: Mapping[str, frozenset[int]] = field(default_factory=dict)  # that it lacks, and the records have there
+    # Terms that it was told of and that this store does not have: what was changed in the same one can be compared.
+    other_terms: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
     def alive(self, server: str, now: Instant) -> bool:
         """Whether the server's lease runs. A leader that has just begun grants one to every server that is known."""

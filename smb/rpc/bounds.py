@@ -28,6 +28,8 @@ _MORE: Mapping[str, int] = {
     "smb.v1.RegisterServerRequest.segment_epochs": 131_072,
     "smb.v1.RegisterServerRequest.segment_flags": 131_072,
     "smb.v1.InventoryRequest.ids": 131_072,
+    "smb.v1.TakeRolesRequest.quarantine_segment_ids": 131_072,
+    "smb.v1.TakeRolesRequest.taken_up_segment_ids": 131_072,
     "smb.v1.EndSessionsRequest.session_ids": 65_536,  # as many ended sessions as the coordinator remembers
 }
 

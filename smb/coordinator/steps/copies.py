@@ -19,7 +19,7 @@ from smb.coordinator.events import (
     ServerReturned,
 )
 from smb.coordinator.groups import Groups, Member
-from smb.coordinator.records import BufferRecord, Held
+from smb.coordinator.records import BufferRecord, Held, SegmentRecord
 from smb.coordinator.replicas import (
     begin_copy,
     come_back,
@@ -29,7 +29,7 @@ from smb.coordinator.replicas import (
     let_move,
     lose_backups,
 )
-from smb.coordinator.retention import dropped, is_that_copy
+from smb.coordinator.retention import dropped, is_newer, is_that_copy
 from smb.coordinator.state import State, Step, add, remove, without
 from smb.errors import NotFoundError, UnavailableError
 from smb.ground import Ground
@@ -59,7 +59,13 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     def judge(record: BufferRecord) -> BufferRecord:
         return come_back(record, event.name, missing, heard, restarted=restarted)
 
-    return judge_copies(state, judge, event.changes_max)
+    where = state.where()
+    newer = (number for number, held in event.held.items() if number in where and _claims(held, *where[number]))
+    return judge_copies(state, judge, event.changes_max, contested=frozenset(newer))
+
+
+def _claims(held: Held, record: BufferRecord, segment: SegmentRecord) -> bool:
+    return held.whole and is_newer(held, record, segment)
 
 
 def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> frozenset[int]:
@@ -128,6 +134,8 @@ def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
     groups = Groups(state.buffers.values())
     members = groups.members(record, segment)
     _check_members(event, members)
+    if not all(state.confirmed(segment.server, member.id, now) for _, member in members):
+        raise NotFoundError(f'memory server "{segment.server}" lacks one of the segments that move together')
     text = f"a segment of {record.title} is being copied to {event.target}"
     if len(members) > 1:
         text += f", with {len(members) - 1} that move together with it"
@@ -204,15 +212,16 @@ def judge_copies(
     changes_max: int | None,
     what: str = "has lost a copy",
     level: int = logging.WARNING,
+    contested: frozenset[int] = frozenset(),
 ) -> Step:
     """Give at most so many buffers whose segments have roles those that `judge` says. All segments of a group
-    change at once, however many these are.
+    change at once, however many these are. Those that are `contested`, or of which a server has a newer copy, stay.
     """
     effects: list[Effect] = []
     changed: dict[str, BufferRecord] = {}
     left = CHANGED_BYTES_MAX
     groups: Groups | None = None
-    contested = state.contested()
+    contested |= state.contested()
     for record in state.buffers.values():
         if not record.movable or not contested.isdisjoint(segment.id for segment in record.segments):
             continue

@@ -60,6 +60,12 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
         server_leases=state.server_leases.grant(server.name, now.monotonic),
         suspected=state.suspected - {server.name},
         missing={**state.missing, server.name: missing},
+        other_terms={
+            **state.other_terms,
+            server.name: state.other_terms.get(server.name, frozenset()).union(
+                stamp[:2] for stamp in event.stamps if not state.lineage.covers(stamp)
+            ),
+        },
     )
     answer, unexplained = _judged(state, event, here, where, now)
     state = replace(state, unexplained={**state.unexplained, server.name: unexplained})
@@ -100,19 +106,21 @@ def _judged(
 ) -> tuple[AnswerDrops, dict[int, Held]]:
     """Return what the server is told of its segments, and those that it keeps beside the records."""
     name = event.server.name
+
+    def confirmed(other: str, number: int) -> bool:
+        return other not in event.silent and state.confirmed(other, number, now)
+
     covered = bool(event.stamps) and all(map(state.lineage.covers, event.stamps))
     grounds: dict[int, Ground] = {}
     kept: dict[int, Held] = {}
     for segment_id, held in sorted(event.held.items()):
         if segment_id in here:
             if held.whole and is_newer(held, *where[segment_id]):
-                kept[segment_id] = replace(held, nbytes=0)
+                kept[segment_id] = replace(held, nbytes=0, quarantined=held.quarantined or not covered)
             continue
         if segment_id in event.making:
             continue
-        ground = ground_to_drop(
-            name, segment_id, held, where, lambda other, number: state.confirmed(other, number, now), covered=covered
-        )
+        ground = ground_to_drop(name, segment_id, held, where, confirmed, covered=covered)
         if ground is None:
             kept[segment_id] = replace(held, quarantined=held.quarantined or not covered)
         else:
@@ -126,7 +134,7 @@ def _judged(
         tuple(each for each in drops if each in epochs),
         tuple(grounds.values()),
         tuple(each for each, held in kept.items() if held.quarantined and not event.held[each].quarantined),
-        tuple(each for each, held in event.held.items() if held.quarantined and each in here),
+        tuple(each for each, held in event.held.items() if held.quarantined and each in here and each not in kept),
     )
     return answer, kept
 

@@ -43,6 +43,7 @@ def restarted(state: State, event: Restarted, now: Instant) -> Step:
         session_leases=state.session_leases.grant_all(state.client_names, now.monotonic),
         ended_sessions=replace(state.ended_sessions, incarnation=event.incarnation),
         lineage=lineage,
+        began=now.monotonic,
     )
     return state, tuple(effects)
 

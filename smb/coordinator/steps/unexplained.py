@@ -13,6 +13,7 @@ from dataclasses import replace
 from smb.coordinator.events import (
     DropSegments,
     Effect,
+    EndQuarantine,
     Instant,
     Report,
     SaveBuffer,
@@ -21,41 +22,48 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.groups import Groups, group_of
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
-from smb.coordinator.retention import Where, dropped, epoch_of, ground_to_drop, is_newer
-from smb.coordinator.state import State, Step, add, remove, without
-from smb.errors import NotFoundError
+from smb.coordinator.retention import Confirmed, Where, dropped, epoch_of, ground_to_drop, is_newer
+from smb.coordinator.state import SERVER_LEASE_S, State, Step, add, remove, without
+from smb.coordinator.steps.copies import CHANGED_BYTES_MAX
+from smb.errors import NotFoundError, UnavailableError
 from smb.ground import Ground
 
 
 def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> Step:
-    """Take up what is newer than the records, once every server was heard of; have dropped what others have."""
+    """Take up what is newer than the records; have dropped what others have.
+
+    Nothing is taken up in the first lease of a term, or while some server has not been heard of: it may have a later
+    copy, and the records may not even know it.
+    """
     if not any(state.unexplained.values()):
         return state, ()
     effects: list[Effect] = []
-    if state.every_server_was_heard(now):
+    if now.monotonic >= state.began + SERVER_LEASE_S and state.every_server_was_heard(now):
         state, taken_up = _take_up(state, event.changes_max, now)
         effects += taken_up
     where = state.where()
+    judged = state
+
+    def confirmed(other: str, number: int) -> bool:
+        return other not in event.silent and judged.confirmed(other, number, now)
+
     for server, held in state.unexplained.items():
         if not state.heard(server, now):
             continue
         gone = [
             segment_id
             for segment_id, each in held.items()
-            if (server, segment_id) not in event.making and _superseded(state, server, segment_id, each, where, now)
+            if (server, segment_id) not in event.making and _superseded(server, segment_id, each, where, confirmed)
         ]
         effects += (_drop_of(state, server, segment_id, held[segment_id], where) for segment_id in gone)
         state = _explained(state, server, gone)
     return state, tuple(effects)
 
 
-def _superseded(state: State, server: str, segment_id: int, held: Held, where: Where, now: Instant) -> bool:
+def _superseded(server: str, segment_id: int, held: Held, where: Where, confirmed: Confirmed) -> bool:
     if segment_id in where and any(copy.server == server for copy in _copies(*where[segment_id])):
         return False  # it is in use there, and the record says so
-    ground = ground_to_drop(
-        server, segment_id, held, where, lambda other, number: state.confirmed(other, number, now), covered=True
-    )
-    return ground is not None
+    return ground_to_drop(server, segment_id, held, where, confirmed, covered=True) is not None
 
 
 def _copies(record: BufferRecord, segment: SegmentRecord) -> Iterator[SegmentRecord]:
@@ -69,7 +77,7 @@ def _drop_of(state: State, server: str, segment_id: int, held: Held, where: Wher
     record, segment = where[segment_id]
     drop = dropped((replace(segment, server=server),), Ground.SUPERSEDED, state.unexplained, epoch_of(record, segment))
     # Of what is not whole the copy never began, or was given up: in whichever epoch.
-    return drop if held.whole else replace(drop, epoch=max(held.epoch, drop.epoch), room=True)
+    return replace(drop, epoch=max(held.epoch, drop.epoch), room=True) if held.begun else drop
 
 
 def _explained(state: State, server: str, segment_ids: Collection[int]) -> State:
@@ -80,10 +88,10 @@ def _explained(state: State, server: str, segment_ids: Collection[int]) -> State
 def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
     """Bring records up to what servers have: the store is older than they are."""
     effects: list[Effect] = []
-    left = changes_max // 2 if changes_max is not None else sys.maxsize
+    left, left_bytes = (changes_max // 2, CHANGED_BYTES_MAX) if changes_max is not None else (sys.maxsize, sys.maxsize)
     for segment_id in sorted(state.contested()):
         found = state.where().get(segment_id)
-        if found is None or left <= 0:
+        if found is None:
             continue
         record, segment = found
         claims = {
@@ -98,11 +106,30 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         judged = replace(record, segments=tuple(taken if each.id == segment_id else each for each in record.segments))
         changed = (judged, *Groups(state.buffers.values()).followers(judged))
         left -= len(changed)
+        left_bytes -= sum(len(each.to_json()) for each in changed)
+        if effects and (left < 0 or left_bytes < 0):
+            break
         members = {each.id for of in changed for each in of.segments if group_of(each) == group_of(taken)}
         for each in changed:
             effects.append(SaveBuffer(each))
             state = add(remove(state, state.buffers[each.key]), each)
-        state = _with_old_copies(state, segment, taken, members, now)
+        alike = [
+            server
+            for server, held in claims.items()
+            if server not in (taken.server, taken.backup)
+            and held.epoch == taken.made
+            and state.other_terms.get(server, frozenset()) & state.other_terms.get(taken.server, frozenset())
+        ]
+        before, state = state, _with_old_copies(state, segment, taken, members, now)
+        for server in alike:
+            # Of one epoch of one history both have all that was acknowledged: this one may be made anew.
+            here = {
+                each: replace(held, quarantined=False, nbytes=state.where()[each][1].file_bytes)
+                for each, held in before.unexplained[server].items()
+                if each in members
+            }
+            state = replace(state, unexplained={**state.unexplained, server: {**state.unexplained[server], **here}})
+            effects.append(EndQuarantine(server, tuple(here)))
         where = f"{taken.server} and {taken.backup}" if taken.backup else taken.server
         text = f"{record.title}: the records were older than its memory; a segment of it is taken up on {where}"
         effects.append(Report(logging.WARNING, text))
@@ -115,12 +142,13 @@ def _as_claimed(segment: SegmentRecord, claims: Mapping[str, Held]) -> SegmentRe
     """
     newest = max(held.epoch for held in claims.values())
     at = {server: held for server, held in sorted(claims.items()) if held.epoch == newest}
+    usual = sorted(at, key=lambda server: server not in (segment.server, segment.backup))
     primary = next((server for server, held in at.items() if held.primary), "")
     backup = next((server for server, held in at.items() if held.backup), "")
     if primary and backup:
         roles = replace(segment, server=primary, backup=backup, epoch=newest, backup_made=newest)
     else:
-        roles = replace(segment, server=primary or next(iter(at)), backup="", epoch=newest + 1, backup_made=0)
+        roles = replace(segment, server=primary or usual[0], backup="", epoch=newest + 1, backup_made=0)
     return replace(roles, copying_to="", made=newest)
 
 
@@ -134,7 +162,12 @@ def _with_old_copies(
     missing = dict(state.missing)
     for server in (taken.server, taken.backup):
         if server:
-            unexplained[server] = without(unexplained.get(server, {}), *members)
+            # What moves together with it has its roles; whoever does not hold it has lost it.
+            held = unexplained.get(server, {})
+            had = server in (before.server, before.backup)
+            there = {each for each in members if each in held or (had and each not in missing.get(server, ()))}
+            missing[server] = missing.get(server, frozenset()) | (frozenset(members) - there)
+            unexplained[server] = without(held, *members)
     old = {before.server, before.backup, before.copying_to} - {taken.server, taken.backup, ""}
     where = state.where()
     for server in old:
@@ -143,19 +176,25 @@ def _with_old_copies(
             for segment_id in frozenset(members) - missing.get(server, frozenset()):
                 _, segment = where[segment_id]
                 whole = server != before.copying_to
-                held = Held(before.epoch, whole, quarantined=whole, nbytes=segment.file_bytes)
-                here.setdefault(segment_id, held)
+                epoch = max(before.epoch, here[segment_id].epoch) if segment_id in here else before.epoch
+                here[segment_id] = Held(epoch, whole, not whole, quarantined=whole, nbytes=segment.file_bytes)
         missing[server] = missing.get(server, frozenset()).difference(members)
     return replace(state, unexplained=unexplained, missing=missing)
 
 
-def segments_forgotten(state: State, event: SegmentsForgotten, _: Instant) -> Step:
+def segments_forgotten(state: State, event: SegmentsForgotten, now: Instant) -> Step:
     """Give up memory that a server holds beside the records. Raises NotFoundError, and nothing is given up, if some of
-    it is not such memory.
+    it is not such memory; UnavailableError if it may still be taken up, as some server has not been heard of.
     """
     if event.name not in state.servers:
         known = ", ".join(sorted(state.servers)) or "none"
         raise NotFoundError(f'forget of "{event.name}": no such memory server is known; there are: {known}')
+    if not state.heard(event.name, now) or not state.every_server_was_heard(now):
+        raise UnavailableError(
+            f'forget of "{event.name}": it, or another memory server, has not been heard of yet, and what is '
+            f"quarantined may be taken up still; nothing was freed. Try again once smb status shows all of them alive "
+            f"or gone"
+        )
     there = state.unexplained.get(event.name, {})
     where = state.where()
     # What is in use there is not freed, though its record is older than it.

@@ -108,7 +108,7 @@ def test_room_for_a_copy_that_never_began_is_dropped(cluster: Cluster) -> None:
     cluster.do(ServerDied(segment.backup, 1))
     cluster.do(Ticked())
     (segment,) = cluster.state.buffers["w"].segments
-    held, room = frozenset({segment.id}), Held(segment.epoch + 1, whole=False)
+    held, room = frozenset({segment.id}), Held(segment.epoch + 1, whole=False, begun=True)
     with pytest.raises(errors.NotFoundError, match="it holds more than the buffers do"):
         cluster.renew("c", used_bytes=segment.file_bytes)
     cluster.do(registration(cluster.state, server("c"), held, making=held, as_held=room))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from smb.coordinator.events import (
     CopyBegun,
     DropSegments,
     Effect,
+    EndQuarantine,
     Restarted,
     SaveBuffer,
     SegmentsForgotten,
@@ -61,6 +63,8 @@ def back(cluster: Cluster, name: str, held: frozenset[int] = frozenset(), run: i
 
 
 def judge(cluster: Cluster) -> list[Effect]:
+    """As it is after the first lease of a term."""
+    cluster.state = replace(cluster.state, began=-math.inf)
     return [each for each in cluster.do(UnexplainedJudged()) if isinstance(each, DropSegments | SaveBuffer)]
 
 
@@ -158,6 +162,10 @@ def test_what_no_record_has_is_dropped_by_a_store_that_is_new_enough(cluster: Cl
     assert (answer.segment_ids, answer.quarantined) == ((), ())
     assert cluster.state.taken_bytes("c") == cluster.state.allocation("c").nbytes + 100
     cluster.renew("c", used_bytes=cluster.state.taken_bytes("c"))
+    with pytest.raises(errors.UnavailableError, match="has not been heard of yet"):
+        cluster.do(SegmentsForgotten("c", frozenset()))
+    back(cluster, "a", frozenset({segment(cluster).id}))
+    back(cluster, "b", frozenset({segment(cluster).id}))
     with pytest.raises(errors.NotFoundError, match="is not quarantined there; nothing was freed"):
         cluster.do(SegmentsForgotten("c", frozenset({number, 999})))
     cluster.do(SegmentsForgotten("c", frozenset()))
@@ -203,7 +211,7 @@ def test_a_copy_that_was_not_whole_is_never_taken_up(cluster: Cluster) -> None:
     """It has zeros where the source had not come to."""
     number = segment(cluster).id
     cluster = again(cluster)
-    back(cluster, "c", frozenset({number}), as_held=Held(9, whole=False))
+    back(cluster, "c", frozenset({number}), as_held=Held(9, begun=True, whole=False))
     back(cluster, "b", frozenset({number}))
     back(cluster, "a", frozenset({number}))
     (drop,) = judge(cluster)
@@ -249,6 +257,76 @@ def test_numbers_of_another_history_are_not_compared(cluster: Cluster) -> None:
     assert (answer.segment_ids, answer.quarantined) == ((), (number,))
     assert judge(cluster) == []
     assert number in cluster.state.unexplained["c"]
+
+
+def test_a_newer_copy_of_the_server_that_registers_counts_at_once(cluster: Cluster) -> None:
+    """One fail-over since the backup, and the daemons were started anew: the old copy was promoted, the good one put
+    aside for good.
+    """
+    older, number = cluster.state, segment(cluster).id
+    cluster.do(ServerDied("b", 1))
+    cluster.do(Ticked())
+    told = cluster.state.lineage.stamp  # a alone, in epoch 2
+    cluster = again(cluster, older)
+    back(cluster, "c")
+    back(cluster, "b", frozenset({number}), run=2, as_held=Held(1))
+    answer = back(cluster, "a", frozenset({number}), run=2, as_held=Held(2), stamps=(told,))
+    assert answer.quarantined == (number,)  # until the records have it, whatever dies before
+    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("a", "b", 1)
+    (saved,) = judge(cluster)
+    assert isinstance(saved, SaveBuffer)
+    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("a", "", 3)
+    assert cluster.state.unexplained["b"][number].quarantined
+    assert back(cluster, "a", frozenset({number}), run=2, as_held=Held(3, quarantined=True)).taken_up == (number,)
+
+
+def test_of_two_claims_alike_one_wins(cluster: Cluster) -> None:
+    """Both daemons were started anew, and know no roles: the server that the record has goes on."""
+    older, number = cluster.state, segment(cluster).id
+    moved_to_c(cluster)
+    told = cluster.state.lineage.stamp
+    cluster = again(cluster, older)
+    back(cluster, "b")
+    back(cluster, "a", frozenset({number}), run=2, as_held=Held(4), stamps=(told,))
+    back(cluster, "c", frozenset({number}), run=2, as_held=Held(4, nbytes=100), stamps=(told,))
+    saved, drop = judge(cluster)
+    assert isinstance(saved, SaveBuffer)
+    assert (segment(cluster).server, segment(cluster).epoch) == ("a", 5)  # of two alike the one that the record has
+    # It was changed in the same term: a has all that it has.
+    assert isinstance(drop, DropSegments)
+    assert [each.server for each in cluster.effects if isinstance(each, EndQuarantine)] == ["c"]
+
+
+def test_a_claim_of_another_history_is_kept(cluster: Cluster) -> None:
+    """Its epoch has the same number by chance."""
+    older, number = cluster.state, segment(cluster).id
+    moved_to_c(cluster)
+    told = cluster.state.lineage.stamp
+    cluster = again(cluster, older)
+    back(cluster, "b")
+    back(cluster, "a", frozenset({number}), run=2, as_held=Held(4), stamps=(told,))
+    back(cluster, "c", frozenset({number}), run=2, as_held=Held(4, nbytes=100), stamps=(told._replace(term=99),))
+    (saved,) = judge(cluster)
+    assert isinstance(saved, SaveBuffer)
+    assert (segment(cluster).server, segment(cluster).epoch) == ("a", 5)
+    assert cluster.state.unexplained["c"][number].quarantined
+    assert judge(cluster) == []
+
+
+def test_what_did_not_answer_just_now_confirms_nothing(cluster: Cluster) -> None:
+    """Its lease runs, but its host may be gone."""
+    number = segment(cluster).id
+    moved_to_c(cluster)
+    cluster = again(cluster)
+    for name in ("a", "c"):
+        back(cluster, name, frozenset({number}))
+    event = registration(cluster.state, server("b"), frozenset({number}), as_held=Held(1))
+    cluster.do(replace(event, silent=frozenset({"a", "c"})))
+    assert not cluster.only(AnswerDrops).segment_ids
+    silent = UnexplainedJudged(silent=frozenset({"a", "c"}))
+    assert not [each for each in cluster.do(silent) if isinstance(each, DropSegments)]
+    (drop,) = judge(cluster)
+    assert isinstance(drop, DropSegments)
 
 
 def test_what_was_deleted_meanwhile_is_dropped(cluster: Cluster) -> None:

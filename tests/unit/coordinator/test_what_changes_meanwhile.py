@@ -192,14 +192,10 @@ def test_more_metadata_than_etcd_takes_at_once() -> None:
             creation = Creation(f"w{number}", (8,), "float32", replicas=2, metadata=metadata, server_names=("a",))
             await maker.create(creation, 1.0)
         await log.commit(ServerDied("a", 1))
-
-        async def judge() -> None:
-            """Nothing is beside the records."""
-
         servers = cast(Any, Servers(living=1))
         endings = SessionEndNotifier(log, servers)
         silent = RoleChanges(log, servers, endings).silent_survivors
-        ticks = asyncio.create_task(_tick(log, endings, Health("us:1"), judge, silent))
+        ticks = asyncio.create_task(_tick(log, endings, Health("us:1"), silent))
         deadline = asyncio.get_running_loop().time() + 30
         while any(segment.server == "a" for record in log.state.buffers.values() for segment in record.segments):
             assert not ticks.done()

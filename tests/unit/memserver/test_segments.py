@@ -14,9 +14,12 @@ import pytest
 from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import Place
 from memserver.recovery import recover
-from memserver.segments import Segments
+from memserver.replication import BACKUP, PRIMARY
+from memserver.segments import FOR_GOOD, Segments
 from smb import errors
 from smb.daemon.host_memory import file_system_of
+from smb.errors import AlreadyExistsError
+from smb.ground import Ground
 
 MIB = 1 << 20
 FORM = SegmentForm(id=0xABC, epoch=1, dtype=2, nbytes=MIB, chunk_bytes=256 << 10)
@@ -51,6 +54,7 @@ def test_room_is_given_up_as_it_was_seen_alone(tmp_path: Path, leaving: ExitStac
 
     def copying() -> None:
         """It has no whole copy yet."""
+        run.engine.set_replica(made.id, made.epoch, BACKUP, "b", copying=True)
 
     run.segments.create(made, replicate=copying)
     seen = run.segments.held()[FORM.id]
@@ -232,3 +236,43 @@ def test_file_systems_are_told_apart() -> None:
     """/dev/shm is memory, /proc is proc."""
     assert file_system_of(Path("/dev/shm")) == "tmpfs"
     assert file_system_of(Path("/proc/self")) == "proc"
+
+
+def test_quarantine_outlives_the_daemon(tmp_path: Path, leaving: ExitStack) -> None:
+    """Only a reason of the coordinator ends it; a copy is not made over it. A mark without a segment goes."""
+    run = Run(tmp_path, leaving)
+    run.segments.create(FORM)
+    run.segments.quarantine([FORM.id, FORM.id + 1])
+    run.place.quarantine(FORM.id + 2)
+    again = Segments(run.engine, run.place, 64 * MIB)
+    again.adopt(FORM)
+    assert [quarantined for _, quarantined in again.inventory().values()] == [True]
+    assert len(list(tmp_path.glob("*.quarantined"))) == 1
+    for ground in (Ground.UNKNOWN, Ground.NEVER_MADE, Ground.SUPERSEDED):
+        again.drop(FORM.id, FOR_GOOD, ground)
+        assert not again.give_up(again.held()[FORM.id], 99)
+        assert again.ids() == [FORM.id], ground
+    with pytest.raises(AlreadyExistsError, match="not made anew"):
+        again.create(replace(FORM, epoch=7), anew=True)
+    again.drop(FORM.id, FOR_GOOD, Ground.FORGOTTEN)
+    assert (again.ids(), list(tmp_path.glob("*.quarantined"))) == ([], [])
+    again.create(replace(FORM, epoch=7), anew=True)  # it may get a copy again
+
+
+def test_a_later_copy_is_not_superseded_by_an_earlier_one(tmp_path: Path, leaving: ExitStack) -> None:
+    """Whatever a coordinator with old records says. Nor does an older role take its epoch, after a restart."""
+    run = Run(tmp_path, leaving)
+    made = replace(FORM, epoch=3)
+    run.segments.create(made, replicate=lambda: run.engine.set_replica(made.id, 3, PRIMARY, ""))
+    run.segments.drop(made.id, 2, Ground.SUPERSEDED)
+    assert run.segments.ids() == [made.id]
+    other = Engine(2, 1, 64 * MIB)
+    leaving.callback(other.close)
+    (path,) = tmp_path.glob("*.segment")
+    copy = tmp_path / "copy"
+    copy.write_bytes(path.read_bytes())
+    other.adopt_segment(copy)
+    other.set_replica(made.id, 2, BACKUP, "b", copying=True)
+    held = other.holds(made.id)
+    assert held is not None
+    assert (held.epoch, held.whole, held.role) == (3, True, 0)
