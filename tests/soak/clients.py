@@ -117,6 +117,7 @@ def read(address: str, way: str, path: Path, stop: Path) -> None:
     notes, last = Notes(path), 0
     with smb.connect(address, transport=way, timeout=TIMEOUT_S) as client:
         buffer = client.open("versions")
+        buffer.wait(1, timeout=TIMEOUT_S)  # nothing can be read before
         while not stop.exists():
             notes.add(Step.ASKS)
             version = check_one_version(buffer.read())
