@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +21,7 @@ from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, aio_channel, server_name
+from smb.security.expiry import ends_of
 
 ANSWER_S = 3.0  # an idle server answers within a millisecond; a busy host may hold it up
 _LAST_CALLS_S = 24 * 3600.0  # more than any deadline here
@@ -92,7 +95,7 @@ class MemoryServers:
             peer = self._peer(server)
             reply = await peer.stub.CreateSegment(request, timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
-            raise _failure(server, "make a segment", error) from error
+            raise self._failure(server, "make a segment", error) from error
         if reply.group_id != group_id:
             raise InvalidArgumentError(
                 f'memory server "{server.name}" is too old to move segments together with others: upgrade it'
@@ -117,7 +120,7 @@ class MemoryServers:
             )
             reply = await peer.stub.TakeRoles(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            raise _failure(server, "take roles", error) from error
+            raise self._failure(server, "take roles", error) from error
         if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):
             raise UnavailableError(f'memory server "{server.name}" is too old to be drained: upgrade it')
         return frozenset(reply.bound)
@@ -135,7 +138,7 @@ class MemoryServers:
             request = pb.DeleteSegmentRequest(id=segment_id, epoch=epoch, ground=ground.name, room=room)
             reply = await peer.stub.DeleteSegment(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            raise _failure(server, "drop a segment", error) from error
+            raise self._failure(server, "drop a segment", error) from error
         return int(reply.used_bytes)
 
     async def retire(self, server: ServerRecord, segment_ids: Sequence[int], idle_s: float) -> dict[int, int]:
@@ -147,7 +150,7 @@ class MemoryServers:
             peer = self._peer(server)
             reply = await peer.stub.RetireSegments(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            raise _failure(server, "retire locks and barriers", error) from error
+            raise self._failure(server, "retire locks and barriers", error) from error
         return dict(reply.tokens)
 
     async def end_sessions(self, server: ServerRecord, session_ids: Sequence[int]) -> None:
@@ -156,7 +159,7 @@ class MemoryServers:
             peer = self._peer(server)
             await peer.stub.EndSessions(pb.EndSessionsRequest(session_ids=session_ids), timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            raise _failure(server, "end sessions", error) from error
+            raise self._failure(server, "end sessions", error) from error
 
     async def look(self, server: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
         """Find out whether that run of the server lives, and what it holds of these segments. A run is known by its
@@ -209,13 +212,19 @@ class MemoryServers:
             task.add_done_callback(lambda ended: self._replaced.pop(ended, None))
         return peer
 
+    def _failure(self, server: ServerRecord, what: str, error: grpc.aio.AioRpcError) -> Error:
+        memserver = f'memory server "{server.name}" at {server.control_address}'
+        if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return OutOfMemoryError(f"{memserver}: {error.details()}")
+        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return UnavailableError(f"{memserver} did not {what} in time")
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            return UnavailableError(f"{memserver} cannot be reached to {what}: {error.details()}{self._own_fault()}")
+        return UnavailableError(f"{memserver} could not {what}: {error.details()}")
 
-def _failure(server: ServerRecord, what: str, error: grpc.aio.AioRpcError) -> Error:
-    memserver = f'memory server "{server.name}" at {server.control_address}'
-    if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return OutOfMemoryError(f"{memserver}: {error.details()}")
-    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return UnavailableError(f"{memserver} did not {what} in time")
-    if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return UnavailableError(f"{memserver} cannot be reached to {what}")
-    return UnavailableError(f"{memserver} could not {what}: {error.details()}")
+    def _own_fault(self) -> str:
+        """With TLS 1.3 a server refuses our certificate after the handshake: gRPC tells of a closed socket alone."""
+        credentials = self._credentials()
+        if credentials is None or ends_of(credentials).get("own", math.inf) > time.time():
+            return ""
+        return f"; the coordinator's own certificate {credentials.certificate_path} has expired"

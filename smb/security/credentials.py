@@ -59,6 +59,9 @@ def server_name(name: str) -> str:
     return f"{name}.server.smb"
 
 
+Stamp = tuple[tuple[int, int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """A certificate authority, a certificate and its key, as PEM; and where they were read."""
@@ -69,6 +72,7 @@ class Credentials:
     ca_path: Path
     certificate_path: Path
     key_path: Path
+    stamp: Stamp = field(compare=False, repr=False)  # of the files when these bytes were read
 
     def check(self) -> None:
         """Raise ssl.SSLError or OSError if the files do not belong together."""
@@ -78,7 +82,8 @@ class Credentials:
 
 
 class Current:
-    """Credentials that follow their files: what is replaced there counts from the next connection on.
+    """Credentials that follow their files: what is replaced there counts from the next connection on. So does what was
+    replaced since `credentials` were loaded, however long ago that was.
 
     Files that do not belong together, as in the middle of a replacement, change nothing. Any thread may ask.
     """
@@ -86,16 +91,15 @@ class Current:
     def __init__(self, credentials: Credentials) -> None:
         self._lock = threading.Lock()
         self._credentials = credentials
-        self._stamp = _stamp(credentials)
         self._complained: object = None
 
     def now(self) -> Credentials:
         """Return what the files hold now: the same object until they change."""
         with self._lock:
-            stamp = _stamp(self._credentials)
-            if stamp == self._stamp or stamp is None:
-                return self._credentials
             before = self._credentials
+            stamp = _stamp_of_files(before)
+            if stamp == before.stamp or stamp is None:
+                return before
             try:
                 found = load(before.ca_path, before.certificate_path, before.key_path)
             except InvalidArgumentError as error:
@@ -103,31 +107,39 @@ class Current:
                     _log.warning("the new credentials are not taken: %s", error)
                 self._complained = stamp
                 return before
-            if _stamp(found) != stamp:
+            if found.stamp != stamp:
                 return before  # replaced while they were read
-            self._credentials, self._stamp = found, stamp
+            self._credentials = found
             _log.info("credentials were read again from %s", before.certificate_path.parent)
             return self._credentials
 
 
-def _stamp(credentials: Credentials) -> tuple[tuple[int, int, int], ...] | None:
+def _stamp(of: os.stat_result) -> tuple[int, int, int]:
+    return of.st_mtime_ns, of.st_size, of.st_ino
+
+
+def _stamp_of_files(credentials: Credentials) -> Stamp | None:
     """A value that changes with the files; None while one is missing."""
     try:
-        found = [path.stat() for path in (credentials.ca_path, credentials.certificate_path, credentials.key_path)]
+        paths = (credentials.ca_path, credentials.certificate_path, credentials.key_path)
+        return tuple(_stamp(path.stat()) for path in paths)
     except OSError:
         return None
-    return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 
 
 def load(ca: Path, certificate: Path, key: Path) -> Credentials:
     """Read the three files. Raises InvalidArgumentError if one is missing, or others may read the key."""
     parts: list[bytes] = []
+    stamps: list[tuple[int, int, int]] = []
     mode = 0
     for path in (ca, certificate, key):
         try:
             with path.open("rb") as opened:
+                # Before the bytes: what is written meanwhile gives the file another stamp than they have.
+                before = os.fstat(opened.fileno())
                 parts.append(opened.read())
-                mode = os.fstat(opened.fileno()).st_mode  # at last the key's
+                stamps.append(_stamp(before))
+                mode = before.st_mode  # at last the key's
         except OSError as error:
             sets = sorted(found.parent.name for found in path.parent.glob("*/cert.pem"))
             hint = f"name one of its directories: {', '.join(sets)}" if sets else "`smb certs` makes a set for a lab"
@@ -136,7 +148,7 @@ def load(ca: Path, certificate: Path, key: Path) -> Credentials:
             raise InvalidArgumentError(f"credentials: {path} is not in PEM form")
     if mode & 0o007:
         raise InvalidArgumentError(f"credentials: anybody may read the key {key}; chmod 600 {key}")
-    credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key)
+    credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key, tuple(stamps))
     try:
         credentials.check()
     except (ssl.SSLError, OSError) as error:
