@@ -359,11 +359,16 @@ uint64_t smb_segment_file_bytes(uint64_t data_bytes, uint32_t chunk_bytes);
 int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
                        uint64_t data_bytes, uint32_t chunk_bytes, struct smb_segment **segment);
 /* Maps an existing file; every field of its header is checked against the file's real size before
- * it is used. */
+ * it is used. SMB_UNTRUSTED if it is not a file that this user alone can change. */
 int smb_segment_open(const char *path, struct smb_segment **segment);
-/* The same from a descriptor, which is duplicated. SMB_VERSION if another build's locks make
- * sharing impossible, SMB_NAMESPACE if another PID namespace than the server's does. */
-int smb_segment_open_fd(int fd, struct smb_segment **segment);
+/* The same from a descriptor, which is duplicated, of a file that `owner` alone can change.
+ * SMB_VERSION if another build's locks make sharing impossible, SMB_NAMESPACE if another PID
+ * namespace than the server's does. */
+int smb_segment_open_fd(int fd, uint32_t owner, struct smb_segment **segment);
+/* Whether a client believes the listener, of that user, of a Unix socket at the path. It believes
+ * its own user and root; as root also others whose path nobody else can have made: every directory
+ * on the way is theirs or root's, and nobody else writes in there. */
+bool smb_believes(const char *path, uint32_t uid);
 /* 0 once its server has been started in another PID namespace, or the segment may move to another
  * server, or was deleted: every operation gets SMB_NAMESPACE, SMB_STALE_EPOCH or SMB_NOT_FOUND. */
 int smb_segment_is_shared(const struct smb_segment *segment);

@@ -41,6 +41,7 @@ _ERRORS: dict[int, type[Error]] = {
     lib.SMB_INVALID: InvalidArgumentError,
     lib.SMB_OUT_OF_MEMORY: OutOfMemoryError,
     lib.SMB_EXISTS: AlreadyExistsError,
+    lib.SMB_UNTRUSTED: PermissionDeniedError,
 }
 
 
@@ -298,8 +299,8 @@ class Engine:
         _check(status, f"make a segment of {form.nbytes} bytes at {path}")
 
     def adopt_segment(self, path: Path) -> SegmentForm:
-        """Serve a file of an earlier run. Raises NotFoundError for one that was deleted already, else as
-        `create_segment`.
+        """Serve a file of an earlier run. Raises NotFoundError for one that was deleted already, PermissionDeniedError
+        for one that this user did not make or others may change, else as `create_segment`.
         """
         info = ffi.new("struct smb_segment_info *")
         _check(lib.smb_server_adopt_segment(self._server, os.fsencode(path), info), f"take over {path}")

@@ -1,19 +1,48 @@
-"""Where a daemon keeps its files: names, the lock on a name, and what the file system must be like."""
+"""Where a daemon keeps its files: names, the lock on a name, and what the file system must be like.
+
+Others may write in that directory. So nothing there is believed for its name: what this process's user did not make, or
+others may change, is removed where nothing of value can be in it, and refused else. Memory is looked at by the engine
+(csrc/memory/owned.h), which maps it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from smb.config.parse import format_bytes
 from smb.daemon.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
-from smb.errors import AlreadyExistsError, InvalidArgumentError, UnavailableError
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
 
 SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux has 108 bytes, the last of them 0
 _log = logging.getLogger("memserver")
+
+
+def fault_of(found: os.stat_result, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
+    """Return why what was found is not believed, in words that follow its name; "" if it is this user's alone."""
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, and this server runs as user {os.geteuid()}"
+    if not is_kind(found.st_mode):
+        return f"is of another kind ({stat.filemode(found.st_mode)}) than what a server leaves under that name"
+    if found.st_nlink > 1:
+        return f"has {found.st_nlink} names (hard links)"
+    if not stat.S_ISLNK(found.st_mode) and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be changed by others than its owner ({stat.filemode(found.st_mode)})"
+    return ""
+
+
+def fault_at(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
+    """As `fault_of`, of what lies there, and not of what a symbolic link there leads to; "" if nothing does."""
+    try:
+        return fault_of(path.lstat(), is_kind)
+    except FileNotFoundError:
+        return ""
 
 
 class Place:
@@ -21,7 +50,7 @@ class Place:
 
     def __init__(self, directory: Path, name: str) -> None:
         """Take the name. Raises AlreadyExistsError if another daemon has it, UnavailableError if nothing can be
-        written.
+        written, or something of another user is in the way.
         """
         self.directory = directory
         self.name = name
@@ -36,6 +65,53 @@ class Place:
         self._segment = re.compile(rf"smb\.{re.escape(name)}\.([0-9a-f]{{16}})\.segment(\.new)?")
         self._lock_path = directory / f"smb.{name}.lock"
         self._lock_fd = self._lock()
+        try:
+            self._clear()
+        except Error:
+            self._lock_path.unlink(missing_ok=True)
+            os.close(self._lock_fd)
+            raise
+
+    def refusal(self, path: Path, fault: str) -> str:
+        """Return the sentence on a file that is not believed."""
+        private = self.directory / f"smb-{os.geteuid()}"
+        return (
+            f"{path} {fault or 'was not what it is now'}: it is not used. If it is yours, give it to this user alone "
+            f"(chown, chmod 600); else remove it, or take a directory in which nobody else writes: mkdir -m 700 "
+            f"{private}, and --memory-dir {private}"
+        )
+
+    def make_way(self, path: Path, *, must: bool) -> bool:
+        """Remove what lies there, whoever made it; return whether it is gone.
+
+        Raises UnavailableError if it is not and it `must` be.
+        """
+        fault = fault_at(path)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            said = f"this server cannot remove {path}: {error.strerror}"
+            if fault:
+                said = f"{self.refusal(path, fault)}; {said}"
+            if must:
+                raise UnavailableError(said) from None
+            _log.error("%s", said)
+            return False
+        return True
+
+    def _clear(self) -> None:
+        """Of what a server makes anew nothing may be in the way; what it reads must be its own user's."""
+        for path, is_kind in ((self.journal_path, stat.S_ISREG), (self.stamps_path, stat.S_ISLNK)):
+            if fault := fault_at(path, is_kind):
+                raise UnavailableError(self.refusal(path, fault))
+        for path in (self.socket_path, self.stamps_path.with_suffix(".stamps_new"), self._new(self.journal_path)):
+            self.make_way(path, must=True)
+
+    @staticmethod
+    def _new(path: Path) -> Path:
+        return path.with_name(path.name + ".new")
 
     def segment_path(self, segment_id: int) -> Path:
         """Return where the segment's file lies."""
@@ -54,7 +130,12 @@ class Place:
     def quarantined(self) -> set[int]:
         """Return the segments that are marked as quarantined. A mark without a segment goes: its daemon was killed."""
         mark = re.compile(rf"smb\.{re.escape(self.name)}\.([0-9a-f]{{16}})\.quarantined")
-        found = {int(match[1], 16) for path in self.directory.iterdir() if (match := mark.fullmatch(path.name))}
+        marks = {path: int(match[1], 16) for path in self.directory.iterdir() if (match := mark.fullmatch(path.name))}
+        for path in list(marks):
+            if fault := fault_at(path):
+                _log.error("%s", self.refusal(path, fault))
+                del marks[path]
+        found = set(marks.values())
         orphans = {each for each in found if not self.segment_path(each).exists()}
         for each in orphans:
             self.quarantine(each, ends=True)
@@ -63,10 +144,9 @@ class Place:
     def quarantine(self, segment_id: int, *, ends: bool = False) -> None:
         """Mark a segment as quarantined, or take the mark away."""
         mark = self.directory / f"smb.{self.name}.{segment_id:016x}.quarantined"
-        if ends:
-            mark.unlink(missing_ok=True)
-        else:
-            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        # One that cannot be removed is another user's, and says nothing after a restart either.
+        if self.make_way(mark, must=False) and not ends:
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def check_capacity(self, capacity_bytes: int) -> None:
         """Raise InvalidArgumentError if the file system can never hold the capacity; warn where it is no memory."""
@@ -95,27 +175,40 @@ class Place:
             self._lock_path.unlink(missing_ok=True)
         except FileNotFoundError:
             _log.warning("%s was removed meanwhile, with all that was in it", self.directory)
+        except PermissionError as error:
+            _log.warning("%s is another user's by now, and is left", error.filename)
         os.close(self._lock_fd)
 
     def _lock(self) -> int:
         while True:
             try:
-                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                fd = os.open(self._lock_path, flags, 0o600)
             except OSError as error:
+                with contextlib.suppress(OSError):
+                    if fault_at(self._lock_path):
+                        self.make_way(self._lock_path, must=True)
+                        continue
                 raise UnavailableError(f"cannot write into --memory-dir {self.directory}: {error.strerror}") from None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
+                fault = fault_of(os.fstat(fd))
                 os.close(fd)
                 raise AlreadyExistsError(
                     f'a memory server "{self.name}" runs already on {self.directory}; give this one another --name'
+                    + (f". {self.refusal(self._lock_path, fault)}" if fault else "")
                 ) from None
+            if fault_of(os.fstat(fd)):  # and nobody holds it
+                os.close(fd)
+                self.make_way(self._lock_path, must=True)
+                continue
             if self._is_current(fd):
                 return fd
             os.close(fd)  # its owner unlinked it between our open and our lock: others would not see ours
 
     def _is_current(self, fd: int) -> bool:
         try:
-            return self._lock_path.stat().st_ino == os.fstat(fd).st_ino
+            return os.path.samestat(self._lock_path.lstat(), os.fstat(fd))
         except FileNotFoundError:
             return False

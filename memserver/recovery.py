@@ -7,11 +7,11 @@ import logging
 import time
 
 from memserver.engine import Engine, Recovery
-from memserver.memory_dir import Place
+from memserver.memory_dir import Place, fault_at
 from memserver.metrics import Life
 from memserver.segments import Segments
 from smb.config.parse import format_bytes
-from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError, PermissionDeniedError
 
 _log = logging.getLogger("memserver")
 
@@ -25,8 +25,8 @@ def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: in
     begun = time.monotonic()
     complete, unfinished = place.segment_files()
     for path in unfinished:
-        path.unlink()
-        _log.info("removed %s: a creation that was not finished", path)
+        if place.make_way(path, must=False):
+            _log.info("removed %s: a creation that was not finished", path)
     adopted = 0
     for path in complete:
         try:
@@ -36,11 +36,13 @@ def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: in
             path.unlink()
             _log.info("removed %s: its segment was deleted", path)
         except OutOfMemoryError:
-            held = sum(other.stat().st_size for other in complete)
+            held = sum(other.lstat().st_size for other in complete if not fault_at(other))
             raise InvalidArgumentError(
                 f'--capacity {format_bytes(capacity_bytes)} is less than what the segments of "{place.name}" in '
                 f"{place.directory} take ({format_bytes(held)}); offer more, or remove their files to give that data up"
             ) from None
+        except PermissionDeniedError:
+            _log.error("%s; the file is left aside", place.refusal(path, fault_at(path)))
         except Error as error:
             _log.error("%s; the file is left aside", error)
     if adopted:

@@ -10,11 +10,18 @@ Threads: any; one lock.
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from memserver.memory_dir import fault_of
+
 STAMPS_MAX = 16  # terms since the last registration; there is more than one only while leaders change
+
+_log = logging.getLogger("memserver")
 
 
 class Stamp(NamedTuple):
@@ -66,9 +73,22 @@ class Stamps:
         self._stamps = stamps
 
 
+def _text(path: Path) -> str:
+    """Return the text of the link that is checked, not of one that another user has put there since."""
+    link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fault = fault_of(os.fstat(link), stat.S_ISLNK)
+        if fault:
+            _log.error("%s %s: it is not read", path, fault)
+            return ""
+        return os.readlink("", dir_fd=link)
+    finally:
+        os.close(link)
+
+
 def _read(path: Path) -> tuple[Stamp, ...]:
     try:
-        text = str(path.readlink())
+        text = _text(path)
     except OSError:
         return ()
     try:

@@ -321,6 +321,7 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
                                 .segment = segment_id,
                                 .epoch = epoch};
     struct smb_frame reply;
+    uint32_t owner = 0;
     int fd = -1;
     int status = client_may_use(link);
     if (status != SMB_OK)
@@ -330,7 +331,9 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
     if (status == SMB_OK && fd < 0)
         status = SMB_PROTOCOL;
     if (status == SMB_OK)
-        status = smb_segment_open_fd(fd, segment);
+        status = peer_uid(link->channel.fd, &owner);
+    if (status == SMB_OK)
+        status = smb_segment_open_fd(fd, owner, segment);
     if (fd >= 0)
         close(fd);
     if (status == SMB_LINK_LOST || status == SMB_PROTOCOL || status == SMB_TIMEOUT)

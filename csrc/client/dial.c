@@ -179,6 +179,16 @@ int dial_tcp(const char *address, uint16_t port, struct until until, int *fd)
     return connect_to(*fd, &peer.name.any, peer.length, until);
 }
 
+int peer_uid(int fd, uint32_t *uid)
+{
+    struct ucred peer;
+    socklen_t length = sizeof peer;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0)
+        return SMB_SYSTEM;
+    *uid = peer.uid;
+    return SMB_OK;
+}
+
 int dial_unix(const char *path, struct until until, int *fd)
 {
     struct sockaddr_un name = {.sun_family = AF_UNIX};

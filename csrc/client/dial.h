@@ -22,6 +22,8 @@ static inline struct until dial_until(const struct smb_client *client, uint32_t 
 /* *fd is the caller's, also on failure; -1: none. */
 int dial_tcp(const char *address, uint16_t port, struct until until, int *fd);
 int dial_unix(const char *path, struct until until, int *fd);
+/* Of the process that listens, or listened, at the other end of a Unix socket. SMB_SYSTEM. */
+int peer_uid(int fd, uint32_t *uid);
 /* One that somebody else opened. */
 int dial_fd(int fd);
 /* A server that has more strangers than it bears closes some, and we may be one: it is tried

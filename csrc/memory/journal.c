@@ -12,6 +12,7 @@
 
 #include "base/assert.h"
 #include "base/failpoint.h"
+#include "memory/owned.h"
 
 enum {
     PAGE = 4096,
@@ -469,7 +470,8 @@ static int make_file(const char *path, int *fd)
         return SMB_INVALID;
     memcpy(new_path, path, length);
     memcpy(new_path + length, ".new", sizeof ".new");
-    *fd = open(new_path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+    unlink(new_path); /* left by an earlier run, or somebody else's: none is written into */
+    *fd = open(new_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (*fd < 0)
         return errno == ENOSPC ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
     struct journal_header header = {.magic = MAGIC, .version = VERSION, .slot_bytes = SLOT_BYTES};
@@ -516,17 +518,14 @@ int journal_open(const char *path, journal_find find, void *argument, struct smb
                  struct journal **journal)
 {
     struct journal_header header;
-    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-    bool left = fd >= 0 && header_is_ours(fd, &header);
-    int status = SMB_OK;
+    int fd = -1;
+    int status = owned_open(path, &fd);
+    bool left = status == SMB_OK && header_is_ours(fd, &header);
     if (!left) {
-        if (fd >= 0) {
+        /* something may lie there that is no file of ours: it is replaced */
+        recovery->journal_lost = status != SMB_NOT_FOUND;
+        if (fd >= 0)
             close(fd);
-            recovery->journal_lost = 1;
-        } else if (errno != ENOENT) {
-            /* something lies there that is no file of ours: it is replaced */
-            recovery->journal_lost = 1;
-        }
         status = make_file(path, &fd);
     }
     if (status == SMB_OK) {

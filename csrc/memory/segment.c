@@ -13,6 +13,7 @@
 #include "base/assert.h"
 #include "base/failpoint.h"
 #include "memory/mapping.h"
+#include "memory/owned.h"
 #include "memory/pages.h"
 
 /* Takes fd over on success. `trusted` is a private, checked copy of the header. */
@@ -69,7 +70,7 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
     char new_path[4096];
     if ((size_t)snprintf(new_path, sizeof new_path, "%s.new", path) >= sizeof new_path)
         return SMB_INVALID;
-    int fd = open(new_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    int fd = open(new_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
         return errno == EEXIST ? SMB_EXISTS : errno == ENOSPC ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
     struct header header = {
@@ -113,22 +114,29 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
     return SMB_OK;
 }
 
+/* A private copy of the header, checked. */
+static int read_header(int fd, uid_t owner, bool take_over, struct header *header)
+{
+    struct stat file;
+    int status = owned_check(fd, owner);
+    if (status != SMB_OK)
+        return status;
+    if (pread(fd, header, sizeof *header, 0) != (ssize_t)sizeof *header ||
+        header->magic != FORMAT_MAGIC)
+        return SMB_INVALID;
+    status = take_over ? format_check_taking_over(header) : format_check_sharing(header);
+    if (status == SMB_OK && fstat(fd, &file) != 0)
+        return SMB_SYSTEM;
+    if (status == SMB_OK && !format_is_sound(header, (uint64_t)file.st_size))
+        return SMB_INVALID;
+    return status;
+}
+
 /* Takes fd over, also on failure. */
-static int open_owned(int fd, bool take_over, struct smb_segment **segment)
+static int open_owned(int fd, uid_t owner, bool take_over, struct smb_segment **segment)
 {
     struct header header;
-    struct stat file;
-    int status = SMB_OK;
-    if (fstat(fd, &file) != 0)
-        status = SMB_SYSTEM;
-    else if (!S_ISREG(file.st_mode) ||
-             pread(fd, &header, sizeof header, 0) != (ssize_t)sizeof header ||
-             header.magic != FORMAT_MAGIC)
-        status = SMB_INVALID;
-    else
-        status = take_over ? format_check_taking_over(&header) : format_check_sharing(&header);
-    if (status == SMB_OK && !format_is_sound(&header, (uint64_t)file.st_size))
-        status = SMB_INVALID;
+    int status = read_header(fd, owner, take_over, &header);
     if (status == SMB_OK)
         status = map_file(fd, &header, segment);
     if (status != SMB_OK) {
@@ -141,10 +149,8 @@ static int open_owned(int fd, bool take_over, struct smb_segment **segment)
 
 static int open_path(const char *path, bool take_over, struct smb_segment **segment)
 {
-    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0)
-        return errno == ENOENT ? SMB_NOT_FOUND : SMB_SYSTEM;
-    return open_owned(fd, take_over, segment);
+    int fd, status = owned_open(path, &fd);
+    return status != SMB_OK ? status : open_owned(fd, geteuid(), take_over, segment);
 }
 
 int smb_segment_open(const char *path, struct smb_segment **segment)
@@ -169,10 +175,10 @@ int smb_segment_take_over(const char *path, struct smb_segment **segment)
     return SMB_OK;
 }
 
-int smb_segment_open_fd(int fd, struct smb_segment **segment)
+int smb_segment_open_fd(int fd, uint32_t owner, struct smb_segment **segment)
 {
     int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    return own < 0 ? SMB_SYSTEM : open_owned(own, false, segment);
+    return own < 0 ? SMB_SYSTEM : open_owned(own, owner, false, segment);
 }
 
 struct smb_segment *smb_segment_retain(struct smb_segment *segment)

@@ -45,7 +45,7 @@ static void create_and_open(void)
     struct smb_segment *made = make("a", SMB_INT64), *opened = NULL, *by_fd = NULL;
     CHECK_EQ(scratch_files(), 1);
     CHECK_EQ(smb_segment_open(scratch_path("a"), &opened), SMB_OK);
-    CHECK_EQ(smb_segment_open_fd(smb_segment_fd(made), &by_fd), SMB_OK);
+    CHECK_EQ(smb_segment_open_fd(smb_segment_fd(made), geteuid(), &by_fd), SMB_OK);
     struct smb_segment_info info;
     smb_segment_info(opened, &info);
     CHECK(info.id == 77 && info.epoch == 5 && info.dtype == SMB_INT64 && info.chunk_bytes == CHUNK);
@@ -366,7 +366,7 @@ static struct smb_segment *outside; /* mapped before namespaces are made */
 static int open_inside(void)
 {
     struct smb_segment *segment;
-    int by_fd = smb_segment_open_fd(smb_segment_fd(outside), &segment);
+    int by_fd = smb_segment_open_fd(smb_segment_fd(outside), geteuid(), &segment);
     int by_path = smb_segment_open(scratch_path("a"), &segment);
     return getpid() == 1 && by_fd == by_path ? by_path : 100;
 }
@@ -448,15 +448,15 @@ static void wrong_sizes(void)
         CHECK_EQ(truncate(path, shorter[i]), 0);
         CHECK_EQ(open_status(path), SMB_INVALID);
     }
-    CHECK_EQ(open_status("/dev/shm"), SMB_SYSTEM);
-    CHECK_EQ(open_status("/dev/null"), SMB_INVALID);
+    CHECK_EQ(open_status("/dev/shm"), SMB_UNTRUSTED);
+    CHECK_EQ(open_status("/dev/null"), SMB_UNTRUSTED);
     CHECK_EQ(symlink("/dev/null", scratch_path("link")), 0);
-    CHECK_EQ(open_status(scratch_path("link")), SMB_SYSTEM); /* no link is followed */
+    CHECK_EQ(open_status(scratch_path("link")), SMB_UNTRUSTED); /* no link is followed */
     struct smb_segment *segment;
-    CHECK_EQ(smb_segment_open_fd(-1, &segment), SMB_SYSTEM);
+    CHECK_EQ(smb_segment_open_fd(-1, geteuid(), &segment), SMB_SYSTEM);
     int pipes[2];
     CHECK_EQ(pipe(pipes), 0);
-    CHECK_EQ(smb_segment_open_fd(pipes[0], &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_open_fd(pipes[0], geteuid(), &segment), SMB_UNTRUSTED);
     close(pipes[0]);
     close(pipes[1]);
 }
@@ -628,11 +628,68 @@ static void copies_are_exact(void)
     CHECK_EQ(smb_isa_select(best), SMB_OK);
 }
 
+/* A file that somebody else made, or may change, is not mapped: not by its name, not by a
+ * descriptor; and its bytes are not looked at, nor waited for. */
+static void what_others_may_change_is_refused(void)
+{
+    smb_segment_release(make("own", SMB_INT64));
+    const char *names[] = {"own", "foreign", "link", "second", "group", "all", "pipe", "directory"};
+    char paths[8][200];
+    for (int i = 0; i < 8; i++)
+        strcpy(paths[i], scratch_path(names[i]));
+    smb_segment_release(make("group", SMB_INT64));
+    smb_segment_release(make("all", SMB_INT64));
+    CHECK_EQ(chmod(paths[4], 0620), 0);
+    CHECK_EQ(chmod(paths[5], 0602), 0);
+    CHECK_EQ(symlink(paths[0], paths[2]), 0);
+    CHECK_EQ(mkfifo(paths[6], 0600), 0);
+    CHECK_EQ(mkdir(paths[7], 0700), 0);
+    bool root = geteuid() == 0; /* nobody else can give a file away */
+    if (root) {
+        smb_segment_release(make("foreign", SMB_INT64));
+        CHECK_EQ(chown(paths[1], 4711, 0), 0);
+    }
+    struct smb_segment *opened;
+    for (int i = root ? 1 : 2; i < 8; i++) {
+        if (i == 3)
+            CHECK_EQ(link(paths[0], paths[3]), 0);
+        CHECK_EQ(smb_segment_open(paths[i], &opened), SMB_UNTRUSTED);
+        CHECK_EQ(smb_segment_take_over(paths[i], &opened), SMB_UNTRUSTED);
+        if (i == 3)
+            CHECK_EQ(unlink(paths[3]), 0);
+    }
+    int fd = open(paths[0], O_RDWR | O_CLOEXEC), loose = open(paths[4], O_RDWR | O_CLOEXEC);
+    CHECK_EQ(smb_segment_open_fd(fd, geteuid() + 1, &opened), SMB_UNTRUSTED);
+    CHECK_EQ(smb_segment_open_fd(loose, geteuid(), &opened), SMB_UNTRUSTED);
+    CHECK_EQ(smb_segment_open_fd(fd, geteuid(), &opened), SMB_OK);
+    smb_segment_release(opened);
+    CHECK_EQ(smb_segment_take_over(paths[0], &opened), SMB_OK);
+    smb_segment_release(opened);
+    CHECK_EQ(close(fd) | close(loose) | rmdir(paths[7]), 0);
+}
+
+/* Whose listener a client believes: its own user's and root's; as root another user's, if nobody
+ * else can have made the path. */
+static void who_is_believed(void)
+{
+    uint32_t own = geteuid(), other = own + 4711;
+    char path[200];
+    strcpy(path, scratch_path("sock"));
+    CHECK(smb_believes(path, own) && smb_believes(path, 0));
+    CHECK(!smb_believes(path, other)); /* below a directory in which everybody writes */
+    if (own != 0)
+        return;
+    CHECK(smb_believes("/proc/sock", other) && !smb_believes("/proc/none/sock", other));
+    CHECK(!smb_believes("sock", other) && !smb_believes("", other));
+}
+
 int main(void)
 {
     static const struct test tests[] = {
         TEST(copies_are_exact),
         TEST(create_and_open),
+        TEST(what_others_may_change_is_refused),
+        TEST(who_is_believed),
         TEST(existing_name_is_refused),
         TEST(refused_arguments),
         TEST(file_system_without_room),
