@@ -197,7 +197,12 @@ int dial_unix(const char *path, struct until until, int *fd)
         return SMB_INVALID;
     strcpy(name.sun_path, path);
     *fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    return *fd < 0 ? SMB_SYSTEM : connect_to(*fd, (struct sockaddr *)&name, sizeof name, until);
+    int status = *fd < 0 ? SMB_SYSTEM
+                         : connect_to(*fd, (struct sockaddr *)&name, sizeof name, until);
+    uint32_t uid = 0;
+    if (status == SMB_OK)
+        status = peer_uid(*fd, &uid);
+    return status == SMB_OK && !smb_believes(path, uid) ? SMB_UNTRUSTED : status;
 }
 
 int dial_fd(int fd)

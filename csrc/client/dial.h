@@ -21,6 +21,7 @@ static inline struct until dial_until(const struct smb_client *client, uint32_t 
 
 /* *fd is the caller's, also on failure; -1: none. */
 int dial_tcp(const char *address, uint16_t port, struct until until, int *fd);
+/* SMB_UNTRUSTED: who listens there is not to be believed (smb_believes); nothing was sent. */
 int dial_unix(const char *path, struct until until, int *fd);
 /* Of the process that listens, or listened, at the other end of a Unix socket. SMB_SYSTEM. */
 int peer_uid(int fd, uint32_t *uid);

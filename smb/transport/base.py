@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
-from smb.engine import BufferHandle, Link, Segment
+from smb.engine import BufferHandle, Link, Segment, believes
 from smb.errors import TransportError
 
 _MS_MAX = 2**31
@@ -111,8 +112,26 @@ class Transport(Protocol):
 
 
 def is_here(socket_path: str) -> bool:
-    """Whether a server's Unix socket is on this host, and this process may look for it."""
-    return bool(socket_path) and os.path.exists(socket_path)  # noqa: PTH110 - Path.exists raises where it may not
+    """Whether a server's Unix socket is on this host, as far as this process may look, and one of those whom it
+    believes made it. Who answers there is asked again when it is connected to.
+    """
+    return not why_not_here(socket_path)
+
+
+def why_not_here(socket_path: str) -> str:
+    """Return why it is not; "" if it is."""
+    if not socket_path:
+        return "no socket at any path on this host"
+    try:
+        owner = Path(socket_path).stat().st_uid
+    except OSError:
+        return f"no socket at {socket_path} on this host"
+    if believes(socket_path, owner):
+        return ""
+    return (
+        f"the socket at {socket_path} was made by user {owner}, whom this process, of user {os.geteuid()}, does not "
+        f"believe: nothing is sent there"
+    )
 
 
 def at_once(ask: Callable[[_Asked], _Answer], of: Sequence[_Asked]) -> list[_Answer]:

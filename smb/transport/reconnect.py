@@ -279,11 +279,17 @@ class Links:
 
     def _connect_copies(self, entry: _Copies, deadline: Deadline) -> Link:
         place, path = entry.place, entry.unix_path()
-        if path:
-            link, instance_id = self._client.connect_unix(path, entry.lane, deadline.left_ms())
-        else:
-            where = Whereabouts(place.address, "", place.instance_id, tls=place.tls)
-            link, instance_id = self._connect_tcp(place.server, where, entry.lane, deadline)
+        try:
+            if path:
+                link, instance_id = self._client.connect_unix(path, entry.lane, deadline.left_ms())
+            else:
+                where = Whereabouts(place.address, "", place.instance_id, tls=place.tls)
+                link, instance_id = self._connect_tcp(place.server, where, entry.lane, deadline)
+        except EngineError as error:
+            if not path or error.status is not Status.UNTRUSTED:
+                raise
+            entry.may_be_local = False  # another user listens there
+            return self._connect_copies(entry, deadline)
         if instance_id != place.instance_id:
             raise UnavailableError(
                 f"at {path or place.address} answers another run than the memory server {place.server} known"
@@ -327,10 +333,15 @@ class Links:
         link.set_epoch(found.epoch)
         self.tokens.keep(link, found.id)
         path = found.unix_path if entry.may_be_local and is_here(found.unix_path) else ""
-        if path:
-            link.resume_unix(path, found.instance_id, _ATTEMPT_MS)
-        else:
-            self._resume_tcp(link, found.server, found.address, found.tls, found.instance_id)
+        try:
+            if path:
+                link.resume_unix(path, found.instance_id, _ATTEMPT_MS)
+            else:
+                self._resume_tcp(link, found.server, found.address, found.tls, found.instance_id)
+        except EngineError as error:
+            if path and error.status is Status.UNTRUSTED:
+                entry.may_be_local = False  # another user listens there: the next attempt is over TCP
+            raise
         entry.place = found
 
     def _resume_copies(self, entry: _Copies, link: Link) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from smb.engine import EngineClient, EngineError, Lane, Link, Segment, Status
 from smb.errors import NotFoundError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, is_here
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, why_not_here
 from smb.transport.reconnect import Links
 
 # Statuses of an attaching link if its server dies, or does not answer.
@@ -97,8 +97,8 @@ class SharedMemory:
     @contextlib.contextmanager
     def _pending(self, place: SegmentPlace) -> Iterator[None]:
         """Say why a socket does not let us in."""
-        if not is_here(place.unix_path):
-            raise NoPathError(f"no socket at {place.unix_path or 'any path'} on this host")
+        if why := why_not_here(place.unix_path):
+            raise NoPathError(why)
         try:
             yield
         except EngineError as error:
