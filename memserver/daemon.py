@@ -40,7 +40,15 @@ from memserver.usage_by_client import Names
 from smb.config.host_address import addresses_of, bindable
 from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
 from smb.daemon.host_memory import MemoryLimit
-from smb.daemon.process import Pages, check_listen, end_with_owner, notify, watchdog_interval_s, write_ready_file
+from smb.daemon.process import (
+    Pages,
+    check_listen,
+    end_with_owner,
+    keep_secrets,
+    notify,
+    watchdog_interval_s,
+    write_ready_file,
+)
 from smb.daemon.stop_signals import stop_signals
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.rpc import control_pb2 as pb
@@ -139,6 +147,8 @@ class _StopSignals:
 def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segments:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
+    if options.credentials is not None:
+        keep_secrets()
     host, port = parse_address(options.listen)
     numeric = _numeric(host)  # an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)

@@ -28,6 +28,7 @@ from smb.daemon.process import (
     Pages,
     check_listen,
     end_with_owner,
+    keep_secrets,
     notify,
     watchdog_interval_s,
     write_ready_file,
@@ -65,6 +66,8 @@ async def _serve(options: Options) -> None:
 async def _start(options: Options, leaving: AsyncExitStack) -> None:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
+    if options.credentials is not None or options.etcd_credentials is not None:
+        keep_secrets()
     options.check()
     host, port = check_listen(options.listen)
     place = Place.of(options.state) if options.state.startswith(SCHEME) else None

@@ -8,10 +8,12 @@ registry) must be safe in these threads.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import logging
 import os
+import resource
 import select
 import selectors
 import signal
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle holds a thread this long
 PAGE_REQUESTS_MAX = 32  # at once, each with a thread: of scrapers, browsers and strangers
+_PR_SET_DUMPABLE = 4
 _PAGE_PAUSE_S = 0.1  # without a descriptor for the next one
 
 # Without so_reuseport=0 two daemons would share one port, each getting half of the calls.
@@ -70,6 +73,15 @@ def start_log(level: str) -> None:
     # Its traceback for every client that goes away before its answer is no news; our own faults are logged where they
     # happen.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+
+
+def keep_secrets() -> None:
+    """Leave no key behind: this process writes no core dump from here on, also none to a program that collects them,
+    and other processes of its user read none of its memory.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        _log.warning("core dumps may hold keys: prctl: %s", os.strerror(ctypes.get_errno()))
 
 
 def end_with_owner() -> None:
