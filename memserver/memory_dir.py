@@ -82,7 +82,7 @@ class Place:
         )
 
     def make_way(self, path: Path, *, must: bool) -> bool:
-        """Remove what lies there, whoever made it; return whether it is gone.
+        """Remove what lies there, by anyone; return whether it is gone.
 
         Raises UnavailableError if it is not and it `must` be.
         """

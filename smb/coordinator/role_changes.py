@@ -123,7 +123,7 @@ class RoleChanges:
     async def mark_contested(self) -> None:
         """Have all who hold a segment mark it as quarantined, if some server has a newer copy than the records know.
 
-        None of its copies goes then, whoever dies before the records follow. A mark ends with the role that its server
+        None of its copies goes then, no matter which server dies before the records follow. A mark ends with the role that its server
         gets. Raises UnavailableError if one of them does not answer.
         """
         state, now = self._commit_log.state, self._commit_log.now()
@@ -141,7 +141,7 @@ class RoleChanges:
         await asyncio.gather(*calls)
 
     async def end_quarantine(self, committed: Committed) -> None:
-        """Tell servers what they need not mark any more. Whoever is not reached keeps its marks."""
+        """Tell servers what they need not mark any more. A server that is not reached keeps its marks."""
         for effect in committed.effects:
             server = committed.state.servers.get(effect.server) if isinstance(effect, EndQuarantine) else None
             if isinstance(effect, EndQuarantine) and server is not None:

@@ -162,7 +162,7 @@ def _with_old_copies(
     missing = dict(state.missing)
     for server in (taken.server, taken.backup):
         if server:
-            # What moves together with it has its roles; whoever does not hold it has lost it.
+            # What moves together with it has its roles; a server that does not hold it has lost it.
             held = unexplained.get(server, {})
             had = server in (before.server, before.backup)
             there = {each for each in members if each in held or (had and each not in missing.get(server, ()))}
