@@ -262,7 +262,7 @@ class CopyMaker:
         await self._drop(committed)
 
     async def _give_room_back(self, wish: Wish, target: ServerRecord, epoch: int) -> None:
-        """Have what was made for a copy that did not begin dropped. A server that cannot be reached tells of it later."""
+        """Have room for a copy that did not begin dropped. A server that cannot be reached tells of it later."""
         for _, member in wish.members:
             with suppress(Error):
                 await self._servers.drop(target, member.id, epoch, Ground.NEVER_MADE, room=True)

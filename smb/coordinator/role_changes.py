@@ -123,8 +123,8 @@ class RoleChanges:
     async def mark_contested(self) -> None:
         """Have all who hold a segment mark it as quarantined, if some server has a newer copy than the records know.
 
-        None of its copies goes then, no matter which server dies before the records follow. A mark ends with the role that its server
-        gets. Raises UnavailableError if one of them does not answer.
+        None of its copies goes then, no matter which server dies before the records follow. A mark ends with the role
+        that its server gets. Raises UnavailableError if one of them does not answer.
         """
         state, now = self._commit_log.state, self._commit_log.now()
         contested, where = state.contested(), state.where()

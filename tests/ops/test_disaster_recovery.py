@@ -66,7 +66,7 @@ def test_the_page_works_as_it_is_written(tmp_path: Path) -> None:
         operator = Operator(tmp_path / "host", address)
         operator.types("systemctl start smb-coordinator")
         for name in SERVERS:
-            daemons.memory_server(address, name)
+            assert daemons.memory_server(address, name).address  # it has registered
         try:
             with smb.connect(address, timeout=20) as client:
                 values = np.arange(1000, dtype=np.float32)

@@ -70,7 +70,7 @@ def test_a_server_serves_registers_and_leaves_nothing(
     shown = servers(coordinator)["a"]
     assert (shown.data_address, shown.alive, shown.capacity_bytes) == (server.address, True, 64 * MIB)
     assert shown.metrics_address == server.metrics
-    assert daemons.files() == ["smb.a.journal", "smb.a.lock", "smb.a.sock"]
+    assert daemons.files() == ["smb.a.journal", "smb.a.lock", "smb.a.sock", "smb.a.stamps"]
     for family, address in ((socket.AF_INET, (host, int(port))), (socket.AF_UNIX, shown.unix_path)):
         with socket.socket(family) as client:
             client.connect(address)
