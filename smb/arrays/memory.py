@@ -172,10 +172,10 @@ def as_bytes(memory: Memory, itemsize: int) -> np.ndarray[Any, Any]:
 def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:
     """Return a number as one element of the dtype; None for what is none, or no integer of an integer dtype's range."""
     try:
-        if np.ma.is_masked(value):
+        if value is None or np.ma.is_masked(value):  # numpy makes NaN of None
             return None
         given = np.asarray(value.item() if is_tensor(value) and value.dim() == 0 else value)
-        if given.ndim != 0 or given.dtype.kind in "cmMSU":  # numpy would take the real part, or parse the text
+        if given.ndim != 0 or given.dtype.kind in "cmMSUV":  # numpy would take the real part, or parse the text
             return None
         with np.errstate(over="ignore", invalid="ignore"):
             element = given.astype(dtype.numpy)

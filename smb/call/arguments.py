@@ -135,12 +135,14 @@ class Arguments:
             return OPS[op]
         if op not in OPS:
             raise InvalidArgumentError(f"{self.asked(call)}: there is no op {op!r}; there are {', '.join(OPS)}")
+        if np.ma.is_masked(scale):
+            raise InvalidArgumentError(f"{self.asked(call)}: scale={scale!r} is masked, so it has no value")
         try:
             accepted = engine.op_accepts(self.dtype.number, OPS[op], scale)
             # It travels as a double: beyond 2**53 an integer may have been rounded.
             accepted = accepted and (self.dtype.numpy.kind not in "iu" or int(float(scale)) == scale)
-        except (TypeError, OverflowError) as error:
-            raise InvalidArgumentError(f"{self.asked(call)}: scale={scale!r} is no number") from error
+        except (TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: of a tensor without memory
+            raise InvalidArgumentError(f"{self.asked(call)}: scale={scale!r} is not a number") from error
         if not accepted:
             raise InvalidArgumentError(
                 f"{self.asked(call)}: scale={scale} is no {self.dtype.name}; integer buffers take integer scales "

@@ -28,6 +28,7 @@ from smb.files.namespace import Tree
 from smb.files.open_file import SCHEME, BufferFile, split_url
 
 _BUFFER_BYTES = 1 << 20  # of a file object; larger reads and writes go straight to the servers
+_NAME_MAX = 255  # characters of one part of a path
 _FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
@@ -96,7 +97,9 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         path = self._strip_protocol(path)
         if not self.namespace.status(path).directory:
             return [self.info(path)] if detail else [path]
+        pending = {deferred.name for deferred in self._pending()}
         names = [f"{path}/{name}" if path else name for name, _ in self.namespace.list(path)]
+        names = [name for name in names if name not in pending]
         return [self.info(name) for name in names] if detail else names
 
     def modified(self, path: str) -> datetime:
@@ -159,7 +162,14 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
         if path1 != path2 and (into or self.isdir(path2)):
             path2 = f"{path2}/{path1.rpartition('/')[2]}".lstrip("/")
-        self.namespace.rename(path1, path2)
+        try:
+            self.namespace.rename(path1, path2)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            # Its bytes have another form under that name, as in another file system.
+            self.copy(path1, path2, recursive=True)
+            self.rm(path1, recursive=True)
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         """See fsspec."""
@@ -196,7 +206,8 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         path = self._strip_protocol(path)
         deferred = None
         if not autocommit and plain != "r":
-            deferred = _Deferred(self.namespace, path, plain)
+            former = next((each for each in reversed(self._pending()) if each.path == path), None)
+            deferred = _Deferred(self.namespace, path, plain, former)
             if plain == "r+":  # fsspec tells transactions of new files alone
                 self.transaction.files.append(deferred)
             flags = deferred.flags
@@ -207,6 +218,12 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         file: Any = kind(raw, size)
         file.of(self, path, deferred)
         return cast(io.BufferedIOBase, file)
+
+    def _pending(self) -> list[_Deferred]:
+        """Return the files of the transaction that is under way, as they were opened."""
+        files = self.transaction.files if self._intrans else ()
+        found = (each if isinstance(each, _Deferred) else getattr(each, "_deferred", None) for each in files)
+        return [each for each in found if isinstance(each, _Deferred)]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """See fsspec; one call to the servers."""
@@ -225,18 +242,24 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
 class _Deferred:
     """A file of a transaction: it is written under another name, and gets its own when the transaction ends."""
 
-    def __init__(self, tree: Tree, path: str, mode: str) -> None:
-        """Make it ready for opening with `flags`: with the file's bytes, where the mode keeps them. Raises OSError as
-        the mode says.
+    def __init__(self, tree: Tree, path: str, mode: str, former: _Deferred | None = None) -> None:
+        """Make it ready for opening with `flags`: with the file's bytes, where the mode keeps them. `former`: the same
+        file, as the transaction has left it so far. Raises OSError as the mode says.
         """
         self._tree = tree
-        self._path = path
+        self.path = path
         self._new = mode.startswith("x")
-        self.name = f"{path}.{secrets.token_hex(4)}.part"
+        folder, _, last = path.rpartition("/")
+        last = f"{last}.{secrets.token_hex(4)}.part"
+        last = last if len(last) <= _NAME_MAX else f"{secrets.token_hex(8)}.part"
+        self.name = f"{folder}/{last}".lstrip("/")
         self.flags = _FLAGS[mode]
         self.file: io.BufferedIOBase | None = None
+        if former is not None and former.file is not None and not former.file.closed:
+            former.file.flush()
+        source = path if former is None else former.name
         try:
-            there = not tree.status(path).directory
+            there = not tree.status(source).directory
         except FileNotFoundError:
             if mode == "r+":
                 raise
@@ -246,7 +269,7 @@ class _Deferred:
         if self._new:
             raise refuse(errno.EEXIST, path)
         if mode.startswith(("a", "r")):
-            old = BufferFile(tree.open(path, os.O_RDONLY), path, "rb", None, append=False)
+            old = BufferFile(tree.open(source, os.O_RDONLY), source, "rb", None, append=False)
             new = BufferFile(tree.open(self.name, _FLAGS["x"]), self.name, "xb", None, append=False)
             with old, new:
                 while piece := old.read(_BUFFER_BYTES):
@@ -256,7 +279,7 @@ class _Deferred:
         """Close the file, and give it its name. FileExistsError if it is to be new and there is one by now."""
         if self.file is not None:
             self.file.close()
-        self._tree.rename(self.name, self._path, replace=not self._new)
+        self._tree.rename(self.name, self.path, replace=not self._new)
 
     def discard(self) -> None:
         """Close and delete it."""
@@ -272,6 +295,7 @@ class _OfSoftmem:
     fs: SoftmemFileSystem
     path: str
     raw: Any
+    blocksize = _BUFFER_BYTES  # fsspec's caches ask for it
     _deferred: _Deferred | None = None
 
     def of(self, fs: SoftmemFileSystem, path: str, deferred: _Deferred | None) -> None:

@@ -187,9 +187,12 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.accumulate(np.ones(10), scale=2), "float64"),
     (lambda w: w.accumulate(np.ones(11, np.float32)), "11 elements"),
     (lambda w: w.accumulate([1], op="mean"), "no op 'mean'; there are sum"),
-    (lambda w: w.accumulate([1], scale="2"), "scale='2' is no number"),  # type: ignore[arg-type]
-    (lambda w: w.accumulate([1], scale=1j), "no number"),  # type: ignore[arg-type]
-    (lambda w: w.accumulate([1], scale=10**400), "no number"),
+    (lambda w: w.accumulate([1], scale="2"), "scale='2' is not a number"),  # type: ignore[arg-type]
+    (lambda w: w.accumulate([1], scale=np.ma.masked), "scale=masked is masked"),  # type: ignore[arg-type]
+    (lambda w: w.fill(None), "None is no "),  # type: ignore[arg-type]
+    (lambda w: w.fill(np.void(b"1234")), " is no "),  # type: ignore[arg-type]
+    (lambda w: w.accumulate([1], scale=1j), "not a number"),  # type: ignore[arg-type]
+    (lambda w: w.accumulate([1], scale=10**400), "not a number"),
     (lambda w: w.accumulate_from([1.0]), "opened by the same client"),  # type: ignore[arg-type]
     (lambda w: w.accumulate_from(w, wire="int9"), "no wire 'int9'; there are exact"),
     (lambda w: w.write(np.ones(10, np.float32), fence="x"), "fence= takes a lock made by its own lock()"),  # type: ignore[arg-type]
@@ -197,7 +200,7 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.accumulate_from([w] * 6, op="replace"), "asked is op='replace' of 6"),
     (lambda w: w.accumulate_from([], op="replace"), "asked is op='replace' of 0"),
     (lambda w: w.accumulate_from([w, w], op="replace", scale=[1.0]), "2 buffers with 1 scales and 2 wires"),
-    (lambda w: w.accumulate_from([w, w], op="replace", scale=[1, "2"]), "scale='2' is no number"),
+    (lambda w: w.accumulate_from([w, w], op="replace", scale=[1, "2"]), "scale='2' is not a number"),
     (lambda w: w.accumulate_from([w, w], op="replace", wire=["exact", "int9"]), "no wire 'int9'"),
     (lambda w: w.fetch_add(0, 1), "float32; counters need an int64 buffer"),
     (lambda w: w.compare_swap(0, 0, 1), "counters need an int64 buffer"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.tests import abstract
@@ -497,3 +498,41 @@ def test_big_endian_files(softmem: SoftmemFileSystem) -> None:
             is_array = softmem.namespace.buffer("array.npy")[0].shape == (2, 3)
             assert is_array == (order == "C" and dtype in ("<f4", "u1"))
             softmem.rm("array.npy")
+
+
+def test_a_file_that_a_transaction_opens_twice(both: tuple[Both, Both]) -> None:
+    """The second time it has what the first one wrote: of two appends the first one was lost."""
+    softmem, _ = both  # fsspec's own appends of transactions fail
+    with softmem.files.transaction:
+        for content in (b"a;", b"b;"):
+            with softmem.files.open(softmem.at("one"), "ab") as file:
+                file.write(content)
+    assert softmem.files.cat(softmem.at("one")) == b"first;a;b;"
+    with softmem.files.transaction:
+        with softmem.files.open(softmem.at("new"), "wb") as file:
+            file.write(b"12")
+        with softmem.files.open(softmem.at("new"), "r+b") as file:
+            file.write(b"3")
+        assert softmem.files.ls(softmem.at("empty")) == []
+        assert not [name for name in softmem.files.find(softmem.root) if name.endswith(".part")]
+        with softmem.files.open(softmem.at("l" * 250), "wb") as file:
+            file.write(b"long")
+    assert softmem.files.cat(softmem.at("new")) == b"32"
+    assert softmem.files.cat(softmem.at("l" * 250)) == b"long"
+    softmem.files.start_transaction()
+    softmem.files.open(softmem.at("newer"), "xb").close()
+    with pytest.raises(FileExistsError):
+        softmem.files.open(softmem.at("newer"), "xb")
+    softmem.files.end_transaction()
+    assert softmem.files.exists(softmem.at("newer"))
+
+
+def test_an_array_that_moves_to_another_form(both: tuple[Both, Both]) -> None:
+    """By a copy, as into another file system: its bytes are those of a .npy file under the other name, too."""
+    array = io.BytesIO()
+    np.save(array, np.arange(3))
+    for one in both:
+        one.files.pipe_file(one.at("w.npy"), array.getvalue())
+        one.files.mv(one.at("w.npy"), one.at("x.bin"))
+        assert one.files.cat(one.at("x.bin")) == array.getvalue()
+        assert not one.files.exists(one.at("w.npy"))
