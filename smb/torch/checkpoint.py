@@ -135,6 +135,7 @@ class Writer(_OfName, StorageWriter):
                 end += _padded(_nbytes_of(item))
         data = f"{self._name}.{secrets.token_hex(8)}.data"
         with _turn(self._client, self._name):
+            _check_place(self._client, self._name, "save")
             _sweep(self._client, self._name)
             self._data = self._client.create(data, max(end, 1), "uint8", **self._options)
         return [replace(plan, storage_data=_Places(data, tuple(own))) for plan, own in zip(plans, offsets, strict=True)]
@@ -183,6 +184,7 @@ class Writer(_OfName, StorageWriter):
             index.write(np.frombuffer(text + blobs, np.uint8))
             with _turn(self._client, self._name):
                 self._check_data()
+                _check_place(self._client, self._name, "save")
                 self._client.rename(index, self._name, replace=True)
                 try:
                     _sweep(self._client, self._name)
@@ -290,8 +292,12 @@ class Reader(_OfName, StorageReader):
 
 
 def delete(client: Client, name: str, *, missing_ok: bool = False) -> None:
-    """Delete a checkpoint, and what killed saves of its name left. Raises NotFoundError unless missing_ok."""
+    """Delete a checkpoint, and what killed saves of its name left.
+
+    Raises NotFoundError unless missing_ok, and InvalidArgumentError if a buffer of that name is not a checkpoint.
+    """
     with _turn(client, name):
+        _check_place(client, name, "delete")
         client.delete(name, missing_ok=missing_ok)
         _sweep(client, name)
 
@@ -332,6 +338,16 @@ def _padded(nbytes: int) -> int:
 def _turn(client: Client, name: str) -> Lock:
     """Return the lock of who changes which buffers are the name's."""
     return client.lock(f"{name}.saves", ttl=_TURN_S)
+
+
+def _check_place(client: Client, name: str, doing: str) -> None:
+    """Raise InvalidArgumentError if somebody's buffer has the name of the checkpoint."""
+    try:
+        there = client.open(name)
+    except NotFoundError:
+        return
+    if METADATA not in there.metadata:
+        raise InvalidArgumentError(f"{doing} {name!r}: a buffer of that name is there, and it is not a checkpoint")
 
 
 def _sweep(client: Client, name: str) -> None:

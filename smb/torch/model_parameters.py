@@ -390,6 +390,12 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
     """Lay tensors out as float32, under their first names."""
     if not tensors:
         return TensorTable({}), ()
+    for names, tensor in tensors.items():
+        if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise InvalidArgumentError(
+                f"{names[0]!r} is expanded: several of its elements are one in memory, and cannot be set apart; "
+                f"make it with .contiguous() before smb.torch.join"
+            )
     table = TensorTable.of({names[0]: (tuple(tensor.shape), "float32") for names, tensor in tensors.items()})
     places = zip(tensors.items(), table.values(), strict=True)
     return table, tuple(Entry(names, tensor, place.offset // 4) for (names, tensor), place in places)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import smb
 import smb.torch.checkpoint as checkpoint
@@ -131,3 +132,15 @@ def test_lost_memory_is_no_checkpoint(clients: tuple[smb.Client, smb.Client], mo
         error = saving.end()
     assert "has lost what was written to it" in str(error)
     assert _loaded(one) == 1.0
+
+
+def test_a_buffer_that_is_not_a_checkpoint_stays(clients: tuple[smb.Client, smb.Client]) -> None:
+    """A save took its place without a word, and a delete took it away."""
+    client, _ = clients
+    client.create("mine", 3).write([1, 2, 3])
+    with pytest.raises(CheckpointException, match="not a checkpoint"):
+        dcp.save({"w": torch.zeros(2)}, storage_writer=checkpoint.Writer(client, "mine"))
+    with pytest.raises(smb.InvalidArgumentError, match="not a checkpoint"):
+        checkpoint.delete(client, "mine")
+    assert client.open("mine").read().tolist() == [1, 2, 3]
+    client.delete("mine")

@@ -364,3 +364,23 @@ def test_a_mesh_of_one_rank_publishes(client: smb.Client) -> None:
                 call()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_an_expanded_statistic_is_refused_at_the_join(client: smb.Client) -> None:
+    """It failed at the first exchange: its elements are one in memory."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("seen", torch.zeros(1).expand(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(smb.InvalidArgumentError, match=r"'seen' is expanded.*contiguous"):
+        smb.torch.join(model, optimizer, "expanded", scheme="localsgd", every=1, client=client)
+    assert not [info for info in client.list() if info.name.startswith("expanded")]
+
+
+def test_tied_values_that_are_not_numbers_stay_tied(client: smb.Client) -> None:
+    """Given as two tensors with the same values they were said to differ, as a NaN is not equal to itself."""
+    value = torch.tensor([1.0, torch.nan])
+    publisher = smb.torch.Publisher(client, "nans", {"x": value, "y": value})
+    publisher.publish({"x": value.clone(), "y": value.clone()})
+    with pytest.raises(smb.InvalidArgumentError, match="now they differ"):
+        publisher.publish({"x": value.clone(), "y": torch.tensor([2.0, torch.nan])})
+    _delete(client, "nans")
