@@ -39,6 +39,7 @@ MAY = {
         "ListServers": USERS,
         "DrainServer": "operator",
         "Rebalance": "operator",
+        "ForgetSegments": "operator",
         "Overview": USERS,
         "Leader": USERS + RELAYS,
     },
@@ -48,6 +49,7 @@ MAY = {
         "EndSessions": COORDINATOR,
         "TakeRoles": COORDINATOR,
         "RetireSegments": COORDINATOR,
+        "Inventory": COORDINATOR,
         "ConnectVerbs": USERS + RELAYS,  # with the proof of a token: test_verbs_keys.py
         "OpenSegmentVerbs": USERS + RELAYS,
         "CloseVerbs": USERS + RELAYS,
