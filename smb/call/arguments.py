@@ -141,7 +141,12 @@ class Arguments:
             accepted = engine.op_accepts(self.dtype.number, OPS[op], scale)
             # It travels as a double: beyond 2**53 an integer may have been rounded.
             accepted = accepted and (self.dtype.numpy.kind not in "iu" or int(float(scale)) == scale)
-        except (TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: of a tensor without memory
+        except (
+            TypeError,
+            ValueError,
+            OverflowError,
+            RuntimeError,
+        ) as error:  # RuntimeError: of a tensor without memory
             raise InvalidArgumentError(f"{self.asked(call)}: scale={scale!r} is not a number") from error
         if not accepted:
             raise InvalidArgumentError(

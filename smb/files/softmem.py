@@ -141,11 +141,14 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
     _rm = rm_file
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """See fsspec. Raises IsADirectoryError for a directory without recursive=True, before anything is removed."""
+        """See fsspec. Raises IsADirectoryError for a directory without recursive=True, before anything is removed.
+
+        As of local files all below a directory goes, whatever `maxdepth` is.
+        """
         names = [
             name
             for one in (path if isinstance(path, list) else [path])
-            for name in reversed(self.expand_path(one, recursive=recursive, maxdepth=maxdepth))
+            for name in reversed(self.expand_path(one, recursive=recursive))
         ]
         folders = {name for name in names if self.namespace.status(name).directory}
         if folders and not recursive:
@@ -295,7 +298,6 @@ class _OfSoftmem:
     fs: SoftmemFileSystem
     path: str
     raw: Any
-    blocksize = _BUFFER_BYTES  # fsspec's caches ask for it
     _deferred: _Deferred | None = None
 
     def of(self, fs: SoftmemFileSystem, path: str, deferred: _Deferred | None) -> None:

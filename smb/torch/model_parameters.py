@@ -25,7 +25,7 @@ from smb.tensors import TensorTable
 from smb.torch.page_lock import page_lock
 from smb.torch.pieces import is_sharded
 from smb.torch.staging import Staging
-from smb.torch.tensor_values import lasting
+from smb.torch.tensor_values import is_expanded, lasting
 from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values, scratch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -391,7 +391,7 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
     if not tensors:
         return TensorTable({}), ()
     for names, tensor in tensors.items():
-        if any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)):
+        if is_expanded(tensor):
             raise InvalidArgumentError(
                 f"{names[0]!r} is expanded: several of its elements are one in memory, and cannot be set apart; "
                 f"make it with .contiguous() before smb.torch.join"

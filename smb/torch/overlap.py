@@ -192,6 +192,8 @@ class Overlap:
         add(self._optimizer.register_step_post_hook(lambda *_: self._after_step()))
 
     def _before_module(self, module: torch.nn.Module, _: Any) -> None:
+        if module not in self._own:  # copy.copy of a module shares its hooks
+            return
         self._clock.module(module if self._own[module] or module in self._needed else None)
         if not self._places:
             self._called.setdefault(module)

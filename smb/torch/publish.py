@@ -28,7 +28,7 @@ from smb.torch.pieces import Piece, is_sharded, local_of, piece_of, piece_of_sli
 from smb.torch.ranks import Ranks
 from smb.torch.shard_writer import ShardWriter, check_same, ranks_of
 from smb.torch.state_bytes import PartBytes, ReadBytes, StateBytes
-from smb.torch.tensor_values import changing, check_dense, is_extra_state, lasting
+from smb.torch.tensor_values import changing, check_dense, is_expanded, is_extra_state, lasting
 from smb.train.group import METADATA
 
 if TYPE_CHECKING:
@@ -420,6 +420,11 @@ class Follower:
             raise InvalidArgumentError(
                 f"{asked}: {meta[0]!r} of the model is on the meta device, which holds no values: give it memory first "
                 f"(model.to_empty(device=...))"
+            )
+        if expanded := [name for name, tensor in here.items() if is_expanded(local_of(tensor))]:
+            raise InvalidArgumentError(
+                f"{asked}: {expanded[0]!r} of the model is expanded: elements of it are one in memory; make it "
+                f"with .contiguous()"
             )
         _check_same(
             asked,

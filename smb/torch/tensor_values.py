@@ -66,3 +66,10 @@ def changing(tensors: Iterable[torch.Tensor]) -> torch.inference_mode:
 def is_extra_state(name: str) -> bool:
     """Whether it is the name of what a module's get_extra_state() gives, which may be anything."""
     return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements of a dense tensor are one in memory, along some dimension."""
+    if tensor.layout != torch.strided:
+        return False
+    return any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))

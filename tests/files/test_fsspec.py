@@ -536,3 +536,19 @@ def test_an_array_that_moves_to_another_form(both: tuple[Both, Both]) -> None:
         one.files.mv(one.at("w.npy"), one.at("x.bin"))
         assert one.files.cat(one.at("x.bin")) == array.getvalue()
         assert not one.files.exists(one.at("w.npy"))
+
+
+def test_chained_caches(cluster: smb.LocalCluster, softmem: SoftmemFileSystem) -> None:
+    """fsspec's own, before it."""
+    softmem.pipe_file("cached", bytes(range(200)))
+    for cache in ("simplecache", "filecache"):
+        with fsspec.open(f"{cache}::softmem://cached", softmem={"coordinator": cluster.address}) as file:
+            file.seek(100)
+            assert file.read(50) == bytes(range(100, 150)), cache
+
+
+def test_a_directory_goes_whole(both: tuple[Both, Both]) -> None:
+    """With a depth, too: some of it was removed, and the directory stayed."""
+    for one in both:
+        one.files.rm(one.at("sub"), recursive=True, maxdepth=1)
+        assert not one.files.exists(one.at("sub"))
