@@ -86,7 +86,7 @@ def test_a_creations_clean_up_is_owed_until_it_is_stored() -> None:
         store = BrokenStore()
         commit_log = await CommitLog.open(store, 1)
         server = ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0)
-        await commit_log.commit(ServerRegistered(server, frozenset()))
+        await commit_log.commit(ServerRegistered(server, {}))
         for name in ("w", "v"):
             await commit_log.commit(wanted(name))
         store.fails = True
@@ -124,9 +124,7 @@ def test_a_failing_store_is_tried_until_it_works() -> None:
         commit_log = await CommitLog.open(store, 1)
         store.fails = True
         with pytest.raises(StoreError):
-            await commit_log.commit(
-                ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1, 0, 0.0), frozenset())
-            )
+            await commit_log.commit(ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1, 0, 0.0), {}))
         await commit_log.commit(Ticked())
         assert commit_log.store_error
         store.fails = False
@@ -151,7 +149,12 @@ def test_a_tick_that_cannot_be_stored_is_told_once(
         clock[0] = Instant(100.0, 100.0)
         ticked: list[float] = []
         health = SimpleNamespace(ticked=lambda: ticked.append(0.0))
-        ticking = asyncio.create_task(_tick(commit_log, SimpleNamespace(tell=lambda _: None), health))  # type: ignore[arg-type]
+
+        async def silent() -> frozenset[str]:
+            return frozenset()
+
+        endings: Any = SimpleNamespace(tell=lambda _: None)
+        ticking = asyncio.create_task(_tick(commit_log, endings, health, silent))  # type: ignore[arg-type]
 
         async def until(is_so: Callable[[], bool]) -> None:
             while not is_so():
@@ -383,9 +386,7 @@ def test_a_store_that_comes_and_goes_is_told_seldom(caplog: pytest.LogCaptureFix
         store = BrokenStore()
         clock = [Instant(0.0, 0.0)]
         commit_log = await CommitLog.open(store, 1, clock=lambda: clock[0])
-        await commit_log.commit(
-            ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0), frozenset())
-        )
+        await commit_log.commit(ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0), {}))
 
         def told() -> list[str]:
             found = [record.levelname for record in caplog.records if "writ" in record.message]
@@ -445,9 +446,7 @@ def test_deleting_needs_no_tick() -> None:
     async def work() -> None:
         store = BrokenStore()
         commit_log = await CommitLog.open(store, 1)
-        await commit_log.commit(
-            ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0), frozenset())
-        )
+        await commit_log.commit(ServerRegistered(ServerRecord("a", 1, "h:1", "h:2", "", "", 1 << 30, 0, 0.0), {}))
         await commit_log.commit(wanted("w"))
         await commit_log.commit(BufferMade("w"))
         await commit_log.commit(wanted("v"))
