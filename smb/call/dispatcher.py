@@ -155,7 +155,8 @@ class Dispatcher:
                     done = handle.transfer(request, self._patience_ms(request, deadline), theirs, attempt)
                     self._raise_interrupt(request, done, touched=touched)
                     if isinstance(done, int):
-                        _here.finished = made
+                        if opcode is not Opcode.READ:  # nothing is to be settled of that, and its array is not ours
+                            _here.finished = made
                         return done
                     ended = done
                 if ended.status is Status.LOCK_LOST and fence is not None:
@@ -778,7 +779,10 @@ def accounted(method: Method) -> Method:
     def call(buffer: Any, *arguments: Any, **named: Any) -> Any:
         before = _here.finished
         try:
-            return method(buffer, *arguments, **named)
+            result = method(buffer, *arguments, **named)
+            if (finished := _here.finished) is not None and finished is not before:  # the caller's arrays are not kept
+                _here.finished = finished._replace(source=NOWHERE, sink=NOWHERE, indices=None)
+            return result
         except Error:
             raise
         except BaseException as error:

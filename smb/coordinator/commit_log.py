@@ -41,14 +41,14 @@ from smb.coordinator.lineage import Lineage
 from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
 from smb.coordinator.state import SESSION_LEASE_S, State, load
 from smb.coordinator.steps import step
-from smb.coordinator.store import MIGRATION, Store, StoreError
+from smb.coordinator.store import MIGRATION, SEQUENCE, Store, StoreError
 from smb.errors import UnavailableError
 
 _log = logging.getLogger("coordinator")
 _BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
 _FLOOR = "lock/floor"
 _PROBE = "probe"  # of no meaning
-_TERMS, _SEQUENCE = "lineage/terms", "lineage/sequence"
+_TERMS = "lineage/terms"
 # Events that take room for something new. All others go on on a full disk, from what the store keeps for them: what
 # frees room, and what keeps the data that is there, as servers are lost and come back.
 _CREATIONS = (BufferWanted, BufferMade)
@@ -265,7 +265,7 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
             case SaveLineage(terms):
                 changes[_TERMS] = terms
             case SaveSequence(sequence):
-                changes[_SEQUENCE] = str(sequence)
+                changes[SEQUENCE] = str(sequence)
     return changes
 
 
@@ -279,7 +279,7 @@ def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quot
         servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
         token_floor = int(texts.get(_FLOOR, "0"))
-        lineage = Lineage.of(texts.get(_TERMS, ""), texts.get(_SEQUENCE, ""))
+        lineage = Lineage.of(texts.get(_TERMS, ""), texts.get(SEQUENCE, ""))
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
     return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas, token_floor, lineage)

@@ -25,6 +25,7 @@ FILE_NAME = "coordinator.sqlite"
 RESERVE_NAME = "coordinator.reserve"
 RESERVE_BYTES = 8 << 20
 SCHEMA_VERSION = 1
+SEQUENCE = "lineage/sequence"  # the key of the number of the last change, which goes along with most changes
 MIGRATION = "migration"  # the key of what says that these records are not to be served: they moved, or are half there
 
 _log = logging.getLogger("coordinator")

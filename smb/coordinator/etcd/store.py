@@ -12,7 +12,7 @@ from smb.config.parse import format_bytes
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead
-from smb.coordinator.store import StoreError
+from smb.coordinator.store import SEQUENCE, StoreError
 from smb.errors import OutOfMemoryError
 
 CHANGES_MAX = 127  # of one transaction; one operation is the head's
@@ -89,8 +89,9 @@ class EtcdStore:
 
 def _check_size(changes: Mapping[str, str | None]) -> None:
     if len(changes) > CHANGES_MAX:
+        records = sum(key != SEQUENCE for key in changes)
         raise OutOfMemoryError(
-            f"{len(changes)} records at once, and etcd takes {CHANGES_MAX} in a transaction, of which a buffer that is "
+            f"{records} records at once, and etcd takes {CHANGES_MAX} in a transaction, of which a buffer that is "
             f"renamed takes two; nothing was changed: rename fewer at a time"
         )
     sizes = {key: len(key.encode()) + len((text or "").encode()) for key, text in changes.items()}

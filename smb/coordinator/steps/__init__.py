@@ -20,7 +20,6 @@ from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
     CopyDropped,
-    EraseBuffer,
     Event,
     Instant,
     MoveAllowed,
@@ -83,7 +82,8 @@ def step(state: State, event: Event, now: Instant) -> Step:
     if not isinstance(event, _ENDINGS):
         registering = event.server.name if isinstance(event, ServerRegistered) else ""
         check(effects, state.where, lambda name, number: state.confirmed(name, number, now), registering)
-    if any(isinstance(effect, SaveBuffer | EraseBuffer) for effect in effects):
+    # A deletion needs no number: who lacks it drops nothing. So it goes on in a store that takes no more records.
+    if any(isinstance(effect, SaveBuffer) for effect in effects):
         state = replace(state, lineage=state.lineage.changed())
         effects = (*effects, SaveSequence(state.lineage.sequence))
     return state, effects

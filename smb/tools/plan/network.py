@@ -106,7 +106,7 @@ def _probe(client: smb.Client, servers: list[str]) -> tuple[float, float]:
     buffer = client.create(name, data.size, "float32", servers=servers)
     try:
         one = np.zeros(1, np.float32)
-        call_s = _median(lambda: buffer.write(one), _TRIPS)
+        call_s = _median(lambda: buffer.write(one, offset=0), _TRIPS)
         seconds = max(_median(lambda: buffer.write(data), _COPIES), _median(lambda: buffer.read(out=data), _COPIES))
         return call_s, data.nbytes / max(seconds - call_s, 1e-9)
     finally:
