@@ -299,7 +299,7 @@ class Coordinator:
                     stood_by = peer, failure
                     patience = timeout
                     may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
-                elif _was_not_sent(error):
+                elif not answered and _was_not_sent(error):  # an answer may tell that of a memory server
                     failure, may_repeat = None, True
                     stood_by = None if stood_by and stood_by[0] is peer else stood_by
                 elif stood_by and stood_by[0] is peer and _had_no_time(error) and failure.outcome == errors.NOT_APPLIED:
