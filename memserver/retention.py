@@ -1,8 +1,9 @@
 """Retention: whatever destroys a segment in this daemon asks here first.
 
 Invariant: a segment goes only if another server has a whole copy of its epoch or a later one, if its deletion or the
-end of its creation was acknowledged, or if an operator gave it up. What is in quarantine stays until the coordinator
-says one of these; a coordinator of before the quarantine, which gives no reason, cannot end it.
+end of its creation was acknowledged, or if an operator gave it up. A copy in quarantine that may be whole goes only if
+it was deleted or given up, as a whole copy elsewhere may be of another history. A coordinator of before the quarantine
+gives no reason, and cannot end it.
 """
 
 from __future__ import annotations
