@@ -14,7 +14,8 @@ import numpy as np
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import DTYPES, SPARSE_WIRE
 from smb.buffer_info import BufferInfo
-from smb.call.dispatcher import Dispatcher, accounted, signed
+from smb.call.dispatcher import Dispatcher, signed
+from smb.call.interrupts import accounted, accounted_later
 from smb.call.operands import check_beside, check_step, each_of
 from smb.call.optimizer_rules import hyper_of, rule_of
 from smb.call.session import FenceAsMade, Session
@@ -674,6 +675,7 @@ class Buffer:
             array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
         )
 
+    @accounted_later
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Run what may change any of this buffer's elements on a thread of the client's, in its turn (read_async).
         Calls inside `call` do not wait for turns.
@@ -682,6 +684,7 @@ class Buffer:
 
     # ---- inside
 
+    @accounted_later
     def _read_later(
         self, offset: int, count: int | None, *, out: Any, wire: str | None = None, **when: Any
     ) -> Future[Array]:
@@ -699,6 +702,7 @@ class Buffer:
         request = Request(_READ, start * itemsize, elements * itemsize, sink=memory.place, wire=number)
         return self._dispatcher.later(request, call, result=result, keeps=memory, **when)
 
+    @accounted_later
     def _write_later(
         self, array: Any, offset: int | None, *, fence: Lock | None, wire: str | None, **when: Any
     ) -> Future[None]:
@@ -716,6 +720,7 @@ class Buffer:
         except InvalidArgumentError:
             return self._submit(call, offset, _elements(array), **when)
 
+    @accounted_later
     def _accumulate_later(
         self,
         array: Any,

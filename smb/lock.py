@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import time
@@ -9,7 +10,15 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from smb.call.lock_renewals import Renewals
-from smb.call.sync_requests import USER_LOCK, Home, MovedError, NotInTimeError, raise_fences, wait_ms
+from smb.call.sync_requests import (
+    USER_LOCK,
+    Home,
+    MovedError,
+    NotInTimeError,
+    outcome_unknown,
+    raise_fences,
+    wait_ms,
+)
 from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
     Error,
@@ -73,7 +82,9 @@ class Lock:
     def acquire(self) -> Lock:
         """Take it. Blocks until it is ours, at most `timeout` seconds. Raises TimeoutError, UnavailableError.
 
-        If the server has not answered, the outcome is "unknown": the lock may stay taken until its ttl is over.
+        If the server has not answered, the outcome is "unknown": the lock may stay taken until its ttl is over. The
+        same holds for what a signal's handler raises in here, KeyboardInterrupt mostly; this object does not hold the
+        lock then.
         """
         asked = f"lock {self._home.what}"
         if self._token != 0:
@@ -81,30 +92,47 @@ class Lock:
         words = (self._ttl_ms, wait_ms(self._timeout), 0)
         try:
             reply = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
+            self._token, self._lost = reply.a, False
+            self._expires = time.monotonic() + self._ttl_ms / 1000
+            if self._others:  # before anything is done under the lock: lower tokens are to be refused
+                raise_fences(self._others, USER_LOCK, self._token, asked)
+            self._renewals.add(self, self._ttl_ms / 1000 / _RENEWALS_PER_TTL)
         except NotInTimeError as error:
             raise TimeoutError(
                 f"{asked}: not ours within {self._timeout:g} s: another holds it, or waited longer"
             ) from error
-        self._token, self._lost = reply.a, False
-        self._expires = time.monotonic() + self._ttl_ms / 1000
-        try:
-            if self._others:  # before anything is done under the lock: lower tokens are to be refused
-                raise_fences(self._others, USER_LOCK, self._token, asked)
-            self._renewals.add(self, self._ttl_ms / 1000 / _RENEWALS_PER_TTL)
-        except BaseException:
-            token, self._token = self._token, 0
-            self._home.ask(f"release of {asked}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+        except BaseException as error:
+            self._give_up(asked)
+            outcome_unknown(error)
             raise
         return self
 
-    def release(self) -> None:
-        """Give it back. Raises LockLostError if it was lost before, InvalidArgumentError if it was not taken."""
-        token = self.token
+    def _give_up(self, asked: str) -> None:
+        """Release it after a failed acquire, if we got it. Without an answer its ttl ends it."""
+        token, self._token = self._token, 0
+        if token == 0:
+            return
         self._renewals.remove(self)
-        self._token, self._released = 0, True
-        if self._lost:
-            raise self._lost_error("release")
-        self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+        with contextlib.suppress(Error):
+            self._home.ask(f"release of {asked}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+
+    def release(self) -> None:
+        """Give it back. Raises LockLostError if it was lost before, InvalidArgumentError if it was not taken.
+
+        What a signal's handler raises in here has the outcome "unknown": the lock may stay taken until its ttl is over.
+        """
+        token = self.token
+        try:
+            self._renewals.remove(self)
+            self._token, self._released = 0, True
+            if self._lost:
+                raise self._lost_error("release")
+            self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+        except Error:
+            raise
+        except BaseException as error:
+            outcome_unknown(error)
+            raise
 
     def check(self) -> None:
         """Ask the server whether we still hold it, and renew it. Raises LockLostError, UnavailableError."""

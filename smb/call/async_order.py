@@ -51,20 +51,33 @@ _CLOSED = "the client is closed; call smb.connect again"
 _QUEUE_CLOSED = "the queue was closed meanwhile; nothing was applied"
 
 _tags = itertools.count(1)
-_here = threading.local()  # `inside`: this thread runs async calls, and must not wait for others of them
+
+
+class _Here(threading.local):
+    """Of each thread."""
+
+    inside = False  # it runs async calls, and must not wait for others of them
+    last: _Call | None = None  # the async call that it made last, while that call's method has not returned
+
+    def future(self) -> Future[Any] | None:
+        """Return the future of `last`; None if the engine has no such call."""
+        return self.last.future if self.last is not None and self.last.entered else None
+
+
+here = _Here()
 
 
 class Turns:
     """The order of a buffer's async calls. `quiet` is open while there are none: then nobody need ask."""
 
-    __slots__ = ("__weakref__", "itemsize", "key", "pending", "quiet")
+    __slots__ = ("__weakref__", "itemsize", "key", "quiet", "tags")
 
     def __init__(self, key: int = 0, itemsize: int = 1) -> None:
         """key: the engine's for the buffer, 0 for calls in no order."""
         self.key, self.itemsize = key, itemsize
         self.quiet = Switch()
         self.quiet.open = True
-        self.pending = 0
+        self.tags: set[int] = set()  # of the calls that have not ended
 
 
 class _Future(Future[Any]):
@@ -94,7 +107,7 @@ class _Call:
     failed. `result` is the future's if the engine succeeds.
     """
 
-    __slots__ = ("begun", "future", "go_on", "keeps", "result", "tag", "turns", "window")
+    __slots__ = ("begun", "future", "go_on", "keeps", "result", "status", "tag", "turns", "window")
 
     def __init__(
         self,
@@ -113,6 +126,12 @@ class _Call:
         self.keeps = keeps  # what the engine uses
         self.future = _Future(calls, self.tag)
         self.begun = False  # by a thread
+        self.status: list[int] = []  # of its submission; empty before that
+
+    @property
+    def entered(self) -> bool:
+        """Whether the engine has taken it."""
+        return Status.OK in self.status
 
 
 class AsyncCalls:
@@ -155,8 +174,9 @@ class AsyncCalls:
 
         def begin() -> None:
             self._operations.submit_call(
-                window, start * itemsize, (stop - start) * itemsize, turns.key, priority, call.tag, changes=changes
-            )
+                window, start * itemsize, (stop - start) * itemsize, turns.key, priority, call.tag, call.status,
+                changes=changes,
+            )  # fmt: skip
 
         self._enter(call, begin)
         return call.future
@@ -181,7 +201,7 @@ class AsyncCalls:
         call = _Call(self, turns, window, go_on, result, (handle, request, keeps))
 
         def begin() -> None:
-            self._operations.submit(window, handle, request, timeout_ms, turns.key, priority, call.tag)
+            self._operations.submit(window, handle, request, timeout_ms, turns.key, priority, call.tag, call.status)
 
         try:
             self._enter(call, begin)
@@ -192,31 +212,44 @@ class AsyncCalls:
         return call.future
 
     def _enter(self, call: _Call, begin: Callable[[], None]) -> None:
+        """Submit a call. If this raises, also what a signal's handler raised in here, `call.entered` says whether the
+        engine has the call; where it has not, nothing is left of it.
+        """
+        here.last = call
+        try:
+            self._register(call)
+            begin()
+        except BaseException as error:
+            if not call.entered:
+                self._forget(call)
+            if not isinstance(error, EngineError):
+                raise
+            if error.status is Status.DISCONNECTED:
+                raise UnavailableError(_CLOSED) from error
+            if error.status is Status.BUSY:
+                raise Error("too many async calls have not ended; wait for some of their futures first") from error
+            raise
+
+    def _register(self, call: _Call) -> None:
         with self._lock:
             if self._closed:
                 raise UnavailableError(_CLOSED)
             if call.window.closed:
                 raise UnavailableError(_QUEUE_CLOSED)
             call.turns.quiet.open = False
-            call.turns.pending += 1
+            call.turns.tags.add(call.tag)
             self._calls[call.tag] = call
             if self._watching is None:
                 try:
                     self._start_watch()
                 except RuntimeError as error:
-                    self._leave(self._calls.pop(call.tag))
                     raise Error(f"{error}: nobody would tell of the end of async calls; nothing was done") from error
-        try:
-            begin()
-        except EngineError as error:
-            with self._lock:
-                self._leave(self._calls.pop(call.tag))
-            call.future.end_cancelled()  # a queue that was closed meanwhile may wait for it
-            if error.status is Status.DISCONNECTED:
-                raise UnavailableError(_CLOSED) from error
-            if error.status is Status.BUSY:
-                raise Error("too many async calls have not ended; wait for some of their futures first") from error
-            raise
+
+    def _forget(self, call: _Call) -> None:
+        with self._lock:
+            self._calls.pop(call.tag, None)
+            self._leave(call)
+        call.future.end_cancelled()  # a queue that was closed meanwhile may wait for it
 
     def _start_watch(self) -> None:
         watching = threading.Event()
@@ -243,8 +276,8 @@ class AsyncCalls:
 
     def _leave(self, call: _Call) -> None:
         """It is not in the engine's order any more; with the lock held."""
-        call.turns.pending -= 1
-        call.turns.quiet.open = call.turns.pending == 0
+        call.turns.tags.discard(call.tag)
+        call.turns.quiet.open = not call.turns.tags
 
     def withdraw(self, tag: int) -> bool:
         """Whether the engine had not begun a call, and does not any more."""
@@ -260,7 +293,7 @@ class AsyncCalls:
             window.closed = True
             futures = [call.future for call in (*self._calls.values(), *self._running) if call.window is window]
         left = [future for future in futures if not (cancel and future.cancel())]
-        if not getattr(_here, "inside", False):
+        if not here.inside:
             wait_for(left)
 
     def wait(self, turns: Turns, start: int, stop: int, asked: str, timeout: float, *, changes: bool) -> None:
@@ -269,7 +302,7 @@ class AsyncCalls:
         Inside an async call, or a callback of its future, it returns at once: what it would wait for may need this
         thread.
         """
-        if turns.pending == 0 or getattr(_here, "inside", False):
+        if not turns.tags or here.inside:
             return
         end = time.monotonic() + timeout
         place = turns.key, start * turns.itemsize, (stop - start) * turns.itemsize
@@ -293,7 +326,7 @@ class AsyncCalls:
 
         Inside an async call, or a callback of its future, it does not wait: this thread is one of those.
         """
-        if getattr(_here, "inside", False):
+        if here.inside:
             if self._executor is not None:
                 self._executor.shutdown(wait=False)
             return
@@ -378,4 +411,4 @@ class AsyncCalls:
 
 
 def _enter() -> None:
-    _here.inside = True
+    here.inside = True

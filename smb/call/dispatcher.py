@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +70,7 @@ class _Here(threading.local):
     finished: Request | None = None
 
 
-_here = _Here()
+here = _Here()
 
 
 class Dispatcher:
@@ -149,14 +148,14 @@ class Dispatcher:
                     sources = others if request.sources else others[:1]
                     if sources and request.source == NOWHERE and any(map(self._lies_apart, sources)):
                         number = self._bring(request, others, [self._elements(request)], fence, deadline)
-                        _here.finished = made
+                        here.finished = made
                         return number
                     attempt = Attempt()
                     done = handle.transfer(request, self._patience_ms(request, deadline), theirs, attempt)
                     self._raise_interrupt(request, done, touched=touched)
                     if isinstance(done, int):
                         if opcode is not Opcode.READ:  # nothing is to be settled of that, and its array is not ours
-                            _here.finished = made
+                            here.finished = made
                         return done
                     ended = done
                 if ended.status is Status.LOCK_LOST and fence is not None:
@@ -175,7 +174,7 @@ class Dispatcher:
                 if others and not brought and self._was_apart(ended.status, others):
                     left = self._left_of(request, others, ended, deadline)
                     self._bring(request, others, left, fence, deadline)
-                    _here.finished = made
+                    here.finished = made
                     return 0
                 # Of what moves, a token may be of before a change of roles again and again.
                 moves = any(each.info.movable for each in others) and not self._is_read_only(ended)
@@ -203,7 +202,7 @@ class Dispatcher:
                     parts = whole if opcode is Opcode.READ else self._left_of(request, others, ended, deadline)
                     if parts != whole:
                         number = self._again(request, others, parts, fence, deadline)
-                        _here.finished = made
+                        here.finished = made
                         return number
                     ended = replace(ended, sent=False)
                 if not elsewhere or lost or ended.sent or deadline.left() == 0.0:
@@ -222,7 +221,7 @@ class Dispatcher:
             raise
         except BaseException as error:
             how = ended if attempt is None else attempt.ended
-            how = 0 if _here.finished is made or _here.finished is request else how
+            how = 0 if here.finished is made or here.finished is request else how
             self._account_interrupt(error, request, how, touched=touched)
             raise
 
@@ -355,7 +354,7 @@ class Dispatcher:
                 if (change := _part_of(request, left[0], self.arguments.itemsize)) is not None:
                     done = self.call(change, fence=fence, others=others, deadline=deadline, in_turn=True)
                 del left[0]
-            _here.finished = request
+            here.finished = request
         except BaseException as error:
             what = "of which a part was sent to other servers"
             self._account_for(error, request, left, change, what)
@@ -396,7 +395,7 @@ class Dispatcher:
                 begun = change._replace(source=memory)
                 self.call(begun, fence=fence, others=rest, deadline=deadline)
                 del left[0]
-            _here.finished = request
+            here.finished = request
         except BaseException as error:
             what = "whose source lies on other servers and is brought"
             self._account_for(error, request, left, begun, what)
@@ -432,7 +431,7 @@ class Dispatcher:
             failed.outcome, failed._account = APPLIED, Failed(self, self._elements(request))
             return
         if begun and getattr(error, "_account", None) is None:  # outside of that call
-            failed.outcome = APPLIED if _here.finished is change else NOT_APPLIED
+            failed.outcome = APPLIED if here.finished is change else NOT_APPLIED
         found: CallOutcome = getattr(error, "outcome", UNKNOWN) if begun else NOT_APPLIED
         account = getattr(error, "_account", None) if begun else None
         unknown = account.unknown if account is not None else None
@@ -501,11 +500,19 @@ class Dispatcher:
         failed: Any = error
         if getattr(error, "_account", None) is not None:
             return
-        finished = _here.finished
+        finished = here.finished
         if finished is not None and finished is not before:
             failed.outcome, failed._account = APPLIED, Failed(self, self._elements(finished))
         elif asked is not None:
             failed.outcome, failed._account = NOT_APPLIED, Failed(self, asked)
+
+    def account_later(self, error: BaseException, future: Future[Any] | None, asked: range | None) -> None:
+        """The same of what was raised while an async call was made. `future`: None if the engine has no such call."""
+        failed: Any = error
+        if getattr(error, "_account", None) is not None or asked is None:
+            return
+        failed.outcome = NOT_APPLIED if future is None else UNKNOWN
+        failed._account = Failed(self, asked, future=future)
 
     def wait_turn(self, request: Request, deadline: Deadline, others: tuple[Dispatcher, ...] = ()) -> None:
         """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
@@ -764,50 +771,6 @@ class Dispatcher:
         error.outcome = known
         error._account = Failed(self, self._elements(request), None if touched else outcome.unknown)
         return error
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def accounted(method: Method) -> Method:
-    """Have what a signal's handler raises inside a method that changes a buffer say what became of the call. It may
-    come before the call gets to the dispatcher, and after it came back.
-    """
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def call(buffer: Any, *arguments: Any, **named: Any) -> Any:
-        before = _here.finished
-        try:
-            result = method(buffer, *arguments, **named)
-            if (finished := _here.finished) is not None and finished is not before:  # the caller's arrays are not kept
-                _here.finished = finished._replace(source=NOWHERE, sink=NOWHERE, indices=None)
-            return result
-        except Error:
-            raise
-        except BaseException as error:
-            asked = None
-            with contextlib.suppress(Error, TypeError, ValueError):
-                given = signature.bind(buffer, *arguments, **named).arguments
-                asked = _elements_of(buffer._dispatcher.arguments, given)
-            buffer._dispatcher.account_outside(error, before, asked)
-            raise
-
-    return cast(Method, call)
-
-
-def _elements_of(arguments: Arguments, given: Mapping[str, Any]) -> range:
-    """Return the elements that a method's arguments mean. Raises Error, TypeError, ValueError if they mean none."""
-    if "indices" in given:
-        first, last = int(given["indices"][0]), int(given["indices"][-1])
-        return range(first, last + 1)
-    offset, count = given.get("offset", 0), given.get("count")
-    if "index" in given:
-        offset, count = given["index"], 1
-    elif "array" in given:
-        count = np.size(given["array"])
-    offset, count = arguments.range(offset, count, "")
-    return range(offset, offset + count)
 
 
 def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int, outcome_address: int) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from smb.call.sync_requests import LOST, SESSION_ENDED
 from smb.engine import Opcode, Outcome, PartState, Status, UnknownParts
@@ -47,6 +48,7 @@ class Failed:
     missing: tuple[range, ...] = ()  # beside `unknown`: not applied, nor ever will be
     sending: TakenOut | None = None  # what it took out of a residual; put back once
     settled: bool = False
+    future: Future[Any] | None = None  # of an async call that goes on: how it ends is how the call ended
 
 
 def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:

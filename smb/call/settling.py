@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from smb.call.dispatcher import Dispatcher
@@ -32,6 +34,8 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
         raise InvalidArgumentError(
             f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
         )
+    if account.future is not None:
+        return _settle_future(failed, account, session, calls, deadline)
     if account.unknown is None and not account.missing:
         if failed.outcome == UNKNOWN:
             raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
@@ -63,6 +67,28 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
     account.settled = True
     sending.put_back(ranges)
     return []
+
+
+def _settle_future(
+    failed: Any, account: Failed, session: Session, calls: Dispatcher, deadline: Deadline
+) -> list[range]:
+    """The same of an async call that a signal's handler ended for its caller, and that goes on by itself."""
+    future = account.future
+    assert future is not None
+    try:
+        ended = future.exception(deadline.left())
+    except CancelledError:  # the client was closed before it began
+        failed.outcome = NOT_APPLIED
+        return [account.elements]
+    except FutureTimeoutError as late:
+        asked = calls.arguments.asked("settle")
+        raise TimeoutError(f"{asked}: the async call has not ended in time; try again") from late
+    if ended is None:
+        failed.outcome = APPLIED
+        return []
+    missing = settle(ended, session, calls, deadline)
+    failed.outcome = getattr(ended, "outcome", UNKNOWN)
+    return missing
 
 
 def leave_to_settle(error: BaseException, session: Session, calls: Dispatcher, sending: TakenOut) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from smb.call.session import Session
 from smb.engine import AskOpcode, EngineError, Link, PendingRequest, Reply, Status
@@ -55,6 +56,13 @@ def _words_after(opcode: AskOpcode, words: tuple[int, ...], passed_s: float) -> 
     if opcode is AskOpcode.LOCK and rest:
         rest[0] += passed_ms
     return (first, timeout_ms if timeout_ms == FOREVER_MS else max(0, timeout_ms - passed_ms), *rest)
+
+
+def outcome_unknown(error: BaseException) -> None:
+    """Give what a signal's handler raised the outcome "unknown", unless it has one."""
+    if not hasattr(error, "outcome"):
+        interrupt: Any = error
+        interrupt.outcome = UNKNOWN
 
 
 class MovedError(UnavailableError):
@@ -175,11 +183,17 @@ class Home:
             time.sleep(_RETRY_S)
 
     def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Reply:
-        pending = self.start(opcode, argument, words, asked=asked)
         try:
-            return self.finish(asked, pending, wait)
-        finally:
-            pending.end()
+            pending = self.start(opcode, argument, words, asked=asked)
+            try:
+                return self.finish(asked, pending, wait)
+            finally:
+                pending.end()
+        except Error:
+            raise
+        except BaseException as error:  # a signal's handler raised it; the server may have done what was asked
+            outcome_unknown(error)
+            raise
 
     def _open_again(self) -> bool:
         """Get a newer token, which the next request shows. False: there is none, or it would give no more."""

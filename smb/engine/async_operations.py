@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import starmap
 from typing import Any, NamedTuple, TypeAlias
 
 from smb._engine import ffi, lib
@@ -52,30 +53,43 @@ class AsyncOperations:
         key: int,
         priority: int,
         tag: int,
+        status: list[int],
     ) -> None:
         """Begin a read, write or addition in its turn; its memory, handle and window stay until its last event, at most
         timeout_ms for each part after it began. EngineError INVALID where smb_transfer is to do or refuse it,
-        DISCONNECTED once stopped, BUSY if there are too many. Its events have its tag.
+        DISCONNECTED once stopped, BUSY if there are too many. Its events have its tag. Appends the engine's status to
+        `status`, also if a signal's handler raises before this function returns.
         """
         opcode, offset, nbytes, source, sink, op, scale, _, _, wire, token, *_ = request
-        check(
-            lib.smb_async_submit(
-                self.pointer, window.pointer, handle.pointer, opcode, offset, nbytes, source, sink, op, scale, wire,
-                token, timeout_ms, key, priority, tag,
-            )
+        self._submit(
+            status, window.pointer, handle.pointer, opcode, offset, nbytes, source, sink, op, scale, wire, token,
+            timeout_ms, key, priority, tag,
         )  # fmt: skip
 
     def submit_call(
-        self, window: Window, offset: int, nbytes: int, key: int, priority: int, tag: int, *, changes: bool
+        self,
+        window: Window,
+        offset: int,
+        nbytes: int,
+        key: int,
+        priority: int,
+        tag: int,
+        status: list[int],
+        *,
+        changes: bool,
     ) -> None:
-        """Have an event BEGIN for a call of the caller's, in its turn."""
+        """Have an event BEGIN for a call of the caller's, in its turn. `status`: as `submit`."""
         opcode = Opcode.WRITE if changes else Opcode.READ
-        check(
-            lib.smb_async_submit(
-                self.pointer, window.pointer, NOWHERE, opcode, offset, nbytes, NOWHERE, NOWHERE, 0, 0.0, 0, 0, 0, key,
-                priority, tag,
-            )
+        self._submit(
+            status, window.pointer, NOWHERE, opcode, offset, nbytes, NOWHERE, NOWHERE, 0, 0.0, 0, 0, 0, key, priority,
+            tag,
         )  # fmt: skip
+
+    def _submit(self, status: list[int], *arguments: Any) -> None:
+        # The interpreter runs handlers between its steps. These are C functions that call each other: one step, so the
+        # status is noted whenever the engine has the operation.
+        status.extend(starmap(lib.smb_async_submit, ((self.pointer, *arguments),)))
+        check(status[-1])
 
     def await_event(self, timeout_ms: int) -> None:
         """Wait until there is something to take, at most so long."""

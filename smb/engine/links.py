@@ -270,27 +270,34 @@ class PendingRequest:
     def __init__(
         self, link: Link, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, words: tuple[int, ...]
     ) -> None:
-        ask, made = ffi.new("struct smb_ask *"), ffi.new("struct smb_pending **")
+        ask = ffi.new("struct smb_ask *")
         ask.opcode, ask.segment, ask.epoch, ask.argument = opcode, segment_id, epoch, argument
         for index, word in enumerate(words):
             ask.words[index] = word
-        check(lib.smb_ask_start(link.pointer, ask, made))
         self.link = link
         self._reply = ffi.new("struct smb_reply *")
-        self._pointer: Any = made[0]
+        self._pid = os.getpid()
+        self._made = ffi.new("struct smb_pending **")  # NULL before it is sent, and after its end
+        check(lib.smb_ask_start(link.pointer, ask, self._made))
 
     def wait(self, timeout_ms: int) -> Reply | None:
         """Return the answer, None if there is none in time. May be called again."""
-        status = lib.smb_ask_wait(self._pointer, timeout_ms, self._reply)
+        status = lib.smb_ask_wait(self._made[0], timeout_ms, self._reply)
         if status == Status.BUSY:
             return None
         return Reply(Status(status), bool(self._reply.sent), int(self._reply.a), int(self._reply.b))
 
     def end(self) -> None:
         """Forget it. A request without an answer is given up."""
-        pointer, self._pointer = self._pointer, None
-        if pointer is not None:
+        pointer, self._made[0] = self._made[0], ffi.NULL
+        if pointer:
             lib.smb_ask_end(pointer)
+
+    def __del__(self) -> None:
+        # A signal's handler may have raised before the caller had this object. A child of fork has only a copy of it.
+        made = getattr(self, "_made", None)
+        if made is not None and made[0] and self._pid == os.getpid():
+            self.end()
 
 
 def _close_link(made_by_pid: int, pointer: Any) -> None:

@@ -1,0 +1,92 @@
+"""What a signal's handler raises inside a buffer's method, KeyboardInterrupt mostly, says what became of the call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from smb.call import async_order
+from smb.call.arguments import Arguments
+from smb.call.dispatcher import here
+from smb.engine import NOWHERE
+from smb.errors import Error
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def accounted(method: Method) -> Method:
+    """Decorate a method that changes a buffer. A handler may raise before the call gets to the dispatcher, and after it
+    came back.
+    """
+    elements_of = _finder(method)
+
+    @functools.wraps(method)
+    def call(buffer: Any, *arguments: Any, **named: Any) -> Any:
+        before = here.finished
+        try:
+            result = method(buffer, *arguments, **named)
+            if (finished := here.finished) is not None and finished is not before:  # the caller's arrays are not kept
+                here.finished = finished._replace(source=NOWHERE, sink=NOWHERE, indices=None)
+            return result
+        except Error:
+            raise
+        except BaseException as error:
+            buffer._dispatcher.account_outside(error, before, elements_of(buffer, arguments, named))
+            raise
+
+    return cast(Method, call)
+
+
+def accounted_later(method: Method) -> Method:
+    """Decorate a method that makes an async call. A handler may raise after the engine has it: then the caller has no
+    future, but the error that settle() takes.
+    """
+    elements_of = _finder(method)
+
+    @functools.wraps(method)
+    def call(buffer: Any, *arguments: Any, **named: Any) -> Any:
+        # Plain assignments, between which no handler can run. Calls nest: a handler may make calls of its own.
+        before, async_order.here.last = async_order.here.last, None
+        try:
+            return method(buffer, *arguments, **named)
+        except Error:
+            raise
+        except BaseException as error:
+            future = async_order.here.future()
+            buffer._dispatcher.account_later(error, future, elements_of(buffer, arguments, named))
+            raise
+        finally:
+            async_order.here.last = before  # and so nothing here keeps the call's arrays
+
+    return cast(Method, call)
+
+
+def _finder(method: Callable[..., Any]) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any]], range | None]:
+    """Return what finds the elements of a call of this method by its arguments; None: they mean none."""
+    signature = inspect.signature(method)
+
+    def elements_of(buffer: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> range | None:
+        with contextlib.suppress(Error, TypeError, ValueError):
+            return _elements_of(buffer._dispatcher.arguments, signature.bind(buffer, *arguments, **named).arguments)
+        return None
+
+    return elements_of
+
+
+def _elements_of(arguments: Arguments, given: Mapping[str, Any]) -> range:
+    """Return the elements that a method's arguments mean. Raises Error, TypeError, ValueError if they mean none."""
+    if "indices" in given:
+        first, last = int(given["indices"][0]), int(given["indices"][-1])
+        return range(first, last + 1)
+    offset, count = given.get("offset"), given.get("count")
+    if "index" in given:
+        offset, count = given["index"], 1
+    elif "array" in given:
+        count = np.size(given["array"])
+    offset, count = arguments.range(0 if offset is None else offset, count, "")
+    return range(offset, offset + count)
