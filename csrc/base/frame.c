@@ -4,26 +4,8 @@
 
 #include "base/frame.h"
 
-enum {
-    MAGIC_AT = 0,
-    VERSION_AT = 2,
-    OPCODE_AT = 3,
-    DTYPE_AT = 4,
-    OP_AT = 5,
-    FLAGS_AT = 6,
-    STATUS_AT = 8,
-    LANE_AT = 10,
-    EPOCH_AT = 12,
-    SESSION_AT = 16,
-    SEQUENCE_AT = 24,
-    SEGMENT_AT = 32,
-    OFFSET_AT = 40,
-    LENGTH_AT = 48,
-    PAYLOAD_AT = 52,
-    ARGUMENT_AT = 56,
-    END_AT = 64
-};
-_Static_assert((int)END_AT == (int)SMB_FRAME_BYTES, "the header has no room left and none over");
+_Static_assert((int)SMB_AT_END == (int)SMB_FRAME_BYTES,
+               "the header has no room left and none over");
 _Static_assert((int)SMB_COPY + 1 == (int)SMB_OPCODE_COUNT,
                "counters have a place for every opcode");
 
@@ -51,22 +33,22 @@ static uint32_t load32(const uint8_t *bytes)
 
 void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES])
 {
-    store16(bytes + MAGIC_AT, SMB_FRAME_MAGIC);
-    bytes[VERSION_AT] = SMB_FRAME_VERSION;
-    bytes[OPCODE_AT] = frame->opcode;
-    bytes[DTYPE_AT] = frame->dtype;
-    bytes[OP_AT] = frame->op;
-    store16(bytes + FLAGS_AT, frame->flags);
-    store16(bytes + STATUS_AT, frame->status);
-    store16(bytes + LANE_AT, frame->lane);
-    store32(bytes + EPOCH_AT, frame->epoch);
-    smb_store64(bytes + SESSION_AT, frame->session);
-    smb_store64(bytes + SEQUENCE_AT, frame->sequence);
-    smb_store64(bytes + SEGMENT_AT, frame->segment);
-    smb_store64(bytes + OFFSET_AT, frame->offset);
-    store32(bytes + LENGTH_AT, frame->length);
-    store32(bytes + PAYLOAD_AT, frame->payload);
-    smb_store64(bytes + ARGUMENT_AT, frame->argument);
+    store16(bytes + SMB_AT_MAGIC, SMB_FRAME_MAGIC);
+    bytes[SMB_AT_VERSION] = SMB_FRAME_VERSION;
+    bytes[SMB_AT_OPCODE] = frame->opcode;
+    bytes[SMB_AT_DTYPE] = frame->dtype;
+    bytes[SMB_AT_OP] = frame->op;
+    store16(bytes + SMB_AT_FLAGS, frame->flags);
+    store16(bytes + SMB_AT_STATUS, frame->status);
+    store16(bytes + SMB_AT_LANE, frame->lane);
+    store32(bytes + SMB_AT_EPOCH, frame->epoch);
+    smb_store64(bytes + SMB_AT_SESSION, frame->session);
+    smb_store64(bytes + SMB_AT_SEQUENCE, frame->sequence);
+    smb_store64(bytes + SMB_AT_SEGMENT, frame->segment);
+    smb_store64(bytes + SMB_AT_OFFSET, frame->offset);
+    store32(bytes + SMB_AT_LENGTH, frame->length);
+    store32(bytes + SMB_AT_PAYLOAD, frame->payload);
+    smb_store64(bytes + SMB_AT_ARGUMENT, frame->argument);
 }
 
 static bool wire_is_sound(const struct smb_frame *frame)
@@ -181,25 +163,25 @@ static bool request_is_sound(const struct smb_frame *frame)
 
 int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *frame)
 {
-    if (load16(bytes + MAGIC_AT) != SMB_FRAME_MAGIC)
+    if (load16(bytes + SMB_AT_MAGIC) != SMB_FRAME_MAGIC)
         return SMB_PROTOCOL;
-    if (bytes[VERSION_AT] != SMB_FRAME_VERSION)
+    if (bytes[SMB_AT_VERSION] != SMB_FRAME_VERSION)
         return SMB_VERSION;
     *frame = (struct smb_frame){
-        .opcode = bytes[OPCODE_AT],
-        .dtype = bytes[DTYPE_AT],
-        .op = bytes[OP_AT],
-        .flags = load16(bytes + FLAGS_AT),
-        .status = load16(bytes + STATUS_AT),
-        .lane = load16(bytes + LANE_AT),
-        .epoch = load32(bytes + EPOCH_AT),
-        .session = smb_load64(bytes + SESSION_AT),
-        .sequence = smb_load64(bytes + SEQUENCE_AT),
-        .segment = smb_load64(bytes + SEGMENT_AT),
-        .offset = smb_load64(bytes + OFFSET_AT),
-        .length = load32(bytes + LENGTH_AT),
-        .payload = load32(bytes + PAYLOAD_AT),
-        .argument = smb_load64(bytes + ARGUMENT_AT),
+        .opcode = bytes[SMB_AT_OPCODE],
+        .dtype = bytes[SMB_AT_DTYPE],
+        .op = bytes[SMB_AT_OP],
+        .flags = load16(bytes + SMB_AT_FLAGS),
+        .status = load16(bytes + SMB_AT_STATUS),
+        .lane = load16(bytes + SMB_AT_LANE),
+        .epoch = load32(bytes + SMB_AT_EPOCH),
+        .session = smb_load64(bytes + SMB_AT_SESSION),
+        .sequence = smb_load64(bytes + SMB_AT_SEQUENCE),
+        .segment = smb_load64(bytes + SMB_AT_SEGMENT),
+        .offset = smb_load64(bytes + SMB_AT_OFFSET),
+        .length = load32(bytes + SMB_AT_LENGTH),
+        .payload = load32(bytes + SMB_AT_PAYLOAD),
+        .argument = smb_load64(bytes + SMB_AT_ARGUMENT),
     };
     if (frame->opcode < SMB_HELLO || frame->opcode >= SMB_OPCODE_COUNT ||
         frame->flags & ~SMB_FLAGS_KNOWN || !wire_is_sound(frame))

@@ -59,6 +59,27 @@ enum smb_frame_flag {
         SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
 };
 
+/* Where a header's fields lie, in bytes from its start. */
+enum {
+    SMB_AT_MAGIC = 0,
+    SMB_AT_VERSION = 2,
+    SMB_AT_OPCODE = 3,
+    SMB_AT_DTYPE = 4,
+    SMB_AT_OP = 5,
+    SMB_AT_FLAGS = 6,
+    SMB_AT_STATUS = 8,
+    SMB_AT_LANE = 10,
+    SMB_AT_EPOCH = 12,
+    SMB_AT_SESSION = 16,
+    SMB_AT_SEQUENCE = 24,
+    SMB_AT_SEGMENT = 32,
+    SMB_AT_OFFSET = 40,
+    SMB_AT_LENGTH = 48,
+    SMB_AT_PAYLOAD = 52,
+    SMB_AT_ARGUMENT = 56,
+    SMB_AT_END = 64
+};
+
 /* Payloads. ACCUMULATE_FROM: where to read; of several sources a word with the wire of each, 3 bits
  * from the lowest on, then segment and scale (float64) of each. APPLY: the segments of the gradient
  * and of the state (0: none), then the words of struct smb_hyper, as float64; if it brings its

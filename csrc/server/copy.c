@@ -12,16 +12,13 @@
 #include "server/registry.h"
 #include "server/replica_state.h"
 
-enum {
-    SEQUENCE_AT = 24, /* in a header: frame.c */
-    COPY_WAIT_MS = 50
-};
+enum { COPY_WAIT_MS = 50 };
 
 /* With the lock: as the next part of the copy. */
 static void append_part(struct replica *replica, struct forward *part)
 {
     struct copy *copy = &replica->group->copy;
-    smb_store64(part->frame + SEQUENCE_AT, ++copy->sequence);
+    smb_store64(part->frame + SMB_AT_SEQUENCE, ++copy->sequence);
     group_append(replica, part);
     copy->order = part->order;
 }

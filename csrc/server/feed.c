@@ -4,13 +4,7 @@
 
 #include "base/clock.h"
 
-enum {
-    GREETING_BYTES = FEED_GREETING_FRAMES * SMB_FRAME_BYTES,
-    SPARES_MAX = 16,
-    SEND_PARTS = 16,
-    FLAGS_AT = 6, /* in a header: frame.c */
-    EPOCH_AT = 12
-};
+enum { GREETING_BYTES = FEED_GREETING_FRAMES * SMB_FRAME_BYTES, SPARES_MAX = 16, SEND_PARTS = 16 };
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
@@ -70,7 +64,7 @@ void feed_free(struct feed *feed, struct forward *forward)
 static void stamp(struct forward *forward, uint32_t epoch)
 {
     for (int i = 0; i < 4; i++)
-        forward->frame[EPOCH_AT + i] = (uint8_t)(epoch >> (8 * i));
+        forward->frame[SMB_AT_EPOCH + i] = (uint8_t)(epoch >> (8 * i));
 }
 
 void feed_replace(struct feed *feed, struct forward *forward, const struct smb_frame *frame)
@@ -145,7 +139,7 @@ void feed_disconnect(struct feed *feed)
     feed->unsent = feed->first;
     feed->unsent_done = 0;
     for (struct forward *sent = feed->first; sent && sent->was_sent; sent = sent->next)
-        sent->frame[FLAGS_AT] |= SMB_FLAG_RETRY;
+        sent->frame[SMB_AT_FLAGS] |= SMB_FLAG_RETRY;
 }
 
 static void fail(struct feed *feed, int status)
