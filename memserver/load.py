@@ -89,7 +89,7 @@ def load_of(engine: Engine, place: Place, last: LastLook, limit: MemoryLimit | N
         operations=operations,
         errors={reason: count for reason, count in counters.errors.items() if count},
         connections={name: count for name, count in counters.connections.items() if count},
-        parked_requests=counters.deferred,
+        deferred_requests=counters.deferred,
         waiting_requests=counters.waits,
         replayed_requests=counters.replayed_total,
         recovered_locks=counters.recovered_locks,

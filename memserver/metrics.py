@@ -167,7 +167,7 @@ def _books(counters: Counters, capacity_bytes: int) -> Iterator[Metric]:
     yield gauge("smb_server_segments", counters.segments)
     yield gauge("smb_server_segment_bytes", counters.segment_bytes)
     yield gauge("smb_server_capacity_bytes", capacity_bytes)
-    yield gauge("smb_server_parked_requests", counters.deferred)
+    yield gauge("smb_server_deferred_requests", counters.deferred)
     yield _total("smb_server_chunk_waits_total", counters.deferred_total)
     yield _total("smb_server_repeated_requests_total", counters.repeated_total)
     yield _total("smb_server_replayed_requests_total", counters.replayed_total)

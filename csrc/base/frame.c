@@ -222,7 +222,7 @@ const char *smb_status_name(int status)
     case SMB_BROKEN: return "broken";
     case SMB_EVICTED: return "evicted";
     case SMB_SESSION_ENDED: return "session_ended";
-    case SMB_DEFERRED: return "parked";
+    case SMB_DEFERRED: return "deferred";
     case SMB_APART: return "apart";
     case SMB_DISCONNECTED: return "disconnected";
     case SMB_LINK_LOST: return "link_lost";

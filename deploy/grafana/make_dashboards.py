@@ -147,7 +147,7 @@ ONE_SERVER: list[Panel] = [
         "Requests deferred at a chunk's lock; those that wait for a lock, a publication, a barrier, a version.",
         "short",
         [
-            (f"smb_server_parked_requests{{{SERVER}}}", "{{server}} chunk"),
+            (f"smb_server_deferred_requests{{{SERVER}}}", "{{server}} chunk"),
             (f"smb_server_waiting_requests{{{SERVER}}}", "{{server}} {{kind}}"),
         ],
         "timeseries",

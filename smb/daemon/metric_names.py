@@ -110,7 +110,7 @@ SERVER: tuple[Description, ...] = (
     _gauge("smb_server_segments", "Segments held."),
     _gauge("smb_server_segment_bytes", "Bytes of capacity taken by segments, headers included."),
     _gauge("smb_server_capacity_bytes", "Bytes that segments may take."),
-    _gauge("smb_server_parked_requests", "Requests that wait for a chunk's lock now."),
+    _gauge("smb_server_deferred_requests", "Requests that wait for a chunk's lock now."),
     _counter("smb_server_chunk_waits_total", "Requests that had to wait for a chunk's lock."),
     _gauge(
         "smb_server_waiting_requests",

@@ -39,7 +39,7 @@ def test_a_request_behind_a_stopped_process_is_deferred_once() -> None:
                 future = weights.accumulate_async(np.ones(65536, np.float32))
                 try:
                     wait_for(
-                        lambda: future.done() or cluster_metric(cluster, "smb_server_parked_requests") == 1,
+                        lambda: future.done() or cluster_metric(cluster, "smb_server_deferred_requests") == 1,
                         "an outcome",
                     )
                     if future.done():
@@ -48,7 +48,7 @@ def test_a_request_behind_a_stopped_process_is_deferred_once() -> None:
                     with smb.connect(cluster.address, transport="tcp") as third:
                         third.open("other").write(np.ones(4, np.float32))
                     retries_later = cluster_metric(cluster, "smb_server_chunk_waits_total")
-                    assert cluster_metric(cluster, "smb_server_parked_requests") == 1
+                    assert cluster_metric(cluster, "smb_server_deferred_requests") == 1
                     assert cluster_metric(cluster, "smb_server_chunk_waits_total") == retries_later
                     return True
                 finally:
@@ -56,7 +56,7 @@ def test_a_request_behind_a_stopped_process_is_deferred_once() -> None:
                     future.result(timeout=10)
 
             wait_for(stopped_inside, "a stop inside the lock")
-            assert cluster_metric(cluster, "smb_server_parked_requests") == 0
+            assert cluster_metric(cluster, "smb_server_deferred_requests") == 0
             assert other.read().tolist() == [1, 1, 1, 1]
         finally:
             adder.kill()

@@ -153,8 +153,8 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
             title = f"{server.name} refused {count} requests: {reason.replace('_', ' ')}"
             action = "A program repeats a call that fails: see the clients' messages."
             yield Problem(WARNING, title, "In the last minute.", action, about)
-    if watch.load.parked_requests and now.monotonic - watch.deferred_since >= DEFERRED_S:
-        title = f"{server.name}: {watch.load.parked_requests} requests wait for a chunk's lock"
+    if watch.load.deferred_requests and now.monotonic - watch.deferred_since >= DEFERRED_S:
+        title = f"{server.name}: {watch.load.deferred_requests} requests wait for a chunk's lock"
         detail = "For some seconds now. A local client was stopped, or hangs, in the middle of a change."
         action = "On its host, look for a stopped process (state T in ps) that uses the buffer: continue or kill it."
         yield Problem(WARNING, title, detail, action, about, now.wall - (now.monotonic - watch.deferred_since))

@@ -237,7 +237,7 @@ class Watch:
                 fresh = self._continue(name, known, fresh)
             else:
                 self._errors[name] = deque([(now.monotonic, dict(load.errors))], maxlen=int(RECENT_S / STEP_S) + 2)
-            if load.parked_requests:
+            if load.deferred_requests:
                 fresh = replace(fresh, deferred_since=(known.deferred_since if known else 0.0) or now.monotonic)
             held = self._held.get(name, {})
             keys = [(wait.segment_id, wait.kind, wait.token if wait.session_id else 0) for wait in load.waits]

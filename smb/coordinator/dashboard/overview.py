@@ -322,7 +322,7 @@ def _totals(view: View, servers: list[Json], buffers: tuple[BufferRecord, ...]) 
         "clients": len(view.state.client_names),
         "rates": {key: sum(rate[key] for rate in rates) for key in ("operations", "in", "out", "within")},
         "connections": sum(server["connections"] for server in alive),
-        "parked": sum(server["parked"] for server in alive),  # codespell:ignore parked - a public name
+        "deferred": sum(server["deferred"] for server in alive),
         "waiting": sum(server["waiting"] for server in alive),
     }
 
@@ -346,7 +346,7 @@ def _server(view: View, server: ServerRecord) -> Json:
         "last_seen": view.seen.left.get(server.name, server.last_seen_at),
         "rates": _rates(current.rates) if current and current.rates else None,
         "connections": sum(load.connections.values()),
-        "parked": load.parked_requests,  # codespell:ignore parked
+        "deferred": load.deferred_requests,
         "waiting": load.waiting_requests,
         "errors_recently": sum(count for reason, count in errors.items() if reason not in USUAL),
     }

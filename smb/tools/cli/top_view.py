@@ -217,7 +217,7 @@ def _servers(rows: Sequence[Json], shown: Json) -> _Rows:
     for row in rows:
         state, rates = str(row["state"]), row["rates"] or {}
         alive = state in ("alive", "late")
-        waiting = row["parked"] + row["waiting"]  # codespell:ignore parked
+        waiting = row["deferred"] + row["waiting"]
         made.add_row(
             row["name"],
             _STATES.get(state, state)

@@ -254,14 +254,14 @@ def test_errors_count_for_a_minute(scene: Scene) -> None:
     assert scene.problems() == []
 
 
-def test_parked_requests_are_a_problem_once_they_last(scene: Scene) -> None:
+def test_deferred_requests_are_a_problem_once_they_last(scene: Scene) -> None:
     """A moment is normal; seconds mean a stopped process."""
-    scene.renew(load=pb.ServerLoad(parked_requests=3))
+    scene.renew(load=pb.ServerLoad(deferred_requests=3))
     assert scene.problems() == []
-    scene.renew(load=pb.ServerLoad(parked_requests=1))
-    scene.renew(load=pb.ServerLoad(parked_requests=2))
-    (parked,) = scene.problems()
-    assert "2 requests wait for a chunk's lock" in parked.title
+    scene.renew(load=pb.ServerLoad(deferred_requests=1))
+    scene.renew(load=pb.ServerLoad(deferred_requests=2))
+    (deferred,) = scene.problems()
+    assert "2 requests wait for a chunk's lock" in deferred.title
     scene.renew()
     assert scene.problems() == []
 

@@ -15,7 +15,7 @@ from smb.daemon.metric_names import NAMED_MAX, OTHER
 
 # The field's own number is found under this name. Those by transport, kind and status are integration tests' to see.
 NUMBERS = {
-    "deferred": "smb_server_parked_requests",
+    "deferred": "smb_server_deferred_requests",
     "deferred_total": "smb_server_chunk_waits_total",
     "repeated_total": "smb_server_repeated_requests_total",
     "replayed_total": "smb_server_replayed_requests_total",

@@ -75,7 +75,7 @@ const servers = new Table($("servers"), {
     { head: "In", number: true, sort: (s) => number(s.rates?.in), cell: (s) => f.rate(s.rates?.in) },
     { head: "Out", number: true, sort: (s) => number(s.rates?.out), cell: (s) => f.rate(s.rates?.out) },
     { head: "Connections", number: true, sort: (s) => s.connections, cell: (s) => (alive(s) ? f.count(s.connections) : "–") },
-    { head: "Deferred", number: true, sort: (s) => s.parked, cell: (s) => (alive(s) ? f.count(s.parked) : "–") },
+    { head: "Deferred", number: true, sort: (s) => s.deferred, cell: (s) => (alive(s) ? f.count(s.deferred) : "–") },
     { head: "Waiting", number: true, sort: (s) => s.waiting, cell: (s) => (alive(s) ? f.count(s.waiting) : "–") },
     { head: "Errors/min", number: true, sort: (s) => s.errors_recently, cell: (s) => (alive(s) ? f.count(s.errors_recently) : "–") },
   ],
@@ -232,7 +232,7 @@ function showTotals() {
     ["Out", f.rate(totals.rates.out), ""],
     ["Buffers", f.count(totals.buffers), `${f.bytes(totals.buffer_bytes)}${inTrainings ? `; ${f.count(inTrainings)} in trainings` : ""}`],
     ["Clients", f.count(totals.clients), f.plural(totals.connections, "connection")],
-    ["Waiting", f.count(totals.waiting), totals.parked ? `${f.count(totals.parked)} deferred` : ""],
+    ["Waiting", f.count(totals.waiting), totals.deferred ? `${f.count(totals.deferred)} deferred` : ""],
   ];
   const list = $("totals");
   if (!list.children.length) list.append(...tiles.map(([name]) => el("div", {}, el("dt", {}, name), el("dd", {}), el("dd", { class: "quiet" }))));

@@ -77,7 +77,7 @@ function server(found) {
     ["in, out", rates ? `${f.rate(rates.in)}, ${f.rate(rates.out)}` : "–"],
     ["combined in place, from buffer to buffer", rates ? f.rate(rates.within) : "–"],
     ["connections", Object.entries(found.connections_by_transport).map(([way, n]) => `${n} ${way}`).join(", ") || "none"],
-    ["deferred, waiting", `${found.parked}, ${found.waiting}`],
+    ["deferred, waiting", `${found.deferred}, ${found.waiting}`],
     ["repeated changes", f.count(found.replayed_requests)],
     ["weight", String(found.weight)],
   ]);
