@@ -425,6 +425,13 @@ class CoordinatorService(CoordinatorServicer):
             text = await asyncio.to_thread(self._overview.all)
         return pb.OverviewReply(json=text.decode())
 
+    async def LockHolder(self, request: pb.LockHolderRequest, context: Context) -> pb.LockHolderReply:
+        """See control.proto."""
+        state = self._commit_log.state
+        record = state.buffers.get(key_of(Kind.LOCK, request.name))
+        session_id = self._watch.lock_holder(record.segments[0].server, record.segments[0].id) if record else 0
+        return pb.LockHolderReply(client_name=state.client_names.get(session_id, ""))
+
     # Buffers
 
     async def CreateBuffer(self, request: pb.CreateBufferRequest, context: Context) -> pb.Buffer:

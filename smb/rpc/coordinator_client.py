@@ -247,6 +247,11 @@ class Coordinator:
         reply: pb.OverviewReply = self._call("Overview", request, timeout)
         return reply.json
 
+    def lock_holder(self, name: str, timeout: float) -> str:
+        """Return the name of the client that holds a lock, as far as its server has told; "" if nobody is known to."""
+        reply: pb.LockHolderReply = self._call("LockHolder", pb.LockHolderRequest(name=name), timeout)
+        return reply.client_name
+
     def clock(self, timeout: float) -> float:
         """Return the coordinator's time, in seconds since 1970; 0 from one that does not tell."""
         reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)

@@ -112,6 +112,7 @@ RULES: Mapping[str, Rule] = {
     "/smb.v1.Coordinator/ForgetSegments": Rule(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Rebalance": Rule(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Overview": Rule(_USERS),  # of who is limited to namespaces nobody: it shows them all
+    "/smb.v1.Coordinator/LockHolder": Rule(_WRITERS, names=("name",)),
     "/smb.v1.Coordinator/Leader": Rule(_USERS | _RELAYS),
     "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/DeleteSegment": _COORDINATOR,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import struct
@@ -56,7 +55,7 @@ LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
 _PLACEMENT = {"servers", "stripe", "wire", "replicas"}
 _SETUP_S = 30.0
-_OVERVIEW_S = 3.0
+_HOLDER_S = 3.0
 _NAMED = 4  # buffers, in a line of the log
 WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}  # of an element
 
@@ -503,11 +502,10 @@ def _nothing_to_ask() -> None:
 
 def _holder(client: Client, lock: str) -> str:
     """Return who holds a lock, HOST:PID, as far as the coordinator knows."""
-    with contextlib.suppress(Error, KeyError, TypeError, ValueError):  # it is away, or of another version
-        for each in json.loads(client._coordinator.overview(_OVERVIEW_S))["waits"]:
-            if (each["kind"], each["name"]) == ("lock", lock) and each["holder"]:
-                return str(each["holder"])
-    return "another client"
+    holder = ""
+    with contextlib.suppress(Error):  # it is away, or of a release that does not tell
+        holder = client._coordinator.lock_holder(lock, _HOLDER_S)
+    return holder or "another client"
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ def test_an_async_call_counts_as_settle_says(client: smb.Client, call: str) -> N
             wanted[part.start : part.stop] -= 1
         assert (buffer.read() == wanted).all(), error.outcome
     assert outcomes == {"not applied", "unknown"}
-    wait_for(lambda: bool((buffer.read() == wanted + 1).all()), 5.0)  # the one that was not stopped
+    wait_for(lambda: bool((buffer.read() == wanted + 1).all()), "the last sum")  # the one that was not stopped
 
 
 def test_a_lock_is_free_within_its_ttl(client: smb.Client) -> None:

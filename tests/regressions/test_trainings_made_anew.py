@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -135,12 +134,12 @@ def test_a_deletion_that_can_not_have_the_lock(connect: Connect, monkeypatch: py
     before = names(client)
     monkeypatch.setattr(group, "_SETUP_S", 0.1)
 
-    def holders() -> list[str]:
-        waits = json.loads(client._coordinator.overview(DEADLINE_S))["waits"]
-        return [each["holder"] for each in waits if each["name"] == "run/setup" and each["holder"]]
+    def told() -> str:
+        return client._coordinator.lock_holder("run/setup", DEADLINE_S)
 
     with other.lock("run/setup"):
-        (holder,) = wait_for(holders, "the holder of the lock at the coordinator")
+        holder = wait_for(told, "the holder of the lock at the coordinator")
+        assert holder == other.name
         with pytest.raises(smb.TimeoutError, match=f"nothing was deleted: {re.escape(holder)} makes, joins or"):
             delete(client, "run")
         assert names(client) == before

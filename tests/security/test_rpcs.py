@@ -19,6 +19,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import ANSWERED
 from smb.security.credentials import CA_FILE, COORDINATOR_NAME, channel, load_directory, server_name
 from smb.security.roles import RULES, Role, caller_of, permit
+from tests.support.daemons import wait_for
 
 # Who may. Written down here once more, on purpose: a slip in the table of smb.security.roles is seen.
 USERS, WRITERS, SERVERS, COORDINATOR = "client reader operator", "client operator", "server-0", "coordinator"
@@ -41,6 +42,7 @@ MAY = {
         "Rebalance": "operator",
         "ForgetSegments": "operator",
         "Overview": USERS,
+        "LockHolder": WRITERS,
         "Leader": USERS + RELAYS,
     },
     "MemoryServer": {
@@ -189,8 +191,12 @@ def test_a_certificate_may_be_limited_to_namespaces(connect_as: Any, team: smb.C
     with pytest.raises(smb.PermissionDeniedError, match="shows all of the cluster; use a certificate of role operator"):
         team._session.coordinator.overview(5)
     assert '"buffers":' in everybody._session.coordinator.overview(5)
-    with team.lock("team/lock", ttl=5):
-        pass
+    with team.lock("team/lock", ttl=5), everybody.lock("other/lock", ttl=5):
+        asked = team._session.coordinator
+        wait_for(lambda: asked.lock_holder("team/lock", 5).startswith(f"{team.name} ("), "the holder of the lock")
+        with pytest.raises(smb.PermissionDeniedError, match="limited to team/"):
+            asked.lock_holder("other/lock", 5)
+    assert team._session.coordinator.lock_holder("team/none", 5) == ""
     team.delete("team/weights")
     assert len(everybody.list()) == 3
 
