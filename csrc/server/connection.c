@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include "base/clock.h"
+#include "server/admit.h"
 #include "server/answer.h"
 #include "server/counters.h"
 #include "server/handshake.h"

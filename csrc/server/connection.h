@@ -19,7 +19,7 @@
 #include "base/channel.h"
 #include "base/stats.h"
 #include "memory/journal.h"
-#include "server/gate.h"
+#include "server/request.h"
 #include "server/grants.h"
 #include "server/slots.h"
 #include "server/waits.h"

@@ -5,6 +5,7 @@
 
 #include "base/assert.h"
 #include "base/channel.h"
+#include "server/admit.h"
 #include "server/handshake.h"
 #include "server/loop.h"
 #include "server/output.h"

@@ -2,7 +2,9 @@
 
 #include <string.h>
 
+#include "server/admit.h"
 #include "server/answer.h"
+#include "server/gate.h"
 #include "server/loop.h"
 #include "server/output.h"
 #include "server/server.h"

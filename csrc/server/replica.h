@@ -20,7 +20,7 @@
 #include <stdatomic.h>
 
 #include "base/frame.h"
-#include "server/gate.h"
+#include "server/request.h"
 
 struct connection;
 struct forward;

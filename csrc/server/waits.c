@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "server/connection.h"
 #include "server/counters.h"
+#include "server/gate.h"
 #include "server/lanes.h"
 #include "server/loop.h"
 #include "server/replica.h"

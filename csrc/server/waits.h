@@ -6,7 +6,7 @@
 #include "base/frame.h"
 #include "memory/segment.h"
 #include "memory/sync.h"
-#include "server/gate.h"
+#include "server/request.h"
 
 struct connection;
 struct loop;

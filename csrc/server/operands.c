@@ -1,0 +1,206 @@
+#include "server/operands.h"
+
+#include "memory/chunk.h"
+#include "memory/kernels.h"
+#include "server/admit.h"
+#include "server/registry.h"
+#include "server/replica.h"
+#include "server/server.h"
+
+/* A link to a segment with two copies follows its primary, and would take SMB_NOT_FOUND for being
+ * sent away. */
+static int missing(const struct gate_request *request, int status)
+{
+    bool copies = replica_at(request->segment);
+    return status == SMB_NOT_FOUND && copies ? SMB_APART : status;
+}
+
+/* A source that may be read here, to request->others. */
+static int find_source(struct smb_server *server, struct gate_request *request, int number,
+                       uint64_t id)
+{
+    struct smb_segment **source = &request->others[number];
+    int status = *source ? SMB_OK : gate_find(server, request, id, SMB_RIGHT_READ, source);
+    if (status != SMB_OK)
+        return missing(request, status);
+    if (smb_segment_dtype(*source) != request->frame.dtype)
+        return SMB_INVALID;
+    struct replica *replica = replica_at(*source);
+    if (replica && !replica_is_primary(replica))
+        return SMB_APART;
+    if (replica && server->guarded &&
+        !replica_serves(replica, grants_find(&request->peer->grants, id)->epoch, false))
+        return SMB_APART; /* its reader learns the epoch where it asks the source itself */
+    return SMB_OK;
+}
+
+/* Whether the source's bytes in scratch may be told. */
+static int may_use(struct gate_request *request, int number)
+{
+    struct replica *replica = replica_at(request->others[number]);
+    return replica ? replica_check_read(replica, request->tries.gathered[number] - 1,
+                                        request->tries.begun_ns)
+                   : SMB_OK;
+}
+
+/* Copies the source range into scratch, rounded as the frame says: no chunk lock is waited for
+ * while another is held. Of a source with two copies the bytes are kept until they may be told:
+ * those of a later try might never be. */
+static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id,
+                       uint64_t offset, uint8_t *scratch)
+{
+    int status = find_source(server, request, 0, id);
+    if (status != SMB_OK)
+        return status;
+    struct smb_segment *source = request->others[0];
+    if (!replica_at(source) || !request->tries.gathered[0]) {
+        struct smb_change read = {
+            .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
+        status = smb_segment_apply(source, &read, gate_patience(request));
+        if (status != SMB_OK)
+            return missing(request, status);
+        int wire = smb_frame_wire(&request->frame);
+        if (wire != SMB_WIRE_EXACT)
+            smb_kernel_round(wire, scratch, read.bytes / 4, 0, SMB_CHUNK_BYTES_MAX, scratch);
+        struct replica *replica = replica_at(source);
+        request->tries.gathered[0] = replica ? 1 + replica_newest_of(replica, offset) : 0;
+    }
+    return may_use(request, 0);
+}
+
+/* Adds a source's range, rounded, to what is in scratch; the first one takes its place. Under the
+ * source's chunk lock, and no other. */
+static int add_source(struct gate_request *request, int number, int wire, double scale,
+                      uint8_t *scratch)
+{
+    enum { BLOCK = 4 * SMB_WIRE_BLOCK };
+    struct smb_segment *source = request->others[number];
+    const struct smb_frame *frame = &request->frame;
+    int op = number == 0 ? SMB_REPLACE : SMB_SUM;
+    if (!smb_op_accepts(frame->dtype, op, scale) ||
+        (wire != SMB_WIRE_EXACT && (!smb_wire_is_dense(wire) || frame->dtype != SMB_FLOAT32)))
+        return SMB_INVALID;
+    if (!smb_segment_holds(source, frame->offset, frame->length))
+        return SMB_INVALID;
+    if (smb_segment_deleted(source))
+        return missing(request, SMB_NOT_FOUND);
+    int status = smb_segment_lock(source, frame->offset, gate_patience(request));
+    if (status != SMB_OK)
+        return missing(request, status);
+    const uint8_t *from = (const uint8_t *)smb_segment_data(source) + frame->offset;
+    if (wire == SMB_WIRE_EXACT) {
+        smb_kernel_apply(frame->dtype, op, scratch, from,
+                         frame->length / smb_dtype_bytes(frame->dtype), scale);
+    } else {
+        for (uint32_t done = 0, left = frame->length / 4; left > 0;) {
+            float rounded[BLOCK];
+            uint32_t count = left < BLOCK ? left : BLOCK;
+            smb_kernel_round(wire, from + 4 * done, count, 0, SMB_CHUNK_BYTES_MAX, rounded);
+            smb_kernel_apply(SMB_FLOAT32, op, scratch + 4 * done, rounded, count, scale);
+            done += count, left -= count;
+        }
+    }
+    struct replica *replica = replica_at(source);
+    request->tries.gathered[number] = 1 + (replica ? replica_newest_of(replica, frame->offset) : 0);
+    smb_segment_unlock(source, frame->offset);
+    return missing(request, smb_segment_still_there(source));
+}
+
+/* The sum of several sources into scratch, once: it is kept for further tries. */
+static int read_sources(struct smb_server *server, struct gate_request *request,
+                        const uint8_t *payload, uint8_t *scratch)
+{
+    int count = (int)smb_frame_sources(&request->frame), status = SMB_OK;
+    uint64_t wires = smb_load64(payload);
+    bool kept = request->tries.gathered[count - 1] != 0;
+    if (wires >> SMB_SOURCE_WIRE_BITS * count != 0)
+        return SMB_INVALID;
+    for (int s = 0; s < count && status == SMB_OK; s++)
+        status = find_source(server, request, s, smb_load64(payload + 8 + SMB_SOURCE_BYTES * s));
+    for (int s = 0; s < count && status == SMB_OK && !kept; s++) {
+        double scale = smb_double_of(smb_load64(payload + 16 + SMB_SOURCE_BYTES * s));
+        status = add_source(request, s, wires >> SMB_SOURCE_WIRE_BITS * s & 7, scale, scratch);
+    }
+    for (int s = 0; s < count && status == SMB_OK; s++)
+        status = may_use(request, s);
+    return status;
+}
+
+/* Whether the state can change with the weights: both have one copy, or both move together, so that
+ * the backup makes the step in both. */
+static int follows(struct smb_server *server, const struct gate_request *request,
+                   const struct smb_segment *state, uint64_t id)
+{
+    const struct replica *replica = replica_at(request->segment), *other = replica_at(state);
+    if (!replica && !other)
+        return SMB_OK;
+    if (!replica || !replica_moves_with(replica, other))
+        return SMB_INVALID;
+    if (server->guarded && !request->peer->fed &&
+        !replica_serves(other, grants_find(&request->peer->grants, id)->epoch, false))
+        return SMB_APART; /* the client asks for a newer token of it, as its link would not */
+    return SMB_OK;
+}
+
+/* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or
+ * each other. */
+static int read_step(struct smb_server *server, struct gate_request *request, const uint8_t *words,
+                     uint8_t *scratch, struct smb_change *change)
+{
+    const struct smb_frame *frame = &request->frame;
+    bool brings = smb_frame_brings(frame);
+    uint64_t gradient = smb_load64(words);
+    smb_load_hyper(words + 8 * SMB_APPLY_SEGMENTS, &change->hyper);
+    change->factors = kernel_factors_of(frame->op, &change->hyper);
+    if (gradient == frame->segment || (brings && gradient != 0))
+        return SMB_INVALID;
+    for (int i = 0; i < SMB_RULE_STATES_MAX; i++) {
+        uint64_t id = smb_load64(words + 8 * (1 + i));
+        struct smb_segment **state = &request->others[1 + i];
+        if ((id != 0) != (i < smb_rule_states(frame->op)) || (id != 0 && id == gradient))
+            return SMB_INVALID;
+        int status = id == 0 || *state ? SMB_OK
+                                       : gate_find(server, request, id, SMB_RIGHT_WRITE, state);
+        if (status != SMB_OK)
+            return missing(request, status);
+        if (*state && (status = follows(server, request, *state, id)) != SMB_OK)
+            return status;
+        change->states[i] = *state;
+    }
+    return brings ? SMB_OK : read_source(server, request, gradient, frame->offset, scratch);
+}
+
+int gate_describe(struct smb_server *server, struct gate_request *request, const uint8_t *payload,
+                  uint8_t *scratch, uint8_t *sink, struct smb_change *change)
+{
+    const struct smb_frame *frame = &request->frame;
+    bool brings = smb_frame_brings(frame);
+    int status = SMB_OK;
+    *change = (struct smb_change){.opcode = frame->opcode,
+                                  .op = frame->op,
+                                  .offset = frame->offset,
+                                  .bytes = frame->length,
+                                  .wire = smb_frame_wire(frame),
+                                  .source_bytes = smb_frame_body(frame),
+                                  .source = payload,
+                                  .sink = sink,
+                                  .argument = frame->argument};
+    switch (frame->opcode) {
+    case SMB_ACCUMULATE_FROM:
+        status = smb_frame_sources(frame) > 0 ? read_sources(server, request, payload, scratch)
+                                              : read_source(server, request, smb_load64(payload),
+                                                            smb_load64(payload + 8), scratch);
+        change->source = scratch;
+        change->wire = SMB_WIRE_EXACT; /* it is rounded */
+        change->scale = smb_double_of(frame->argument);
+        break;
+    case SMB_APPLY:
+        status = read_step(server, request, brings ? payload - SMB_APPLY_BYTES : payload, scratch,
+                           change);
+        change->source = brings ? payload : scratch;
+        break;
+    case SMB_ACCUMULATE: change->scale = smb_double_of(frame->argument); break;
+    case SMB_COMPARE_SWAP: change->expected = smb_load64(payload); break;
+    }
+    return status;
+}
