@@ -396,7 +396,8 @@ class Client:
                 )
         if to == "auto":
             parts = {place.server for place in source.layout.segments}
-            open_to = [server.name for server in self.servers() if server.alive and not server.draining]
+            may_live = [server for server in self.servers() if server.alive or server.unheard]
+            open_to = [server.name for server in may_live if not server.draining]
             servers = [name for name in open_to if name not in parts]
         else:
             servers = builtins.list(_server_names(name, to))

@@ -1,5 +1,5 @@
-/* admit.h: whether a request may reach its segment: right, epoch, dtype and bounds. The gate's first
- * part; gate.h has the second one.
+/* admit.h: whether a request may reach its segment: right, epoch, dtype and bounds. This is the
+ * gate's first part; gate.h has the last one.
  *
  * Threads. As gate.h. */
 #ifndef SMB_ADMIT_H

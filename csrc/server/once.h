@@ -1,5 +1,5 @@
-/* once.h: each change counts once. The completion record of a request's lane says whether the change
- * was made, and remembers which were refused.
+/* once.h: each change counts once. The completion record of a request's lane says whether the
+ * change was made, and remembers which were refused.
  *
  * Threads. As gate.h. */
 #ifndef SMB_ONCE_H

@@ -167,10 +167,12 @@ class Catalogue:
         return view_of(form, info.dtype, info.shape, buffer.table, buffer.metadata)
 
     def space(self) -> tuple[int, int]:
-        """Return (capacity, free) of all memory servers that live, in bytes."""
+        """Return (capacity, free) of all memory servers that may live, in bytes. One that the coordinator has not heard
+        of yet, as it was just started, counts with what it had: not knowing is not a lack of room.
+        """
         read_at, capacity, free = self._space
         if time.monotonic() - read_at > _SERVERS_FRESH_S:
-            alive = [server for server in self._client.servers() if server.alive]
+            alive = [server for server in self._client.servers() if server.alive or server.unheard]
             capacity = sum(server.capacity for server in alive)
             free = sum(server.free for server in alive if not server.draining)
             self._space = time.monotonic(), capacity, free

@@ -30,10 +30,21 @@ class Node:
         self.changed = False  # a staged file that is not in the cluster
         self.handles = 0
         self.removed = False  # no path leads to it any more
-        self.short = False  # a write into the staged file found no room: it is no whole file any more
+        self.unwritten = range(0)  # bytes of a staged file whose write found no room, and that were not written since
         self.displaced = ""  # the name that its buffer has since
         self.base_bytes = 0  # of the file that the staged file replaces: it needs no more room than that
         self.lock = threading.RLock()
+
+    def note_unwritten(self, start: int, stop: int) -> None:
+        """Remember that a write of these bytes into the staged file found no room: the file is not whole."""
+        left = self.unwritten
+        self.unwritten = range(min(left.start, start), max(left.stop, stop)) if left else range(start, stop)
+
+    def note_written(self, start: int, stop: int) -> None:
+        """Forget what `note_unwritten` was told, once a write covers all of it."""
+        left = self.unwritten
+        if left and start <= left.start and left.stop <= stop:
+            self.unwritten = range(0)
 
 
 class OpenFile:

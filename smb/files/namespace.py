@@ -536,15 +536,17 @@ class Tree:
             end = offset + data.size
             if isinstance(node.content, Live) and end > node.content.nbytes:
                 self._detach(node, node.content)
-            if isinstance(node.content, StagedFile):
-                if end > node.content.nbytes:
-                    self._check_room(node, end)
-                node.changed = True
             try:
+                if isinstance(node.content, StagedFile):
+                    if end > node.content.nbytes:
+                        self._check_room(node, end)
+                    node.changed = True
                 node.content.write(offset, data)
             except OSError:
-                node.short |= isinstance(node.content, StagedFile)
+                if isinstance(node.content, StagedFile):
+                    node.note_unwritten(offset, end)
                 raise
+            node.note_written(offset, end)
             node.modified = node.written = time.time_ns()
 
     def truncate_node(self, node: Node, nbytes: int) -> None:
@@ -557,9 +559,13 @@ class Tree:
                 staged = StagedFile(self._staged_files)
                 draw(node.content, staged, nbytes)
                 node.content = staged
-            self._check_room(node, nbytes)
-            node.content.truncate(nbytes)
-            node.short = False
+            try:
+                self._check_room(node, nbytes)
+                node.content.truncate(nbytes)
+            except OSError:
+                node.note_unwritten(node.content.nbytes, nbytes)
+                raise
+            node.unwritten = range(0)
             node.changed = True
             node.modified = time.time_ns()
 
@@ -571,7 +577,7 @@ class Tree:
             staged = node.content
             if not node.changed or node.removed or not isinstance(staged, StagedFile) or not (staged.nbytes or empty):
                 return
-            if node.short:
+            if node.unwritten:
                 raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
             # To end what is hidden takes the lock that comes before the node's.
             found = self._look(node.path) if node.path not in self._hidden else None
@@ -613,7 +619,7 @@ class Tree:
             if node.handles:
                 return
             try:
-                if node.content.nbytes == 0 and not node.short:
+                if node.content.nbytes == 0 and not node.unwritten:
                     self.commit(node, empty=True)
                 elif node.changed and not node.removed:
                     _log.error("%s: not all of it reached the cluster; what was there before is there", node.path)
@@ -640,7 +646,6 @@ class Tree:
 
     def _check_room(self, node: Node, nbytes: int) -> None:
         if nbytes > node.base_bytes and nbytes > self._catalogue.space()[1]:
-            node.short = True
             raise refuse(errno.ENOSPC, f"{node.path!r}: the memory servers have no room for {nbytes} bytes")
 
     # ---- inside

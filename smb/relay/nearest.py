@@ -59,7 +59,8 @@ def near_servers(client: Client, near: str | None) -> tuple[frozenset[str], froz
     """Return which memory servers are on this host, and which in the same zone: the zone `near`, else that of those
     on this host. `near` may also name a server. A server is on this host if its Unix socket is.
     """
-    servers = [server for server in client._coordinator.list_servers(min(client.timeout, _ASK_S)) if server.alive]
+    listed = client._coordinator.list_servers(min(client.timeout, _ASK_S))
+    servers = [server for server in listed if server.alive or server.unheard]
     local = frozenset(server.name for server in servers if server.name == near or is_here(server.unix_path))
     zones = {server.zone for server in servers if server.name in local} if near is None else {near}
     return local, frozenset(server.name for server in servers if server.zone and server.zone in zones)

@@ -23,6 +23,7 @@ TIMEOUT_S = 60.0  # of a call: longer than any fault
 PAUSE_S = 0.03  # between calls: there are many of us, and the notes of an hour are read at the end
 MEET_S = 5.0
 MIRROR_S = 10.0  # for the next version to come to a mirror; then it is asked for anew
+FILE_S = 30.0  # for an operation on a file, once all faults are over
 WEIGHTS = 20_000
 LEASE_S = 6.0  # of a training's member
 
@@ -174,9 +175,12 @@ def save(address: str, way: str, path: Path, stop: Path, directory: Path) -> Non
 
 
 def change_files(_address: str, _way: str, path: Path, stop: Path, file: Path, model: Path, seed: int) -> None:
-    """Random operations on a file in the mount and on a plain one beside it."""
+    """Random operations on a file in the mount and on a plain one beside it. One that failed is repeated: it may have
+    changed a part of the file, so the two are compared only once it succeeds.
+    """
     notes, tester = Notes(path), Tester(file, model, seed, fixed=False)
-    while not stop.exists():
+
+    def do_one() -> OSError | None:
         notes.add(Step.ASKS)
         before = tester.random.getstate()
         try:
@@ -188,7 +192,17 @@ def change_files(_address: str, _way: str, path: Path, stop: Path, file: Path, m
             if error.errno not in (errno.EHOSTUNREACH, errno.ENOSPC) and not mapped:
                 raise
             tester.random.setstate(before)  # the same operation again
-        else:
-            notes.add(Step.TOLD)
+            return error
+        notes.add(Step.TOLD)
+        return None
+
+    failed: OSError | None = None
+    while not stop.exists():
+        failed = do_one()
+        time.sleep(PAUSE_S)
+    end = time.monotonic() + FILE_S
+    while failed is not None:
+        assert time.monotonic() < end, f"{tester.doing} still fails: {failed}"
+        failed = do_one()
         time.sleep(PAUSE_S)
     tester.whole("at the end")

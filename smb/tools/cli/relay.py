@@ -57,10 +57,13 @@ def relay(
 def _why_none(client: Client, name: str) -> str:
     """Return why --auto found no memory server."""
     parts = Counter(segment.server for segment in client.open(name).layout.segments)
-    why = Counter(
-        "with a part of it" if server.name in parts else "being drained" if server.alive else "not alive"
-        for server in client.servers()
-    )
+
+    def why_not(server: ServerInfo) -> str:
+        if server.name in parts:
+            return "with a part of it"
+        return "being drained" if server.alive or server.unheard else "not alive"
+
+    why = Counter(map(why_not, client.servers()))
     told = ", ".join(f"{count} {each}" for each, count in why.items())
     there = ", or name one with a part of it (--to)" if len(parts) > 1 else ""
     return f"no memory server is free for one: {told}. Start another, publish on fewer (servers=){there}"

@@ -131,6 +131,9 @@ def _server(
     address: str, client: smb.Client, server: smb.ServerInfo, timeout: float, speeds: dict[str, float]
 ) -> Iterator[Finding]:
     check = f"server {server.name}"
+    if server.unheard:
+        yield advice(check, "not measured: the coordinator has not heard of it since it was started", "try again soon")
+        return
     if not server.alive:
         ago = f"{time.time() - server.last_seen:.0f} s ago"
         yield problem(check, f"gone, last seen {ago} at {server.address}", "start it again, or see its log")
