@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from memserver import tls
 from memserver.control import ControlServer
+from memserver.earlier_memory import take_in
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import LastLook, load_of
 from memserver.memory_dir import Place
@@ -40,6 +41,7 @@ from memserver.usage_by_client import Names
 from smb.config.host_address import addresses_of, bindable
 from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
 from smb.daemon.host_memory import MemoryLimit
+from smb.daemon.private_directory import take_directory
 from smb.daemon.process import (
     Pages,
     check_listen,
@@ -152,8 +154,9 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     host, port = parse_address(options.listen)
     numeric = _numeric(host)  # an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)
-    place = Place(options.memory_dir.resolve(), options.name)
+    place = Place(take_directory(options.memory_dir), options.name)
     leaving.callback(place.close)
+    take_in(place)
     place.check_capacity(options.capacity_bytes)
     limit = MemoryLimit() if place.counts_as_memory() else None
     if limit is not None:
@@ -317,8 +320,6 @@ def _check(options: Options) -> None:
         raise InvalidArgumentError(f"--loops {options.loops}: use 1 to {LOOPS_MAX}")
     check_weight("--weight", options.weight)
     tls.is_on(options.data_tls, options.credentials)
-    if not options.memory_dir.is_dir():
-        raise InvalidArgumentError(f"--memory-dir {options.memory_dir} is no directory")
     if any(parse_address(address)[1] == 0 for address in parse_addresses(options.coordinator)):
         raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to")
 

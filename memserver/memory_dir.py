@@ -1,8 +1,8 @@
 """Where a daemon keeps its files: names, the lock on a name, and what the file system must be like.
 
-Others may write in that directory. So nothing there is believed for its name: what this process's user did not make, or
-others may change, is removed where nothing of value can be in it, and refused else. Memory is looked at by the engine
-(csrc/memory/owned.h), which maps it.
+Nobody else may write in that directory (smb/daemon/private_directory.py). Nothing there is believed for its name all
+the same: what this process's user did not make, or others may change, is removed where nothing of value can be in it,
+and refused else. Memory is looked at by the engine (csrc/memory/owned.h), which maps it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from smb.config.parse import format_bytes
+from smb.config.settings import private_memory
 from smb.daemon.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
+from smb.daemon.private_directory import others_write
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
 
 SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux has 108 bytes, the last of them 0
@@ -48,14 +50,16 @@ def fault_at(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
 class Place:
     """The files of one server name in one directory, ours as long as we hold the lock file. `close` it."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, *, serves: bool = True) -> None:
         """Take the name. Raises AlreadyExistsError if another daemon has it, UnavailableError if nothing can be
-        written, or something of another user is in the way.
+        written, or something of another user is in the way. `serves` False: nothing is to be made there, so that
+        is not in the way, and a lock that another user put there is no server's of this one.
         """
         self.directory = directory
         self.name = name
+        self._serves = serves
         self.socket_path = directory / f"smb.{name}.sock"
-        if len(os.fsencode(self.socket_path)) > SOCKET_PATH_BYTES_MAX:
+        if serves and len(os.fsencode(self.socket_path)) > SOCKET_PATH_BYTES_MAX:
             raise InvalidArgumentError(
                 f"the Unix socket's path {self.socket_path} is longer than the system's {SOCKET_PATH_BYTES_MAX} bytes; "
                 f"use a shorter --memory-dir or --name"
@@ -66,20 +70,23 @@ class Place:
         self._lock_path = directory / f"smb.{name}.lock"
         self._lock_fd = self._lock()
         try:
-            self._clear()
+            if serves:
+                self._clear()
         except Error:
             self._lock_path.unlink(missing_ok=True)
-            os.close(self._lock_fd)
+            self._unlock()
             raise
 
     def refusal(self, path: Path, fault: str) -> str:
         """Return the sentence on a file that is not believed."""
-        private = self.directory / f"smb-{os.geteuid()}"
-        return (
-            f"{path} {fault or 'was not what it is now'}: it is not used. If it is yours, give it to this user alone "
-            f"(chown, chmod 600); else remove it, or take a directory in which nobody else writes: mkdir -m 700 "
-            f"{private}, and --memory-dir {private}"
+        said = (
+            f"{path} {fault or 'was not what it is now'}: it is not used. If it is yours, have this user put a copy "
+            f"in its place (cp: who has the file itself open could go on changing it); else remove it"
         )
+        if not others_write(self.directory.stat()):
+            return said
+        own = private_memory(str(self.directory))
+        return f"{said}, or take a directory in which nobody else writes: mkdir -m 700 {own}, and --memory-dir {own}"
 
     def make_way(self, path: Path, *, must: bool) -> bool:
         """Remove what lies there, by anyone; return whether it is gone.
@@ -169,7 +176,7 @@ class Place:
     def close(self) -> None:
         """Give the name back, and take the journal away if there is nothing left that it could be about."""
         try:
-            if not any(self.segment_files()):
+            if self._serves and not any(self.segment_files()):
                 self.journal_path.unlink(missing_ok=True)
                 self.stamps_path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
@@ -177,18 +184,22 @@ class Place:
             _log.warning("%s was removed meanwhile, with all that was in it", self.directory)
         except PermissionError as error:
             _log.warning("%s is another user's by now, and is left", error.filename)
-        os.close(self._lock_fd)
+        self._unlock()
 
-    def _lock(self) -> int:
+    def _unlock(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+
+    def _lock(self) -> int | None:
         while True:
             try:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 fd = os.open(self._lock_path, flags, 0o600)
             except OSError as error:
-                with contextlib.suppress(OSError):
-                    if fault_at(self._lock_path):
-                        self.make_way(self._lock_path, must=True)
+                if self._is_foreign_lock():
+                    if self.make_way(self._lock_path, must=self._serves):
                         continue
+                    return None
                 raise UnavailableError(f"cannot write into --memory-dir {self.directory}: {error.strerror}") from None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,12 +211,18 @@ class Place:
                     + (f". {self.refusal(self._lock_path, fault)}" if fault else "")
                 ) from None
             if fault_of(os.fstat(fd)):  # and nobody holds it
+                if not self.make_way(self._lock_path, must=self._serves):
+                    return fd
                 os.close(fd)
-                self.make_way(self._lock_path, must=True)
                 continue
             if self._is_current(fd):
                 return fd
             os.close(fd)  # its owner unlinked it between our open and our lock: others would not see ours
+
+    def _is_foreign_lock(self) -> bool:
+        with contextlib.suppress(OSError):  # the directory is gone, or closed to this user
+            return bool(fault_at(self._lock_path))
+        return False
 
     def _is_current(self, fd: int) -> bool:
         try:

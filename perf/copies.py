@@ -109,7 +109,7 @@ class Cluster:
     def serve(self, name: str) -> None:
         """Start a memory server, with memory of its own."""
         memory = self._directory / name
-        memory.mkdir(exist_ok=True)
+        memory.mkdir(mode=0o700, exist_ok=True)
         command = ["memserver", "--coordinator", self.address, "--capacity", "1GiB", "--name", name, "--zone", name]
         command += ["--memory-dir", str(memory), "--loops", "1", "--copy-rate", "0"]
         self.servers[name] = self._daemons.start(name, command)

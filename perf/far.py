@@ -125,7 +125,7 @@ class Link:
         """Start a coordinator and a memory server; return the coordinator's address."""
         daemons = LabDaemons(self.lab, self.directory)
         address = daemons.coordinator("server", at=ADDRESSES[0])
-        (self.directory / "memory").mkdir()
+        (self.directory / "memory").mkdir(mode=0o700)
         command = ["memserver", "--coordinator", address, "--capacity", "1GiB", "--name", "far", "--loops", "1"]
         command += ["--memory-dir", str(self.directory / "memory")]
         daemons.serve("server", command, name="memserver", at=ADDRESSES[0])

@@ -34,7 +34,7 @@ class LabDaemons:
         options = ["--insecure", "--listen", f"{at}:0", "--metrics", f"{at}:0", "--ready-file", str(ready)]
         line = [sys.executable, "-m", *command, *options]
         if memory is not None:
-            mount = f'mount -t tmpfs tmpfs {memory} 2>/dev/null; exec "$@"'
+            mount = f'mount -t tmpfs -o mode=700 tmpfs {memory} 2>/dev/null; exec "$@"'
             line = ["unshare", "-m", "sh", "-c", mount, "sh", *line]
         with self._log(name).open("ab") as log:
             return self._lab.popen(host, line, stdout=log, stderr=log)

@@ -105,7 +105,7 @@ def _between_hosts(rounds: int) -> None:
         directory = Path(place)
         daemons = LabDaemons(lab, directory)
         address = daemons.coordinator("server")
-        (directory / "memory").mkdir()
+        (directory / "memory").mkdir(mode=0o700)
         command = ["memserver", "--coordinator", address, "--capacity", "256MiB", "--name", "far"]
         daemons.serve("server", [*command, "--memory-dir", str(directory / "memory")], name="memserver")
         lab.run("client", [sys.executable, "-m", "perf.queue", "--at", address, "--rounds", str(rounds)])

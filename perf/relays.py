@@ -146,7 +146,7 @@ class Cluster:
         self.address = self._daemons.coordinator("ctl")
         room = f"{6 * self._mbytes + 64}MiB"
         memory = self._directory / "memory"
-        memory.mkdir()
+        memory.mkdir(mode=0o700)
         for host in self.lab.hosts[1:]:
             if host.name == "trainer" or self._case.relays:
                 zone = "site" if self._case.zones and host.name != "trainer" else ""

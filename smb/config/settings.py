@@ -137,7 +137,11 @@ def _transport(text: str) -> None:
     check_choice(text)
 
 
-_SHM = "/dev/shm"  # noqa: S108 - the system's place for shared memory
+def private_memory(around: str = "/dev/shm") -> str:  # noqa: S108 - the system's place for shared memory
+    """Return the directory of this process's user in one that others use, too; smb/daemon/private_directory.py."""
+    return f"{around}/smb-{os.geteuid()}"
+
+
 _READY_HELP = "Gets a JSON object (address, metrics, name, pid) once serving{}; removed at the stop."
 _LOG_HELP = "debug, info, warning or error."
 _PAGES_HELP = "Where /metrics and /healthz are served."
@@ -245,7 +249,12 @@ _TABLE = (
         _address_or_none, "HOST:PORT",
     ),
     Setting("memserver", "capacity", str, "1GiB", "Memory to offer, e.g. 512MiB or 64GiB.", parse_bytes, "SIZE"),
-    Setting("memserver", "memory_dir", str, _SHM, "A directory on tmpfs or hugetlbfs for the segments.", metavar="DIR"),
+    Setting(
+        "memserver", "memory_dir", str, private_memory(),
+        "A directory on tmpfs or hugetlbfs for the segments, in which nobody but the server's user may write. One that "
+        "is called smb-UID, UID being that user's number, is made if it is missing.",
+        metavar="DIR",
+    ),
     Setting("memserver", "metrics", str, "127.0.0.1:0", _PAGES_HELP, parse_address, "HOST:PORT"),
     Setting(
         "memserver", "name", str, "",

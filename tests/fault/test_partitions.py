@@ -54,7 +54,7 @@ class Network:
         self._cut: list[str] = []
 
     def __enter__(self) -> Network:
-        self._memory.mkdir()
+        self._memory.mkdir(mode=0o700)
         self._left.callback(self._tidy)
         self._left.enter_context(self.lab)
         daemons = LabDaemons(self.lab, self._directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import smb
-from smb.config.settings import SETTINGS
+from smb.config.settings import SETTINGS, private_memory
 from smb.tools.cli.main import app
 from smb.tools.doctor import Finding, State, look_at_cluster, look_at_machine
 
@@ -60,7 +61,8 @@ def test_memory_servers_ask_for_large_pages(tmp_path: Path) -> None:
 
 def test_a_good_machine_needs_no_change(tmp_path: Path) -> None:
     """Everything as it should be: no problem, no advice of ours, and a network interface that is down is left out."""
-    found = [f for f in look_at_machine(SHM, "1MiB", machine(tmp_path)) if f.check not in ("open files", "memlock")]
+    memory = Path(private_memory())
+    found = [f for f in look_at_machine(memory, "1MiB", machine(tmp_path)) if f.check not in ("open files", "memlock")]
     assert [finding for finding in found if finding.state is not State.OK] == []
     assert [finding.found for finding in found if finding.check == "MTU"] == ["eth0: MTU 9000, 100 Gb/s"]
 
@@ -85,7 +87,9 @@ def test_what_could_be_faster_is_advice(tmp_path: Path, texts: dict[str, str], c
 
 
 def test_a_memory_directory_that_will_not_do(tmp_path: Path) -> None:
-    """Missing, on disk, or smaller than the capacity: a problem; others in it: advice."""
+    """Missing, on disk, others may write there, or smaller than the capacity: a problem; others' memory: advice. One
+    that a server makes is looked at where it is to be.
+    """
     root = machine(tmp_path / "machine")
 
     def state(memory_dir: Path, capacity: str | None = None) -> State:
@@ -95,12 +99,16 @@ def test_a_memory_directory_that_will_not_do(tmp_path: Path) -> None:
 
     assert state(tmp_path / "nowhere") is State.PROBLEM
     assert state(Path("/proc")) is State.PROBLEM
-    assert state(SHM, "1MiB") is State.OK
-    assert state(SHM, "900TiB") is State.PROBLEM
-    assert state(SHM, f"{shutil.disk_usage(SHM).free + (1 << 20)}") in (
-        State.ADVICE,
-        State.PROBLEM,
-    )
+    assert state(SHM, "1MiB") is State.PROBLEM
+    with tempfile.TemporaryDirectory(prefix="smb-doctor-", dir=SHM) as directory:
+        for memory in (Path(directory), Path(private_memory(directory))):
+            assert state(memory, "1MiB") is State.OK
+            assert state(memory, "900TiB") is State.PROBLEM
+            assert state(memory, f"{shutil.disk_usage(SHM).free + (1 << 20)}") in (State.ADVICE, State.PROBLEM)
+        Path(directory).chmod(0o770)
+        assert state(Path(directory), "1MiB") is State.PROBLEM
+        Path(private_memory(directory)).touch()
+        assert state(Path(private_memory(directory)), "1MiB") is State.PROBLEM
 
 
 def test_a_machine_without_rdma_is_fine_unless_verbs_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

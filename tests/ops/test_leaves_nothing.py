@@ -30,7 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def memory() -> Iterator[Path]:
     """An empty directory in shared memory, that has to be empty again."""
     directory = SHARED_MEMORY / f"smb-test-{os.getpid()}-{secrets.token_hex(4)}"
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     yield directory
     left = sorted(path.name for path in directory.iterdir())
     for name in left:

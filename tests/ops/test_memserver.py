@@ -226,7 +226,7 @@ def test_a_server_whose_directory_was_removed_stops_cleanly(
 ) -> None:
     """As by the end of the `smb up` whose server it is, started again by hand: one line, no traceback, code 0."""
     directory = daemons.memory / "gone"
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     server = daemons.memory_server(daemon.address, "a", "--memory-dir", str(directory))
     assert server.address
     create(coordinator)
@@ -337,5 +337,5 @@ def test_wildcard_addresses_are_told_to_clients_as_reachable_ones(
 
 def _long_directory(tmp_path: Path) -> Path:
     directory = tmp_path / ("x" * 120)
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
     return directory

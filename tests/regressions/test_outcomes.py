@@ -112,7 +112,7 @@ def test_a_full_tmpfs_is_out_of_memory_in_every_call(tmp_path: Path) -> None:
     """Changes over TCP, locks, and whatever is made: OutOfMemoryError, and nothing was applied."""
     if not may_mount():
         pytest.skip("a small disk is mounted by root, with the right to mount")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "tmpfs", str(tmp_path)], check=True)
     try:
         with (
             smb.LocalCluster(servers=1, capacity="20MiB", memory_dir=tmp_path) as cluster,

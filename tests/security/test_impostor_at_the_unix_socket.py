@@ -46,6 +46,12 @@ sys.stdin.read()
 """
 
 
+def _own(around: Path) -> str:
+    place = around / "own"
+    place.mkdir(mode=0o700)
+    return str(place)
+
+
 def await_ready(process: subprocess.Popen[str]) -> None:
     """Its first line."""
     assert process.stdout is not None
@@ -62,7 +68,9 @@ def end(process: subprocess.Popen[str]) -> str:
 @pytest.fixture(scope="module")
 def robbed() -> Iterator[tuple[smb.LocalCluster, subprocess.Popen[str]]]:
     """Two servers whose sockets are a stranger's: as on a host on which the servers are not."""
-    with sticky() as place, smb.LocalCluster(servers=2, capacity="16MiB", memory_dir=str(place)) as cluster:
+    with sticky() as around, smb.LocalCluster(servers=2, capacity="16MiB", memory_dir=_own(around)) as cluster:
+        place = cluster.memory_directory
+        place.chmod(0o1777)  # so that the stranger's sockets can be where the servers' were
         paths = sorted(place.glob("*.sock"))
         assert len(paths) == 2
         for path in paths:

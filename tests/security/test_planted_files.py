@@ -190,6 +190,16 @@ def test_a_lock_that_another_user_holds(held: bool) -> None:
 
 
 @AS_ROOT
+def test_a_lock_that_cannot_be_opened_is_named() -> None:
+    """One that another user keeps to himself: the sentence says whose it is, not only that it is not permitted."""
+    with sticky() as place:
+        path = plant(place, "smb.a.lock", Path.touch)
+        path.chmod(0o600)
+        (told,) = serve(place)
+        assert f"refused: {path} belongs to user {STRANGER}" in told
+
+
+@AS_ROOT
 def test_stamps_of_another_user_are_not_read() -> None:
     """Were they believed, a restored coordinator's records would be taken for newer than they are."""
     read = """

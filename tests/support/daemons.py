@@ -257,7 +257,7 @@ class Daemons:
 def running_daemons(directory: Path) -> Iterator[Daemons]:
     """Give a Daemons and take everything away afterwards."""
     memory = Path("/dev/shm") / f"smb-test-{os.getpid()}-{time.monotonic_ns()}"
-    memory.mkdir()
+    memory.mkdir(mode=0o700)
     daemons = Daemons(directory, memory)
     if daemons.build:
         daemons.build.forget_reports()

@@ -116,7 +116,7 @@ class Cluster:
         self.gates: dict[str, list[Gate]] = {}
         self._ports: dict[str, tuple[int, int]] = {}
         for name in self.names:
-            (self._memory / name).mkdir()
+            (self._memory / name).mkdir(mode=0o700)
             kept = [left.enter_context(contextlib.closing(keep_port())) for _ in range(2)]
             self._ports[name] = (kept[0].getsockname()[1], kept[1].getsockname()[1])
             self.gates[name] = [Gate(address) for address in self.coordinators.addresses]
@@ -314,7 +314,7 @@ class Cluster:
         """Its memory is gone, and kept aside as what an old memory is."""
         shutil.rmtree(self._memory / f"{name}.old", ignore_errors=True)
         (self._memory / name).rename(self._memory / f"{name}.old")
-        (self._memory / name).mkdir()
+        (self._memory / name).mkdir(mode=0o700)
         self._losses.append((name, time.monotonic()))
 
     def _bring_back_old(self, name: str, plan: Plan) -> None:

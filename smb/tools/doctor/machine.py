@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smb.config.parse import format_bytes, parse_bytes
-from smb.config.settings import SETTINGS, text_of
+from smb.config.settings import SETTINGS, private_memory, text_of
 from smb.daemon.host_memory import HEADROOM_BYTES, MEMORY_FILE_SYSTEMS, MemoryLimit, file_system_of
+from smb.daemon.private_directory import directory_fault, is_private_name, others_write
 from smb.tools.doctor.findings import Finding, advice, fine, problem
 from smb.transport import devices
 
@@ -36,20 +37,29 @@ def look_at_machine(memory_dir: Path, capacity: str | None, root: Path = Path("/
 
 def _memory_dir(directory: Path, capacity: str | None) -> Finding:
     check = "memory directory"
-    if not directory.is_dir():
-        return problem(check, f"{directory} is no directory", "make it, on tmpfs: mount -t tmpfs -o size=64G tmpfs DIR")
-    if not os.access(directory, os.W_OK):
-        return problem(check, f"{directory} can't be written to", "chown it to the daemon's user, or pass another one")
-    kind = file_system_of(directory)
-    space = os.statvfs(directory)
+    # A server makes one of its user's name.
+    missing = is_private_name(directory) and not os.path.lexists(directory)
+    place = directory.parent if missing else directory
+    if not place.is_dir():
+        mount = "mount -t tmpfs -o size=64G,mode=700,uid=USER tmpfs DIR"
+        return problem(check, f"{place} is no directory", f"make it for the daemon's user, on tmpfs: {mount}")
+    if not os.access(place, os.W_OK):
+        return problem(check, f"{place} can't be written to", "chown it to the daemon's user, or pass another one")
+    if (fault := _fault(directory)) and not missing:
+        private = private_memory(str(directory).rstrip("/"))
+        change = "remove it" if is_private_name(directory) else f"pass {private}, which a server makes"
+        return problem(check, f"{directory} {fault}: a memory server does not use it", change)
+    kind = file_system_of(place)
+    space = os.statvfs(place)
     size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    found = f"{directory}: {kind}, {format_bytes(size)}, {format_bytes(free)} free"
+    name = f"{directory}{' (a server makes it)' if missing else ''}"
+    found = f"{name}: {kind}, {format_bytes(size)}, {format_bytes(free)} free"
     figures = {"size_bytes": float(size), "free_bytes": float(free)}
     if kind not in MEMORY_FILE_SYSTEMS:
         return problem(check, found, "segments belong into memory: pass a directory on tmpfs or hugetlbfs", **figures)
     wanted = parse_bytes(capacity or SETTINGS["memserver.capacity"].default)
     if size and wanted > size:
-        larger = f"mount -o remount,size={wanted >> 20}M {_mount_point(directory)} (docker: --shm-size)"
+        larger = f"mount -o remount,size={wanted >> 20}M {_mount_point(place)} (docker: --shm-size)"
         if capacity is None:  # perhaps no memory server is to run here
             change = f"a memory server's default --capacity is {format_bytes(wanted)}: offer less, or {larger}"
             return advice(check, found, change, **figures)
@@ -58,6 +68,15 @@ def _memory_dir(directory: Path, capacity: str | None) -> Finding:
         change = f"--capacity is {format_bytes(wanted)}: unless the rest is that server's own, others take its room"
         return advice(check, found, change, **figures)
     return fine(check, found, **figures)
+
+
+def _fault(directory: Path) -> str:
+    """Return why a memory server would refuse it; this command may be another user's than the server."""
+    try:
+        status = directory.stat()
+    except OSError:
+        return ""
+    return directory_fault(status) if is_private_name(directory) or others_write(status) else ""
 
 
 def _memory_limit(directory: Path, capacity: str | None, root: Path) -> Finding:

@@ -188,7 +188,7 @@ def test_a_servers_memory_outlives_its_container() -> None:
     assert volume["emptyDir"]["medium"] == "Memory"
     (mount,) = (each for each in container["volumeMounts"] if each["name"] == "memory")
     settings = (KUBERNETES / "base/smb.toml").read_text()
-    assert f'memory_dir = "{mount["mountPath"]}"' in settings
+    assert f'memory_dir = "{mount["mountPath"]}/smb-{spec["securityContext"]["runAsUser"]}"' in settings
     capacity = parse_bytes(settings.partition('capacity = "')[2].partition('"')[0])
     limit = parse_bytes(volume["emptyDir"]["sizeLimit"] + "B")
     assert capacity < limit < parse_bytes(container["resources"]["limits"]["memory"] + "B")

@@ -32,7 +32,7 @@ analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="De
 @pytest.fixture
 def memory() -> Iterator[Path]:
     directory = Path("/dev/shm") / f"smb-deploy-{os.getpid()}"
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     yield directory
     shutil.rmtree(directory)
 
