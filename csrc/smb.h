@@ -365,10 +365,10 @@ int smb_segment_open(const char *path, struct smb_segment **segment);
  * SMB_VERSION if another build's locks make sharing impossible, SMB_NAMESPACE if another PID
  * namespace than the server's does. */
 int smb_segment_open_fd(int fd, uint32_t owner, struct smb_segment **segment);
-/* Whether a client believes the listener, of that user, of a Unix socket at the path. It believes
- * its own user and root; as root also others whose path nobody else can have made: every directory
- * on the way is theirs or root's, and nobody else writes in there. */
-bool smb_believes(const char *path, uint32_t uid);
+/* Whether a client believes the listener of a Unix socket, which is of that user: its own user and
+ * root. Not others as root either: it would take locks in memory that they can write to, and what
+ * they put there in place of a lock's list is written through. */
+bool smb_believes(uint32_t uid);
 /* 0 once its server has been started in another PID namespace, or the segment may move to another
  * server, or was deleted: every operation gets SMB_NAMESPACE, SMB_STALE_EPOCH or SMB_NOT_FOUND. */
 int smb_segment_is_shared(const struct smb_segment *segment);

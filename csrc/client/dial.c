@@ -202,7 +202,7 @@ int dial_unix(const char *path, struct until until, int *fd)
     uint32_t uid = 0;
     if (status == SMB_OK)
         status = peer_uid(*fd, &uid);
-    return status == SMB_OK && !smb_believes(path, uid) ? SMB_UNTRUSTED : status;
+    return status == SMB_OK && !smb_believes(uid) ? SMB_UNTRUSTED : status;
 }
 
 int dial_fd(int fd)

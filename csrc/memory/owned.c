@@ -2,9 +2,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -42,34 +39,7 @@ int owned_open(const char *path, int *fd)
     return status;
 }
 
-/* Whether nobody but root and that user can have made what lies at the path: every directory on
- * the way to it is one of theirs, and nobody else writes in there. */
-static bool only_theirs(const char *path, uid_t uid)
+bool smb_believes(uint32_t uid)
 {
-    char whole[PATH_MAX];
-    const char *last = strrchr(path, '/');
-    char directory[PATH_MAX];
-    if (!last || (size_t)(last - path) + 2 > sizeof directory)
-        return false;
-    memcpy(directory, path, (size_t)(last - path) + 1);
-    directory[last - path + 1] = 0;
-    if (!realpath(directory, whole))
-        return false;
-    for (;;) {
-        struct stat found;
-        if (lstat(whole, &found) != 0 || !S_ISDIR(found.st_mode) ||
-            (found.st_uid != 0 && found.st_uid != uid) ||
-            (found.st_mode & (S_IWGRP | S_IWOTH)) != 0)
-            return false;
-        char *slash = strrchr(whole, '/');
-        if (!slash[1])
-            return true; /* "/" */
-        slash[slash == whole] = 0;
-    }
-}
-
-bool smb_believes(const char *path, uint32_t uid)
-{
-    uid_t own = geteuid();
-    return uid == own || uid == 0 || (own == 0 && only_theirs(path, uid));
+    return uid == geteuid() || uid == 0;
 }

@@ -90,9 +90,9 @@ def segment_file_bytes(nbytes: int, chunk_bytes: int) -> int:
     return int(lib.smb_segment_file_bytes(nbytes, chunk_bytes))
 
 
-def believes(path: str, user: int) -> bool:
-    """Whether this process, as a client, believes that user's listener at a Unix socket's path: see smb_believes."""
-    return bool(lib.smb_believes(os.fsencode(path), user))
+def believes(user: int) -> bool:
+    """Whether this process, as a client, believes that user's listener at a Unix socket: see smb_believes."""
+    return bool(lib.smb_believes(user))
 
 
 def segment_bytes(nbytes: int, stripe_bytes: int, chunk_bytes: int, segment_count: int, index: int) -> int:

@@ -126,7 +126,7 @@ def why_not_here(socket_path: str) -> str:
         owner = Path(socket_path).stat().st_uid
     except OSError:
         return f"no socket at {socket_path} on this host"
-    if believes(socket_path, owner):
+    if believes(owner):
         return ""
     return (
         f"the socket at {socket_path} was made by user {owner}, whom this process, of user {os.geteuid()}, does not "
