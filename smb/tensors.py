@@ -22,6 +22,7 @@ import numpy as np
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import DTYPES, Dtype, name_of
 from smb.config.limits import BYTES_MAX, DIMENSIONS_MAX
+from smb.config.untrusted import is_encodable, quoted, shortened
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -78,19 +79,25 @@ class TensorTable(Mapping[str, TensorPlace]):
         """
         if not isinstance(tensors, Mapping) or not tensors:
             raise InvalidArgumentError(
-                f"{asked}: {_short(tensors)} is no mapping of names to tensors, with at least one"
+                f"{asked}: {quoted(tensors)} is no mapping of names to tensors, with at least one"
             )
         places: dict[str, TensorPlace] = {}
         end = 0
         for name, tensor in tensors.items():
             if not isinstance(name, str) or not name:
-                raise InvalidArgumentError(f"{asked}: {name!r} is no name of a tensor; a name is a str, not empty")
+                raise InvalidArgumentError(
+                    f"{asked}: {quoted(name)} is no name of a tensor; a name is a str, not empty"
+                )
+            if not is_encodable(name):
+                raise InvalidArgumentError(
+                    f"{asked}: {quoted(name)} is no name of a tensor; half of a surrogate pair is not a character"
+                )
             offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            places[name] = place = TensorPlace(*_form(f"{asked}: tensor {name!r}", tensor), offset)
+            places[name] = place = TensorPlace(*_form(f"{asked}: tensor {quoted(name)}", tensor), offset)
             end = offset + place.nbytes
             if end > BYTES_MAX:
                 raise InvalidArgumentError(
-                    f"{asked}: tensor {name!r} ends at {end} bytes, past the largest buffer's end"
+                    f"{asked}: tensor {quoted(name)} ends at {end} bytes, past the largest buffer's end"
                 )
         return cls(places)
 
@@ -101,6 +108,8 @@ class TensorTable(Mapping[str, TensorPlace]):
         Raises Error for one that is not as this module writes it: other programs may store anything there.
         """
         stored = metadata.get(METADATA_KEY, {})
+        if not isinstance(stored, Mapping):
+            raise Error("its table of tensors can't be read: it is not an object of JSON")
         try:
             places = {
                 name: TensorPlace(
@@ -109,16 +118,17 @@ class TensorTable(Mapping[str, TensorPlace]):
                 for name, entry in stored.items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Error(f"its table of tensors can't be read: {error!r}") from error
+            raise Error(f"its table of tensors can't be read: {shortened(repr(error))}") from error
         end = 0
         for name, place in places.items():
             if place.offset < end or place.offset % ALIGNMENT_BYTES or place.offset + place.nbytes > nbytes:
                 raise Error(
-                    f"its table of tensors is no good: {name!r} at byte {place.offset}, {place.nbytes} bytes, overlaps "
-                    f"another, is not at a multiple of {ALIGNMENT_BYTES}, or lies outside the buffer's {nbytes} bytes"
+                    f"its table of tensors is no good: {quoted(name)} at byte {place.offset}, {place.nbytes} bytes, "
+                    f"overlaps another, is not at a multiple of {ALIGNMENT_BYTES}, or lies outside the "
+                    f"buffer's {nbytes} bytes"
                 )
             if place.dtype != dtype != np.uint8:
-                raise Error(f"its table of tensors is no good: {name!r} is {place.dtype}, the buffer {dtype}")
+                raise Error(f"its table of tensors is no good: {quoted(name)} is {place.dtype}, the buffer {dtype}")
             end = place.offset + place.nbytes
         return cls(places)
 
@@ -319,7 +329,7 @@ def tensor_of(buffer: Buffer, table: TensorTable, name: str) -> Tensor:
         raise NotFoundError(f"buffer {buffer.name!r} has no tensors inside it: it was created without tensors=")
     alike = difflib.get_close_matches(str(name), list(table), 3, 0.4) or list(table)[:3]
     raise NotFoundError(
-        f"buffer {buffer.name!r} has no tensor {name!r}; it has {len(table)}: {', '.join(map(repr, alike))}, ..."
+        f"buffer {buffer.name!r} has no tensor {name!r}; it has {len(table)}: {', '.join(map(quoted, alike))}, ..."
     )
 
 
@@ -330,17 +340,17 @@ def _form(asked: str, tensor: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     elif hasattr(tensor, "shape") and hasattr(tensor, "dtype"):
         shape, dtype = tensor.shape, tensor.dtype
     else:
-        raise InvalidArgumentError(f"{asked}: {_short(tensor)} is no array and no pair (shape, dtype)")
+        raise InvalidArgumentError(f"{asked}: {quoted(tensor)} is no array and no pair (shape, dtype)")
     try:
         extents = _extents(shape)
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"{asked}: {_short(shape)} is no shape: {error}") from error
+        raise InvalidArgumentError(f"{asked}: {quoted(shape)} is no shape: {error}") from error
     try:
         name = name_of(dtype)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{asked}: {error}") from None
     if name not in ELEMENTS:
-        raise InvalidArgumentError(f"{asked}: there is no dtype {name!r} here; there are {', '.join(ELEMENTS)}")
+        raise InvalidArgumentError(f"{asked}: there is no dtype {quoted(name)} here; there are {', '.join(ELEMENTS)}")
     return ELEMENTS[name].numpy, extents
 
 
@@ -353,8 +363,3 @@ def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 def _describe(place: TensorPlace) -> str:
     return f"{place.dtype.name}{list(place.shape)}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smb.config.limits import STRIPE_BYTES_MULTIPLE
+from smb.config.limits import SETTINGS_BYTES_MAX, STRIPE_BYTES_MULTIPLE
 from smb.config.parse import check_weight, parse_address, parse_addresses, parse_bytes
 from smb.config.quotas import parse_quotas
 from smb.config.transports import check_choice
+from smb.config.untrusted import parse_toml, quoted, read_text, shortened
 from smb.errors import InvalidArgumentError
 
 CONFIG_VARIABLE = "SMB_CONFIG"
@@ -373,29 +373,28 @@ def use_file(path: Path) -> None:
 
 def read_file(path: Path) -> dict[str, Found]:
     """Return the settings in a file, by name. Raises InvalidArgumentError: FILE:LINE, what is wrong, what would do."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-
     try:
-        text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
+        text = read_text(path, SETTINGS_BYTES_MAX)
+        tables = parse_toml(text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"cannot read the configuration: {error}") from None
     except OSError as error:
         raise InvalidArgumentError(f"cannot read the configuration {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise InvalidArgumentError(f"{path}: not UTF-8, as TOML must be") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
+        if not str(error).endswith(")"):
+            raise InvalidArgumentError(f"{path}: {error}") from None
         place = re.search(r"\(at line (\d+), column \d+\)", str(error))
         line = int(place[1]) if place else text.count("\n") + 1  # "(at end of document)"
-        what = re.sub(r"\s*\(at [^)]*\)", "", str(error))
+        what = shortened(re.sub(r"\s*\(at [^)]*\)", "", str(error)))
         raise InvalidArgumentError(f"{path}:{line}: {what}") from None
     lines = _Lines(text)
     settings: dict[str, Found] = {}
     for section, table in tables.items():
         where = f"{path}:{lines.of(section)}"
         if section not in SECTIONS:
-            raise InvalidArgumentError(f'{where}: no section "{section}"; {_known(section, SECTIONS)}')
+            raise InvalidArgumentError(f'{where}: no section "{shortened(section)}"; {_known(section, SECTIONS)}')
         if not isinstance(table, dict):
             raise InvalidArgumentError(f"{where}: {section} is a section: write [{section}], and settings below it")
         for key, value in table.items():
@@ -403,7 +402,9 @@ def read_file(path: Path) -> dict[str, Found]:
             setting = SETTINGS.get(f"{section}.{key}")
             if setting is None:
                 keys = [setting.key for setting in _TABLE if setting.section == section]
-                raise InvalidArgumentError(f'{where}: [{section}] has no setting "{key}"; {_known(key, keys)}')
+                raise InvalidArgumentError(
+                    f'{where}: [{section}] has no setting "{shortened(key)}"; {_known(key, keys)}'
+                )
             settings[setting.name] = Found(_text(setting, value, where), where)
     return settings
 
@@ -424,7 +425,7 @@ def nearest(variable: str) -> str | None:
 
 def _text(setting: Setting, value: Any, where: str) -> str:
     """The value as a variable would have it."""
-    shown = f"{where}: {setting.key} = {value!r}"
+    shown = f"{where}: {setting.key} = {quoted(value)}"
     fits = {
         bool: isinstance(value, bool),
         int: isinstance(value, int) and not isinstance(value, bool),
@@ -455,7 +456,7 @@ def _known(name: str, names: Iterable[str]) -> str:
     import difflib
 
     names = list(names)
-    close = difflib.get_close_matches(name, names, 1)
+    close = difflib.get_close_matches(shortened(name), names, 1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
 
 

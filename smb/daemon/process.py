@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import resource
+import secrets
 import select
 import selectors
 import signal
@@ -31,6 +32,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics, make_w
 
 from smb.config.host_address import bindable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address
+from smb.config.untrusted import parse_json, read_text
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", 256 << 20),
 )
 
+_READY_BYTES_MAX = 4096  # of a ready file: four names and values
+_READY_PARTS_MAX = 16
 _PATHS = b"There is /metrics, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("daemon")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # when each counter began doubles the page, and nobody asks
@@ -126,10 +130,10 @@ def clear_ready_file(path: Path | None) -> None:
 def _is_of_a_run(path: Path) -> bool:
     """Whether the process that wrote the file runs: another one may have its number by now, and was started later."""
     try:
-        pid = int(json.loads(path.read_text())["pid"])
+        pid = int(parse_json(read_text(path, _READY_BYTES_MAX), _READY_PARTS_MAX)["pid"])
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since this machine's start
         written = path.stat().st_mtime
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError):
         return False
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s <= written
@@ -142,9 +146,10 @@ def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> No
     Raises UnavailableError if it cannot be written.
     """
     text = json.dumps({"address": address, "metrics": metrics, "name": name, "pid": os.getpid()})
-    staged = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # where nobody can have put a link
     try:
-        staged.write_text(text + "\n")
+        with staged.open("x") as file:
+            file.write(text + "\n")
         staged.replace(path)
     except OSError as error:
         staged.unlink(missing_ok=True)

@@ -9,17 +9,22 @@ import io
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from smb.buffer import Buffer
+from smb.config.limits import CHECKSUMS_BYTES_MAX
+from smb.config.untrusted import open_regular, parse_json, read_opened, read_text, shortened
 from smb.errors import Error, InvalidArgumentError
 from smb.files.formats import Plan
 
 BLOCK_BYTES = 16 << 20  # read while the one before is written
-_KEPT_NOWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+_KEPT_NOWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENXIO)
+_DIGITS = re.compile(r"[0-9a-f]*")
+_HEAD_PARTS_MAX = 16  # of the first line: four names and values
 _log = logging.getLogger("smb")
 
 
@@ -37,16 +42,32 @@ class Sums:
         return "\n".join([*lines, *(f"{block:08x}" for block in self.blocks), ""])
 
     @staticmethod
+    def of_file(path: Path) -> Sums:
+        """Read the file beside another one. Raises InvalidArgumentError and OSError."""
+        try:
+            return Sums.of_text(read_text(path, CHECKSUMS_BYTES_MAX))
+        except ValueError as error:  # UnicodeDecodeError and InvalidArgumentError are such
+            raise InvalidArgumentError(f"the checksums in {path} can't be read: {shortened(error)}") from None
+
+    @staticmethod
     def of_text(text: str) -> Sums:
         """Read it. Raises InvalidArgumentError."""
         try:
-            head, *blocks = text.splitlines()
-            fields = json.loads(head)
+            head, _, rest = text.partition("\n")
+            fields = parse_json(head, _HEAD_PARTS_MAX)
+            if not isinstance(fields, dict) or fields.keys() != {"crc32c", "source", "nbytes", "block"}:
+                raise ValueError("the first line is not what a snapshot writes")
             if fields["crc32c"] != 1 or fields["block"] != BLOCK_BYTES:
-                raise ValueError("another version")
-            return Sums(fields["source"], fields["nbytes"], [int(block, 16) for block in blocks])
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidArgumentError(f"the checksums can't be read: {error!r}") from None
+                raise ValueError("they are of another version")
+            if not isinstance(fields["source"], str) or type(fields["nbytes"]) is not int or fields["nbytes"] < 0:
+                raise ValueError("the first line is not what a snapshot writes")
+            digits = rest.replace("\n", "")
+            if rest[8::9] != "\n" * (len(rest) // 9) or len(rest) % 9 or not _DIGITS.fullmatch(digits):
+                raise ValueError("a line is not a checksum of 8 hexadecimal digits")
+            blocks = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
+            return Sums(fields["source"], fields["nbytes"], blocks)
+        except ValueError as error:
+            raise InvalidArgumentError(f"they are not what a snapshot writes: {shortened(error)}") from None
 
 
 class State:
@@ -69,9 +90,9 @@ class State:
     def sums(self) -> Sums | None:
         """Return what an interrupted one has left; None if there is nothing to go on from."""
         self._file.seek(0)
-        text = self._file.read().decode(errors="replace")
-        text = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
         try:
+            text = read_opened(self._file, self._path, CHECKSUMS_BYTES_MAX).decode(errors="replace")
+            text = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
             return Sums.of_text(text) if text else None
         except InvalidArgumentError as error:
             _log.warning("%s: %s; the restore begins anew", self._path, error)
@@ -106,16 +127,16 @@ class State:
 
 @contextmanager
 def state_of(path: Path, target: str) -> Iterator[State | None]:
-    """Give the state of restoring a file to a target, beside the file; None if its directory takes none. Raises
-    Error if another process is at it.
+    """Give the state of restoring a file to a target, beside the file; None if its directory takes none, or something
+    else has its name there: a link, or another user's file. Raises Error if another process is at it.
     """
     key = hashlib.sha256(f"{target} {path.absolute()}".encode()).hexdigest()[:24]
     at = path.with_name(f"{path.name}.{key[:8]}.restore")
     while True:
         try:
-            file = io.FileIO(at, "a+")
-        except OSError as error:
-            if error.errno not in _KEPT_NOWHERE:
+            file = open_own(at)
+        except (OSError, InvalidArgumentError) as error:
+            if isinstance(error, OSError) and error.errno not in _KEPT_NOWHERE:
                 raise
             _log.info("the restore can't be taken up again where it is interrupted: %s", error)
             break
@@ -134,6 +155,20 @@ def state_of(path: Path, target: str) -> Iterator[State | None]:
                     state.end()  # refused before it began
             return
     yield None
+
+
+def open_own(path: Path) -> io.FileIO:
+    """Open a file of this user's under a name that others can guess, in a directory where they may make files, too;
+    make it if need be. What is written goes to its end. Raises OSError, and InvalidArgumentError for what is not a
+    regular file of this user's with this one name.
+    """
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+    file = io.FileIO(descriptor, "a+")
+    found = os.fstat(descriptor)
+    if found.st_uid == os.geteuid() and found.st_nlink <= 1:
+        return file
+    file.close()
+    raise InvalidArgumentError(f"{path} belongs to user {found.st_uid}, or has a second name; it is not used")
 
 
 def _is_at(file: io.FileIO, path: Path) -> bool:

@@ -14,17 +14,19 @@ import logging
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from smb.buffer import Buffer
 from smb.call.sync_requests import LOST
 from smb.client import Client
+from smb.config.untrusted import open_regular
 from smb.engine import crc32c
 from smb.errors import (
     NOT_APPLIED,
@@ -108,7 +110,7 @@ def restore(
     starts anew if FILE's directory takes no files.
     """
     with LocalFile(path) as source:
-        sums = Sums.of_text(sums_path(path).read_text()) if sums_path(path).exists() else None
+        sums = _sums_beside(path)
         if sums is not None and (sums.nbytes, len(sums.blocks)) != (source.nbytes, _count(source)):
             raise Error(
                 f"restore of {path}: it has {source.nbytes} bytes, but {sums_path(path).name} is of {sums.nbytes}, "
@@ -161,7 +163,8 @@ class LocalFile:
     """A file of this host, to be read."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
+        """Raises OSError, and InvalidArgumentError for a pipe, a socket or a device."""
+        self._file = os.fdopen(open_regular(path), "rb", buffering=0)
         self.nbytes = os.fstat(self._file.fileno()).st_size  # another file may be at the path by now
 
     def read_into(self, offset: int, out: Octets) -> int:
@@ -210,6 +213,14 @@ class _Checked:
 
 
 # ---- what is done
+
+
+def _sums_beside(path: Path) -> Sums | None:
+    """Return the checksums beside a file, None if there are none."""
+    try:
+        return Sums.of_file(sums_path(path))
+    except FileNotFoundError:
+        return None
 
 
 def _count(source: Reads) -> int:
@@ -261,15 +272,15 @@ def _into_file(
     `check` raises.
     """
     sums = Sums(what, source.nbytes, _blocks_there(part, what, source.nbytes))
-    with part.open("r+b" if sums.blocks else "wb", buffering=0) as file, sums_path(part).open("w") as checksums:
-        checksums.write(sums.to_text())
+    with _own(part, anew=not sums.blocks) as file, _own(sums_path(part), anew=True) as checksums:
+        checksums.write(sums.to_text().encode())
         progress(min(len(sums.blocks) * BLOCK_BYTES, source.nbytes), source.nbytes)
         for offset, data in _blocks(source, len(sums.blocks)):
             done = 0
             while done < data.size:
                 done += os.pwrite(file.fileno(), data.data[done:], offset + done)
             sums.blocks.append(crc32c(data.data))
-            checksums.write(f"{sums.blocks[-1]:08x}\n")
+            checksums.write(f"{sums.blocks[-1]:08x}\n".encode())
             checksums.flush()
             progress(offset + data.size, source.nbytes)
         file.truncate(source.nbytes)
@@ -279,11 +290,29 @@ def _into_file(
     part.replace(path)
 
 
+def _own(path: Path, *, anew: bool) -> IO[bytes]:
+    """Open a file of this user's to be written. With `anew` it is another one than what had its name: others can guess
+    that, and may have put a link there, or a file of theirs. Raises OSError.
+    """
+    if not anew:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b")
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "r+b")
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is a regular file of this user's with one name."""
+    found = path.lstat()
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
+
+
 def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
     """Return the checksums of the blocks that an interrupted snapshot of the same source has left, as far as right."""
     try:
-        sums = Sums.of_text(sums_path(part).read_text())
-        if (sums.source, sums.nbytes) != (what, nbytes):
+        if not _is_own(part) or not _is_own(sums_path(part)):
+            return []
+        sums = Sums.of_file(sums_path(part))
+        if (sums.source, sums.nbytes) != (what, nbytes) or len(sums.blocks) > -(-nbytes // BLOCK_BYTES):
             return []
         with LocalFile(part) as file:
             for index, block in enumerate(sums.blocks):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from smb.arrays.dtypes import DTYPES
+from smb.config.limits import BYTES_MAX, DIMENSIONS_MAX, HEADER_BYTES_MAX, HEADER_PARTS_MAX
+from smb.config.untrusted import is_encodable, parse_json, quoted, shortened
 from smb.errors import InvalidArgumentError
 from smb.files.names import Form, escaped, is_long, name_of, path_of
 from smb.rpc.metadata import encode
@@ -27,8 +30,12 @@ _npy: Any = np.lib.format  # without types before numpy 2.3
 METADATA_KEY = "safetensors"  # of a buffer's metadata: __metadata__ of the file that it was made from
 FILES_KEY = "smb.files"  # of a buffer's metadata: what its file is beside its bytes
 EMPTY = {"nbytes": 0}  # there, of a file without a byte: no buffer can be that small
-HEADER_BYTES_MAX = 100 << 20  # the safetensors format's own limit
 _NPY_HEADER_BYTES_MAX = 10 + 0xFFFF
+# As numpy writes it. Its own reader evaluates the text as Python, with what errors the tokenizer and the parser have.
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '(?P<descr>[<|][a-zA-Z]\d{1,2})', 'fortran_order': False, "
+    rb"'shape': \((?P<shape>(?:\d{1,20}(?:, \d{1,20}){0,%d},?)?)\), \} *\n" % (DIMENSIONS_MAX - 1)
+)
 # https://github.com/huggingface/safetensors: names of element types, little-endian.
 _SAFETENSORS = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
@@ -98,7 +105,8 @@ def view_of(
         return _with_header(npy_header(dtype, shape), [(0, nbytes)])
     if not table or not _safetensors_can(table):
         return None
-    header = safetensors_header(table, metadata.get(METADATA_KEY))
+    own = metadata.get(METADATA_KEY)  # another program may have stored anything there
+    header = safetensors_header(table, own if _is_own(own) else None)
     return _with_header(header, [(place.offset, place.nbytes) for place in table.values()])
 
 
@@ -178,35 +186,78 @@ def header_bytes(head: bytes) -> int:
     return 8 + size if 0 < size <= HEADER_BYTES_MAX and head[8:9] == b"{" else 16
 
 
-def parse_safetensors(head: bytes) -> tuple[TensorTable, object, list[tuple[int, int]]]:
+def parse_safetensors(
+    head: bytes, bytes_max: int = HEADER_BYTES_MAX, parts_max: int = HEADER_PARTS_MAX
+) -> tuple[TensorTable, dict[str, str] | None, list[tuple[int, int]]]:
     """Return (table, __metadata__ or None, (first, last) byte of each tensor's data after the header) from a file's
-    beginning. Raises InvalidArgumentError for anything else.
+    beginning. The tensors lie one after the other from the data's first byte on, as the format wants it.
+
+    Raises InvalidArgumentError for anything else, also for a header of more than `bytes_max` bytes, or more than
+    `parts_max` brackets and commas.
     """
     try:
         size = int.from_bytes(head[:8], "little")
-        if len(head) < 8 + size or size > HEADER_BYTES_MAX:
-            raise ValueError(f"its header has {size} bytes")
-        header = json.loads(head[8 : 8 + size])
+        if size > bytes_max:
+            raise ValueError(f"it has {size} bytes, and at most {bytes_max} are parsed")
+        if len(head) < 8 + size:
+            raise ValueError(f"it has {size} bytes, and the file ends before them")
+        header = parse_json(head[8 : 8 + size], parts_max)
+        if not isinstance(header, dict):
+            raise ValueError("it is not a JSON object")
         metadata = header.pop("__metadata__", None)
-        ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        forms = {name: (tuple(entry["shape"]), _NUMPY[entry["dtype"]]) for name, entry in ordered}
-        ranges = [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for _, entry in ordered]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidArgumentError(f"this is no safetensors file that can be kept as tensors: {error!r}") from None
-    table = TensorTable.of(forms, "safetensors")
-    if any(last - first != table[name].nbytes for (name, _), (first, last) in zip(ordered, ranges, strict=True)):
-        raise InvalidArgumentError("this is no safetensors file: a tensor's bytes are not what its shape needs")
-    return table, metadata, ranges
+        if metadata is not None and not _is_own(metadata):
+            raise ValueError("its __metadata__ does not map texts to texts")
+        if not is_encodable(*header):
+            raise ValueError("the name of a tensor has half of a surrogate pair in it")
+        entries = {name: _entry(name, entry) for name, entry in header.items()}
+        ordered = sorted(entries.items(), key=lambda item: item[1][2:])
+        table = TensorTable.of({name: entry[:2] for name, entry in ordered}, "the tensors")
+        end = 0
+        for name, (_, _, first, last) in ordered:
+            if first != end:
+                raise ValueError(f"the bytes of tensor {quoted(name)} overlap others, or leave a gap before them")
+            if last - first != table[name].nbytes:
+                raise ValueError(f"tensor {quoted(name)} has {last - first} bytes, and its shape {table[name].nbytes}")
+            end = last
+    except ValueError as error:  # InvalidArgumentError is one
+        raise InvalidArgumentError(f"the safetensors header can't be read: {shortened(error)}") from None
+    return table, metadata, [entry[2:] for _, entry in ordered]
+
+
+def _entry(name: str, entry: object) -> tuple[tuple[int, ...], str, int, int]:
+    """Return (shape, dtype, first, last) of a tensor in a header. Raises ValueError."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {quoted(name)} has not just a dtype, a shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _NUMPY:
+        raise ValueError(f"tensor {quoted(name)} has the dtype {quoted(dtype)}, which buffers do not have")
+    if not _are_sizes(shape) or len(shape) > DIMENSIONS_MAX:
+        raise ValueError(f"tensor {quoted(name)} has the shape {quoted(shape)}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {quoted(name)} has the data_offsets {quoted(offsets)}")
+    return tuple(shape), _NUMPY[dtype], offsets[0], offsets[1]
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each <= BYTES_MAX for each in value)
+
+
+def _is_own(metadata: object) -> bool:
+    """Whether it can be __metadata__."""
+    return isinstance(metadata, dict) and all(
+        isinstance(each, str) and is_encodable(each) for pair in metadata.items() for each in pair
+    )
 
 
 def _npy_plan(name: str, head: bytes) -> Plan | None:
-    try:
-        file = io.BytesIO(head[:_NPY_HEADER_BYTES_MAX])
-        if _npy.read_magic(file) != (1, 0):
-            return None
-        shape, _, dtype = _npy.read_array_header_1_0(file)
-    except (ValueError, TypeError):
+    size = int.from_bytes(head[8:10], "little")
+    if not head.startswith(b"\x93NUMPY\1\0") or (found := _NPY_HEADER.fullmatch(head, 10, 10 + size)) is None:
         return None
+    try:
+        dtype = np.dtype(found["descr"].decode())
+    except (TypeError, ValueError):
+        return None
+    shape = tuple(int(extent) for extent in re.findall(rb"\d+", found["shape"]))
     if dtype.name not in DTYPES or any(extent < 1 for extent in shape) or Form.NPY not in forms_of(dtype, shape, None):
         return None
     # As the buffer has it: of another byte order the header is another one, and the file is kept as bytes.
@@ -229,7 +280,7 @@ def _safetensors_plan(name: str, head: bytes) -> Plan | None:
 
 
 def _safetensors_can(table: Mapping[str, TensorPlace]) -> bool:
-    return all(place.dtype.name in _SAFETENSORS for place in table.values())
+    return all(place.dtype.name in _SAFETENSORS for place in table.values()) and is_encodable(*table)
 
 
 def _with_header(header: bytes, ranges: list[tuple[int, int]]) -> View:

@@ -12,14 +12,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from smb.config.limits import METADATA_PARTS_MAX, METADATA_TEXT_BYTES_MAX
 from smb.config.parse import format_bytes
 from smb.errors import InvalidArgumentError
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
-TEXT_BYTES_MAX = 4 << 20  # of one buffer's: the coordinator parses it once
+TEXT_BYTES_MAX = METADATA_TEXT_BYTES_MAX
+PARTS_MAX = METADATA_PARTS_MAX
 PACKED_BYTES_MAX = 1 << 20  # of one buffer's: each open carries it
-PARTS_MAX = 1 << 18  # brackets and commas in its text: to parse more takes the coordinator long
 NESTING_MAX = 64  # every client that opens the buffer must be able to parse it, however deep its own stack is
 
 

@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 
 from smb.config.settings import variables_of
+from smb.config.untrusted import open_regular, read_opened
 from smb.errors import InvalidArgumentError
 
 CREDENTIALS_VARIABLE = "SMB_CREDENTIALS"
@@ -134,12 +135,14 @@ def load(ca: Path, certificate: Path, key: Path) -> Credentials:
     mode = 0
     for path in (ca, certificate, key):
         try:
-            with path.open("rb") as opened:
+            with os.fdopen(open_regular(path), "rb", buffering=0) as opened:
                 # Before the bytes: what is written meanwhile gives the file another stamp than they have.
                 before = os.fstat(opened.fileno())
-                parts.append(opened.read())
+                parts.append(read_opened(opened, path))
                 stamps.append(_stamp(before))
                 mode = before.st_mode  # at last the key's
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"credentials: {error}") from None
         except OSError as error:
             sets = sorted(found.parent.name for found in path.parent.glob("*/cert.pem"))
             hint = f"name one of its directories: {', '.join(sets)}" if sets else "`smb certs` makes a set for a lab"

@@ -12,12 +12,15 @@ import binascii
 import hmac
 import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smb.config.limits import TOKEN_FILE_BYTES_MAX
 from smb.config.parse import parse_address
+from smb.config.untrusted import open_regular, read_opened
 from smb.daemon.process import Admission, Answer
 from smb.errors import InvalidArgumentError
 from smb.security.credentials import is_loopback
@@ -37,8 +40,11 @@ def read_token(path: Path) -> str:
     easily.
     """
     try:
-        text = path.read_text(encoding="ascii").strip()
-        others = path.stat().st_mode & 0o007
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+            text = read_opened(file, path, TOKEN_FILE_BYTES_MAX).decode("ascii").strip()
+            others = os.fstat(file.fileno()).st_mode & 0o007
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--metrics-token-file: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not ASCII"
         raise InvalidArgumentError(f"--metrics-token-file: cannot read {path}: {why}") from None

@@ -28,6 +28,7 @@ import math
 import os
 import re
 import secrets
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -50,6 +51,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
+from smb.config.limits import BYTES_MAX, CHECKPOINT_INDEX_BYTES_MAX, CHECKPOINT_INDEX_PARTS_MAX
+from smb.config.parse import format_bytes
+from smb.config.untrusted import count_parts, parse_json, quoted, shortened
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.tensors import ALIGNMENT_BYTES
 from smb.torch.tensor_values import changing, check_dense, has_bits, plain
@@ -176,6 +180,11 @@ class Writer(_OfName, StorageWriter):
             else:
                 places[result.index] = result.storage_data, result.size_in_bytes
         text = json.dumps(_index_of(self._name, metadata, places), separators=(",", ":")).encode()
+        if len(text) > CHECKPOINT_INDEX_BYTES_MAX or count_parts(text) > CHECKPOINT_INDEX_PARTS_MAX:
+            raise InvalidArgumentError(
+                f"save {self._name!r}: an index of {format_bytes(len(text))} could not be loaded again: there are too "
+                f"many pieces of tensors; save in several checkpoints"
+            )
         made = f"{self._name}.{secrets.token_hex(8)}.index"
         index = self._client.create(
             made, len(text) + len(blobs), "uint8", metadata={METADATA: {"data": data, "json": len(text)}}
@@ -398,14 +407,26 @@ def _read_index(client: Client, name: str) -> _Index:
         if not isinstance(mark, dict) or not isinstance(mark.get("json"), int) or not isinstance(mark.get("data"), str):
             raise InvalidArgumentError(f"load {name!r}: this buffer is no checkpoint of smb.torch.checkpoint")
         try:
+            _check_index(index.nbytes, mark["json"])
             content = index.read().tobytes()
+            text = parse_json(content[: mark["json"]], CHECKPOINT_INDEX_PARTS_MAX)
+            return _parsed(text, mark["data"], content[mark["json"] :])
         except NotFoundError:
             continue  # another checkpoint took its place
-        try:
-            return _parsed(json.loads(content[: mark["json"]]), mark["data"], content[mark["json"] :])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Error(f"load {name!r}: its index can't be read: {error!r}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+            if isinstance(error, Error) and not isinstance(error, InvalidArgumentError):
+                raise  # of the read
+            raise Error(f"load {name!r}: its index can't be read: {shortened(error)}") from error
     raise NotFoundError(f"load {name!r}: it was replaced {_OPENINGS_MAX} times while it was read; load again")
+
+
+def _check_index(nbytes: int, text_bytes: int) -> None:
+    """Raise ValueError for JSON of so many bytes in an index of `nbytes` bytes that nobody writes, or could parse."""
+    if not 0 < text_bytes <= min(nbytes, CHECKPOINT_INDEX_BYTES_MAX):
+        raise ValueError(
+            f"its JSON has {text_bytes} of {nbytes} bytes, and at most {format_bytes(CHECKPOINT_INDEX_BYTES_MAX)} are "
+            f"parsed"
+        )
 
 
 def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
@@ -414,31 +435,57 @@ def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
     entries: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, tuple[int, int]] = {}
     for fqn, tensor in text["tensors"].items():
-        dtype = getattr(torch, tensor["dtype"])
+        dtype = vars(torch).get(tensor["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{fqn} has no dtype, but {tensor['dtype']}")
+            raise ValueError(f"{quoted(fqn)} has no dtype, but {quoted(tensor['dtype'])}")
+        shape = _size(fqn, tensor["shape"])
         chunks = []
         for begins, extents, offset in tensor["pieces"]:
-            begin, sizes = torch.Size(begins), torch.Size(extents)
+            begin, sizes = _size(fqn, begins), _size(fqn, extents)
+            if not len(begin) == len(sizes) == len(shape) or not 0 <= offset <= BYTES_MAX:
+                raise ValueError(f"a piece of {quoted(fqn)} lies at {quoted((begins, extents, offset))}")
             chunks.append(dcp.ChunkStorageMetadata(begin, sizes))
             places[dcp.MetadataIndex(fqn, begin)] = int(offset), math.prod(sizes) * dtype.itemsize
         properties = dcp.TensorProperties(dtype=dtype)
-        entries[fqn] = dcp.TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+        entries[fqn] = dcp.TensorStorageMetadata(properties, shape, chunks)
     for fqn, (offset, nbytes) in text["objects"].items():
+        if not 0 <= offset <= offset + nbytes <= len(blobs):
+            raise ValueError(f"{quoted(fqn)} lies at {quoted((offset, nbytes))} of {len(blobs)} bytes")
         entries[fqn] = dcp.BytesStorageMetadata()
         places[dcp.MetadataIndex(fqn)] = int(offset), int(nbytes)
     paths = {fqn: tuple(path) for fqn, path in text["paths"].items()}
     return _Index(dcp.Metadata(entries, planner_data=paths, storage_meta=dcp.StorageMeta()), places, data, blobs)
 
 
+def _size(fqn: str, extents: object) -> torch.Size:
+    """Return what a list in JSON says. Raises ValueError; torch.Size takes any integer, and fails when it is used."""
+    if not isinstance(extents, list) or not all(type(each) is int and 0 <= each <= BYTES_MAX for each in extents):
+        raise ValueError(f"{quoted(fqn)} has the extents {quoted(extents)}")
+    return torch.Size(extents)
+
+
+def _check_unpacked(blob: bytes) -> None:
+    """Raise ValueError unless it is as torch.save writes it: an archive whose members are stored as they are. Of packed
+    ones a few bytes could become gigabytes.
+    """
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError("its archive has packed members")
+    if sum(member.file_size for member in members) > len(blob):
+        raise ValueError("the members of its archive overlap each other")
+
+
 def _safe_bytes(asked: str, blob: bytes) -> bytes:
     """Return an object's bytes, made anew from what torch's restricted loader read."""
     try:
+        _check_unpacked(blob)
         value = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
     except Exception as error:
         raise InvalidArgumentError(
             f"{asked} is no object that torch.load(weights_only=True) takes: leave it out, make it of tensors, "
-            f"numbers, strings, lists and dicts, or allow its class by torch.serialization.add_safe_globals ({error})"
+            f"numbers, strings, lists and dicts, or allow its class by torch.serialization.add_safe_globals "
+            f"({shortened(error)})"
         ) from error
     stream = io.BytesIO()
     torch.save(value, stream)

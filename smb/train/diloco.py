@@ -39,7 +39,7 @@ from smb.errors import InvalidArgumentError
 from smb.tensors import TensorPlace
 from smb.train.exchange.rounds import EXACT, Outer, RoundExchange, RoundScheme
 from smb.train.exchange.streaming import FragmentExchange
-from smb.train.fragments import cut
+from smb.train.fragments import FRAGMENTS_MAX, cut
 from smb.train.group import WIRE_BYTES, Group
 from smb.train.parameters import Parameters, Together
 from smb.train.scheme import Span, is_number, is_whole
@@ -89,10 +89,10 @@ class DiLoCo(NesterovRounds):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_whole(self.fragments, 1, self.every):
+        if not is_whole(self.fragments, 1, min(self.every, FRAGMENTS_MAX)):
             raise InvalidArgumentError(
-                f"{self.NAME}: fragments={self.fragments!r} is no whole number in 1 to every={self.every}: each is "
-                f"exchanged once in so many steps, at a step of its own"
+                f"{self.NAME}: fragments={self.fragments!r} is no whole number in 1 to every={self.every}, or beyond "
+                f"{FRAGMENTS_MAX}: each is exchanged once in so many steps, at a step of its own"
             )
         if not is_whole(self.delay, 0) or self.delay * self.fragments >= self.every:
             raise InvalidArgumentError(

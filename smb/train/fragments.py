@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from smb.errors import InvalidArgumentError
 
+FRAGMENTS_MAX = 1 << 16  # each is a range that every member keeps: a file or metadata may ask for any number
+
 
 class Span(NamedTuple):
     """So many elements from `offset` on."""

@@ -415,7 +415,7 @@ def enter(
                 if scheme is None:
                     raise _nobody(name)
                 scheme.check(name, parameters)
-                _check_lease(name, lease)
+                check_lease(f"join of training {name!r}", lease)
                 settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
                 group = _made(client, name, parameters, settings, placement, setup)
             else:
@@ -601,7 +601,7 @@ def clear(
         raise InvalidArgumentError(f"join of training {name!r} with fresh=True: say which scheme; nothing was deleted")
     _check_scheme(name, scheme)
     scheme.check(name, parameters)
-    _check_lease(name, lease)
+    check_lease(f"join of training {name!r}", lease)
     with setup_lock(client, name, copies_of(client, name, replicas)) as setup:
         group = _opened(client, name)
         if group is None:
@@ -727,9 +727,10 @@ def check_placement(asked: str, placement: dict[str, Any]) -> None:
     check_replicas(asked, placement.get("replicas"))
 
 
-def _check_lease(name: str, lease: float | None) -> None:
+def check_lease(asked: str, lease: float | None) -> None:
+    """Raise InvalidArgumentError for a lease that is too short to be renewed, or too long to wait for."""
     if lease is not None and not (math.isfinite(lease) and 0.05 <= lease <= 3600):
-        raise InvalidArgumentError(f"join of training {name!r}: lease={lease!r} s is not in 0.05 to 3600")
+        raise InvalidArgumentError(f"{asked}: lease={lease!r} s is not in 0.05 to 3600")
 
 
 def _made(

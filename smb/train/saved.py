@@ -25,8 +25,11 @@ import numpy as np
 
 from smb.buffer import Buffer
 from smb.client import Client
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
-from smb.files.formats import HEADER_BYTES_MAX, parse_safetensors, safetensors_header
+from smb.config.limits import BYTES_MAX, TRAINING_HEADER_BYTES_MAX, TRAINING_HEADER_PARTS_MAX
+from smb.config.parse import format_bytes
+from smb.config.untrusted import open_regular, parse_json, quoted, shortened
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.files.formats import parse_safetensors, safetensors_header
 from smb.files.temporary_names import sweep
 from smb.lock import Lock
 from smb.tensors import TensorPlace, TensorTable
@@ -37,13 +40,15 @@ from smb.train.fragments import Span
 from smb.train.guards import Guards
 from smb.train.parameters import PIECE_ELEMENTS
 from smb.train.progress import progress_of
-from smb.train.scheme import scheme_of
+from smb.train.scheme import Scheme, Values, is_number, is_whole, scheme_of
 
 STATISTICS = "state"  # of smb.torch.join: NAME/state
 _KEY = "smb.train"
 _OUTER = {"smb.outer.0": momentum_name, "smb.step": step_name}  # two copies each, which take turns
 _WHOLE = "values"
 _VERSION = 1
+_ROUNDS_MAX = 1 << (62 - t.ROUND_SHIFT)  # a word of the table has them
+_COUNT_MAX = 1 << 62  # of steps and samples, likewise: these are added to
 _TRIES = 3  # without keeping rounds from being closed
 _LOCK_S = 60.0
 
@@ -59,6 +64,20 @@ class _Source:
     ranges: tuple[tuple[Buffer, Span], ...]
     table: TensorTable
     names: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What a file says before its tensors, checked. `places`: of each tensor in the file, its first byte and its
+    elements; `nbytes`: of the whole file.
+    """
+
+    fields: dict[str, Any]
+    scheme: Scheme
+    guards: Guards
+    places: dict[str, tuple[int, int]]
+    start: int
+    nbytes: int
 
 
 def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
@@ -101,16 +120,18 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
     InvalidArgumentError for a file that is not whole or no training, OSError.
     """
     groups.check_placement(f"load of {path}", placement)
-    with Path(path).open("rb") as file:
-        head_fields, table, ranges, start = _head(file, str(path))
-        scheme = scheme_of(head_fields["scheme"], head_fields["settings"])
-        guards, lease, number = Guards(**head_fields["guards"]), float(head_fields["lease"]), int(head_fields["round"])
-        if _digest(file, start) != head_fields["sha256"]:
+    with os.fdopen(open_regular(path), "rb") as file:
+        head = _head(file, str(path))
+        fields, number = head.fields, int(head.fields["round"])
+        before = _stamp(file)
+        _check_room(client, head, str(path))
+        if before[0] != head.nbytes or _digest(file, head.start) != fields["sha256"]:
             raise InvalidArgumentError(
                 f"load of {path}: its bytes are not those that were saved: it is torn, or changed"
             )
-        metadata = {**head_fields["metadata"], groups.METADATA: groups.settings_of(scheme, guards, lease)}
-        saved = {"wire": head_fields.get("wire", "exact"), "replicas": head_fields.get("replicas", 1)}
+        settings = groups.settings_of(head.scheme, head.guards, float(fields["lease"]))
+        metadata = {**fields["metadata"], groups.METADATA: settings}
+        saved = {"wire": fields.get("wire", "exact"), "replicas": fields.get("replicas", 1)}
         placement = {**saved, **{key: value for key, value in placement.items() if value is not None}}
         groups.check_placement(f"load of {path}", placement)
         with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement["replicas"]) as setup:
@@ -122,7 +143,10 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 )
             made: list[Buffer] = []
             try:
-                _make(client, name, file, start, (head_fields, table, ranges), metadata, placement, made, setup)
+                ready = _make(client, name, file, head, metadata, placement, made, setup)
+                if _stamp(file) != before:
+                    raise InvalidArgumentError(f"load of {path}: the file was changed while it was read; try again")
+                ready.add(0, t.READY, 1)
             except BaseException:
                 try:
                     for each in reversed(made):
@@ -174,7 +198,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
                 raise InvalidArgumentError(f"save of training {group.name!r}: it has two tensors {stored!r}")
             forms[stored] = source.table[each].shape, "float32"
     placed = TensorTable.of(forms, "save")
-    with part.open("wb") as file:
+    with part.open("xb") as file:
         head = _header(placed, head_fields | {"sha256": "0" * 64})
         file.write(head)
         digest = hashlib.sha256()
@@ -233,28 +257,101 @@ def _sync(directory: Path) -> None:
 # ---- reading
 
 
-def _head(file: IO[bytes], path: str) -> tuple[dict[str, Any], TensorTable, list[tuple[int, int]], int]:
-    """Return (what the head says, tensors, where each lies, where the first begins)."""
+def _head(file: IO[bytes], path: str) -> _Head:
+    """Read and check what comes before the tensors: nothing is made of a file that says anything else than a saved
+    training does. Raises InvalidArgumentError.
+    """
     size = int.from_bytes(file.read(8), "little")
-    if not 0 < size <= HEADER_BYTES_MAX:
-        raise InvalidArgumentError(f"load of {path}: this is no saved training")
+    if not 0 < size <= TRAINING_HEADER_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"load of {path}: this is not a saved training: a header of {size} bytes is not in 1 to "
+            f"{TRAINING_HEADER_BYTES_MAX}"
+        )
     file.seek(0)
     start = file.read(8 + size)
     if len(start) < 8 + size:
-        raise InvalidArgumentError(f"load of {path}: the file ends within its header: it is torn, or no saved training")
+        raise InvalidArgumentError(f"load of {path}: the file ends within its header: it is torn")
     try:
-        table, metadata, ranges = parse_safetensors(start)
-        if not isinstance(metadata, dict) or _KEY not in metadata:
+        table, metadata, ranges = parse_safetensors(start, TRAINING_HEADER_BYTES_MAX, TRAINING_HEADER_PARTS_MAX)
+        if metadata is None or _KEY not in metadata:
             raise ValueError("it says nothing of a training")
-        head_fields = json.loads(metadata[_KEY])
-        version = head_fields["version"]
-    except (KeyError, TypeError, ValueError) as error:  # InvalidArgumentError is a ValueError
+        fields = parse_json(metadata[_KEY], TRAINING_HEADER_PARTS_MAX)
+        if not isinstance(fields, dict) or not is_whole(fields.get("version"), 0):
+            raise ValueError("it says nothing of a training")
+        if fields["version"] != _VERSION:
+            raise ValueError(f"it is of version {quoted(fields['version'])}, and this is smb for {_VERSION}")
+        if any(place.dtype != np.float32 for place in table.values()):
+            raise ValueError("a tensor is not of float32")
+        places = {each: (8 + size + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
+        scheme, guards = _checked(fields)
+        _check_tensors(fields, places)
+    except (Error, ValueError, TypeError, KeyError, OverflowError) as error:  # the latter of settings of other types
         raise InvalidArgumentError(
-            f"load of {path}: this is no saved training: it was not written by smb.train.save ({error})"
+            f"load of {path}: this is not a saved training: it was not written by smb.train.save ({shortened(error)})"
         ) from None
-    if version != _VERSION:
-        raise InvalidArgumentError(f"load of {path}: it is of version {version}, and this is smb for {_VERSION}")
-    return head_fields, table, ranges, 8 + size
+    return _Head(fields, scheme, guards, places, 8 + size, 8 + size + ranges[-1][1])
+
+
+def _checked(fields: dict[str, Any]) -> tuple[Scheme, Guards]:
+    """Return the scheme and the guards. Raises ValueError; for settings of other types also TypeError and the like."""
+    shapes: dict[str, bool] = {
+        "scheme": isinstance(fields.get("scheme"), str),
+        "settings": isinstance(fields.get("settings"), dict),
+        "guards": isinstance(fields.get("guards"), dict),
+        "lease": is_number(fields.get("lease")),
+        "wire": fields.get("wire", "exact") in groups.WIRE_BYTES,
+        "round": is_whole(fields.get("round"), 0, _ROUNDS_MAX),
+        "steps": is_whole(fields.get("steps"), 0, _COUNT_MAX),
+        "samples": is_whole(fields.get("samples"), 0, _COUNT_MAX),
+        "size": is_whole(fields.get("size"), 1, BYTES_MAX // 4),
+        "metadata": isinstance(fields.get("metadata"), dict),
+        "sha256": isinstance(fields.get("sha256"), str),
+    }
+    if wrong := [name for name, fits in shapes.items() if not fits]:
+        raise ValueError(f"its {wrong[0]} is {quoted(fields.get(wrong[0]))}")
+    groups.check_lease("the saved training", float(fields["lease"]))
+    if foreign := fields["guards"].keys() - Guards.__dataclass_fields__.keys():
+        raise ValueError(f"there is no guard {quoted(min(foreign))}")
+    return scheme_of(fields["scheme"], fields["settings"]), Guards(**fields["guards"])
+
+
+def _check_tensors(fields: dict[str, Any], places: dict[str, tuple[int, int]]) -> None:
+    """Raise Error or ValueError unless the file has each tensor that is to be filled, with as many elements."""
+    size = fields["size"]
+    table = TensorTable.from_metadata(fields["metadata"], np.dtype(np.float32), 4 * size) or _whole(size)
+    wanted = {each: place.size for each, place in table.items()} | {each: size for each in _OUTER if each in places}
+    if (kept := fields.get("statistics")) is not None:
+        if not isinstance(kept, dict) or not isinstance(kept.get("metadata"), dict):
+            raise ValueError("its statistics are not those of a training")
+        if not is_whole(kept.get("size"), 1, BYTES_MAX // 4):
+            raise ValueError(f"its statistics have the size {quoted(kept.get('size'))}")
+        statistics = TensorTable.from_metadata(kept["metadata"], np.dtype(np.float32), 4 * kept["size"])
+        if statistics.nbytes != 4 * kept["size"]:
+            raise ValueError("its statistics are not those of a training")
+        wanted |= {each: place.size for each, place in statistics.items()}
+    for each, count in wanted.items():
+        if each not in places:
+            raise ValueError(f"the file has no tensor {quoted(each)}")
+        if places[each][1] != count:
+            raise ValueError(f"tensor {quoted(each)} has {places[each][1]} elements, and the training {count}")
+
+
+def _check_room(client: Client, head: _Head, path: str) -> None:
+    """Raise OutOfMemoryError for a training that no server of the cluster could ever hold: to look through a sparse
+    file that says that it is one would take for ever.
+    """
+    there = sum(server.capacity for server in client.servers())
+    if (wanted := 4 * head.fields["size"]) > there:
+        raise OutOfMemoryError(
+            f"load of {path}: its weights take {format_bytes(wanted)}, and the memory servers have "
+            f"{format_bytes(there)} together"
+        )
+
+
+def _stamp(file: IO[bytes]) -> tuple[int, int, int]:
+    """Return the size of a file, and what changes with its bytes."""
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _digest(file: IO[bytes], start: int) -> str:
@@ -269,18 +366,16 @@ def _make(
     client: Client,
     name: str,
     file: IO[bytes],
-    start: int,
-    head: tuple[dict[str, Any], TensorTable, list[tuple[int, int]]],
+    head: _Head,
     metadata: dict[str, Any],
     placement: dict[str, Any],
     made: list[Buffer],
     setup: Lock,
-) -> None:
-    """Make the group's buffers. Under the setup lock. The table comes first, and says last that the group is ready: so
-    buffers that a killed load leaves are known as parts of a training that is not.
+) -> t.Table:
+    """Make the group's buffers, and return the table, which is to say that the group is ready. Under the setup lock.
+    The table comes first: so buffers that a killed load leaves are known as parts of a training that is not ready.
     """
-    head_fields, table, ranges = head
-    where = {each: (start + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
+    fields, where = head.fields, head.places
     groups.remove_leftovers(client, name, setup.check)
     replicas = placement["replicas"]
 
@@ -291,31 +386,38 @@ def _make(
 
     members = t.Table(new(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
     new(f"{name}/tick", 1, "int64", servers=1)
-    weights = new(name, head_fields["size"], "float32", metadata=metadata, **placement)
+    weights = new(name, fields["size"], "float32", metadata=metadata, **placement)
     for each, place in (weights.table or _whole(weights.size)).items():
         _fill(weights, place.offset // 4, file, *where[each])
-    spans = scheme_of(head_fields["scheme"], head_fields["settings"]).spans(weights)
+    spans = head.scheme.spans(weights)
     for stored in _OUTER.keys() & where.keys():
         copies = [new(f"{name}/{_OUTER[stored](copy)}", like=weights) for copy in (0, 1)]
-        for copy, (offset, count) in _good_states(spans, head_fields["round"]):
+        for copy, (offset, count) in _good_states(spans, fields["round"]):
             _fill(copies[copy], offset, file, where[stored][0] + 4 * offset, count)
-    if (kept := head_fields.get("statistics")) is not None:
+    if (kept := fields.get("statistics")) is not None:
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])
         values = np.zeros(kept["size"], np.float32)
         for each, place in statistics.table.items():
             begin, count = where[each]
             file.seek(begin)
-            values[place.offset // 4 :][:count] = np.frombuffer(file.read(4 * count), "<f4")
+            values[place.offset // 4 :][:count] = _next(file, count)
         statistics.publish(values)
-    members.swap(0, t.ROUND, 0, head_fields["round"] << t.ROUND_SHIFT)
+    members.swap(0, t.ROUND, 0, fields["round"] << t.ROUND_SHIFT)
     # As if a former member of the first slot had done all of it.
-    members.add(1, t.STEPS, head_fields["steps"])
-    members.add(1, t.SAMPLES_BEFORE, head_fields["samples"])
-    members.add(0, t.READY, 1)
+    members.add(1, t.STEPS, fields["steps"])
+    members.add(1, t.SAMPLES_BEFORE, fields["samples"])
+    return members
 
 
 def _fill(buffer: Buffer, offset: int, file: IO[bytes], begin: int, count: int) -> None:
     file.seek(begin)
     for at in range(0, count, PIECE_ELEMENTS):
-        piece = np.frombuffer(file.read(4 * min(PIECE_ELEMENTS, count - at)), "<f4")
-        buffer.write(piece, offset + at, wire="exact")
+        buffer.write(_next(file, min(PIECE_ELEMENTS, count - at)), offset + at, wire="exact")
+
+
+def _next(file: IO[bytes], count: int) -> Values:
+    """Return the next elements. Raises InvalidArgumentError if the file was cut meanwhile."""
+    found = file.read(4 * count)
+    if len(found) != 4 * count:
+        raise InvalidArgumentError("the file of the training was cut while it was read")
+    return np.frombuffer(found, "<f4")

@@ -28,7 +28,21 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = Any
 
-__all__ = ["SCHEMES", "Copies", "Exchange", "Json", "Scheme", "Span", "Values", "is_number", "is_whole", "scheme_of"]
+__all__ = [
+    "SCHEMES",
+    "WHOLE_MAX",
+    "Copies",
+    "Exchange",
+    "Json",
+    "Scheme",
+    "Span",
+    "Values",
+    "is_number",
+    "is_whole",
+    "scheme_of",
+]
+
+WHOLE_MAX = (1 << 63) - 1  # of a setting: what a word of the group's table can have
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every scheme by its name."""
@@ -156,16 +170,17 @@ class Scheme(ABC):
         """Return this worker's exchange. May create buffers; leaves the parameters alone."""
 
 
-def is_whole(value: object, least: int, most: int | None = None) -> bool:
+def is_whole(value: object, least: int, most: int = WHOLE_MAX) -> bool:
     """Whether a setting is a whole number in that range. True and 2.0 are none: who wrote them meant something else."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return False
-    return value >= least and (most is None or value <= most)
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_number(value: object) -> bool:
     """Whether a setting is a finite number; True is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int that is larger than any float
+        return False
 
 
 def scheme_of(name: str, settings: dict[str, Json]) -> Scheme:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -228,3 +231,51 @@ def test_a_load_that_fails_leaves_no_read_behind(client: smb.Client, monkeypatch
     with pytest.raises(dcp.api.CheckpointException):
         load(client, {name: torch.zeros(4) for name in "abcd"})
     assert late.done()
+
+
+def test_an_index_that_another_client_wrote_is_refused(client: smb.Client) -> None:
+    """Before it is parsed where it has too many parts; what it says of places has to be in it."""
+    mark = {"data": "c.data", "json": 0}
+    tensor = {"dtype": "float32", "shape": [4], "pieces": [[[0], [4], 0]]}
+    good = {"format": 1, "tensors": {"a": tensor}, "objects": {"o": [0, 3]}, "paths": {}}
+    cases = {
+        json.dumps(good): "",
+        "[" + "[]," * (1 << 21) + "0]": "it has 4194305 commas and opening brackets, and at most 4194304 are parsed",
+        "[" * 1000_000: "it nests too deep",
+        json.dumps(good | {"objects": {"o": [-1, 3]}}): "'o' lies at (-1, 3) of 3 bytes",
+        json.dumps(good | {"objects": {"o": [0, 1 << 40]}}): "'o' lies at (0, 1099511627776) of 3 bytes",
+        json.dumps(good | {"tensors": {"a": tensor | {"dtype": "load"}}}): "'a' has no dtype, but 'load'",
+        json.dumps(good | {"tensors": {"a": tensor | {"shape": [10**30]}}}): "'a' has the extents [1000",
+        json.dumps(good | {"tensors": {"a": tensor | {"pieces": [[[0], [-4], 0]]}}}): "'a' has the extents [-4]",
+        json.dumps(good | {"tensors": {"a": tensor | {"pieces": [[[0, 0], [4], 0]]}}}): "a piece of 'a' lies at",
+        "[]": "can't be read", "5": "can't be read", '{"format": NaN}': "it has NaN",
+    }  # fmt: skip
+    for text, why in cases.items():
+        content = np.frombuffer(text.encode() + b"abc", np.uint8)
+        for nbytes in (len(text), -1, content.size + 1) if not why else (len(text),):
+            client.create("c", content.size, "uint8", metadata={checkpoint.METADATA: mark | {"json": nbytes}})
+            client.open("c").write(content)
+            if nbytes != len(text):
+                with pytest.raises(smb.Error, match=f"its JSON has {nbytes} of"):
+                    checkpoint._read_index(client, "c")
+            elif why:
+                with pytest.raises(smb.Error, match=re.escape(why)) as caught:
+                    checkpoint._read_index(client, "c")
+                assert len(str(caught.value)) < 500
+            else:
+                assert checkpoint._read_index(client, "c").metadata.state_dict_metadata.keys() == {"a", "o"}
+            client.delete("c")
+
+
+def test_an_object_that_would_unpack_to_more_is_refused() -> None:
+    """torch.save stores the members of its archive as they are; its loader would unpack others, to any size."""
+    stream = io.BytesIO()
+    torch.save({"a": torch.zeros(1 << 20)}, stream)
+    assert len(checkpoint._safe_bytes("load", stream.getvalue())) >= 4 << 20
+    packed = io.BytesIO()
+    with zipfile.ZipFile(stream) as archive, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as smaller:
+        for member in archive.infolist():
+            smaller.writestr(member.filename, archive.read(member))
+    assert len(packed.getvalue()) < 1 << 16
+    with pytest.raises(smb.InvalidArgumentError, match="its archive has packed members"):
+        checkpoint._safe_bytes("load", packed.getvalue())

@@ -78,7 +78,7 @@ def test_torn_and_foreign_files_are_not_loaded(client: smb.Client, tmp_path: Pat
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "other").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "head").write_bytes(whole[:100])
-    torn, foreign = "it is torn", "this is no saved training"
+    torn, foreign = "it is torn", "this is not a saved training"
     reasons = {"changed": torn, "short": torn, "head": torn, "text": foreign, "empty": foreign, "other": foreign}
     for name, reason in reasons.items():
         with pytest.raises(smb.InvalidArgumentError, match=f"{name}: .*{reason}"):

@@ -18,7 +18,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from smb.config.limits import TOKEN_FILE_BYTES_MAX
 from smb.config.parse import parse_address
+from smb.config.untrusted import read_text
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.errors import Error, InvalidArgumentError
 from smb.security.credentials import CHANNEL_OPTIONS, Credentials, load_directory
@@ -120,7 +122,7 @@ class Access:
         if file.exists():
             if file.stat().st_mode & 0o007:
                 raise InvalidArgumentError(f"anybody may read {file}, which has a password in it; chmod 600 {file}")
-            user, colon, password = file.read_text(encoding="utf-8").strip().partition(":")
+            user, colon, password = read_text(file, TOKEN_FILE_BYTES_MAX).strip().partition(":")
             if not colon or not user or not password or "\n" in password:
                 raise InvalidArgumentError(f"{file}: it takes one line, NAME:PASSWORD")
         return Access(load_directory(directory), user, password)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smb.config.untrusted import parse_json
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
 from smb.coordinator.store import DeposedError, StoreError, StoreFullError
@@ -26,6 +27,7 @@ LEASE_S_MIN, LEASE_S_MAX = 2, 600
 _KEEPS_PER_LEASE = 4
 _ASK_S = 5.0
 _HEAD_VERSION = "1"
+_LEADER_PARTS_MAX = 16  # brackets and commas in what names the leader
 
 _log = logging.getLogger("coordinator")
 
@@ -56,7 +58,7 @@ async def leader_of(etcd: Etcd, place: Place, timeout_s: float = _ASK_S) -> Lead
     found = await etcd.range(pb.RangeRequest(key=_leader_key(place)), timeout_s)
     for each in found.kvs:
         try:
-            address = str(json.loads(each.value)["address"])
+            address = str(parse_json(each.value, _LEADER_PARTS_MAX)["address"])
         except (ValueError, TypeError, KeyError):
             address = "?"
         return Leader(address, each.create_revision)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 import urllib.error
@@ -12,12 +11,15 @@ from typing import Annotated
 
 import typer
 
-from smb.config.parse import parse_address
+from smb.config.parse import format_bytes, parse_address
 from smb.config.settings import text_of
+from smb.config.untrusted import parse_json
 from smb.errors import UnavailableError
 from smb.security.page_access import read_token
 
 _TIMEOUT_S = 5.0
+_TARGETS_BYTES_MAX = 1 << 20  # a few hundred bytes for each of 1024 servers
+_TARGETS_PARTS_MAX = 16 * 1024
 
 
 def targets(
@@ -65,8 +67,11 @@ def _read(metrics: str) -> str:
     url = f"http://{metrics}/targets"
     try:
         with urllib.request.urlopen(_pending(url), timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http, as above
-            text: str = answer.read().decode()
-        json.loads(text)
+            read: bytes = answer.read(_TARGETS_BYTES_MAX + 1)
+        text = read.decode()
+        if len(read) > _TARGETS_BYTES_MAX:
+            raise ValueError(f"it answers with more than {format_bytes(_TARGETS_BYTES_MAX)}")
+        parse_json(text, _TARGETS_PARTS_MAX)
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise UnavailableError(
             f"no coordinator tells its targets at {url} ({error}); is this the address of its --metrics?"

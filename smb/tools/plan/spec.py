@@ -15,21 +15,23 @@ Either layers or compute_ms may be left out; without layers `parameters` (or `by
 
 from __future__ import annotations
 
-import json
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from smb.config.limits import BYTES_MAX, SETTINGS_BYTES_MAX
 from smb.config.parse import parse_bytes
+from smb.config.untrusted import parse_json, parse_toml, quoted, read_text, shortened
 from smb.errors import InvalidArgumentError
 from smb.train.partition import Layer
 
 _FLOAT_BYTES = 4  # parameters are exchanged as float32
 _FORWARD_SHARE = 1 / 3  # of both passes, where layers are not given: backward does two products for each of forward's
 _LAYERS_MAX = 1000  # which a plan takes seconds for
+_PARTS_MAX = 16 * _LAYERS_MAX  # brackets and commas in JSON: a layer has 6
+_MILLISECONDS_MAX = 1e15  # of one layer or step, thousands of years: sums and products of them are floats
+_BATCH_MAX = 1 << 40  # of samples; its square is a float
 _TOP = {"name", "batch", "parameters", "bytes", "compute_ms", "layers"}
 _LAYER = {"name", "parameters", "bytes", "forward_ms", "backward_ms"}
 
@@ -101,13 +103,16 @@ class Spec:
 def read_spec(path: Path) -> Spec:
     """Read a file. Raises InvalidArgumentError, with the file and the place in it, for what is no spec."""
     try:
-        text = path.read_text()
-        made = json.loads(text) if path.suffix == ".json" else _toml(text)
-        return make_spec(made, path.stem)
+        text = read_text(path, SETTINGS_BYTES_MAX)
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # of both formats, of the text's encoding, and InvalidArgumentError
+    except UnicodeDecodeError as error:
         raise InvalidArgumentError(f"{path}: {error}") from error
+    try:
+        made = parse_json(text, _PARTS_MAX) if path.suffix == ".json" else parse_toml(text)
+        return make_spec(made, path.stem)
+    except ValueError as error:  # of both formats, and InvalidArgumentError
+        raise InvalidArgumentError(f"{path}: {shortened(error)}") from error
 
 
 def make_spec(given: Any, name: str) -> Spec:
@@ -116,8 +121,8 @@ def make_spec(given: Any, name: str) -> Spec:
         raise InvalidArgumentError("a spec is a table of names and values")
     _check_names(given, _TOP, "a spec")
     batch = given.get("batch", 1)
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise InvalidArgumentError(f"batch = {batch!r} is no number of samples from 1 on")
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= _BATCH_MAX:
+        raise InvalidArgumentError(f"batch = {quoted(batch)} is no number of samples from 1 on")
     name = str(given.get("name", name))
     compute = _compute(given["compute_ms"]) if "compute_ms" in given else None
     if "layers" in given:
@@ -169,8 +174,8 @@ def _nbytes(given: dict[str, Any], where: str) -> int:
     else:
         count = given["parameters"]
         number = isinstance(count, int | float) and not isinstance(count, bool)
-        if not number or not 0 <= count < math.inf or count != int(count):
-            raise InvalidArgumentError(f"parameters = {count!r} of {where} is no number of them")
+        if not number or not 0 <= count <= BYTES_MAX or count != int(count):
+            raise InvalidArgumentError(f"parameters = {quoted(count)} of {where} is no number of them")
         nbytes = parse_bytes(_FLOAT_BYTES * int(count))
     if where == "the spec" and not nbytes:
         raise InvalidArgumentError("a model without parameters has nothing to exchange")
@@ -182,8 +187,8 @@ def _compute(given: Any) -> Compute:
         raise InvalidArgumentError("compute_ms is a table: batch = milliseconds")
     times = {}
     for batch, value in given.items():
-        if not (batch.isascii() and batch.isdigit() and int(batch)):
-            raise InvalidArgumentError(f"compute_ms: {batch!r} is no batch")
+        if not (batch.isascii() and batch.isdigit() and len(batch) <= 13 and 1 <= int(batch) <= _BATCH_MAX):
+            raise InvalidArgumentError(f"compute_ms: {quoted(batch)} is no batch")
         times[int(batch)] = _milliseconds(value, f"compute_ms of {batch}")
     if not all(times.values()):
         raise InvalidArgumentError("compute_ms: a step takes time")
@@ -191,20 +196,12 @@ def _compute(given: Any) -> Compute:
 
 
 def _milliseconds(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise InvalidArgumentError(f"{what} = {value!r} is no number of milliseconds")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MILLISECONDS_MAX:
+        raise InvalidArgumentError(f"{what} = {quoted(value)} is no number of milliseconds")
     return value / 1e3
 
 
 def _check_names(given: dict[str, Any], known: set[str], where: str) -> None:
     if foreign := given.keys() - known:
-        names = ", ".join(map(repr, sorted(foreign)))
+        names = shortened(", ".join(map(repr, sorted(foreign))))
         raise InvalidArgumentError(f"{where} has no {names}; it takes {', '.join(sorted(known))}")
-
-
-def _toml(text: str) -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(text)

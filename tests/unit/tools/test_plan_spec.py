@@ -106,7 +106,7 @@ def test_what_is_no_spec(told: Any, error: str) -> None:
     ("name", "text", "error"),
     [
         ("a.toml", "batch = ", "a.toml: Invalid value"),
-        ("a.json", "{", "a.json: Expecting"),
+        ("a.json", "{", "a.json: it is not JSON: Expecting"),
         ("a.json", "{}", "a.json: it has neither"),
         ("a.toml", None, "a.toml: No such file"),
     ],

@@ -1,0 +1,183 @@
+"""What somebody else may have written: files are opened without waiting, and read up to a bound; JSON is counted before
+it is parsed; an error quotes the beginning of a value. The bounds are in limits.py.
+
+A bound counts brackets and commas because each of them may become an object of 60 to 250 bytes, where the text has two.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from smb.config.limits import (
+    DIGITS_MAX,
+    ERROR_CHARACTERS_MAX,
+    KEY_PARTS_MAX,
+    QUOTED_CHARACTERS_MAX,
+    TEXT_FILE_BYTES_MAX,
+)
+from smb.config.parse import format_bytes
+from smb.errors import InvalidArgumentError
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+_KEY_PART = re.compile(r"""[ \t]*(?:[A-Za-z0-9_-]*|"[^"\n]*"|'[^'\n]*')[ \t]*""")
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Return the descriptor of a regular file; never waits, as opening a pipe would.
+
+    Raises OSError as os.open does, IsADirectoryError, and InvalidArgumentError for a pipe, a socket or a device.
+    """
+    if not flags & os.O_NOFOLLOW:
+        try:
+            _check_kind(path, Path(path).stat().st_mode)  # before it is opened: that alone may start a device
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    try:
+        _check_kind(path, os.fstat(descriptor).st_mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
+    if stat.S_ISREG(mode):
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    kind = next((name for matches, name in _KINDS if matches(mode)), "of an unknown kind")
+    raise InvalidArgumentError(f"{os.fspath(path)} is {kind}; a regular file is needed here")
+
+
+def read_file(path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX) -> bytes:
+    """Return a regular file's bytes. Raises as open_regular, and InvalidArgumentError if it has more than bytes_max."""
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        return read_opened(file, path, bytes_max)
+
+
+def read_opened(file: Any, path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX) -> bytes:
+    """As read_file, of a raw file that is open already."""
+    size = os.fstat(file.fileno()).st_size
+    found = b""
+    if size <= bytes_max:
+        pieces = []
+        left = bytes_max + 1  # a file of /proc says that it has 0 bytes, and any file may grow
+        while left and (piece := file.read(min(left, 1 << 20))):
+            pieces.append(piece)
+            left -= len(piece)
+        found = b"".join(pieces)
+        size = max(size, len(found))
+    if size > bytes_max:
+        raise InvalidArgumentError(
+            f"{path} has {format_bytes(size)} or more, and at most {format_bytes(bytes_max)} of such a file are read"
+        )
+    return found
+
+
+def read_text(path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX, encoding: str = "utf-8") -> str:
+    """As read_file, decoded. Raises UnicodeDecodeError, too."""
+    return read_file(path, bytes_max).decode(encoding)
+
+
+def parse_json(text: str | bytes, parts_max: int) -> Any:
+    """Return the value of JSON in UTF-8 of at most so many brackets and commas.
+
+    Raises ValueError, with a sentence, for anything else: also for NaN, for a name twice in one object, and for what
+    nests so deep that the interpreter's stack has no room.
+    """
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"it is not UTF-8 (byte {error.start})") from None
+    if (parts := count_parts(text)) > parts_max:
+        raise ValueError(f"it has {parts} commas and opening brackets, and at most {parts_max} are parsed")
+    try:
+        return json.loads(text, parse_int=_integer, parse_constant=_constant, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML. Raises ValueError; that of the parser ends with the place, in brackets."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    run = 0
+    for piece in text.split("."):
+        run = run + 1 if _KEY_PART.fullmatch(piece) else 0
+        if run >= KEY_PARTS_MAX:
+            raise ValueError(f"it has a key of more than {KEY_PARTS_MAX} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("its values nest too deep") from None
+
+
+def count_parts(text: str | bytes) -> int:
+    """Return how many opening brackets and commas a text has: no more values than that and one come of it."""
+    marks: tuple[Any, ...] = ("[", "{", ",") if isinstance(text, str) else (b"[", b"{", b",")
+    return sum(text.count(mark) for mark in marks)
+
+
+def _integer(text: str) -> int:
+    if len(text) > DIGITS_MAX:  # to convert them takes time that grows with the square of their number
+        raise ValueError(f"it has a number of {len(text)} digits")
+    return int(text)
+
+
+def _constant(text: str) -> None:
+    raise ValueError(f"it has {text}, which is not a JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names: set[str] = set()
+        twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"it has the name {quoted(twice)} twice in one object")
+    return made
+
+
+def quoted(value: object) -> str:
+    """Return a value as an error shows it: of a long one the beginning."""
+    if isinstance(value, (str, bytes)) and len(value) > QUOTED_CHARACTERS_MAX:
+        return f"{value[:QUOTED_CHARACTERS_MAX]!r}..."
+    return shortened(repr(value), QUOTED_CHARACTERS_MAX)
+
+
+def shortened(text: object, characters_max: int = ERROR_CHARACTERS_MAX) -> str:
+    """Return a text, or that of an error, as another error shows it: of a long one the beginning."""
+    text = str(text)
+    return text if len(text) <= characters_max else text[:characters_max] + "..."
+
+
+def is_encodable(*texts: str) -> bool:
+    """Whether the texts can be written as UTF-8: JSON's escapes can make half of a surrogate pair, which can't."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
