@@ -99,6 +99,7 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
             with _still(group) if attempt >= _TRIES else contextlib.nullcontext():
                 before = group.table.get(0, t.ROUND)
                 if not before & groups.BUILT:
+                    part.unlink(missing_ok=True)  # of the attempt before
                     _write(group, before >> t.ROUND_SHIFT, part)
                     after = group.table.get(0, t.ROUND)
                     # BUILT: the weights are being replaced, of the round that is still open.
