@@ -105,6 +105,7 @@ class Group:
         self._seen = 0  # the tick's version, as far as we have looked
         self.given_up = False  # written by the thread that closes the worker, read by the one that exchanges
         self._rejoins = 0
+        self._former: Member | None = None  # whom `return_` goes on for, until it has succeeded
         self.patience = max(0.05, self.lease / 4)
         self.sent_bytes = round(weights.size * WIRE_BYTES[weights.wire])
 
@@ -119,25 +120,28 @@ class Group:
 
     def rejoin(self) -> None:
         """Take a slot again, after MembershipLostError; counted and logged."""
-        old = self.member
-        self._rejoins += 1
-        old.leave()
+        if self._former is None:
+            self._rejoins += 1
+        self.member.leave()
+        slot = (self._former or self.member).slot
         self.return_()
         _log.warning(
-            "training %r: member %d lost its lease and is back as member %d", self.name, old.slot, self.member.slot
+            "training %r: member %d lost its lease and is back as member %d", self.name, slot, self.member.slot
         )
 
     def return_(self) -> None:
-        """Take a slot again, with the statistics so far."""
-        old = self.member
-        self.admit(old.slot)
+        """Take a slot again, with the statistics so far. Call it again where it fails."""
+        # An earlier call may have taken a slot before it failed: the statistics are with the member before that.
+        former = self._former = self._former or self.member
+        self.admit(former.slot)
         for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
-            self.member.set(column, old.get(column))
-        self.member.set(t.STEPS, max(old.get(t.STEPS), self.member.get(t.STEPS)))
-        self.member.add(t.SAMPLES_BEFORE, -old.reported_samples)  # they are in the former row, or ours, already
+            self.member.set(column, former.get(column))
+        self.member.set(t.STEPS, max(former.get(t.STEPS), self.member.get(t.STEPS)))
+        self.member.add(t.SAMPLES_BEFORE, -former.reported_samples)  # they are in the former row, or ours, already
         self.member.report()
-        if self.member.slot != old.slot:
-            old.forward()
+        if self.member.slot != former.slot:
+            former.forward()
+        self._former = None
 
     def leave(self) -> None:
         """Give the slot back and wake those who wait for it; then delete what is not needed any more.

@@ -12,7 +12,7 @@ import pytest
 
 import smb
 import smb.train
-from smb.train import ASP, R2SP, SSP, AsyncDiLoCo, DiLoCo, LocalSGD
+from smb.train import ASP, R2SP, SSP, AsyncDiLoCo, DiLoCo, LocalSGD, members
 from tests.support.daemons import wait_for
 
 Connect = Callable[..., smb.Client]
@@ -153,6 +153,36 @@ def test_what_is_lost_with_a_lease_is_counted(connect: Connect, caplog: pytest.L
     assert two.model[1] == 1.0
     status = two.workers[1].status
     assert (status.rejoins, status.dropped, status.contributions) == (1, 1, 1)
+    two.close()
+
+
+@pytest.mark.parametrize("failing", ["wake", "report"])
+def test_what_was_counted_stays_if_the_coming_back_fails_once(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """A server was away just when a worker took a slot again: the next try began with empty statistics, so a dropped
+    contribution was counted nowhere.
+    """
+    two = _Two(connect, _diloco(quorum=1))
+    group = two.workers[1]._group
+    group.member._lock.release()
+    assert two.workers[0]._group.reap([1]) == [1]
+    away = [True]
+    target: Any = group if failing == "wake" else members.Member
+    real = getattr(target, failing)
+
+    def fail_once(*given: Any) -> None:
+        if away and (failing == "wake" or given[0] is group.member):
+            away.clear()
+            raise smb.UnavailableError("the server is away")
+        real(*given)
+
+    monkeypatch.setattr(target, failing, fail_once)
+    with pytest.raises(smb.UnavailableError, match="is away"):
+        two.step(1)
+    two.step(1)
+    status = two.workers[1].status
+    assert (status.rejoins, status.dropped, status.contributions) == (1, 1, 0)
     two.close()
 
 
