@@ -76,7 +76,10 @@ void loop_drop(struct loop *loop, struct connection *connection)
     if (!connection->proven)
         loop->not_greeted--;
     unlink_connection(loop, connection);
-    connection_destroy(connection); /* closing the descriptor takes it out of epoll */
+    /* Closing the descriptor takes it out of epoll only once nobody else has it: a process that was
+     * forked just now has it until it becomes another program. */
+    epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->channel.fd, NULL);
+    connection_destroy(connection);
 }
 
 /* Asks epoll for what the connection waits for, and lists it where the loop itself must come back

@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "client/client.h"
@@ -923,6 +925,46 @@ static void a_view_that_fails_binds_nothing(void)
     rig_stop(&rig);
 }
 
+/* A daemon starts relays. Until such a process is another program it has all descriptors of the
+ * daemon, so what the daemon closes meanwhile is not closed: epoll told of connections that were
+ * freed. */
+static void a_process_that_was_forked_has_the_descriptors(void)
+{
+    struct rig rig;
+    struct smb_server_counters counters;
+    int ends[2];
+    rig_start(&rig, LAYOUT, SMB_INT64);
+    int peer = raw_connect(rig.ports[0]), witness = raw_connect(rig.ports[0]);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters),
+                counters.connections_now[SMB_TRANSPORT_TCP] == 2));
+    CHECK_EQ(pipe(ends), 0);
+    pid_t forked = fork();
+    if (forked == 0) {
+        char byte;
+        close(ends[1]);
+        _exit(read(ends[0], &byte, 1) == 0 ? 0 : 1);
+    }
+    CHECK(forked > 0);
+    static const char no_frame[SMB_FRAME_BYTES] = "it is dropped for this";
+    CHECK_EQ(write(peer, no_frame, sizeof no_frame), (ssize_t)sizeof no_frame);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters),
+                counters.connections_now[SMB_TRANSPORT_TCP] == 1));
+    /* Of the one that is gone, then of one that is there: the loop has looked at both. */
+    CHECK_EQ(write(peer, no_frame, sizeof no_frame), (ssize_t)sizeof no_frame);
+    CHECK_EQ(shutdown(peer, SHUT_WR), 0);
+    CHECK_EQ(write(witness, no_frame, sizeof no_frame), (ssize_t)sizeof no_frame);
+    WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters),
+                counters.connections_now[SMB_TRANSPORT_TCP] == 0));
+    close(ends[1]);
+    int status;
+    CHECK_EQ(waitpid(forked, &status, 0), forked);
+    CHECK_EQ(status, 0);
+    close(ends[0]);
+    close(peer);
+    close(witness);
+    rig_stop(&rig);
+}
+
 int main(void)
 {
     static const struct test tests[] = {
@@ -949,6 +991,7 @@ int main(void)
         TEST(a_refused_step_binds_nothing),
         TEST(contiguous_view),
         TEST(a_view_that_fails_binds_nothing),
+        TEST(a_process_that_was_forked_has_the_descriptors),
     };
     return RUN_TESTS(tests);
 }
