@@ -228,8 +228,14 @@ enum smb_right { SMB_RIGHT_READ = 1, SMB_RIGHT_WRITE = 2 };
 enum { SMB_KEY_BYTES = 32, SMB_KEYS_MAX = 3 };
 /* Why a token is not taken, in the argument of the answer to AUTHORIZE; 0: from a server that does
  * not tell. GENERATION: its key is not known there. PROOF: it does not prove that the coordinator
- * made it for this session and segment. */
-enum smb_denied { SMB_DENIED_GENERATION = 1, SMB_DENIED_PROOF = 2, SMB_DENIED_EXPIRED = 3 };
+ * made it for this session and segment, or was made for another connection. UNBOUND, with
+ * SMB_VERSION: a client of before, whose proofs are good for whoever hands them on. */
+enum smb_denied {
+    SMB_DENIED_GENERATION = 1,
+    SMB_DENIED_PROOF = 2,
+    SMB_DENIED_EXPIRED = 3,
+    SMB_DENIED_UNBOUND = 4
+};
 /* Made by the coordinator for one session and one segment (access.h). `secret` never travels on the
  * data plane. */
 struct smb_token {
@@ -407,6 +413,34 @@ int smb_tls_create(const char *ca, const char *certificate, const char *key, str
                    char why[400]);
 void smb_tls_release(struct smb_tls *tls);
 
+enum { SMB_HOST_BYTES = 256, SMB_CERTIFICATE_BYTES = 32768 };
+/* What a certificate is for. smb/security/roles.py says what each may. */
+enum smb_role {
+    SMB_ROLE_CLIENT = 1,
+    SMB_ROLE_READER = 2,
+    SMB_ROLE_OPERATOR = 4,
+    SMB_ROLE_SERVER = 8,
+    SMB_ROLE_COORDINATOR = 16
+};
+enum { SMB_ROLES_OF_DATA = 15 }; /* all but the coordinator: it has nothing to do with data */
+/* As its certificate says. The name may be empty but of a memory server. */
+struct smb_holder {
+    char role[32];
+    char name[256];
+};
+/* Judges a certificate that gRPC was shown, by the rules of the engine's own connections
+ * (base/certificate.h). `chain`: PEM, the peer's own first. `host`: the name of whom we called, in
+ * one of these roles; empty: it has called us. SMB_UNTRUSTED: why[] says what is wrong with it.
+ * SMB_INVALID: too long. */
+int smb_tls_judge(struct smb_tls *tls, const char *chain, uint32_t roles, const char *host,
+                  struct smb_holder *holder, char why[400]);
+/* Looks who serves the control plane at a numeric address, by a connection of its own, blocking up
+ * to timeout_ms. SMB_OK: it is of that role and name; its certificate is in certificate[], as PEM.
+ * Else, or if why[] is not empty (it does not take our certificate), why[] is the end of a sentence
+ * about it, empty where the network is to blame. SMB_UNTRUSTED, SMB_DISCONNECTED, SMB_TIMEOUT. */
+int smb_tls_meet(struct smb_tls *tls, const char *address, uint16_t port, uint32_t role,
+                 const char *host, uint32_t timeout_ms, char certificate[32768], char why[400]);
+
 /* ---- server ---------------------------------------------------------------------------------- */
 
 struct smb_server;
@@ -482,11 +516,13 @@ struct smb_key {
 };
 int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set,
                         uint64_t now_ms);
-/* A client's proof on the control plane, for keys of RDMA: `shown->secret` is its proof (access.h).
+/* A client's proof on the control plane, for keys of RDMA: `shown->secret` is its proof (access.h),
+ * and `bond` says whose certificate was shown there (smb/security/bond.py).
  * SMB_OK: the coordinator gave the session that token, and it is good for *left_ns from now.
  * SMB_DENIED; SMB_BUSY before a key is known. */
 int smb_server_check_proof(struct smb_server *server, uint64_t session,
-                           const struct smb_token *shown, uint64_t *left_ns);
+                           const struct smb_token *shown, const uint8_t bond[32],
+                           uint64_t *left_ns);
 /* Creates the segment's file at path and serves it. SMB_OUT_OF_MEMORY past the capacity, nothing is
  * left then. */
 int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id,

@@ -44,8 +44,9 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import Bounds
 from smb.rpc.client_tokens import RIGHT_WRITE
 from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
-from smb.security.credentials import Credentials, add_port
-from smb.security.roles import Guard
+from smb.security.bond import bond_of_caller
+from smb.security.credentials import Credentials, Current, add_port
+from smb.security.roles import Callers, Guard, certificate_of
 from smb.transport.verbs.queue_pair import End
 
 THREADS = 4  # creations of large segments must not keep drops waiting
@@ -61,8 +62,9 @@ _CODES: dict[type[Error], grpc.StatusCode] = {
     NotReadyError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 Reply = TypeVar("Reply")
-# (session, what it shows of a token and the proof) -> seconds that it is good for; PermissionDeniedError.
-CheckProof: TypeAlias = Callable[[int, Token], float]
+# (session, what it shows of a token and the proof, bond of the caller) -> seconds that it is good for;
+# PermissionDeniedError.
+CheckProof: TypeAlias = Callable[[int, Token, bytes], float]
 
 
 class ControlService(MemoryServerServicer):
@@ -168,7 +170,7 @@ class ControlService(MemoryServerServicer):
 
         def connect() -> pb.ConnectVerbsReply:
             self._check_session(request.session_id)
-            self._proved(request.session_id, request.token)
+            self._proved(request.session_id, request.token, context)
             client = request.client
             theirs = End(client.number, client.gid, client.lid, client.packet_sequence, client.mtu, client.reads)
             end, slots = self._rdma.connect(request.session_id, theirs)
@@ -199,7 +201,7 @@ class ControlService(MemoryServerServicer):
                 raise InvalidArgumentError(refused)
             if self._check_proof is not None and request.token.segment_id != request.segment_id:
                 raise PermissionDeniedError(f"keys for segment {request.segment_id:016x} take its own token")
-            left_s = self._proved(request.session_id, request.token)
+            left_s = self._proved(request.session_id, request.token, context)
             epoch = request.epoch if self._check_proof is None else request.token.epoch
             writable = request.writable and (self._check_proof is None or bool(request.token.rights & RIGHT_WRITE))
             until = time.monotonic() + left_s
@@ -228,19 +230,20 @@ class ControlService(MemoryServerServicer):
         def close() -> pb.CloseVerbsReply:
             if request.session_id == 0:
                 raise InvalidArgumentError("session 0 is none")
-            self._proved(request.session_id, request.token)
+            self._proved(request.session_id, request.token, context)
             self._rdma.close_connection(request.session_id)
             return pb.CloseVerbsReply()
 
         return _answer(context, close)
 
-    def _proved(self, session_id: int, shown: pb.TokenProof) -> float:
+    def _proved(self, session_id: int, shown: pb.TokenProof, context: grpc.ServicerContext) -> float:
         """Return for how many seconds the session may use what it shows. Raises as Engine.check_proof."""
         if self._check_proof is None:
             return math.inf
         return self._check_proof(
             session_id,
             Token(shown.segment_id, shown.epoch, shown.rights, shown.generation, shown.expires_at_ms, shown.proof),
+            bond_of_caller(certificate_of(context)),
         )
 
     def _check_session(self, session_id: int) -> None:
@@ -265,7 +268,9 @@ class ControlServer:
         check_proof: CheckProof | None = None,
     ) -> None:
         """Listen and serve; port 0: a free one; check_proof goes with credentials. Raises UnavailableError."""
-        guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()] if credentials is None else [Bounds(), Guard()]
+        guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()]
+        if credentials is not None:
+            guards.append(Guard(Callers(Current(credentials))))
         pool = ThreadPoolExecutor(THREADS, "control")
         self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
         service = ControlService(segments, rdma, replication, stamps, check_proof)

@@ -264,8 +264,9 @@ class Engine:
             ffi.memmove(place.bytes, key, len(key))
         _check(lib.smb_server_set_keys(self._server, len(keys), taken, now_ms), "take keys")
 
-    def check_proof(self, session_id: int, shown: Token) -> float:
+    def check_proof(self, session_id: int, shown: Token, bond: bytes) -> float:
         """Return for how many seconds more the session may use a token; its `secret` is the proof that it has it.
+        `bond` is of the caller's certificate: smb.security.bond.
 
         Raises PermissionDeniedError; NotReadyError before any key is known.
         """
@@ -275,7 +276,11 @@ class Engine:
         status = lib.SMB_DENIED
         if len(shown.secret) == lib.SMB_KEY_BYTES:
             ffi.memmove(token.secret, shown.secret, lib.SMB_KEY_BYTES)
-            status = lib.smb_server_check_proof(self._server, session_id, token, left)
+            status = lib.smb_server_check_proof(self._server, session_id, token, bond, left)
+        if status == lib.SMB_VERSION:
+            raise PermissionDeniedError(
+                "this client is of an earlier release: its proofs are good for those who hand them on; upgrade it"
+            )
         if status == lib.SMB_BUSY:
             raise NotReadyError("this memory server has not heard from the coordinator yet")
         if status != lib.SMB_OK:

@@ -7,12 +7,15 @@
 enum {
     LABEL_BYTES = 16,
     SECRET_TEXT_BYTES = LABEL_BYTES + 40,
-    PROOF_TEXT_BYTES = LABEL_BYTES + 32,
-    ANSWER_TEXT_BYTES = LABEL_BYTES + 40
+    UNBOUND_TEXT_BYTES = LABEL_BYTES + 32,
+    PROOF_TEXT_BYTES = UNBOUND_TEXT_BYTES + SHA256_BYTES,
+    ANSWER_WORDS_BYTES = LABEL_BYTES + 40,
+    ANSWER_TEXT_BYTES = ANSWER_WORDS_BYTES + SHA256_BYTES
 };
 static const char secret_label[LABEL_BYTES] = "smb token 1",
-                  proof_label[LABEL_BYTES] = "smb proof 1",
-                  answer_label[LABEL_BYTES] = "smb answer 1";
+                  unbound_label[LABEL_BYTES] = "smb proof 1",
+                  proof_label[LABEL_BYTES] = "smb proof 2",
+                  answer_label[LABEL_BYTES] = "smb answer 2";
 
 /* The words that the secret is made of; smb/coordinator/token_issuer.py makes the same. */
 void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session,
@@ -28,15 +31,30 @@ void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session,
     smb_hmac_sha256(key, SMB_KEY_BYTES, text, sizeof text, secret);
 }
 
-void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection,
-                  uint8_t proof[SMB_KEY_BYTES])
+static void write_proof_text(const char *label, const struct access_connection *connection,
+                             uint8_t text[UNBOUND_TEXT_BYTES])
 {
-    uint8_t text[PROOF_TEXT_BYTES];
-    memcpy(text, proof_label, LABEL_BYTES);
+    memcpy(text, label, LABEL_BYTES);
     smb_store64(text + LABEL_BYTES, connection->nonce);
     smb_store64(text + LABEL_BYTES + 8, connection->instance);
     smb_store64(text + LABEL_BYTES + 16, connection->session);
     smb_store64(text + LABEL_BYTES + 24, connection->lane);
+}
+
+void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection,
+                  uint8_t proof[SMB_KEY_BYTES])
+{
+    uint8_t text[PROOF_TEXT_BYTES];
+    write_proof_text(proof_label, connection, text);
+    memcpy(text + UNBOUND_TEXT_BYTES, connection->bond.bytes, SHA256_BYTES);
+    smb_hmac_sha256(secret, SMB_KEY_BYTES, text, sizeof text, proof);
+}
+
+void access_unbound_proof(const uint8_t secret[SMB_KEY_BYTES],
+                          const struct access_connection *connection, uint8_t proof[SMB_KEY_BYTES])
+{
+    uint8_t text[UNBOUND_TEXT_BYTES];
+    write_proof_text(unbound_label, connection, text);
     smb_hmac_sha256(secret, SMB_KEY_BYTES, text, sizeof text, proof);
 }
 
@@ -50,6 +68,7 @@ struct access_answer access_answer(const struct smb_token *token,
     smb_store64(text + LABEL_BYTES + 16, connection->instance);
     smb_store64(text + LABEL_BYTES + 24, connection->session);
     smb_store64(text + LABEL_BYTES + 32, connection->lane);
+    memcpy(text + ANSWER_WORDS_BYTES, connection->bond.bytes, SHA256_BYTES);
     smb_hmac_sha256(token->secret, SMB_KEY_BYTES, text, sizeof text, mac);
     /* half of it: RFC 2104, 5 */
     return (struct access_answer){{smb_load64(mac), smb_load64(mac + 8)}};

@@ -4,14 +4,15 @@
  * A token is a few public words (session, segment, rights, expiry) and a secret. Only the
  * coordinator and the segment's server can make the secret, with a key that both have. The client
  * gets it over TLS, and it never travels here. On each connection the client shows the words, and
- * proves the secret with an HMAC over the server's HELLO. A recorded proof is of no use on another
- * connection.
+ * proves the secret with an HMAC over the server's HELLO and the connection's bond (bond.h). A proof
+ * that was recorded, or is handed on, is of no use on another connection.
  *
  * Pure: no state, no I/O. server/grants.h has a server's keys and the tokens that it was shown.
  */
 #ifndef SMB_ACCESS_H
 #define SMB_ACCESS_H
 
+#include "base/bond.h"
 #include "base/frame.h"
 #include "smb.h"
 
@@ -22,9 +23,10 @@ struct access_connection {
     uint64_t instance;
     uint64_t session;
     uint16_t lane;
+    struct bond bond;
 };
-/* The lane of proofs for the control plane, which TLS keeps from others; there is no such
- * connection. Nonce and instance are 0. */
+/* The lane of proofs for the control plane; there is no such connection. Nonce and instance are 0,
+ * and the bond is the caller's certificate. */
 enum { ACCESS_CONTROL_LANE = 0xFFFF };
 
 /* The server's answer to a good token. It is made with the token's secret, and is valid on this
@@ -42,6 +44,9 @@ void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session,
 /* The proof that a client sends instead of the secret. */
 void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection,
                   uint8_t proof[SMB_KEY_BYTES]);
+/* The proof of a client from before proofs had bonds: it is told so. */
+void access_unbound_proof(const uint8_t secret[SMB_KEY_BYTES],
+                          const struct access_connection *connection, uint8_t proof[SMB_KEY_BYTES]);
 /* The payload of AUTHORIZE. The token's segment and epoch, and the session, are the frame's. */
 void access_store(const struct smb_token *token, const struct access_connection *connection,
                   uint8_t payload[SMB_AUTHORIZE_BYTES]);

@@ -42,8 +42,12 @@ enum smb_feature {
     SMB_FEATURE_INT4 = 1 << 0,
     SMB_FEATURE_BRINGS = 1 << 1,  /* an APPLY may bring its gradient */
     SMB_FEATURE_SOURCES = 1 << 2, /* an ACCUMULATE_FROM may have several sources, and round them */
-    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_SOURCES
+    SMB_FEATURE_BONDS = 1 << 3,   /* proofs cover the connection: bond.h */
+    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_SOURCES | SMB_FEATURE_BONDS
 };
+/* So, too, of this connection: a Unix socket whose client is in the server's namespaces. Higher bits
+ * are none: a length is at most SMB_CHUNK_BYTES_MAX. */
+enum { SMB_BOND_HAS_IDS = 1 << 19 };
 
 enum smb_frame_flag {
     SMB_FLAG_REPLY = 1 << 0,

@@ -6,15 +6,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/socket.h>
 
 #include <openssl/err.h>
 #include <openssl/pem.h>
 #include <openssl/ssl.h>
-#include <openssl/x509v3.h>
 
 #include "base/assert.h"
+#include "base/certificate.h"
 
 enum {
     /* what lies in several places and is no more than this goes as one record */
@@ -22,7 +21,6 @@ enum {
     /* ciphertext in one system call; more was no faster */
     READ_AHEAD_BYTES = 2 * (TLS_RECORD_BYTES + 256),
     LEFT_BYTES = GATHER_BYTES + 2 * TLS_RECORD_BYTES + 4096,
-    NAME_BYTES = 256,
     PEM_BYTES_MAX = 1 << 20,
     LINGER_BYTES = 1 << 16,
     LOOKS_MAX = 4, /* a peer that sends nothing but key updates does not keep the thread */
@@ -42,7 +40,6 @@ struct tls {
     SSL *ssl;
     struct smb_tls *with;
     int fd;
-    bool serves;
     bool greeted;     /* the handshake is done */
     bool may_receive; /* the last look at the socket did not take all that was there */
     uint8_t looks;    /* at the socket since a record of data came, at most LOOKS_MAX in one call */
@@ -51,118 +48,24 @@ struct tls {
     uint32_t records; /* under the key of now */
     uint32_t left_start, left_end; /* encrypted, for the socket */
     uint8_t *left;
-    char expected[NAME_BYTES];
-    char
-        server[SMB_SERVER_NAME_BYTES]; /* whom the peer's certificate is for, if it is a server's */
+    struct wanted wanted;
+    struct smb_holder peer; /* once its certificate was judged good */
     char why[SMB_WHY_BYTES];
 };
 
 /* ---- who may be at the other end ------------------------------------------------------------- */
 
-static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
-static const char *const user_roles[] = {"client", "reader", "operator"};
-static const char server_role[] = "server";
-
-/* The names in a certificate. */
-struct shown {
-    int roles; /* how many it has; those that are too long, or not printable, count, too */
-    char role[32];
-    int names; /* likewise */
-    char name[NAME_BYTES];
-    bool is_expected;
-};
-
-static bool take_text(const char *bytes, size_t count, char *text, size_t room)
-{
-    if (count >= room)
-        return false;
-    for (size_t i = 0; i < count; i++)
-        if (bytes[i] < ' ' || bytes[i] > '~')
-            return false;
-    memcpy(text, bytes, count);
-    text[count] = 0;
-    return true;
-}
-
-/* Whether the URI begins so. A rest that does not fit becomes "?". */
-static bool take_after(const char *prefix, const ASN1_IA5STRING *uri, char *text, size_t room)
-{
-    size_t length = strlen(prefix), bytes = (size_t)ASN1_STRING_length(uri);
-    const char *data = (const char *)ASN1_STRING_get0_data(uri);
-    if (bytes < length || memcmp(data, prefix, length) != 0)
-        return false;
-    if (!take_text(data + length, bytes - length, text, room))
-        strcpy(text, "?");
-    return true;
-}
-
-static void read_names(X509 *certificate, const char *expected, struct shown *shown)
-{
-    *shown = (struct shown){0};
-    GENERAL_NAMES *names = X509_get_ext_d2i(certificate, NID_subject_alt_name, NULL, NULL);
-    for (int i = 0; i < sk_GENERAL_NAME_num(names); i++) {
-        const GENERAL_NAME *name = sk_GENERAL_NAME_value(names, i);
-        if (name->type == GEN_URI) {
-            shown->roles += take_after(role_uri, name->d.uniformResourceIdentifier, shown->role,
-                                       sizeof shown->role);
-            shown->names += take_after(name_uri, name->d.uniformResourceIdentifier, shown->name,
-                                       sizeof shown->name);
-        } else if (name->type == GEN_DNS) {
-            char host[NAME_BYTES];
-            const ASN1_IA5STRING *text = name->d.dNSName;
-            if (take_text((const char *)ASN1_STRING_get0_data(text),
-                          (size_t)ASN1_STRING_length(text), host, sizeof host))
-                /* as it stands: no patterns */
-                shown->is_expected |= expected[0] && strcasecmp(host, expected) == 0;
-        }
-    }
-    GENERAL_NAMES_free(names);
-}
-
-static bool is_server(const struct shown *shown)
-{
-    return shown->roles == 1 && strcmp(shown->role, server_role) == 0;
-}
-
-static bool may_use(const struct shown *shown)
-{
-    for (size_t i = 0; i < sizeof user_roles / sizeof *user_roles; i++)
-        if (shown->roles == 1 && strcmp(shown->role, user_roles[i]) == 0)
-            return true;
-    return false;
-}
-
-/* A memory server may connect to another one under a name that is its alone. */
-static bool take_server(struct tls *tls, const struct shown *shown)
-{
-    if (!is_server(shown) || shown->names != 1 || !shown->name[0] || strcmp(shown->name, "?") == 0)
-        return false;
-    return take_text(shown->name, strlen(shown->name), tls->server, sizeof tls->server);
-}
-
-/* Called for each certificate of the chain, the peer's own last. */
-static int verify(int good, X509_STORE_CTX *chain)
+/* In the place of OpenSSL's own verification. What is not good is told to the peer by an alert. */
+static int verify(X509_STORE_CTX *chain, void *unused)
 {
     SSL *ssl = X509_STORE_CTX_get_ex_data(chain, SSL_get_ex_data_X509_STORE_CTX_idx());
     struct tls *tls = SSL_get_app_data(ssl);
-    if (good && X509_STORE_CTX_get_error_depth(chain) > 0)
-        return 1;
-    struct shown shown;
-    read_names(X509_STORE_CTX_get0_cert(chain), tls->expected, &shown);
-    if (good && (tls->serves ? may_use(&shown) || take_server(tls, &shown)
-                             : is_server(&shown) && shown.is_expected))
-        return 1;
-    if (!good) {
-        snprintf(tls->why, sizeof tls->why,
-                 "its certificate (role \"%s\", name \"%s\") is not good: %s", shown.role,
-                 shown.name, X509_verify_cert_error_string(X509_STORE_CTX_get_error(chain)));
-    } else {
-        snprintf(tls->why, sizeof tls->why,
-                 "it shows the certificate of role \"%s\"%s, name \"%s\"", shown.role,
-                 shown.roles > 1 ? " and others" : "", shown.name);
-        X509_STORE_CTX_set_error(chain, X509_V_ERR_APPLICATION_VERIFICATION);
-    }
-    return 0;
+    (void)unused;
+    int error = certificate_judge(
+        SSL_CTX_get_cert_store(SSL_get_SSL_CTX(ssl)), X509_STORE_CTX_get0_cert(chain),
+        X509_STORE_CTX_get0_untrusted(chain), &tls->wanted, &tls->peer, tls->why);
+    X509_STORE_CTX_set_error(chain, error);
+    return error == X509_V_OK;
 }
 
 /* ---- contexts -------------------------------------------------------------------------------- */
@@ -237,7 +140,9 @@ static SSL_CTX *make_context(const SSL_METHOD *method, const char *const pems[3]
                 SSL_CTX_set_num_tickets(context, 0) == 1;
     SSL_CTX_set_options(context, SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
     SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
-    SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, verify);
+    SSL_CTX_set_security_level(context, CERTIFICATE_SECURITY_LEVEL);
+    SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, NULL);
+    SSL_CTX_set_cert_verify_callback(context, verify, NULL);
     SSL_CTX_set_read_ahead(context, 1);
     SSL_CTX_set_default_read_buffer_len(context, READ_AHEAD_BYTES);
     bool (*const take[3])(SSL_CTX *, BIO *) = {add_authorities, use_chain, use_key};
@@ -394,21 +299,20 @@ static void make_method(void)
 
 /* ---- a connection ---------------------------------------------------------------------------- */
 
-struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected)
+/* The peer's role and name are what `wanted` says. */
+static struct tls *begin(struct smb_tls *with, int fd, const struct wanted *wanted)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, make_method);
     struct tls *tls = calloc(1, sizeof *tls);
-    if (!tls || !bio_method || (expected && strlen(expected) >= sizeof tls->expected)) {
+    if (!tls || !bio_method) {
         free(tls);
         return NULL;
     }
     tls->fd = fd;
-    tls->serves = expected == NULL;
-    if (expected)
-        strcpy(tls->expected, expected);
+    tls->wanted = *wanted;
     tls->with = tls_retain(with);
-    tls->ssl = SSL_new(tls->serves ? with->server : with->client);
+    tls->ssl = SSL_new(wanted->serves ? with->client : with->server);
     BIO *bio = BIO_new(bio_method);
     if (!tls->ssl || !bio) {
         BIO_free(bio);
@@ -419,10 +323,35 @@ struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected)
     BIO_set_init(bio, 1);
     SSL_set_bio(tls->ssl, bio, bio);
     SSL_set_app_data(tls->ssl, tls);
-    if (tls->serves)
-        SSL_set_accept_state(tls->ssl);
-    else
+    if (wanted->serves)
         SSL_set_connect_state(tls->ssl);
+    else
+        SSL_set_accept_state(tls->ssl);
+    return tls;
+}
+
+static bool take_host(struct wanted *wanted, const char *host)
+{
+    if (strlen(host) >= sizeof wanted->host)
+        return false;
+    strcpy(wanted->host, host);
+    wanted->serves = true;
+    return true;
+}
+
+struct tls *tls_begin(struct smb_tls *with, int fd, const char *expected)
+{
+    struct wanted wanted = {.roles = expected ? SMB_ROLE_SERVER : SMB_ROLES_OF_DATA};
+    return expected && !take_host(&wanted, expected) ? NULL : begin(with, fd, &wanted);
+}
+
+struct tls *tls_begin_control(struct smb_tls *with, int fd, uint32_t role, const char *host)
+{
+    static const uint8_t http2[] = {2, 'h', '2'};
+    struct wanted wanted = {.roles = role};
+    struct tls *tls = take_host(&wanted, host) ? begin(with, fd, &wanted) : NULL;
+    if (tls)
+        SSL_set_alpn_protos(tls->ssl, http2, sizeof http2); /* 0 is its success */
     return tls;
 }
 
@@ -455,7 +384,65 @@ size_t tls_unsent_bytes(const struct tls *tls)
 
 const char *tls_server_name(const struct tls *tls)
 {
-    return tls->greeted ? tls->server : "";
+    return tls->greeted && strcmp(tls->peer.role, "server") == 0 ? tls->peer.name : "";
+}
+
+bool tls_facts(const struct tls *tls, struct tls_facts *facts)
+{
+    static const char label[] = "EXPORTER-smb-channel";
+    bool serves = SSL_is_server(tls->ssl);
+    const X509 *own = SSL_get_certificate(tls->ssl), *peer = SSL_get0_peer_certificate(tls->ssl);
+    return tls->greeted && own && peer &&
+           SSL_export_keying_material(tls->ssl, facts->exported, sizeof facts->exported, label,
+                                      sizeof label - 1, NULL, 0, 0) == 1 &&
+           X509_digest(serves ? own : peer, EVP_sha256(), facts->server, NULL) == 1 &&
+           X509_digest(serves ? peer : own, EVP_sha256(), facts->client, NULL) == 1;
+}
+
+int tls_certificate(const struct tls *tls, char *pem, size_t room)
+{
+    const X509 *peer = SSL_get0_peer_certificate(tls->ssl);
+    BIO *text = BIO_new(BIO_s_mem());
+    char *bytes = NULL;
+    int status = peer && text && PEM_write_bio_X509(text, (X509 *)(uintptr_t)peer) == 1
+                     ? SMB_OK
+                     : SMB_OUT_OF_MEMORY;
+    long count = status == SMB_OK ? BIO_get_mem_data(text, &bytes) : 0;
+    if (status == SMB_OK && (size_t)count >= room)
+        status = SMB_INVALID;
+    if (status == SMB_OK) {
+        memcpy(pem, bytes, (size_t)count);
+        pem[count] = 0;
+    }
+    BIO_free(text);
+    return status;
+}
+
+/* ---- certificates that were shown elsewhere -------------------------------------------------- */
+
+int smb_tls_judge(struct smb_tls *tls, const char *chain, uint32_t roles, const char *host,
+                  struct smb_holder *holder, char why[SMB_WHY_BYTES])
+{
+    struct wanted wanted = {.roles = roles};
+    if (strnlen(chain, PEM_BYTES_MAX) == PEM_BYTES_MAX || (host[0] && !take_host(&wanted, host)))
+        return SMB_INVALID;
+    BIO *pem = BIO_new_mem_buf(chain, -1);
+    STACK_OF(X509) *others = sk_X509_new_null();
+    X509 *own = pem ? PEM_read_bio_X509(pem, NULL, NULL, NULL) : NULL, *one;
+    bool good = own && others;
+    snprintf(why, SMB_WHY_BYTES, "what it shows is no certificate");
+    while (good && (one = next_certificate(pem, &good))) {
+        good = sk_X509_push(others, one) > 0;
+        if (!good)
+            X509_free(one);
+    }
+    good = good && certificate_judge(SSL_CTX_get_cert_store(tls->client), own, others, &wanted,
+                                     holder, why) == X509_V_OK;
+    X509_free(own);
+    sk_X509_pop_free(others, X509_free);
+    BIO_free(pem);
+    ERR_clear_error();
+    return good ? SMB_OK : SMB_UNTRUSTED;
 }
 
 const char *tls_why(const struct tls *tls)
@@ -481,8 +468,7 @@ static int kind_of_failure(struct tls *tls, int result)
         else if (kind == SSL_ERROR_WANT_WRITE)
             snprintf(tls->why, sizeof tls->why, "it does not read what it asks for");
         else
-            snprintf(tls->why, sizeof tls->why,
-                     "it does not speak TLS as a memory server does (%s)", text);
+            snprintf(tls->why, sizeof tls->why, "it does not speak TLS as we do (%s)", text);
     }
     return EPROTO;
 }

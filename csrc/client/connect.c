@@ -15,13 +15,15 @@
 #include "client/tokens.h"
 
 static int shake_hands(const struct channel *channel, const struct smb_client *client,
-                       uint16_t lane, struct until until, struct access_connection *proof,
-                       uint64_t *identity, uint32_t *features)
+                       uint16_t lane, bool by_reference, struct until until,
+                       struct access_connection *proof, uint64_t *identity, uint32_t *features)
 {
+    bool local = !by_reference && !channel->tls && bond_is_unix(channel);
     struct smb_frame hello = {.opcode = SMB_HELLO,
                               .flags = client_frame_flags(client),
                               .lane = lane,
-                              .session = client->session};
+                              .session = client->session,
+                              .argument = local ? bond_namespaces() : 0};
     struct smb_frame reply;
     int passed = -1;
     if (client->wants_proof &&
@@ -39,7 +41,12 @@ static int shake_hands(const struct channel *channel, const struct smb_client *c
                                         .lane = lane};
     *identity = reply.argument;
     *features = reply.length;
-    return SMB_OK;
+    /* Its proofs would be good for whoever hands them on. One that stands between may have taken
+     * the bit away: that is no reason to give it some. */
+    if (client->wants_proof && !(reply.length & SMB_FEATURE_BONDS))
+        return SMB_VERSION;
+    return bond_of(channel, by_reference, false, hello.argument, reply.length & SMB_BOND_HAS_IDS,
+                   &proof->bond);
 }
 
 /* A link of the client's, NULL: no memory. */
@@ -80,14 +87,15 @@ static uint32_t round_trip_us(int fd)
 
 /* Closes the channel unless SMB_OK. */
 static int greet(struct smb_client *client, struct channel *channel, int status, uint16_t lane,
-                 struct until until, struct smb_link **link, uint64_t *instance)
+                 bool by_reference, struct until until, struct smb_link **link, uint64_t *instance)
 {
     uint64_t identity = 0;
     uint32_t features = 0;
     struct access_connection proof = {0};
     struct smb_link *made = NULL;
     if (status == SMB_OK)
-        status = shake_hands(channel, client, lane, until, &proof, &identity, &features);
+        status = shake_hands(channel, client, lane, by_reference, until, &proof, &identity,
+                             &features);
     *instance = proof.instance;
     if (status == SMB_OK && !(made = make_link(client, lane)))
         status = SMB_OUT_OF_MEMORY;
@@ -126,10 +134,10 @@ int smb_link_beside(struct smb_link *link, uint16_t lane, int follows, struct sm
 
 /* A new link over a channel that was opened with that status. */
 static int connect_over(struct smb_client *client, struct channel channel, int status,
-                        uint16_t lane, struct until until, struct smb_link **link,
-                        uint64_t *instance)
+                        uint16_t lane, bool by_reference, struct until until,
+                        struct smb_link **link, uint64_t *instance)
 {
-    status = greet(client, &channel, status, lane, until, link, instance);
+    status = greet(client, &channel, status, lane, by_reference, until, link, instance);
     channel_close(&channel); /* none, if it is the link's */
     return status;
 }
@@ -141,7 +149,7 @@ int smb_client_connect_tcp(struct smb_client *client, const char *address, uint1
     struct until until = dial_until(client, timeout_ms);
     struct channel channel = {.fd = -1};
     int status = dial_tcp(address, port, until, &channel.fd);
-    return connect_over(client, channel, status, lane, until, link, instance);
+    return connect_over(client, channel, status, lane, false, until, link, instance);
 }
 
 int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane,
@@ -150,7 +158,7 @@ int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_
     struct until until = dial_until(client, timeout_ms);
     struct channel channel = {.fd = -1};
     int status = dial_unix(path, until, &channel.fd);
-    status = connect_over(client, channel, status, lane, until, link, instance);
+    status = connect_over(client, channel, status, lane, false, until, link, instance);
     if (status == SMB_OK)
         (*link)->local = true;
     return status;
@@ -160,7 +168,7 @@ int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lan
                                  uint32_t timeout_ms, struct smb_link **link, uint64_t *instance)
 {
     int status = client->checksums ? SMB_INVALID : dial_fd(fd);
-    status = connect_over(client, (struct channel){.fd = fd}, status, lane,
+    status = connect_over(client, (struct channel){.fd = fd}, status, lane, true,
                           dial_until(client, timeout_ms), link, instance);
     if (status == SMB_OK)
         (*link)->by_reference = true; /* nothing is on its way yet */
@@ -185,7 +193,8 @@ int smb_client_connect_tls(struct smb_client *client, const char *address, uint1
     struct channel channel = {.fd = -1};
     why[0] = 0;
     int status = dial_tls(address, port, tls, expected, until, &channel, why);
-    status = refusal(&channel, greet(client, &channel, status, lane, until, link, instance), why);
+    status = greet(client, &channel, status, lane, false, until, link, instance);
+    status = refusal(&channel, status, why);
     channel_close(&channel);
     return status;
 }
@@ -198,8 +207,8 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     uint32_t features = 0;
     struct access_connection proof = {0};
     bool proven;
-    int status = shake_hands(channel, link->client, link->lane, until, &proof, &identity,
-                             &features);
+    int status = shake_hands(channel, link->client, link->lane, by_reference, until, &proof,
+                             &identity, &features);
     *instance = proof.instance;
     if (status == SMB_OK && identity != link->identity && *instance != accept_instance)
         status = SMB_NOT_FOUND;

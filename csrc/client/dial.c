@@ -37,7 +37,7 @@ static int wait_ready(int fd, short events, struct until until)
             return SMB_SYSTEM;
         if (client_look())
             return SMB_TIMEOUT;
-        if (atomic_load_explicit(&until.client->closing, memory_order_relaxed))
+        if (until.client && atomic_load_explicit(&until.client->closing, memory_order_relaxed))
             return SMB_DISCONNECTED;
     }
 }
@@ -211,10 +211,9 @@ int dial_fd(int fd)
     return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0 ? SMB_OK : SMB_SYSTEM;
 }
 
-static int secure_once(struct channel *channel, struct smb_tls *tls, const char *expected,
-                       struct until until)
+/* channel->tls was begun; NULL: no memory. */
+static int secure_once(struct channel *channel, struct until until)
 {
-    channel->tls = tls_begin(tls, channel->fd, expected);
     int status = channel->tls ? SMB_BUSY : SMB_OUT_OF_MEMORY;
     while (status == SMB_BUSY) {
         status = tls_handshake(channel->tls);
@@ -239,10 +238,50 @@ int dial_tls(const char *address, uint16_t port, struct smb_tls *tls, const char
             nanosleep(&pause, NULL);
         channel_close(channel);
         status = dial_tcp(address, port, until, &channel->fd);
-        if (status == SMB_OK)
-            status = secure_once(channel, tls, expected, until);
+        if (status == SMB_OK) {
+            channel->tls = tls_begin(tls, channel->fd, expected);
+            status = secure_once(channel, until);
+        }
     }
     if (status == SMB_UNTRUSTED)
         snprintf(why, SMB_WHY_BYTES, "%s", tls_why(channel->tls));
+    return status == SMB_LINK_LOST ? SMB_DISCONNECTED : status;
+}
+
+/* What it thinks of our certificate it says after the handshake: with its first bytes, which gRPC
+ * sends unasked, or with an alert in their place, or gRPC closes the connection without a word. */
+static bool is_taken(const struct channel *channel, struct until until)
+{
+    uint8_t byte;
+    struct iovec part = {&byte, 1};
+    ssize_t done;
+    do {
+        done = channel_read(channel, &part, 1);
+    } while (done < 0 && errno == EAGAIN && wait_ready(channel->fd, POLLIN, until) == SMB_OK);
+    return done > 0 || (done < 0 && errno == EAGAIN);
+}
+
+int smb_tls_meet(struct smb_tls *tls, const char *address, uint16_t port, uint32_t role,
+                 const char *host, uint32_t timeout_ms, char certificate[SMB_CERTIFICATE_BYTES],
+                 char why[SMB_WHY_BYTES])
+{
+    struct until until = dial_until(NULL, timeout_ms);
+    struct channel channel = {.fd = -1};
+    why[0] = 0;
+    int status = dial_tcp(address, port, until, &channel.fd);
+    if (status == SMB_OK) {
+        channel.tls = tls_begin_control(tls, channel.fd, role, host);
+        status = secure_once(&channel, until);
+    }
+    if (status == SMB_OK)
+        status = tls_certificate(channel.tls, certificate, SMB_CERTIFICATE_BYTES);
+    bool taken = status != SMB_OK || is_taken(&channel, until);
+    if (channel.tls)
+        snprintf(
+            why, SMB_WHY_BYTES, "%s",
+            taken || tls_why(channel.tls)[0]
+                ? tls_why(channel.tls)
+                : "it does not take us for a member of its cluster (it closes the connection)");
+    channel_close(&channel);
     return status == SMB_LINK_LOST ? SMB_DISCONNECTED : status;
 }

@@ -1,11 +1,10 @@
 #include "memory/format.h"
 
-#include <sys/stat.h>
+#include "base/bond.h"
 
 uint32_t format_own_pid_namespace(void)
 {
-    struct stat namespace;
-    return stat("/proc/self/ns/pid", &namespace) == 0 ? (uint32_t)namespace.st_ino : 0;
+    return bond_namespace("/proc/self/ns/pid");
 }
 
 uint64_t format_chunk_count(uint64_t data_bytes, uint32_t chunk_bytes)

@@ -16,6 +16,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/bond.h"
 #include "base/channel.h"
 #include "base/stats.h"
 #include "memory/journal.h"
@@ -71,6 +72,7 @@ struct connection {
     uint16_t lane;
     uint64_t nonce;        /* what it was given to prove tokens with */
     uint64_t client_nonce; /* what we are to prove with that we know their secret */
+    struct bond bond;
     struct gate_peer peer;
     /* a newer connection speaks for this lane: nothing of this one may be done any more */
     _Atomic bool fenced;

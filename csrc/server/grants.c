@@ -45,6 +45,13 @@ int access_check(struct access_keys *keys, const struct access_connection *conne
     access_secret(key, connection->session, &token, token.secret);
     access_proof(token.secret, connection, proof);
     bool right = sha256_same(proof, payload + 16);
+    if (known && !right) {
+        access_unbound_proof(token.secret, connection, proof);
+        if (sha256_same(proof, payload + 16)) {
+            *why = SMB_DENIED_UNBOUND;
+            return SMB_VERSION;
+        }
+    }
     if (!known || !right || now_ms >= token.expires_ms || token.segment == 0 ||
         frame->session != connection->session) {
         *why = !known                       ? SMB_DENIED_GENERATION
@@ -131,7 +138,7 @@ void smb_server_guard(struct smb_server *server)
 }
 
 int smb_server_check_proof(struct smb_server *server, uint64_t session,
-                           const struct smb_token *shown, uint64_t *left_ns)
+                           const struct smb_token *shown, const uint8_t bond[32], uint64_t *left_ns)
 {
     struct access_connection control = {.session = session, .lane = ACCESS_CONTROL_LANE};
     struct smb_frame frame = {.segment = shown->segment, .epoch = shown->epoch, .session = session};
@@ -141,6 +148,7 @@ int smb_server_check_proof(struct smb_server *server, uint64_t session,
     uint64_t why;
     if (!access_ready(&server->keys))
         return SMB_BUSY;
+    memcpy(control.bond.bytes, bond, sizeof control.bond.bytes);
     smb_store64(payload, shown->rights | (uint64_t)shown->generation << 32);
     smb_store64(payload + 8, shown->expires_ms);
     memcpy(payload + 16, shown->secret, SMB_KEY_BYTES);

@@ -3,6 +3,7 @@
 #include <sys/random.h>
 
 #include "base/assert.h"
+#include "base/bond.h"
 #include "base/channel.h"
 #include "base/clock.h"
 #include "server/counters.h"
@@ -71,6 +72,12 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     if (server->guarded &&
         getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
         return connection_refuse(connection, SMB_SYSTEM);
+    bool by_reference = connection->slots != NULL;
+    bool ids = server->guarded && !by_reference && bond_is_unix(&connection->channel) &&
+               frame->argument != 0 && frame->argument == bond_namespaces();
+    if (server->guarded && bond_of(&connection->channel, by_reference, true, frame->argument, ids,
+                                   &connection->bond) != SMB_OK)
+        return connection_refuse(connection, SMB_SYSTEM);
     connection->greeted = true;
     connection->checksums = frame->flags & SMB_FLAG_CHECKSUM;
     connection->session = frame->session;
@@ -88,7 +95,7 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
     reply.offset = connection->nonce;
     reply.segment = server->instance;
-    reply.length = SMB_FEATURES;
+    reply.length = SMB_FEATURES | (ids ? SMB_BOND_HAS_IDS : 0);
     reply.argument = server->journal ? journal_identity(server->journal) : server->instance;
     output_put(connection, &reply);
     count_request(connection, NULL, SMB_HELLO, 0, smb_now_ns() - connection->opened_ns);
@@ -103,7 +110,8 @@ enum step handshake_authorize(struct connection *connection, const struct smb_fr
                                      .client_nonce = connection->client_nonce,
                                      .instance = server->instance,
                                      .session = connection->session,
-                                     .lane = connection->lane};
+                                     .lane = connection->lane,
+                                     .bond = connection->bond};
     struct grant grant;
     struct access_answer answer = {0};
     uint64_t why = 0;

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,7 +19,6 @@ from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, aio_channel, server_name
-from smb.security.expiry import ends_of
 
 ANSWER_S = 3.0  # an idle server answers within a millisecond; a busy host may hold it up
 _LAST_CALLS_S = 24 * 3600.0  # more than any deadline here
@@ -219,12 +216,5 @@ class MemoryServers:
         if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnavailableError(f"{memserver} did not {what} in time")
         if error.code() == grpc.StatusCode.UNAVAILABLE:
-            return UnavailableError(f"{memserver} cannot be reached to {what}: {error.details()}{self._own_fault()}")
+            return UnavailableError(f"{memserver} cannot be reached to {what}: {error.details()}")
         return UnavailableError(f"{memserver} could not {what}: {error.details()}")
-
-    def _own_fault(self) -> str:
-        """With TLS 1.3 a server refuses our certificate after the handshake: gRPC tells of a closed socket alone."""
-        credentials = self._credentials()
-        if credentials is None or ends_of(credentials).get("own", math.inf) > time.time():
-            return ""
-        return f"; the coordinator's own certificate {credentials.certificate_path} has expired"

@@ -38,7 +38,7 @@ from smb.errors import UnavailableError
 from smb.security.credentials import Credentials, Current, add_port
 from smb.security.expiry import ExpiryMetrics
 from smb.security.page_access import admission
-from smb.security.roles import AioGuard
+from smb.security.roles import AioGuard, Callers
 
 TRIM_S = 10.0  # how often freed memory goes back to the system
 STOP_GRACE_S = 1.0  # for calls under way
@@ -86,7 +86,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         if code is grpc.StatusCode.INTERNAL and shown.leading is not None:
             shown.leading.watch.failed(method, shown.leading.commit_log.now())
 
-    guards = [] if options.credentials is None else [AioGuard()]
+    guards = [] if options.credentials is None else [AioGuard(Callers(Current(options.credentials)))]
     server = grpc.aio.server(interceptors=[Answers(answered, front), *guards], options=GRPC_SERVER_OPTIONS)
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     front.address = _shown_to_others(address, host)

@@ -67,7 +67,7 @@ from smb.engine.enums import (
     Status,
     status_name,
 )
-from smb.engine.links import LATEST, EngineClient, Link, PendingRequest, Reply, Segment, Tls, Token
+from smb.engine.links import LATEST, ROLES, EngineClient, Link, PendingRequest, Reply, Segment, Tls, Token
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
@@ -79,6 +79,7 @@ __all__ = [
     "NOWHERE",
     "PAGE_BYTES",
     "RECORD_BYTES",
+    "ROLES",
     "SEGMENTS_MAX",
     "SOURCES_MAX",
     "TRANSPORTS",

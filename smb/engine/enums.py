@@ -175,7 +175,8 @@ _WORDS = {
 DENIED = {  # why a token was not taken, for authorize
     lib.SMB_DENIED_GENERATION: "it does not know the key of this token: the coordinator's clock was put forward or "
     "back, of which it hears within 2 s, or it belongs to another coordinator",
-    lib.SMB_DENIED_PROOF: "the token does not prove that its coordinator made it for this session and segment",
+    lib.SMB_DENIED_PROOF: "the token does not prove that its coordinator made it for this session and segment, or "
+    "somebody between us and the server hands the proof on",
     lib.SMB_DENIED_EXPIRED: "the token has expired by the coordinator's clock",
 }
 

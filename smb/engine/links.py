@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from smb.engine.arithmetic import check_isa
 from smb.engine.calls import UnknownParts
 from smb.engine.counters import ClientCounters, counters_of
 from smb.engine.enums import DENIED, AskOpcode, EngineError, PartState, Status, check
-from smb.errors import InvalidArgumentError
+from smb.errors import InvalidArgumentError, PermissionDeniedError
 
 LATEST = 2**64 - 1  # of Segment.find_version
 
@@ -54,6 +55,19 @@ class Token:
     secret: bytes = field(repr=False)
 
 
+ROLES = {
+    "client": lib.SMB_ROLE_CLIENT,
+    "reader": lib.SMB_ROLE_READER,
+    "operator": lib.SMB_ROLE_OPERATOR,
+    "server": lib.SMB_ROLE_SERVER,
+    "coordinator": lib.SMB_ROLE_COORDINATOR,
+}  # that a certificate may be of
+
+
+def _bits(roles: Iterable[str]) -> int:
+    return int(functools.reduce(operator.or_, (ROLES[role] for role in roles)))
+
+
 class Tls:
     """The parts of a connection inside TLS: an authority, a certificate of it and its key, as PEM."""
 
@@ -65,6 +79,37 @@ class Tls:
             raise InvalidArgumentError(f"credentials: they do not belong together ({ffi.string(why).decode()})")
         check(status)
         self.pointer = ffi.gc(made[0], lib.smb_tls_release)
+
+    def judge(self, chain: bytes, roles: Iterable[str], host: str = "") -> tuple[str, str]:
+        """Return (role, name) of whom a certificate is for, PEM with the peer's own first, by the rules of the engine's
+        own connections. `host`: whom we have called; empty: it has called us.
+
+        Raises PermissionDeniedError, whose text is the end of a sentence about the peer.
+        """
+        holder, why = ffi.new("struct smb_holder *"), _room_for_why()
+        status = lib.smb_tls_judge(self.pointer, chain, _bits(roles), host.encode(), holder, why)
+        if status != Status.OK:
+            raise PermissionDeniedError(ffi.string(why).decode() or "its certificate is too long")
+        return ffi.string(holder.role).decode(), ffi.string(holder.name).decode()
+
+    def meet(self, address: str, port: int, role: str, host: str, timeout_ms: int) -> tuple[bytes, str]:
+        """Look who serves the control plane at a numeric address, by a connection of its own. Blocks.
+
+        Return its certificate as PEM, empty if it is not whom we want, or nobody; and what is wrong, as the end of a
+        sentence about the peer, empty if nothing is.
+        """
+        found, why = ffi.new("char[]", lib.SMB_CERTIFICATE_BYTES), _room_for_why()
+        status = lib.smb_tls_meet(
+            self.pointer, address.encode(), port, _bits([role]), host.encode(), timeout_ms, found, why
+        )
+        errno, text = ffi.errno, ffi.string(why).decode()
+        if status == Status.OK:
+            return ffi.string(found), text
+        if (interrupt := take_interrupt()) is not None:
+            raise interrupt
+        if status == Status.TIMEOUT:
+            return b"", "nobody answered in time"
+        return b"", text or (os.strerror(errno).lower() if errno else "it closed the connection")
 
 
 class EngineClient:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from smb.engine import EngineError, Link, Token
 from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
+from smb.security.bond import bond_of_caller
 
 RIGHT_READ, RIGHT_WRITE = 1, 2
 _RENEW_AT = 0.5  # of its life: as long may the coordinator be away
@@ -83,17 +84,17 @@ class Tokens:
         """Have a method called with each segment whose token was renewed, or is none any more; it may block."""
         self._followers.append(weakref.WeakMethod(call))
 
-    def proof(self, segment_id: int, session_id: int) -> pb.TokenProof | None:
+    def proof(self, segment_id: int, session_id: int, certificate: bytes) -> pb.TokenProof | None:
         """Return what shows a memory server's control service that the session has the segment's token; None: it has
         none.
 
-        It goes there over TLS, and is good for as long as the token.
+        It goes there over TLS, and is good for as long as the token, with the certificate that is shown there, ours.
         """
         with self._lock:
             token = self._tokens.get(segment_id)
         if token is None:
             return None
-        text = struct.pack("<16sQQQQ", b"smb proof 1", 0, 0, session_id, _CONTROL_LANE)
+        text = struct.pack("<16sQQQQ", b"smb proof 2", 0, 0, session_id, _CONTROL_LANE) + bond_of_caller(certificate)
         return pb.TokenProof(
             segment_id=segment_id,
             epoch=token.epoch,

@@ -21,7 +21,8 @@ from smb.config.parse import parse_address, parse_addresses
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
 from smb.rpc.peers import MovedError, Peers
-from smb.security.credentials import COORDINATOR_NAME, Credentials
+from smb.security.believed import was_not_sent
+from smb.security.credentials import COORDINATOR_NAME, Credentials, belief
 
 
 class SessionEndedError(errors.UnavailableError):
@@ -59,12 +60,7 @@ _LAST_S = 0.05  # for an attempt at the very end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
 _LOOKS_PER_LIFE = 4  # at what is due, even if a thread opened a buffer meanwhile
-_WRONG_NAME = 62  # X509_V_ERR_HOSTNAME_MISMATCH
 _NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
-
-
-def _was_not_sent(error: Any) -> bool:
-    return error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or "").lower()
 
 
 def _had_no_time(error: Any) -> bool:
@@ -94,38 +90,29 @@ def _is_repeatable(request: Any) -> bool:
 
 def _why_not(address: str, credentials: Credentials | None) -> str:
     """Return why no coordinator could be reached, as a connection of our own finds it: bare, and then TLS."""
-    try:
-        with socket.create_connection(parse_address(address), _PROBE_S) as opened:
-            return _why_no_tls(opened, credentials)
-    except OSError as error:
-        return error.strerror or str(error)
+    if credentials is None:
+        try:
+            with socket.create_connection(parse_address(address), _PROBE_S) as opened:
+                return _NO_COORDINATOR if not _speaks_tls(opened) else "it wants credentials: set SMB_CREDENTIALS=DIR"
+        except OSError as error:
+            return error.strerror or str(error)
+    found = belief(address, COORDINATOR_NAME, credentials)
+    found.look(_PROBE_S)
+    if found.why.startswith("it does not speak TLS"):
+        return f"{_NO_COORDINATOR} Or it has no credentials, and we have"
+    return found.why or "it answers now"
 
 
-def _why_no_tls(opened: socket.socket, credentials: Credentials | None) -> str:
-    """Shake hands, without a certificate of our own, and return what that says of the peer. Nothing is sent to it."""
+def _speaks_tls(opened: socket.socket) -> bool:
+    """Shake hands, without a certificate of our own. Nothing is sent."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
-    if credentials is None:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    else:
-        context.load_verify_locations(credentials.ca_path)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        context.wrap_socket(opened, server_hostname=COORDINATOR_NAME).close()
-    except ssl.SSLCertVerificationError as error:
-        if error.verify_code == _WRONG_NAME:
-            return "its certificate is not a coordinator's: a memory server's port?"
-        return (
-            f"its certificate is not of the authority in {credentials.ca_path if credentials else ''}: "
-            f"{error.verify_message}; take the credentials of this cluster"
-        )
-    except OSError:  # it does not speak TLS, or not at all
-        return _NO_COORDINATOR + (" Or it has no credentials, and we have" if credentials is not None else "")
-    if credentials is None:
-        return "it wants credentials: set SMB_CREDENTIALS=DIR"
-    return (
-        f"it does not take our certificate, {credentials.certificate_path}: is it of another authority, or has it "
-        f"expired? smb doctor says until when it is good. Or it is no coordinator"
-    )
+        context.wrap_socket(opened).close()
+    except OSError:
+        return False
+    return True
 
 
 class Coordinator:
@@ -135,7 +122,6 @@ class Coordinator:
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self.address = address
-        self._credentials = credentials
         self._addresses = parse_addresses(address)
         self._peers = Peers(self._addresses, credentials)
         self._session_id, self._session_secret = 0, b""
@@ -304,7 +290,7 @@ class Coordinator:
                     stood_by = peer, failure
                     patience = timeout
                     may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
-                elif not answered and _was_not_sent(error):  # an answer may tell that of a memory server
+                elif not answered and was_not_sent(error):  # an answer may tell that of a memory server
                     failure, may_repeat = None, True
                     stood_by = None if stood_by and stood_by[0] is peer else stood_by
                 elif stood_by and stood_by[0] is peer and _had_no_time(error) and failure.outcome == errors.NOT_APPLIED:
@@ -336,7 +322,7 @@ class Coordinator:
         )
 
     def _why_not(self) -> str:
-        found = [_why_not(address, self._credentials) for address in self._addresses]
+        found = [_why_not(address, self._peers.credentials) for address in self._addresses]
         return ", ".join(dict.fromkeys(found))
 
     def _nobody(self, why: str) -> errors.UnavailableError:

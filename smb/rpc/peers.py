@@ -63,6 +63,11 @@ class Peers:
     def __len__(self) -> int:
         return len(self._addresses)
 
+    @property
+    def credentials(self) -> Credentials | None:
+        """Those of the connections of now."""
+        return self._used
+
     def close(self) -> None:
         """Close all channels; calls in progress fail."""
         with self._lock:

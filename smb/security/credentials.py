@@ -10,6 +10,7 @@ A key is never shown: not by repr, nor in errors or logs.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
 import os
@@ -26,7 +27,9 @@ import grpc.aio
 
 from smb.config.settings import variables_of
 from smb.config.untrusted import open_regular, read_opened
+from smb.engine import Tls
 from smb.errors import InvalidArgumentError
+from smb.security.believed import Belief, BelievedAioChannel, BelievedChannel, belief_of
 
 CREDENTIALS_VARIABLE = "SMB_CREDENTIALS"
 CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE = "SMB_TLS_CA", "SMB_TLS_CERT", "SMB_TLS_KEY"
@@ -197,17 +200,19 @@ def find(directory: Path | str | None = None, variables: Mapping[str, str] | Non
     return load(*paths)
 
 
+@functools.lru_cache(maxsize=16)
+def tls_of(credentials: Credentials) -> Tls:
+    """Return them as the engine takes them. Raises InvalidArgumentError where it does not: keys that are too short."""
+    return Tls(credentials.ca, credentials.certificate, credentials.key)
+
+
 # ---- channels and ports: all that there are
 
 
-def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.certificate)
-
-
-def _options(peer: str, credentials: Credentials | None) -> tuple[tuple[str, Any], ...]:
-    if credentials is None:
-        return CHANNEL_OPTIONS
-    return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", peer), ("grpc.default_authority", peer))
+def belief(address: str, peer: str, credentials: Credentials) -> Belief:
+    """Return what this process knows of who serves at an address, where it wants whom a certificate calls `peer`."""
+    role = "coordinator" if peer == COORDINATOR_NAME else "server"
+    return belief_of(address, role, peer, tls_of(credentials), credentials)
 
 
 def channel(address: str, peer: str, credentials: Credentials | None) -> grpc.Channel:
@@ -216,14 +221,14 @@ def channel(address: str, peer: str, credentials: Credentials | None) -> grpc.Ch
     """
     if credentials is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, _channel_credentials(credentials), options=_options(peer, credentials))
+    return BelievedChannel(belief(address, peer, credentials), CHANNEL_OPTIONS)
 
 
 def aio_channel(address: str, peer: str, credentials: Credentials | None) -> grpc.aio.Channel:
     """As `channel`, for asyncio."""
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, _channel_credentials(credentials), options=_options(peer, credentials))
+    return BelievedAioChannel(belief(address, peer, credentials), CHANNEL_OPTIONS)
 
 
 def _server_configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:

@@ -5,13 +5,13 @@ nothing of it: what is read here was verified when the credentials were loaded, 
 from __future__ import annotations
 
 import datetime
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from smb.daemon.metric_names import gauge
 from smb.errors import InvalidArgumentError
+from smb.security.bond import first_of
 from smb.security.credentials import Credentials
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 def expires_at(pem: bytes) -> float:
     """Return when the first certificate in it ends, in seconds since 1970. Raises InvalidArgumentError for none."""
     try:
-        text = pem.decode("ascii", "replace")
-        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-        der = ssl.PEM_cert_to_DER_cert(begin + text.split(begin, 1)[1].split(end, 1)[0] + end)
-        (_, certificate), *_ = _parts(der)
+        (_, certificate), *_ = _parts(first_of(pem))
         (_, signed), *_ = _parts(certificate)
         # Version, which may be left out, serial number, algorithm, issuer, validity.
         parts = [part for part in _parts(signed) if part[0] != _VERSION]

@@ -1,8 +1,9 @@
 """Permissions on the control plane: one table with a rule for every RPC, and the interceptor that asks it.
 
 A caller is what its certificate says, in URIs among its alternative names: `smb:role/ROLE`, `smb:name/NAME`, and
-`smb:namespace/NAME`, any number, which limit it to buffers whose names begin with one of them. An RPC without a rule is
-refused to everybody. So is a certificate with no role, or with one that this version does not know.
+`smb:namespace/NAME`, any number, which limit it to buffers whose names begin with one of them. The engine judges the
+certificate and reads role and name, as for data connections: Callers. An RPC without a rule is refused to everybody. So
+is a certificate with no role, or with one that this version does not know.
 
 Without credentials there is no interceptor, and every process that reaches the port may call everything.
 smb.security.credentials.check_exposure keeps such ports on loopback, unless the daemon is `--insecure`.
@@ -14,7 +15,8 @@ import binascii
 import hashlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +25,9 @@ from typing import Any, TypeAlias, cast
 import grpc
 import grpc.aio
 
+from smb.engine import ROLES
 from smb.errors import PermissionDeniedError
+from smb.security.credentials import Current, tls_of
 
 _log = logging.getLogger("access")
 
@@ -147,23 +151,54 @@ def namespaces_in(pem: bytes) -> list[str]:
     return sorted(found)
 
 
-def caller_of(uris: Iterable[str]) -> Caller:
-    """Return the caller that a certificate's URIs tell of. Of several roles none counts."""
-    roles: list[str] = []
-    names: list[str] = []
-    namespaces: list[str] = []
-    for uri in uris:
-        for prefix, found in ((ROLE_URI, roles), (NAME_URI, names), (NAMESPACE_URI, namespaces)):
-            if uri.startswith(prefix):
-                found.append(uri.removeprefix(prefix))
-    known = {role.value: role for role in Role}
-    role = known.get(roles[0]) if len(roles) == 1 else None
-    return Caller(role, names[0] if len(names) == 1 else "", frozenset(namespaces) if namespaces else None)
+AuthContext: TypeAlias = "Mapping[str, Sequence[bytes]]"  # what gRPC tells of a connection
 
 
-def permit(method: str, request: Any, auth_context: Mapping[str, Sequence[bytes]]) -> Caller:
-    """Return the caller of a method, if a rule lets it in. Raises PermissionDeniedError otherwise."""
-    who = caller_of(uri.decode(errors="replace") for uri in auth_context.get("peer_uri", ()))
+def certificate_of(context: Any) -> bytes:
+    """Return the certificate that the caller has shown, in PEM; empty: none."""
+    return _certificate(cast(AuthContext, context.auth_context()))
+
+
+def _certificate(auth_context: AuthContext) -> bytes:
+    return bytes(next(iter(auth_context.get("x509_pem_cert", ())), b""))
+
+
+class Callers:
+    """Who calls a port, by the engine's judgement of what they show. gRPC has looked at it by rules of its own, once
+    for a connection; here it is judged again every few seconds, so one that has expired, or whose authority is trusted
+    no more, ends with that. Any thread may ask.
+    """
+
+    _AGAIN_S = 5.0
+    _KEPT_MAX = 8192
+
+    def __init__(self, current: Current) -> None:
+        self._current = current
+        self._known: dict[tuple[bytes, ...], tuple[float, Caller]] = {}
+
+    def of(self, auth_context: AuthContext) -> Caller:
+        """Return the caller. Raises PermissionDeniedError."""
+        shown = (_certificate(auth_context), *auth_context.get("x509_pem_cert_chain", ()))
+        now = time.monotonic()
+        known = self._known.get(shown)
+        if known is not None and known[0] > now:
+            return known[1]
+        try:
+            role, name = tls_of(self._current.now()).judge(b"\n".join(shown), ROLES)
+        except PermissionDeniedError as error:
+            raise PermissionDeniedError(f"the caller is not to be believed: {error}") from None
+        prefix = NAMESPACE_URI.encode()
+        limits = [uri.removeprefix(prefix) for uri in auth_context.get("peer_uri", ()) if uri.startswith(prefix)]
+        namespaces = frozenset(limit.decode(errors="replace") for limit in limits)
+        who = Caller(Role(role), name, namespaces or None)
+        if len(self._known) >= self._KEPT_MAX:
+            self._known.clear()
+        self._known[shown] = now + self._AGAIN_S, who
+        return who
+
+
+def permit(method: str, request: Any, who: Caller) -> None:
+    """Let the caller of a method in, if a rule does. Raises PermissionDeniedError otherwise."""
     rule = RULES.get(method)
     short = method.rpartition("/")[2]
     if rule is None:
@@ -179,7 +214,6 @@ def permit(method: str, request: Any, auth_context: Mapping[str, Sequence[bytes]
         if name and not who.may_see(name):
             allowed = ", ".join(f"{namespace}/..." for namespace in sorted(who.namespaces or ()))
             raise PermissionDeniedError(f'{short} of "{name}": {who} is limited to {allowed}')
-    return who
 
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -188,6 +222,9 @@ Call: TypeAlias = Callable[[Any, Any], Any]
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Asks the rules before every call of a threaded server."""
+
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
 
     def intercept_service(
         self,
@@ -201,7 +238,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
         def ask(request: Any, context: grpc.ServicerContext) -> Any:
             call = _call_of(handler)
             try:
-                permit(method, request, cast("Mapping[str, Sequence[bytes]]", context.auth_context()))
+                permit(method, request, self._callers.of(cast(AuthContext, context.auth_context())))
             except PermissionDeniedError as error:
                 _log.warning("refused: %s", error)
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
@@ -215,6 +252,9 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     asks.
     """
 
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
@@ -227,7 +267,9 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def ask(request: Any, context: Any) -> Any:
             call = _call_of(handler)
             try:
-                _caller.set(permit(method, request, context.auth_context()))
+                who = self._callers.of(context.auth_context())
+                permit(method, request, who)
+                _caller.set(who)
             except PermissionDeniedError as error:
                 _log.warning("refused: %s", error)
                 raise

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 from smb.engine import Tls
 from smb.errors import UnavailableError
-from smb.security.credentials import Credentials, Current
+from smb.security.credentials import Credentials, Current, tls_of
 
 
 class ClientTls:
@@ -14,15 +12,9 @@ class ClientTls:
 
     def __init__(self, credentials: Credentials | None) -> None:
         self._current = Current(credentials) if credentials is not None else None
-        self._lock = threading.Lock()
-        self._made: tuple[Credentials, Tls] | None = None
 
     def now(self, server: str) -> Tls:
         """Return it, for a connection to that server. Raises UnavailableError if there are no credentials."""
         if self._current is None:
             raise UnavailableError(f"memory server {server} speaks TLS, and this client has no credentials")
-        credentials = self._current.now()
-        with self._lock:
-            if self._made is None or self._made[0] is not credentials:
-                self._made = credentials, Tls(credentials.ca, credentials.certificate, credentials.key)
-            return self._made[1]
+        return tls_of(self._current.now())

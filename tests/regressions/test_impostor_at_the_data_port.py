@@ -64,6 +64,7 @@ class Impostor:
                 body = b""
                 if frame.opcode == Opcode.HELLO:
                     told |= {"segment": self._identity.segment, "argument": self._identity.argument, "offset": 7}
+                    told["length"] = self._identity.length
                 elif frame.opcode == Opcode.AUTHORIZE:
                     told["status"] = self._says
                 elif frame.opcode == Opcode.READ:
@@ -105,7 +106,7 @@ def test_an_impostor_gets_and_gives_nothing(kept: tuple[smb.LocalCluster, bool, 
     server = cluster.servers[0]
     _, port = parse_address(server.address)
     values = np.arange(16, dtype="float32")
-    identity = Frame(Opcode.HELLO, segment=0x1234, argument=0x5678)
+    identity = Frame(Opcode.HELLO, segment=0x1234, argument=0x5678, length=15)
     with contextlib.suppress(EOFError, OSError), RawClient(port) as stranger:  # plain: anybody may ask for it
         identity, _ = stranger.ask(Frame(Opcode.HELLO, session=99, lane=1))
 

@@ -21,6 +21,7 @@ from memserver.engine import Engine, SegmentForm
 from memserver.replication import BACKUP, PRIMARY
 from smb.call.dispatcher import Dispatcher
 from smb.engine import Tls
+from smb.security.bond import first_of
 from smb.security.credentials import load_directory, server_name
 from tests.security.test_tokens import GENERATION, KEY, NOW_MS, Token
 from tests.support import second_copy
@@ -71,6 +72,7 @@ class Pair:
         if who is not None:
             context = ssl.create_default_context(cafile=self.certificates / "client" / "ca.pem")
             context.load_cert_chain(self.certificates / who / "cert.pem", self.certificates / who / "key.pem")
+            client.certificate = first_of((self.certificates / who / "cert.pem").read_bytes())
             client.socket = context.wrap_socket(client.socket, server_hostname=server_name(f"server-{server}"))
         client.session = secrets.randbits(63)
         return client
@@ -91,7 +93,7 @@ def authorize(client: RawClient, epoch: int, *, server: int = 1) -> int:
     hello, _ = client.ask(Frame(Opcode.HELLO, lane=256))
     assert hello.status == Status.OK
     token = Token(client.session, segment=SEGMENT, epoch=epoch)
-    payload = token.payload(hello.offset, instance=INSTANCES[server], lane=256)
+    payload = token.payload(hello.offset, instance=INSTANCES[server], lane=256, bond=client.bond(hello))
     reply, _ = client.ask(Frame(Opcode.AUTHORIZE, lane=256, segment=SEGMENT, epoch=epoch), payload)
     return reply.status
 

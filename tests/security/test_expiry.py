@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import smb
 from smb.errors import InvalidArgumentError
-from smb.security.credentials import load_directory
+from smb.security.credentials import Current, load_directory
 from smb.security.expiry import DAY_S, days_left, ends_of, expires_at
 from smb.security.lab_ca import Authority, Holder
-from smb.security.roles import Role, caller_of
+from smb.security.roles import Callers, Role
 from smb.tools.cli.certs import limits_of
 from smb.tools.cli.main import app
 from smb.tools.doctor import State
@@ -107,7 +107,12 @@ def test_certs_gives_each_its_own_and_says_what_it_may(tmp_path: Path) -> None:
     for name, role, namespace in (("a", Role.CLIENT, "x"), ("b", Role.READER, "y")):
         certificate = x509.load_pem_x509_certificate((place / name / "cert.pem").read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        who = caller_of(names.get_values_for_type(x509.UniformResourceIdentifier))
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        shown = {
+            "x509_pem_cert": [(place / name / "cert.pem").read_bytes()],
+            "peer_uri": [uri.encode() for uri in uris],
+        }
+        who = Callers(Current(load_directory(place / name))).of(shown)
         assert (who.role, who.name, who.namespaces) == (role, name, frozenset({namespace}))
     refused = CliRunner().invoke(app, ["certs", str(place), "--namespace", "x", "--client", "c"])
     assert refused.exit_code == 2

@@ -24,7 +24,7 @@ from smb.engine import Token as Shown
 from smb.errors import InvalidArgumentError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
 from tests.support.daemons import wait_for
-from tests.support.raw import Dtype, Flag, Frame, Opcode, RawClient, Status
+from tests.support.raw import IN_THE_CLEAR, Dtype, Flag, Frame, Opcode, RawClient, Status, bond_of_channel
 
 READ, WRITE = 1, 2
 EPOCH, SEGMENT, OTHER, STATE, SECOND_STATE = 7, 0x1111, 0x2222, 0x3333, 0x4444
@@ -86,9 +86,18 @@ class Token:
         words = (self.session, self.segment, self.epoch, self.rights, self.generation, self.expires_ms)
         return hmac.digest(self.key, struct.pack("<16sQQIIQQ", b"smb token 1", *words), "sha256")
 
-    def payload(self, nonce: int, *, instance: int = INSTANCE, session: int | None = None, lane: int = 0) -> bytes:
+    def payload(
+        self,
+        nonce: int,
+        *,
+        instance: int = INSTANCE,
+        session: int | None = None,
+        lane: int = 0,
+        bond: bytes,
+        label: bytes = b"smb proof 2",
+    ) -> bytes:
         words = (nonce, instance, self.session if session is None else session, lane)
-        proof = hmac.digest(self.secret(), struct.pack("<16sQQQQ", b"smb proof 1", *words), "sha256")
+        proof = hmac.digest(self.secret(), struct.pack("<16sQQQQ", label, *words) + bond, "sha256")
         return struct.pack("<IIQ", self.rights, self.generation, self.expires_ms) + proof
 
 
@@ -99,7 +108,8 @@ class Peer:
         self.client = client
         self.lane = lane
         self.client.session = secrets.randbits(63) if session is None else session
-        reply, _ = self.client.ask(Frame(Opcode.HELLO, lane=lane))
+        reply, _ = self.client.ask(Frame(Opcode.HELLO, lane=lane, argument=self.client.namespaces()))
+        self.bond = self.client.bond(reply)
         assert (reply.status, reply.segment) == (Status.OK, INSTANCE)
         self.nonce = reply.offset
         assert self.nonce
@@ -115,7 +125,10 @@ class Peer:
     def authorize(self, **fields: int) -> None:
         """Show a good one."""
         token = self.token(**fields)
-        assert self.show(token.payload(self.nonce, lane=self.lane), token.segment, token.epoch) == Status.OK
+        assert (
+            self.show(token.payload(self.nonce, bond=self.bond, lane=self.lane), token.segment, token.epoch)
+            == Status.OK
+        )
 
     def ask(self, frame: Frame, payload: bytes = b"") -> int:
         return self.client.ask(replace(frame, lane=self.lane), payload)[0].status
@@ -211,7 +224,7 @@ def test_without_a_token(meet: Meet, transport: str) -> None:
 def test_a_forged_token(meet: Meet, transport: str) -> None:
     """A bit changed in any byte of it, or in what it is shown for, and it opens nothing."""
     peer = meet(transport)
-    good = peer.token().payload(peer.nonce)
+    good = peer.token().payload(peer.nonce, bond=peer.bond)
     for at in range(len(good)):
         spoilt = bytearray(good)
         spoilt[at] ^= 1 << at % 8
@@ -219,7 +232,7 @@ def test_a_forged_token(meet: Meet, transport: str) -> None:
     assert peer.show(good, segment=OTHER) == Status.DENIED
     assert peer.show(good, epoch=EPOCH + 1) == Status.DENIED
     assert peer.show(bytes(48)) == Status.DENIED
-    assert peer.show(peer.token(key=bytes(32)).payload(peer.nonce)) == Status.DENIED  # type: ignore[arg-type]
+    assert peer.show(peer.token(key=bytes(32)).payload(peer.nonce, bond=peer.bond)) == Status.DENIED  # type: ignore[arg-type]
     peer.shut_out()
 
 
@@ -227,7 +240,7 @@ def test_a_forged_token(meet: Meet, transport: str) -> None:
 def test_a_truncated_token(meet: Meet, transport: str, length: int) -> None:
     """One of another length is no frame: the connection is closed."""
     peer = meet(transport)
-    good = (peer.token().payload(peer.nonce) + bytes(64))[:length]
+    good = (peer.token().payload(peer.nonce, bond=peer.bond) + bytes(64))[:length]
     peer.client.send(Frame(Opcode.AUTHORIZE, segment=SEGMENT, epoch=EPOCH), good)
     assert peer.client.closed()
 
@@ -236,7 +249,7 @@ def test_an_expired_token(place: Place, meet: Meet, transport: str) -> None:
     """By the coordinator's clock, which the server was told; at the very moment, and while it is in use."""
     peer = meet(transport)
     for expires_ms in (0, NOW_MS - MINUTE_MS, NOW_MS):
-        assert peer.show(peer.token(expires_ms=expires_ms).payload(peer.nonce)) == Status.DENIED
+        assert peer.show(peer.token(expires_ms=expires_ms).payload(peer.nonce, bond=peer.bond)) == Status.DENIED
     place.engine.set_keys({GENERATION: KEY}, NOW_MS)
     peer.authorize(expires_ms=NOW_MS + 300)
     assert peer.ask(*REQUESTS["read"]) == Status.OK
@@ -280,24 +293,26 @@ def test_another_sessions_token(meet: Meet, transport: str) -> None:
     """A token is its session's, whatever the HELLO before it or its own header says."""
     mine, other = meet(transport), secrets.randbits(63)
     for proved in (mine.client.session, other):
-        assert mine.show(Token(other).payload(mine.nonce, session=proved)) == Status.DENIED
+        assert mine.show(Token(other).payload(mine.nonce, bond=mine.bond, session=proved)) == Status.DENIED
     mine.shut_out()
     thief = meet(transport)
     frame = Frame(Opcode.AUTHORIZE, segment=SEGMENT, epoch=EPOCH, session=other, sequence=9, payload=48)
-    thief.client.socket.sendall(frame.pack() + Token(other).payload(thief.nonce, session=other))
+    thief.client.socket.sendall(frame.pack() + Token(other).payload(thief.nonce, bond=thief.bond, session=other))
     assert thief.client.closed()
 
 
 def test_a_replayed_token(meet: Meet, transport: str) -> None:
     """What was seen on one connection is good on no other: of the same session, of another lane, on another run."""
     first = meet(transport)
-    recorded = first.token().payload(first.nonce)
+    recorded = first.token().payload(first.nonce, bond=first.bond)
     assert first.show(recorded) == Status.OK
     again = meet(transport, first.client.session, lane=1)
     assert again.nonce != first.nonce
     assert again.show(recorded) == Status.DENIED
-    assert again.show(first.token().payload(again.nonce, instance=INSTANCE + 1, lane=1)) == Status.DENIED
-    assert again.show(first.token().payload(again.nonce, lane=0)) == Status.DENIED
+    assert (
+        again.show(first.token().payload(again.nonce, bond=again.bond, instance=INSTANCE + 1, lane=1)) == Status.DENIED
+    )
+    assert again.show(first.token().payload(again.nonce, bond=again.bond, lane=0)) == Status.DENIED
     again.shut_out()
     assert first.ask(*REQUESTS["read"]) == Status.OK
 
@@ -341,7 +356,7 @@ def test_checksums_go_with_tokens(place: Place, leaving: contextlib.ExitStack) -
 
         client.socket.sendall(sealed(Frame(Opcode.HELLO), b"", 1))
         hello, _ = client.receive()
-        token = Token(client.session).payload(hello.offset)
+        token = Token(client.session).payload(hello.offset, bond=bond_of_channel(IN_THE_CLEAR))
         frame = sealed(Frame(Opcode.AUTHORIZE, segment=SEGMENT, epoch=EPOCH), token, 2)
         client.socket.sendall(frame if right else frame[:-1] + bytes([frame[-1] ^ 1]))
         if right:
@@ -360,8 +375,8 @@ def test_keys_are_a_set_of_three_generations(place: Place, meet: Meet) -> None:
         peer = meet("tcp")
         for generation, key in keys.items():
             peer.authorize(generation=generation, key=key)  # type: ignore[arg-type]
-        assert peer.show(peer.token().payload(peer.nonce)) == Status.DENIED
-        assert peer.show(peer.token(generation=first - 1).payload(peer.nonce)) == Status.DENIED
+        assert peer.show(peer.token().payload(peer.nonce, bond=peer.bond)) == Status.DENIED
+        assert peer.show(peer.token(generation=first - 1).payload(peer.nonce, bond=peer.bond)) == Status.DENIED
     place.engine.set_keys({GENERATION: KEY}, NOW_MS)  # for the tests after this one
     for wrong in ({GENERATION: KEY[:31]}, {}, dict.fromkeys(range(4), KEY)):
         with pytest.raises(InvalidArgumentError):
@@ -410,7 +425,7 @@ def test_the_coordinators_tokens_are_these(place: Place, meet: Meet) -> None:
         made = peer.token(rights=token.rights, generation=token.generation, expires_ms=token.expires_at_ms)
         object.__setattr__(made, "key", next(k.key for k in access.keys if k.generation == token.generation))
         assert made.secret() == token.secret
-        assert peer.show(made.payload(peer.nonce)) == Status.OK
+        assert peer.show(made.payload(peer.nonce, bond=peer.bond)) == Status.OK
     place.engine.set_keys({GENERATION: KEY}, NOW_MS)
 
 

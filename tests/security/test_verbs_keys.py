@@ -86,7 +86,12 @@ def hear(engine: Engine, now_s: float = NOW_S) -> None:
 
 
 def proof(
-    segment_id: int = SEGMENT, session_id: int = SESSION, *, may_write: bool = True, lifetime_s: float = 600.0
+    segment_id: int = SEGMENT,
+    session_id: int = SESSION,
+    *,
+    may_write: bool = True,
+    lifetime_s: float = 600.0,
+    certificate: bytes = b"",
 ) -> pb.TokenProof:
     """What a client that opened such a buffer shows: made by the coordinator's and the client's code."""
     buffer = pb.Buffer(name="w", id=5, layout=pb.Layout(epoch=EPOCH))
@@ -94,9 +99,9 @@ def proof(
     Maker(bytes(32), lifetime_s, clock=lambda: NOW_S).add_to(buffer, session_id, may_write=may_write)
     tokens = Tokens(lambda *_asked: buffer)
     tokens.learn(buffer)
-    made = tokens.proof(segment_id, session_id)
+    made = tokens.proof(segment_id, session_id, certificate)
     assert made is not None
-    assert tokens.proof(OTHER if segment_id == SEGMENT else SEGMENT, session_id) is None
+    assert tokens.proof(OTHER if segment_id == SEGMENT else SEGMENT, session_id, certificate) is None
     return made
 
 
@@ -146,7 +151,7 @@ def refused(call: Callable[[], object]) -> grpc.StatusCode:
     return caught.value.code()  # type: ignore[no-any-return, attr-defined]
 
 
-def test_no_proof_no_queue_pair_and_no_key(engine: Engine, stub: Any, asked: Asked) -> None:
+def test_no_proof_no_queue_pair_and_no_key(engine: Engine, stub: Any, asked: Asked, certificates: Path) -> None:
     """Without a proof, with another session's or segment's, a changed or an expired one nothing comes through, not even
     the end of another's connection; with a good one each call does."""
     assert refused(lambda: connect(stub, proof())) is grpc.StatusCode.FAILED_PRECONDITION
@@ -163,6 +168,8 @@ def test_no_proof_no_queue_pair_and_no_key(engine: Engine, stub: Any, asked: Ask
     assert refused(lambda: open_segment(stub, proof(OTHER))) is denied
     assert refused(lambda: open_segment(stub, proof(), OTHER)) is denied
     assert asked.calls == asked.bound == []  # nor does it bind a segment to its server
+    handed_on = proof(certificate=(certificates / "client" / "cert.pem").read_bytes())
+    assert refused(lambda: connect(stub, handed_on)) is denied  # by one who does not show that certificate
     connect(stub, proof())
     connect(stub, proof(OTHER))
     assert open_segment(stub, proof()).writable

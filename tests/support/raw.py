@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import _ssl
 import array
 import contextlib
+import ctypes
+import hashlib
 import itertools
+import os
 import socket
+import ssl
 import struct
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
@@ -150,6 +155,31 @@ def next_session() -> int:
     return next(_sessions)
 
 
+IN_THE_CLEAR, INSIDE_TLS, UNIX_SOCKET = 1, 2, 3  # kinds of a channel
+HAS_IDS = 1 << 19  # among a HELLO's features
+_UCRED = struct.Struct("<iII")  # pid, uid, gid
+
+
+def bond_of_channel(kind: int, rest: bytes = b"") -> bytes:
+    """Return what proofs cover of a connection."""
+    return hashlib.sha256(struct.pack("<16sQ", b"smb channel 1", kind) + rest).digest()
+
+
+def exported(secured: ssl.SSLSocket) -> bytes:
+    """Return what a TLS session exports for proofs. Python's ssl does not give it: its own OpenSSL is asked."""
+    library = ctypes.CDLL(_ssl.__file__)
+    inner = secured._sslobj  # type: ignore[attr-defined]
+    # Behind CPython's object head and a weak reference to the socket lies the session.
+    session = ctypes.c_void_p.from_address(id(inner._sslobj if hasattr(inner, "_sslobj") else inner) + 24)
+    label, found = b"EXPORTER-smb-channel", ctypes.create_string_buffer(32)
+    library.SSL_export_keying_material.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t),
+        *(ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int),
+    ]
+    assert library.SSL_export_keying_material(session, found, 32, label, len(label), None, 0, 0) == 1
+    return found.raw
+
+
 class RawClient:
     """One connection. Blocks for at most `timeout` seconds wherever it waits; then it raises builtin TimeoutError."""
 
@@ -164,6 +194,7 @@ class RawClient:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.session = 0
         self.sequence = 0
+        self.certificate = b""  # ours, in DER, inside TLS
 
     def __enter__(self) -> RawClient:
         return self
@@ -177,6 +208,25 @@ class RawClient:
         reply, _ = self.ask(Frame(Opcode.HELLO))
         assert reply.status == Status.OK
         return self
+
+    def namespaces(self) -> int:
+        """Where our ids hold, for a HELLO over a Unix socket; 0 over TCP."""
+        if self.socket.family != socket.AF_UNIX:
+            return 0
+        return Path("/proc/self/ns/pid").stat().st_ino | Path("/proc/self/ns/user").stat().st_ino << 32
+
+    def bond(self, reply: Frame) -> bytes:
+        """Return what proofs on this connection cover of it, after the answer to a HELLO with `namespaces`."""
+        if isinstance(self.socket, ssl.SSLSocket):
+            facts = exported(self.socket), self.socket.getpeercert(True) or b"", self.certificate
+            return bond_of_channel(INSIDE_TLS, facts[0] + b"".join(hashlib.sha256(der).digest() for der in facts[1:]))
+        if self.socket.family != socket.AF_UNIX:
+            return bond_of_channel(IN_THE_CLEAR)
+        words = [self.namespaces()]
+        if reply.length & HAS_IDS:
+            pid, uid, _ = _UCRED.unpack(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+            words += [os.geteuid(), os.getpid(), uid, pid]
+        return bond_of_channel(UNIX_SOCKET, struct.pack(f"<{len(words)}Q", *words))
 
     def send(self, frame: Frame, payload: bytes = b"") -> None:
         """Send a request of this session with the next sequence number; `payload` in the header is its length."""

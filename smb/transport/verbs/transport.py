@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,8 +248,8 @@ class Verbs:
         memory = self.memory()
         queue = self._make_queue(memory)
         try:
-            request = _connect_request(self._session_id, queue, self._any_proof(server))
-            reply = self._ask(server, where.control_address, "ConnectVerbs", request)
+            request = _connect_request(self._session_id, queue)
+            reply = self._ask(server, where.control_address, "ConnectVerbs", request, self._reached(server))
             peer = reply.server
             queue.connect(End(peer.number, peer.gid, peer.lid, peer.packet_sequence, peer.mtu, peer.reads).check())
             slots = [Place(slot.address, slot.key, slot.nbytes) for slot in reply.slots]
@@ -282,16 +282,14 @@ class Verbs:
             raise
 
     def _tell_closed(self, server: _Server, address: str) -> None:
-        request = pb.CloseVerbsRequest(session_id=self._session_id, token=self._any_proof(server))
+        request = pb.CloseVerbsRequest(session_id=self._session_id)
         with contextlib.suppress(Error):
-            self._ask(server, address, "CloseVerbs", request)
+            self._ask(server, address, "CloseVerbs", request, self._reached(server))
 
-    def _any_proof(self, server: _Server) -> pb.TokenProof | None:
-        """Return the proof of one of our tokens for that server, the last that we got; None: it asks for none."""
+    def _reached(self, server: _Server) -> list[int]:
+        """Return the segments there of which we may have a token, the last that we got first."""
         with self._lock:
-            reached = list(reversed(server.reached))
-        proofs = (self._links.tokens.proof(segment_id, self._session_id) for segment_id in reached)
-        return next((proof for proof in proofs if proof is not None), None)
+            return list(reversed(server.reached))
 
     def _renewed(self, segment_id: int) -> None:
         """The segment has another token, or none: its keys last as long as what they were given for."""
@@ -354,16 +352,16 @@ class Verbs:
 
     def _ask_right(self, server: _Server, address: str, segment_id: int, epoch: int, deadline: Deadline) -> Right:
         request = pb.OpenSegmentVerbsRequest(
-            session_id=self._session_id, segment_id=segment_id, epoch=epoch, writable=True,
-            token=self._links.tokens.proof(segment_id, self._session_id),
-        )  # fmt: skip
-        opened = self._ask(server, address, "OpenSegmentVerbs", request, deadline)
+            session_id=self._session_id, segment_id=segment_id, epoch=epoch, writable=True
+        )
+        opened = self._ask(server, address, "OpenSegmentVerbs", request, [segment_id], deadline)
         return Right(
             epoch, opened.dtype, opened.data.nbytes, opened.data.address, opened.data.key, opened.writable,
             opened.chunk_bytes, opened.states.address, opened.states.key, opened.sequence_at,
         )  # fmt: skip
 
-    def _stub(self, server: _Server, address: str) -> Any:
+    def _stub(self, server: _Server, address: str) -> tuple[Any, bytes]:
+        """Return it, and the certificate that it shows, in PEM; empty: none."""
         with self._lock:
             if self._parts.closed:
                 raise NoPathError("the client is closed")
@@ -377,14 +375,28 @@ class Verbs:
                 self._parts.channels.append(server.channel)
                 server.stub = MemoryServerStub(server.channel)  # type: ignore[no-untyped-call]
                 server.channel_address = address
-            return server.stub
+            return server.stub, credentials.certificate if credentials is not None else b""
 
-    def _ask(self, server: _Server, address: str, method: str, request: Any, deadline: Deadline | None = None) -> Any:
+    def _ask(
+        self,
+        server: _Server,
+        address: str,
+        method: str,
+        request: Any,
+        proved: Sequence[int],
+        deadline: Deadline | None = None,
+    ) -> Any:
+        """`proved`: the call shows the token of the first of these segments of which we have one."""
         if not address:
             raise NoPathError(f"the coordinator does not say where {server.name}'s control service is")
         timeout = min(_HELLO_MS / 1000, deadline.left()) if deadline is not None else _HELLO_MS / 1000
         try:
-            return getattr(self._stub(server, address), method)(request, timeout=timeout)
+            stub, shown = self._stub(server, address)
+            proofs = (self._links.tokens.proof(segment_id, self._session_id, shown) for segment_id in proved)
+            proof = next((proof for proof in proofs if proof is not None), None)
+            if proof is not None:
+                request.token.CopyFrom(proof)
+            return getattr(stub, method)(request, timeout=timeout)
         except grpc.RpcError as error:
             code, details = error.code(), error.details() or ""
             text = f"memory server {server.name} at {address}: {details}"
@@ -404,11 +416,10 @@ class Verbs:
             raise NoPathError("the client is closed") from error
 
 
-def _connect_request(session_id: int, queue: Queue, token: pb.TokenProof | None) -> pb.ConnectVerbsRequest:
+def _connect_request(session_id: int, queue: Queue) -> pb.ConnectVerbsRequest:
     end = queue.end()
     return pb.ConnectVerbsRequest(
         session_id=session_id,
-        token=token,
         client=pb.VerbsEnd(
             number=end.number, gid=end.gid, lid=end.lid, packet_sequence=end.packet_sequence, mtu=end.mtu,
             reads=end.reads,

@@ -11,6 +11,7 @@
 #include "pair.h"
 #include "pump.h"
 #include "server/grants.h"
+#include "server/server.h"
 
 enum { ELEMENTS = 3 * 1024, SESSION = 77, CALLS = 300 };
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 1};
@@ -413,6 +414,39 @@ static void keys_are_a_set(void)
     take_down(&rigged);
 }
 
+/* An earlier client's proof, which whoever stands between may hand on, is none; it is told apart
+ * from one that is wrong. */
+static void proofs_without_a_bond(void)
+{
+    struct rig rig;
+    rig_start(&rig, LAYOUT, SMB_INT64);
+    struct smb_server *server = rig.servers[0];
+    CHECK_EQ(set_key(server, 4, 1000000), SMB_OK);
+    struct smb_token token = token_of(5, SMB_RIGHT_READ, 2000000);
+    struct access_connection here = {
+        .nonce = 7, .client_nonce = 8, .instance = 9, .session = SESSION, .lane = 2};
+    struct smb_frame frame = {.segment = 5, .epoch = RIG_EPOCH, .session = SESSION};
+    uint8_t payload[SMB_AUTHORIZE_BYTES];
+    struct grant grant;
+    struct access_answer answer;
+    uint64_t why = 0;
+    access_store(&token, &here, payload);
+    CHECK_EQ(access_check(&server->keys, &here, &frame, payload, &grant, &answer, &why), SMB_OK);
+    struct access_answer right = access_answer(&token, &here);
+    CHECK(access_same_answer(&right, &answer));
+    here.bond.bytes[31] ^= 1; /* another connection */
+    CHECK_EQ(access_check(&server->keys, &here, &frame, payload, &grant, &answer, &why),
+             SMB_DENIED);
+    CHECK_EQ(why, SMB_DENIED_PROOF);
+    right = access_answer(&token, &here);
+    CHECK(!access_same_answer(&right, &answer));
+    access_unbound_proof(token.secret, &here, payload + 16);
+    CHECK_EQ(access_check(&server->keys, &here, &frame, payload, &grant, &answer, &why),
+             SMB_VERSION);
+    CHECK_EQ(why, SMB_DENIED_UNBOUND);
+    rig_stop(&rig);
+}
+
 /* On the control plane a proof is good for its session, its segment, its rights and its time alone;
  * and what was proved on a connection is no proof there. */
 static void proofs_for_the_control_plane(void)
@@ -423,25 +457,28 @@ static void proofs_for_the_control_plane(void)
     struct smb_server *server = rig.servers[0];
     struct smb_token token = token_of(5, SMB_RIGHT_READ, 2000000), shown = token;
     uint8_t payload[SMB_AUTHORIZE_BYTES];
-    access_store(&token,
-                 &(struct access_connection){.session = SESSION, .lane = ACCESS_CONTROL_LANE},
-                 payload);
+    struct access_connection here = {.session = SESSION, .lane = ACCESS_CONTROL_LANE};
+    static const uint8_t bond[32] = "of the caller's certificate", other[32] = "of who hands it on";
+    memcpy(here.bond.bytes, bond, sizeof bond);
+    access_store(&token, &here, payload);
     memcpy(shown.secret, payload + 16, SMB_KEY_BYTES);
-    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_BUSY);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, bond, &left_ns), SMB_BUSY);
     CHECK_EQ(set_key(server, 4, 1000000), SMB_OK);
-    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_OK);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, bond, &left_ns), SMB_OK);
     CHECK(left_ns > 900000000000 && left_ns <= 1000000000000);
-    CHECK_EQ(smb_server_check_proof(server, SESSION + 1, &shown, &left_ns), SMB_DENIED);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, other, &left_ns), SMB_DENIED);
+    CHECK_EQ(smb_server_check_proof(server, SESSION + 1, &shown, bond, &left_ns), SMB_DENIED);
     struct smb_token wrong[5] = {shown, shown, shown, shown, shown};
     wrong[0].segment++, wrong[1].rights |= SMB_RIGHT_WRITE, wrong[2].expires_ms++, wrong[3].epoch++,
         wrong[4].secret[0] ^= 1;
     for (int i = 0; i < 5; i++)
-        CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[i], &left_ns), SMB_DENIED);
-    access_store(&token, &(struct access_connection){.session = SESSION, .lane = 5}, payload);
+        CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[i], bond, &left_ns), SMB_DENIED);
+    here.lane = 5;
+    access_store(&token, &here, payload);
     memcpy(wrong[4].secret, payload + 16, SMB_KEY_BYTES);
-    CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[4], &left_ns), SMB_DENIED);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[4], bond, &left_ns), SMB_DENIED);
     CHECK_EQ(set_key(server, 4, 2000000), SMB_OK); /* its time is over */
-    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, &left_ns), SMB_DENIED);
+    CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, bond, &left_ns), SMB_DENIED);
     rig_stop(&rig);
 }
 
@@ -532,6 +569,7 @@ int main(void)
                                         TEST(tokens_travel_by_record),
                                         TEST(records_without_a_token),
                                         TEST(a_change_outlives_its_token),
+                                        TEST(proofs_without_a_bond),
                                         TEST(proofs_for_the_control_plane),
                                         TEST(keys_are_a_set),
                                         TEST(sha256_of_known_texts)};

@@ -12,6 +12,7 @@
 
 #include <openssl/ssl.h>
 
+#include "base/bond.h"
 #include "base/channel.h"
 #include "base/frame.h"
 #include "lab.h"
@@ -214,7 +215,8 @@ static void who_may(void)
     const struct holder *users[] = {&client, &reader, &operator};
     for (int i = 0; i < 3; i++)
         expect(&authority, &server_0, &authority, users[i], name, NULL, NULL, "");
-    expect(&authority, &server_0, &authority, &client, "SERVER-0.server.smb", NULL, NULL, "");
+    expect(&authority, &server_0, &authority, &client, "SERVER-0.server.smb", NULL,
+           "wanted is that of SERVER-0.server.smb", "");
     expect(&authority, &server_0, &authority, &stranger, name, "is not good", reply, "");
     expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", reply, "");
     expect(&authority, &server_0, &authority, &server_2, name, NULL, NULL, "server-2");
@@ -521,11 +523,71 @@ static void answers_wait_inside(void)
     close_lab();
 }
 
+static struct bond bond_at(const struct channel *end, bool serves, uint64_t namespaces, bool ids)
+{
+    struct bond bond;
+    CHECK_EQ(bond_of(end, false, serves, namespaces, ids, &bond), SMB_OK);
+    return bond;
+}
+
+static bool same_bond(const struct bond *one, const struct bond *other)
+{
+    return memcmp(one->bytes, other->bytes, sizeof one->bytes) == 0;
+}
+
+/* Both ends have the same one, and no two connections have: neither of the same two, nor of two
+ * that somebody stands between, nor inside TLS and outside, nor by the words of HELLO. */
+static void bonds_are_of_one_connection(void)
+{
+    enum { COUNT = 3, KINDS = 5 };
+    struct ends ends[COUNT];
+    struct bond found[COUNT + KINDS];
+    int server, client_end;
+    uint64_t here = bond_namespaces();
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0),
+                   *clients = context_of(&authority, &client);
+    for (int i = 0; i < COUNT; i++) {
+        open_ends(&ends[i], servers, clients, "server-0.server.smb");
+        CHECK_EQ(bond_of(&ends[i].client, false, false, 0, false, &found[i]), SMB_SYSTEM);
+        shake(&ends[i], &server, &client_end);
+        found[i] = bond_at(&ends[i].client, false, 0, false);
+        struct bond other_end = bond_at(&ends[i].server, true, 0, false);
+        CHECK(same_bond(&found[i], &other_end));
+    }
+    struct channel plain[2] = {{ends[0].server.fd, NULL}, {ends[0].client.fd, NULL}};
+    CHECK(here != 0 && bond_is_unix(&plain[0]));
+    for (int ids = 0; ids < 2; ids++) { /* this process is at both ends */
+        struct bond other_end = bond_at(&plain[1], false, here, ids);
+        found[COUNT + ids] = bond_at(&plain[0], true, here, ids);
+        CHECK(same_bond(&found[COUNT + ids], &other_end));
+    }
+    found[COUNT + 2] = bond_at(&plain[0], true, here + 1, false);
+    CHECK_EQ(bond_of(&plain[0], true, true, 0, false, &found[COUNT + 3]), SMB_OK);
+    struct channel tcp = {socket(AF_INET, SOCK_STREAM, 0), NULL};
+    CHECK(!bond_is_unix(&tcp));
+    found[COUNT + 4] = bond_at(&tcp, true, 0, false);
+    channel_close(&tcp);
+    for (int i = 0; i < COUNT + KINDS; i++)
+        for (int j = 0; j < i; j++)
+            CHECK(!same_bond(&found[i], &found[j]));
+    for (int i = 0; i < COUNT; i++)
+        close_ends(&ends[i]);
+    smb_tls_release(servers);
+    smb_tls_release(clients);
+    close_lab();
+}
+
 int main(void)
 {
-    static const struct test tests[] = {TEST(bytes_arrive), TEST(memory_may_change),
-                                        TEST(who_may),      TEST(files_of_several),
-                                        TEST(no_tls),       TEST(key_updates_end_a_turn),
-                                        TEST(calls_go_on),  TEST(answers_wait_inside)};
+    static const struct test tests[] = {TEST(bytes_arrive),
+                                        TEST(memory_may_change),
+                                        TEST(who_may),
+                                        TEST(files_of_several),
+                                        TEST(no_tls),
+                                        TEST(key_updates_end_a_turn),
+                                        TEST(calls_go_on),
+                                        TEST(answers_wait_inside),
+                                        TEST(bonds_are_of_one_connection)};
     return RUN_TESTS(tests);
 }

@@ -59,7 +59,7 @@ def test_the_newest_epoch_stays() -> None:
         for epoch in epochs:
             tokens.learn(answer(epoch, copies))
             newest = max(newest, epoch)
-            proof = tokens.proof(SEGMENT, SESSION)
+            proof = tokens.proof(SEGMENT, SESSION, b"")
             assert proof is not None
             assert proof.epoch == newest
 

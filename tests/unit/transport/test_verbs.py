@@ -346,10 +346,10 @@ def test_what_a_server_answers_says_whether_waiting_helps(
     verbs = Verbs(
         client, Links(client, lambda server: None, Tokens(_never), ClientTls(None)), 12345, Settings(device="none0")
     )
-    monkeypatch.setattr(verbs, "_stub", lambda *_: Stub())
+    monkeypatch.setattr(verbs, "_stub", lambda *_: (Stub(), b""))
     server: Any = SimpleNamespace(name="a")
     with pytest.raises(refusal, match=r"a at 10\.0\.0\.2:7072: for a reason|knows no RDMA") as caught:
-        verbs._ask(server, "10.0.0.2:7072", "OpenSegmentVerbs", None)
+        verbs._ask(server, "10.0.0.2:7072", "OpenSegmentVerbs", None, ())
     assert isinstance(caught.value, NoAnswerError) == issubclass(refusal, NoAnswerError)
     verbs.close()
     client.close()

@@ -1,0 +1,220 @@
+#include "base/certificate.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include <openssl/core_names.h>
+#include <openssl/err.h>
+#include <openssl/x509v3.h>
+
+enum { RSA_BITS_MIN = 2048, RSA_BITS_MAX = 8192, DEPTH_MAX = 8, GROUP_BYTES = 32 };
+
+static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
+static const char host_of_server[] = ".server.smb"; /* after its name */
+static const struct {
+    const char *text;
+    enum smb_role role;
+} roles[] = {{"client", SMB_ROLE_CLIENT},
+             {"reader", SMB_ROLE_READER},
+             {"operator", SMB_ROLE_OPERATOR},
+             {"server", SMB_ROLE_SERVER},
+             {"coordinator", SMB_ROLE_COORDINATOR}};
+
+/* The names in a certificate. */
+struct shown {
+    int roles; /* how many it has; those that are too long, or not printable, count, too */
+    int names; /* likewise */
+    bool is_for_host;
+    struct smb_holder holder;
+};
+
+static bool take_text(const char *bytes, size_t count, char *text, size_t room)
+{
+    if (count >= room)
+        return false;
+    for (size_t i = 0; i < count; i++)
+        if (bytes[i] < ' ' || bytes[i] > '~')
+            return false;
+    memcpy(text, bytes, count);
+    text[count] = 0;
+    return true;
+}
+
+/* Whether the URI begins so. A rest that does not fit becomes "?". */
+static bool take_after(const char *prefix, const ASN1_IA5STRING *uri, char *text, size_t room)
+{
+    size_t length = strlen(prefix), bytes = (size_t)ASN1_STRING_length(uri);
+    const char *data = (const char *)ASN1_STRING_get0_data(uri);
+    if (bytes < length || memcmp(data, prefix, length) != 0)
+        return false;
+    if (!take_text(data + length, bytes - length, text, room))
+        strcpy(text, "?");
+    return true;
+}
+
+static bool is_text(const ASN1_IA5STRING *text, const char *expected)
+{
+    size_t length = strlen(expected);
+    return length > 0 && (size_t)ASN1_STRING_length(text) == length &&
+           memcmp(ASN1_STRING_get0_data(text), expected, length) == 0;
+}
+
+static void read_names(X509 *certificate, const char *host, struct shown *shown)
+{
+    struct smb_holder *holder = &shown->holder;
+    *shown = (struct shown){0};
+    GENERAL_NAMES *names = X509_get_ext_d2i(certificate, NID_subject_alt_name, NULL, NULL);
+    for (int i = 0; i < sk_GENERAL_NAME_num(names); i++) {
+        const GENERAL_NAME *name = sk_GENERAL_NAME_value(names, i);
+        if (name->type == GEN_URI) {
+            const ASN1_IA5STRING *uri = name->d.uniformResourceIdentifier;
+            shown->roles += take_after(role_uri, uri, holder->role, sizeof holder->role);
+            shown->names += take_after(name_uri, uri, holder->name, sizeof holder->name);
+        } else if (name->type == GEN_DNS) {
+            shown->is_for_host |= is_text(name->d.dNSName, host);
+        }
+    }
+    GENERAL_NAMES_free(names);
+}
+
+static uint32_t role_of(const struct shown *shown)
+{
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+        if (shown->roles == 1 && strcmp(shown->holder.role, roles[i].text) == 0)
+            return roles[i].role;
+    return 0;
+}
+
+static bool has_one_name(const struct shown *shown)
+{
+    const char *name = shown->holder.name;
+    return shown->names == 1 && name[0] && strcmp(name, "?") != 0 &&
+           strlen(name) < SMB_SERVER_NAME_BYTES;
+}
+
+/* A memory server speaks, and answers, under a name that is its alone. */
+static bool is_named_so(const struct shown *shown, const char *host)
+{
+    size_t length = strlen(shown->holder.name);
+    return shown->names == 0 ||
+           (has_one_name(shown) && strncmp(host, shown->holder.name, length) == 0 &&
+            strcmp(host + length, host_of_server) == 0);
+}
+
+static bool is_whom_we_want(const struct shown *shown, const struct wanted *wanted)
+{
+    uint32_t role = role_of(shown);
+    if (!(role & wanted->roles))
+        return false;
+    if (wanted->serves)
+        return shown->is_for_host && (role != SMB_ROLE_SERVER || is_named_so(shown, wanted->host));
+    return role != SMB_ROLE_SERVER || has_one_name(shown);
+}
+
+/* Both planes' libraries have these. */
+static bool is_known_key(X509 *certificate)
+{
+    EVP_PKEY *key = X509_get0_pubkey(certificate);
+    char group[GROUP_BYTES];
+    int explicit = 0;
+    switch (key ? EVP_PKEY_get_base_id(key) : EVP_PKEY_NONE) {
+    case EVP_PKEY_RSA:
+        return EVP_PKEY_get_bits(key) >= RSA_BITS_MIN && EVP_PKEY_get_bits(key) <= RSA_BITS_MAX;
+    case EVP_PKEY_EC:
+        EVP_PKEY_get_int_param(key, OSSL_PKEY_PARAM_EC_DECODED_FROM_EXPLICIT_PARAMS, &explicit);
+        return !explicit && EVP_PKEY_get_group_name(key, group, sizeof group, NULL) == 1 &&
+               (strcmp(group, SN_X9_62_prime256v1) == 0 || strcmp(group, SN_secp384r1) == 0);
+    default: return false;
+    }
+}
+
+/* What the library leaves open. NULL: nothing is wrong. */
+static const char *fault_of(STACK_OF(X509) * chain)
+{
+    for (int i = 0; i < sk_X509_num(chain); i++) {
+        X509 *one = sk_X509_value(chain, i);
+        if (!is_known_key(one))
+            return "a key in its chain is neither RSA of 2048 to 8192 bits nor ECDSA on P-256 or "
+                   "P-384";
+        if (i > 0 && X509_check_ca(one) != 1)
+            return "a certificate in its chain is not an authority's (basicConstraints)";
+    }
+    return X509_get_key_usage(sk_X509_value(chain, 0)) & KU_DIGITAL_SIGNATURE
+               ? NULL
+               : "its key is not for signatures (keyUsage)";
+}
+
+static const char *hint_of(int error, bool serves)
+{
+    switch (error) {
+    case X509_V_ERR_INVALID_PURPOSE:
+        return serves ? " (extendedKeyUsage has no serverAuth, or an authority is none)"
+                      : " (extendedKeyUsage has no clientAuth, or an authority is none)";
+    case X509_V_ERR_UNABLE_TO_GET_ISSUER_CERT:
+    case X509_V_ERR_UNABLE_TO_GET_ISSUER_CERT_LOCALLY:
+    case X509_V_ERR_UNABLE_TO_VERIFY_LEAF_SIGNATURE:
+    case X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT:
+    case X509_V_ERR_SELF_SIGNED_CERT_IN_CHAIN:
+    case X509_V_ERR_CERT_SIGNATURE_FAILURE:
+        return " (it is of no authority in our ca.pem, or an intermediate one is missing)";
+    default: return "";
+    }
+}
+
+static void say_who(const struct shown *shown, const struct wanted *wanted, char *why)
+{
+    int done = snprintf(why, SMB_WHY_BYTES,
+                        "it shows the certificate of role \"%s\"%s, name \"%.64s\"%s",
+                        shown->holder.role, shown->roles > 1 ? " and others" : "",
+                        shown->holder.name, shown->names > 1 ? " and others" : "");
+    if (wanted->serves && done > 0 && done < SMB_WHY_BYTES)
+        snprintf(why + done, SMB_WHY_BYTES - (size_t)done, "; wanted is that of %s%s", wanted->host,
+                 shown->is_for_host ? ", which it has, but in another role or name" : "");
+}
+
+/* An error of X509_verify_cert, or of ours where that is content. */
+static int judge_chain(X509_STORE_CTX *chain, const struct wanted *wanted,
+                       const struct shown *shown, char *why)
+{
+    const char *fault = NULL;
+    int error = X509_verify_cert(chain) == 1 ? X509_V_OK : X509_STORE_CTX_get_error(chain);
+    if (error == X509_V_OK && (fault = fault_of(X509_STORE_CTX_get0_chain(chain))))
+        error = X509_V_ERR_APPLICATION_VERIFICATION;
+    if (error != X509_V_OK)
+        snprintf(why, SMB_WHY_BYTES,
+                 "its certificate (role \"%s\", name \"%.64s\") is not good: %.140s%s",
+                 shown->holder.role, shown->holder.name,
+                 fault ? fault : X509_verify_cert_error_string(error),
+                 fault ? "" : hint_of(error, wanted->serves));
+    return error;
+}
+
+int certificate_judge(X509_STORE *authorities, X509 *certificate, STACK_OF(X509) * chain,
+                      const struct wanted *wanted, struct smb_holder *holder,
+                      char why[SMB_WHY_BYTES])
+{
+    struct shown shown;
+    X509_STORE_CTX *context = X509_STORE_CTX_new();
+    int error = X509_V_ERR_OUT_OF_MEM;
+    read_names(certificate, wanted->serves ? wanted->host : "", &shown);
+    snprintf(why, SMB_WHY_BYTES, "no memory to judge its certificate");
+    if (context && X509_STORE_CTX_init(context, authorities, certificate, chain) == 1) {
+        X509_VERIFY_PARAM *rules = X509_STORE_CTX_get0_param(context);
+        X509_STORE_CTX_set_default(context, wanted->serves ? "ssl_server" : "ssl_client");
+        X509_VERIFY_PARAM_set_flags(rules, X509_V_FLAG_PARTIAL_CHAIN);
+        X509_VERIFY_PARAM_set_auth_level(rules, CERTIFICATE_SECURITY_LEVEL);
+        X509_VERIFY_PARAM_set_depth(rules, DEPTH_MAX);
+        error = judge_chain(context, wanted, &shown, why);
+        if (error == X509_V_OK && !is_whom_we_want(&shown, wanted)) {
+            say_who(&shown, wanted, why);
+            error = X509_V_ERR_APPLICATION_VERIFICATION;
+        }
+    }
+    X509_STORE_CTX_free(context);
+    ERR_clear_error();
+    if (error == X509_V_OK) {
+        *holder = shown.holder;
+        why[0] = 0;
+    }
+    return error;
+}
