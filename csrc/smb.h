@@ -606,6 +606,9 @@ void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns);
  * server feeds nobody without TLS. */
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
                     uint64_t instance, struct smb_tls *tls, const char *expected);
+/* What TLS had against the last connection of a segment's primary to its backup, as the end of a
+ * sentence about the backup; empty: nothing. SMB_NOT_FOUND. */
+int smb_server_feed_why(struct smb_server *server, uint64_t id, char why[400]);
 /* Requests that wait for the backup are sent elsewhere. */
 int smb_server_suspend(struct smb_server *server, uint64_t id);
 /* Waits until roles or connections have changed since they were at `seen`; returns where they are

@@ -432,6 +432,12 @@ class Engine:
             for each in raw[0:found]
         ]  # fmt: skip
 
+    def feed_fault(self, segment_id: int) -> str:
+        """Return what TLS had against the last connection to a segment's backup, as the end of a sentence about it."""
+        why = ffi.new("char[]", lib.SMB_WHY_BYTES)
+        lib.smb_server_feed_why(self._server, segment_id, why)
+        return str(ffi.string(why).decode())
+
     def held(self) -> dict[int, Held]:
         """Return all segments that are here, by id."""
         most, found = 0, 64

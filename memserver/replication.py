@@ -201,7 +201,7 @@ class Replication:
                 part.segment_id,
                 part.peer,
                 part.data_address,
-                why,
+                self._engine.feed_fault(part.segment_id) or why,
             )
 
     def _dial(self, part: pb.Replica, status: ReplicaStatus, unreachable: set[str]) -> None:

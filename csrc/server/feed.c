@@ -1,5 +1,6 @@
 #include "server/feed.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
@@ -145,6 +146,8 @@ void feed_disconnect(struct feed *feed)
 static void fail(struct feed *feed, int status)
 {
     feed->refused = status;
+    snprintf(feed->why, sizeof feed->why, "%s",
+             feed->channel.tls ? tls_why(feed->channel.tls) : "");
     feed_disconnect(feed);
 }
 

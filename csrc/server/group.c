@@ -590,6 +590,20 @@ void group_stop_forwarder(struct smb_server *server)
 
 /* ---- for the control threads ----------------------------------------------------------------- */
 
+int smb_server_feed_why(struct smb_server *server, uint64_t id, char why[SMB_WHY_BYTES])
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    why[0] = 0;
+    if (!replica)
+        return SMB_NOT_FOUND;
+    pthread_mutex_lock(&replica->group->lock);
+    memcpy(why, replica->group->feed.why, SMB_WHY_BYTES);
+    group_unlock(replica->group);
+    smb_segment_release(segment);
+    return SMB_OK;
+}
+
 int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int fd,
                     uint64_t instance, struct smb_tls *tls, const char *expected)
 {

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +25,14 @@ from smb.config.parse import parse_address
 from smb.config.untrusted import read_text
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.errors import Error, InvalidArgumentError
-from smb.security.credentials import CHANNEL_OPTIONS, Credentials, load_directory
+from smb.security.credentials import CHANNEL_OPTIONS, Credentials, Current, load_directory
 
 USER_FILE = "user"
 SCHEME = "etcd://"
 # An answer takes milliseconds, or a disk's flush. After this time another member is asked: the first may be cut off.
 ATTEMPT_S = 1.5
 _PAUSE_S = 0.1  # after all members failed at once
+_FAULT_S = 0.3  # for a look at a member that did not answer: its caller has waited for long already
 
 _log = logging.getLogger("coordinator")
 Reply = TypeVar("Reply", bound=Message)
@@ -128,6 +131,31 @@ class Access:
         return Access(load_directory(directory), user, password)
 
 
+def fault_of(address: str, credentials: Credentials) -> str:
+    """Return what TLS has against that member or against us, as the end of a sentence; empty: nothing. Blocks for some
+    tenths of a second at most.
+    """
+    host, port = parse_address(address)
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(credentials.ca_path)
+        context.load_cert_chain(credentials.certificate_path, credentials.key_path, password="")
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection((host, port), _FAULT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secured,
+        ):
+            if not secured.recv(1):
+                return f"; it does not take our certificate {credentials.certificate_path}: it closes the connection"
+    except ssl.SSLCertVerificationError as error:
+        return f"; its certificate is not good: {error.verify_message}"
+    except ssl.SSLError as error:
+        return f"; it does not take our certificate {credentials.certificate_path}: {error.reason}"
+    except OSError:
+        pass  # the network's, of which gRPC has told
+    return ""
+
+
 class Etcd:
     """A cluster of etcd. `close` it."""
 
@@ -136,7 +164,10 @@ class Etcd:
         self._access = access
         self._token = ""
         self._at = 0  # the member that answered last
+        self._current = Current(access.credentials) if access.credentials is not None else None
+        self._used = access.credentials
         self._channels = [self._channel(address) for address in endpoints]
+        self._replaced: set[asyncio.Task[None]] = set()
 
     def __str__(self) -> str:
         return f"etcd at {','.join(self._endpoints)}"
@@ -145,6 +176,7 @@ class Etcd:
         """Close all connections."""
         for channel in self._channels:
             await channel.close(None)
+        await asyncio.gather(*self._replaced)
 
     async def range(self, request: pb.RangeRequest, timeout_s: float) -> pb.RangeResponse:
         """Read; of all that was stored before, whichever member answers. Raises SilentError, RefusedError."""
@@ -197,13 +229,13 @@ class Etcd:
             if self._at == at:  # else another call has gone on already
                 self._at = (at + 1) % len(self._endpoints)
             if time.monotonic() >= end:
-                raise SilentError(f"{self} does not answer ({self._endpoints[at]}: {details})")
+                raise SilentError(f"{self} does not answer ({self._endpoints[at]}: {details}{await self._fault(at)})")
             if failures % len(self._endpoints) == 0:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _attempt(self, at: int, request: Message, kind: type[Reply], timeout_s: float) -> Reply:
         metadata = (("token", self._token),) if self._token else ()
-        channel = self._channels[at]
+        channel = self._channel_of_now(at)
         if not isinstance(request, pb.LeaseKeepAliveRequest):
             method, reply = _METHODS[type(request)]
             call = channel.unary_unary(
@@ -227,9 +259,29 @@ class Etcd:
         reply = await self._call(request, pb.AuthenticateResponse, max(left_s, 0.01))
         self._token = reply.token
 
+    def _channel_of_now(self, at: int) -> grpc.aio.Channel:
+        """The one to a member, with the certificate that the files hold now. Calls under way end over the other."""
+        found = self._current.now() if self._current is not None else None
+        if found is not self._used:
+            self._used = found
+            for channel in self._channels:
+                task = asyncio.create_task(channel.close(ATTEMPT_S))
+                self._replaced.add(task)
+                task.add_done_callback(self._replaced.discard)
+            self._channels = [self._channel(address) for address in self._endpoints]
+        return self._channels[at]
+
+    async def _fault(self, at: int) -> str:
+        """What a member has against our certificate, as the end of a sentence: with TLS 1.3 it refuses that after the
+        handshake, and gRPC tells of a closed socket alone.
+        """
+        if self._used is None:
+            return ""
+        return await asyncio.to_thread(fault_of, self._endpoints[at], self._used)
+
     def _channel(self, address: str) -> grpc.aio.Channel:
         options = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 500))
-        found = self._access.credentials
+        found = self._used
         if found is None:
             return grpc.aio.insecure_channel(address, options=options)
         secured = grpc.ssl_channel_credentials(found.ca, found.key, found.certificate)
