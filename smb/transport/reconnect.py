@@ -580,7 +580,7 @@ def refused(place: SegmentPlace, error: EngineError) -> Error:
         text = _UNTRUSTED % (place.server, place.address, error)
     if error.status is Status.DENIED:  # nobody gets in with the same token later
         return PermissionDeniedError(
-            f"memory server {place.server} at {place.address} does not let this session in: its right has expired"
+            f"memory server {place.server} at {place.address} does not let this session in: {error}"
         )
     if error.status in (Status.VERSION, Status.PROTOCOL):
         return TransportError(text)
