@@ -4,8 +4,8 @@
  * A token is a few public words (session, segment, rights, expiry) and a secret. Only the
  * coordinator and the segment's server can make the secret, with a key that both have. The client
  * gets it over TLS, and it never travels here. On each connection the client shows the words, and
- * proves the secret with an HMAC over the server's HELLO and the connection's bond (bond.h). A proof
- * that was recorded, or is handed on, is of no use on another connection.
+ * proves the secret with an HMAC over the server's HELLO and the connection's bond (bond.h). A
+ * proof that was recorded, or is handed on, is of no use on another connection.
  *
  * Pure: no state, no I/O. server/grants.h has a server's keys and the tokens that it was shown.
  */

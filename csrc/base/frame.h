@@ -45,8 +45,8 @@ enum smb_feature {
     SMB_FEATURE_BONDS = 1 << 3,   /* proofs cover the connection: bond.h */
     SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_SOURCES | SMB_FEATURE_BONDS
 };
-/* So, too, of this connection: a Unix socket whose client is in the server's namespaces. Higher bits
- * are none: a length is at most SMB_CHUNK_BYTES_MAX. */
+/* So, too, of this connection: a Unix socket whose client is in the server's namespaces. Higher
+ * bits are none: a length is at most SMB_CHUNK_BYTES_MAX. */
 enum { SMB_BOND_HAS_IDS = 1 << 19 };
 
 enum smb_frame_flag {
