@@ -22,6 +22,7 @@ from smb.call.arguments import Arguments
 from smb.call.outcomes import Failed, error_of, outcome_of, ranges_of
 from smb.call.session import Fence, Session
 from smb.call.sync_requests import LOST, LOST_WAIT_MS, Home
+from smb.config.backoff import Backoff
 from smb.engine import (
     NOWHERE,
     Attempt,
@@ -62,6 +63,10 @@ _WITHOUT_IT = frozenset({Status.NOT_FOUND, Status.STALE_EPOCH})  # a server does
 _BROUGHT_BYTES = 32 << 20  # of a source that lies on other servers, held at a time
 
 _log = logging.getLogger("smb")
+
+
+def _retry() -> Backoff:
+    return Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
 
 
 class _Here(threading.local):
@@ -139,7 +144,7 @@ class Dispatcher:
                 and not (self.turns.quiet.open and all(other.turns.quiet.open for other in others))
             ):
                 self.wait_turn(request, deadline, others)
-            pause = _RETRY_FIRST_S
+            backoff: Backoff | None = None  # made when it is needed: most calls need none
             opened_again = False
             while True:
                 if ended is None:
@@ -180,8 +185,8 @@ class Dispatcher:
                 moves = any(each.info.movable for each in others) and not self._is_read_only(ended)
                 if ended.status is Status.DENIED and (not opened_again or (moves and deadline.left() > 0.0)):
                     if opened_again:
-                        time.sleep(min(pause, deadline.left()))
-                        pause = min(2 * pause, _RETRY_MAX_S)
+                        backoff = backoff or _retry()
+                        time.sleep(min(backoff.next_s(), deadline.left()))
                     opened_again = True
                     if self._may_repeat(opcode, ended):
                         touched |= opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
@@ -208,8 +213,8 @@ class Dispatcher:
                 if not elsewhere or lost or ended.sent or deadline.left() == 0.0:
                     raise self._error(request, others, ended, touched=touched)
                 ended = None
-                time.sleep(min(pause, deadline.left()))
-                pause = min(2 * pause, _RETRY_MAX_S)
+                backoff = backoff or _retry()
+                time.sleep(min(backoff.next_s(), deadline.left()))
         except Error as error:
             if error._account is None:
                 if touched:
@@ -565,8 +570,9 @@ class Dispatcher:
 
     def _until_reached(self, attach: Callable[[Deadline], BufferHandle], deadline: Deadline) -> BufferHandle:
         """Return what `attach` does, waiting for servers that come back, and asking where they are now."""
-        pause = _RETRY_FIRST_S
+        backoff = _retry()
         while True:
+            pause = backoff.next_s()
             self.session.check_open()
             asked = self._ask_first
             told = asked and self._refresh(deadline)
@@ -580,7 +586,6 @@ class Dispatcher:
                     if not early or deadline.left() <= pause:
                         raise
                     time.sleep(pause)
-                    pause = min(2 * pause, _RETRY_MAX_S)
             except UnavailableError as error:
                 self._ask_first = True
                 lost = LOST in str(error)
@@ -593,7 +598,6 @@ class Dispatcher:
                         raise
                     raise UnavailableError(f"buffer {self.info.name!r} can't be reached: {error}") from error
                 time.sleep(pause)
-                pause = min(2 * pause, _RETRY_MAX_S)
 
     def _has_moved(self, deadline: Deadline) -> bool:
         """Whether the coordinator says by now that a segment is elsewhere: its server denies whom it has no more."""

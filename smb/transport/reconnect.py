@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from smb.config.backoff import Backoff
 from smb.config.conditions import event
 from smb.config.host_address import addresses_of
 from smb.config.parse import parse_address
@@ -350,8 +351,9 @@ class Links:
         with self._lock:
             self._outages = replace(self._outages, begun=self._outages.begun + 1)
         # A server that does not know its role yet lets us in, and then sends us away.
-        pause = _PAUSE_FIRST_S if begun - entry.resumed_at > _SENT_AWAY_S else _SENT_AWAY_S / 2
-        if pause > _PAUSE_FIRST_S and self._closing.wait(pause):
+        sent_away = begun - entry.resumed_at <= _SENT_AWAY_S
+        backoff = Backoff(_SENT_AWAY_S / 2 if sent_away else _PAUSE_FIRST_S, _PAUSE_MAX_S)
+        if sent_away and self._closing.wait(backoff.next_s()):
             return
         while not self._closing.is_set() and link.alive() and link.wanted():
             try:
@@ -368,9 +370,8 @@ class Links:
                 entry.resumed_at = time.monotonic()
                 self._note_outage(entry.resumed_at - begun)
                 return
-            if self._closing.wait(pause):
+            if self._closing.wait(backoff.next_s()):
                 return
-            pause = min(2 * pause, _PAUSE_MAX_S)
 
     def close(self) -> None:
         """Close all of them, once the engine's client is closed: no new connection is looked for from here on."""
@@ -461,7 +462,7 @@ class Links:
             with self._lock:
                 self._outages = replace(self._outages, begun=self._outages.begun + 1)
         begun = time.monotonic()
-        pause, known = _PAUSE_FIRST_S, 0
+        backoff, known = Backoff(_PAUSE_FIRST_S, _PAUSE_MAX_S), 0
         while not self._closing.is_set() and link.alive() and link.wanted():
             try:
                 instance_id = self._attempt(entry, link, known)
@@ -480,9 +481,8 @@ class Links:
                     _log.info("connected to memory server %s again (run %016x)", entry.server, instance_id)
                     self._note_outage(time.monotonic() - begun)
                 return True
-            if self._closing.wait(pause):
+            if self._closing.wait(backoff.next_s()):
                 return False
-            pause = min(2 * pause, _PAUSE_MAX_S)
             try:
                 found = self._locate(entry.server)
             except NotFoundError as error:  # all that it had was deleted, or has moved
