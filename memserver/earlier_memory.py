@@ -81,7 +81,7 @@ def _move(paths: list[Path], place: Place) -> None:
 def _by_hand(place: Place, around: Path) -> str:
     return (
         f"So what earlier runs of this server left in {around} was not moved to {place.directory}, where this one has "
-        f"its memory; all of it is kept. Decide what is to count and, when no server uses it, move it: find {around} "
-        f"-maxdepth 1 -user {os.geteuid()} -regextype posix-extended -regex '.*/{_pattern(place.name)}' "
-        f"-exec mv -n -t {place.directory} {{}} +"
+        f"its memory; all of it is kept. Where both directories have a file, remove the one that does not count. Then, "
+        f"while no server uses them, move the rest: find {around} -maxdepth 1 -user {os.geteuid()} -regextype "
+        f"posix-extended -regex '.*/{_pattern(place.name)}' -exec mv -n -t {place.directory} {{}} +"
     )

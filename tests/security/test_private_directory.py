@@ -263,7 +263,7 @@ def test_the_command_of_the_refusal_moves_everything(place: Path) -> None:
     os.chown(place / f"smb.a.{8:016x}.segment", STRANGER, STRANGER)
     (private / "smb.a.journal").write_text("of now")
     with closing(Place(private, "a", serves=False)) as held:
-        command = _by_hand(held, place).partition("move it: ")[2]
+        command = _by_hand(held, place).partition("move the rest: ")[2]
     subprocess.run(["sh", "-c", command], check=True)
     assert sorted(path.name for path in private.iterdir()) == sorted(ours)
     assert (private / "smb.a.journal").read_text() == "of now"
