@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from smb.coordinator.events import (
     WakeOpeners,
 )
 from smb.coordinator.lineage import Lineage
+from smb.coordinator.outside import read_clocks
 from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
 from smb.coordinator.state import SESSION_LEASE_S, State, load
 from smb.coordinator.steps import step
@@ -56,11 +56,6 @@ _SAID_AGAIN_S = 600.0  # between two lines of the log about one trouble of the s
 _LASTS_S = 5.0  # trouble that comes and goes is not told each time, but if it stays so long
 
 
-def read_clocks() -> Instant:
-    """Return this moment."""
-    return Instant(time.monotonic(), time.time())
-
-
 @dataclass(frozen=True, slots=True)
 class Committed:
     """The state right after an event, and the effects that its caller must execute."""
@@ -77,7 +72,8 @@ class CommitLog:
         self._clock = clock
         self._turn = asyncio.Lock()
         self._under_way: set[asyncio.Task[Committed]] = set()
-        self._openers: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        # By key; in the order in which they came.
+        self._openers: defaultdict[str, dict[asyncio.Future[None], None]] = defaultdict(dict)
         self._stopping = False
         self._owed: dict[str, str | None] = {}  # changes that were shown, but could not be stored yet
         self._store_error = ""
@@ -215,14 +211,14 @@ class CommitLog:
         if self._stopping:
             raise _stopped()
         change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._openers[key].add(change)
+        self._openers[key][change] = None
         try:
             changed, _ = await asyncio.wait({change}, timeout=timeout_s)
             if changed:
                 change.result()
             return bool(changed)
         finally:
-            self._openers[key].discard(change)
+            self._openers[key].pop(change)
             if not self._openers[key]:
                 del self._openers[key]
 

@@ -31,7 +31,7 @@ class Contender:
 
     def __init__(self, place: Place, access: Access, lease_s: int, around: Around, shown: Shown) -> None:
         self._place = place
-        self._etcd = Etcd(place.endpoints, access)
+        self._etcd = Etcd(place.endpoints, access, around.outside.connections)
         self._lease_s = lease_s
         self._around = around
         self._shown = shown
@@ -59,7 +59,7 @@ class Contender:
             leader = await leader_of(self._etcd, self._place)
             around.health.ticked()
             if leader is None:
-                lead = await campaign(self._etcd, self._place, around.front.address, self._lease_s)
+                lead = await campaign(self._etcd, self._place, around.front.address, self._lease_s, around.outside)
                 if lead is not None:
                     return lead
                 continue

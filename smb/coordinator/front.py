@@ -62,7 +62,9 @@ class _Nobody(CoordinatorServicer):
 class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """The service behind the port. All of it in the loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        """`uniform`: returns a random number between two."""
+        self._uniform = uniform
         self.address = ""  # ours, as others reach it
         self.leader = ""  # the leader's; empty if nobody is known to lead
         self.term = 0  # which grows with each leader
@@ -106,7 +108,7 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             await asyncio.wait_for(moved.wait(), min(PATIENCE_S_MAX, int(found[1]) / 1000))
             # A leader has to renew its own lease, too: they go on one after the other.
             if not self._stops:
-                await asyncio.sleep(random.uniform(0, self._kept / GO_ON_PER_S))  # noqa: S311 - no secret
+                await asyncio.sleep(self._uniform(0, self._kept / GO_ON_PER_S))
         except asyncio.TimeoutError:
             pass
         finally:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -26,8 +25,9 @@ from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import LeaseMetrics, StateMetrics, targets
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.options import Options
+from smb.coordinator.outside import Outside
 from smb.coordinator.role_changes import RoleChanges
-from smb.coordinator.segment_maker import SegmentMaker, new_id
+from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.service import CoordinatorService
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import State
@@ -53,6 +53,7 @@ class Around:
     registry: CollectorRegistry
     leases: LeaseMetrics
     pages_address: Callable[[], str]  # as others reach them
+    outside: Outside = field(default_factory=Outside)
 
 
 class Leading:
@@ -72,18 +73,19 @@ class Leading:
 
         Raises StoreError, DeposedError.
         """
-        options = around.options
+        options, outside = around.options, around.outside
         tokens = None if options.credentials is None else await Tokens.open(store, options.token_lifetime_s)
-        begun = time.monotonic()
+        begun = outside.now().monotonic
         commit_log = await CommitLog.open(
             store,
-            new_id(),
+            outside.new_id(),
             session_lease_s=options.session_lease_s,
             stripe_bytes=options.stripe_bytes,
             quotas=options.quotas,
+            clock=outside.now,
         )
-        state_metrics = StateMetrics(lambda: (commit_log.state, commit_log.now()), time.monotonic() - begun)
-        servers = MemoryServers(options.credentials)
+        state_metrics = StateMetrics(lambda: (commit_log.state, commit_log.now()), outside.now().monotonic - begun)
+        servers = MemoryServers(options.credentials, outside.connections)
         leaving.push_async_callback(servers.close)
         endings = SessionEndNotifier(commit_log, servers)
         leaving.push_async_callback(endings.close)
@@ -100,29 +102,36 @@ class Leading:
         mirrors = Mirrors()
         overview = Overview(lambda: (commit_log.state, commit_log.now()), watch, around.front.address, mirrors)
         shared = pb.SharedSettings(checksum=options.checksum)
-        segments = SegmentMaker(commit_log, servers)
+        segments = SegmentMaker(commit_log, servers, outside.new_id)
         leaving.push_async_callback(segments.finish)
         roles = RoleChanges(commit_log, servers, endings)
+        copy_maker = CopyMaker(commit_log, servers, roles.tell_roles, segments.drop)
+        roles.on_copies, roles.on_apart = copy_maker.look_now, copy_maker.keep_apart
         service = CoordinatorService(
-            commit_log, servers, segments, roles, endings, watch, overview, mirrors, shared, tokens
+            commit_log,
+            servers,
+            segments,
+            roles,
+            copy_maker,
+            endings,
+            watch,
+            overview,
+            mirrors,
+            shared,
+            tokens,
+            outside,
         )
         around.health.lead(commit_log, store, holds)
         around.front.lead(service, holds, term)
         leaving.callback(around.front.stand_by)
         leaving.callback(commit_log.stop_waiting)
         idle_names = IdleNames(commit_log, servers, segments.drop, options.idle_s)
-        copy_maker = CopyMaker(commit_log, servers, roles.tell_roles, segments.drop)
-        roles.on_copies, roles.on_apart = copy_maker.look_now, copy_maker.keep_apart
-        service.bound = copy_maker.bound
-        service.resting = copy_maker.resting
-        service.making = copy_maker.making
-        service.move = copy_maker.move
 
         ticks = _tick(commit_log, endings, around.health, roles.silent_survivors)
         judging = _judge(commit_log, roles, copy_maker, segments)
         for beginning in (ticks, judging, idle_names.run(), copy_maker.run()):
             task = asyncio.create_task(beginning)
-            task.add_done_callback(end_if_failed)
+            task.add_done_callback(partial(end_if_failed, outside))
             leaving.push_async_callback(cancel, task)
         return Leading(commit_log, watch, Dashboard(overview), around)
 
@@ -182,13 +191,13 @@ async def _judge(commit_log: CommitLog, roles: RoleChanges, copy_maker: CopyMake
                 _log.warning("memory that servers hold beside the records: %s", said)
 
 
-def end_if_failed(task: asyncio.Task[None]) -> None:
+def end_if_failed(outside: Outside, task: asyncio.Task[None]) -> None:
     """End the process where a task that lasts as long as the lead has failed by a fault of ours: without it the
     coordinator does half its work, and a supervisor's restart helps.
     """
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.critical("ends: it can do its work no more", exc_info=error)
-        os._exit(1)
+        outside.end_process(1)
 
 
 @asynccontextmanager

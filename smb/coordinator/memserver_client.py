@@ -10,15 +10,15 @@ from enum import Enum
 import grpc
 import grpc.aio
 
-from smb.config.parse import parse_address
 from smb.coordinator.lineage import Stamp
 from smb.coordinator.messages import held_of, stamp_message
+from smb.coordinator.outside import Connections, GrpcConnections
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
 from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
-from smb.security.credentials import Credentials, Current, aio_channel, server_name
+from smb.security.credentials import Credentials, Current, server_name
 
 ANSWER_S = 3.0  # an idle server answers within a millisecond; a busy host may hold it up
 _LAST_CALLS_S = 24 * 3600.0  # more than any deadline here
@@ -58,7 +58,9 @@ class MemoryServers:
     certificate, changes.
     """
 
-    def __init__(self, credentials: Credentials | None = None) -> None:
+    def __init__(self, credentials: Credentials | None = None, connections: Connections | None = None) -> None:
+        """`connections`: how they are reached; None: over the network."""
+        self._connections = connections or GrpcConnections()
         self._current = Current(credentials) if credentials is not None else None
         self._peers: dict[str, _Peer] = {}
         self._replaced: dict[asyncio.Task[None], grpc.aio.Channel] = {}
@@ -162,10 +164,8 @@ class MemoryServers:
         """Find out whether that run of the server lives, and what it holds of these segments. A run is known by its
         instance id: another one at its address, or a closed port there, says that it is dead; silence says nothing.
         """
-        host, port = parse_address(server.control_address)
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_S / 2)
-            writer.close()
+            await asyncio.wait_for(self._connections.knock(server.control_address), PROBE_S / 2)
         except ConnectionRefusedError:
             return Look(Run.DEAD)
         except (OSError, asyncio.TimeoutError):
@@ -189,7 +189,7 @@ class MemoryServers:
         self._peers.clear()
 
     def _channel(self, server: ServerRecord) -> grpc.aio.Channel:
-        return aio_channel(server.control_address, server_name(server.name), self._credentials())
+        return self._connections.channel(server.control_address, server_name(server.name), self._credentials())
 
     def _credentials(self) -> Credentials | None:
         return self._current.now() if self._current is not None else None

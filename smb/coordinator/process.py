@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 from contextlib import AsyncExitStack
+from functools import partial
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
@@ -119,7 +120,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(contender.close)
         await server.start()
         contending = asyncio.create_task(contender.run())
-        contending.add_done_callback(end_if_failed)
+        contending.add_done_callback(partial(end_if_failed, around.outside))
         leaving.push_async_callback(cancel, contending)
         leaving.push_async_callback(_stop_answering, server, shown, front)
         await contender.settled.wait()

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import (
@@ -24,6 +22,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_messages
+from smb.coordinator.outside import new_id
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
 from smb.coordinator.replicas import copies_on
 from smb.coordinator.state import State
@@ -40,11 +39,6 @@ _LOST_COPY_S = 2.0  # and for so long it lets a lost copy be made first, that ca
 _FINISH_S = 5.0
 
 
-def new_id() -> int:
-    """Return a random non-zero 64-bit id."""
-    return secrets.randbits(64) or 1
-
-
 class _MuteServersError(UnavailableError):
     """Servers that count as alive did not make their segments."""
 
@@ -56,7 +50,9 @@ class _MuteServersError(UnavailableError):
 class SegmentMaker:
     """In the coordinator's loop alone."""
 
-    def __init__(self, commit_log: CommitLog, servers: MemoryServers) -> None:
+    def __init__(self, commit_log: CommitLog, servers: MemoryServers, new_id: Callable[[], int] = new_id) -> None:
+        """`new_id`: returns a random id, of a segment or a buffer."""
+        self._new_id = new_id
         self._commit_log = commit_log
         self._servers = servers
         self._creations: set[asyncio.Task[BufferRecord]] = set()
@@ -73,24 +69,27 @@ class SegmentMaker:
         task.add_done_callback(self._forget_creation)
         return task
 
+    def _now(self) -> float:
+        return self._commit_log.now().monotonic
+
     async def _create(self, creation: Creation, patience_s: float) -> BufferRecord:
-        begun = time.monotonic()
+        begun = self._now()
         while True:
             try:
-                return await self._create_now(creation, waits=time.monotonic() - begun < _LOST_COPY_S)
+                return await self._create_now(creation, waits=self._now() - begun < _LOST_COPY_S)
             except NotNowError:
-                if time.monotonic() - begun + _MOVING_PAUSE_S > patience_s:
+                if self._now() - begun + _MOVING_PAUSE_S > patience_s:
                     raise
             await asyncio.sleep(_MOVING_PAUSE_S)
 
     async def _create_now(self, creation: Creation, *, waits: bool) -> BufferRecord:
-        deadline = time.monotonic() + OTHERS_CREATION_S
+        deadline = self._now() + OTHERS_CREATION_S
         # Of the first attempt. The error itself would keep this frame, and the request.
         mute: frozenset[str] = frozenset()
         said = ""
         while True:
             try:
-                committed = await self._commit_log.commit(BufferWanted(creation, new_id, mute, waits))
+                committed = await self._commit_log.commit(BufferWanted(creation, self._new_id, mute, waits))
             except (UnavailableError, OutOfMemoryError):
                 if mute:  # the others do not do: that these did not answer is the cause
                     raise _MuteServersError(said, mute) from None
@@ -113,7 +112,7 @@ class SegmentMaker:
             if record.ready:
                 return record
             # Another client is at it, or an attempt before this one: what becomes of it decides.
-            if not await self._commit_log.wait(record.key, deadline - time.monotonic()):
+            if not await self._commit_log.wait(record.key, deadline - self._now()):
                 raise UnavailableError(
                     f"{creation.asked}: another client is at it, and it does not get ready; try again"
                 )

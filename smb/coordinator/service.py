@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ import grpc.aio
 
 from smb.coordinator import relay_access
 from smb.coordinator.commit_log import CommitLog
+from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.draining import staying
@@ -54,11 +54,12 @@ from smb.coordinator.messages import (
     without_session,
 )
 from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.rebalance import Move, plan
 from smb.coordinator.records import BufferRecord, Kind, key_of
 from smb.coordinator.role_changes import RoleChanges
-from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker, new_id
+from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.steps.copies import backups_of
@@ -133,19 +134,24 @@ class CoordinatorService(CoordinatorServicer):
         servers: MemoryServers,
         segments: SegmentMaker,
         roles: RoleChanges,
+        copy_maker: CopyMaker,
         endings: SessionEndNotifier,
         watch: Watch,
         overview: Overview,
         mirrors: Mirrors,
         shared: pb.SharedSettings | None = None,
         tokens: Tokens | None = None,
+        outside: Outside | None = None,
     ) -> None:
-        """`tokens`: with credentials."""
+        """`tokens`: with credentials. `outside` None: this host's."""
+        outside = outside or Outside()
+        self._new_id, self._in_thread = outside.new_id, outside.in_thread
         self._tokens = tokens
         self._commit_log = commit_log
         self._servers = servers
         self._segments = segments
         self._roles = roles
+        self._copy_maker = copy_maker
         self._session_ends = endings
         self._watch = watch
         self._overview = overview
@@ -154,16 +160,12 @@ class CoordinatorService(CoordinatorServicer):
         self._parsing = asyncio.Lock()
         self._registering: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by the server's name
         self._mirrors = mirrors
-        self.bound: Callable[[], Collection[int]] = frozenset  # segments that can't move
-        self.resting: Callable[[], Collection[int]] = frozenset  # groups of which no copy is begun just now
-        self.making: Callable[[str], Collection[int]] = lambda _: ()  # by a server, for copies that have not begun
-        self.move: Callable[[Iterable[Move]], None] = lambda _: None  # has these made
 
     # Sessions
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionReply:
         """See control.proto."""
-        session_id = new_id()
+        session_id = self._new_id()
         name = _name_of(request.client_name)
         await self._commit_log.commit(SessionRenewed(session_id, name, caller().key))
         failpoint("coordinator.session.opened")
@@ -220,7 +222,9 @@ class CoordinatorService(CoordinatorServicer):
                 event.server.name, event.server.instance_id, event.missing, self._commit_log.changes_max, event.held
             )
         )
-        committed = await self._commit_log.commit(replace(event, making=frozenset(self.making(request.name))))
+        committed = await self._commit_log.commit(
+            replace(event, making=frozenset(self._copy_maker.making(request.name)))
+        )
         answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
         failpoint("coordinator.register.stored")
         return pb.RegisterServerReply(
@@ -381,14 +385,14 @@ class CoordinatorService(CoordinatorServicer):
         state = self._commit_log.state
         held = state.allocation(request.name)
         pool = state.pool(self._commit_log.now())
-        stays = staying(state.buffers.values(), pool, request.name, self.bound())
+        stays = staying(state.buffers.values(), pool, request.name, self._copy_maker.bound())
         return pb.DrainServerReply(
             segment_count=held.segments,
             nbytes=held.nbytes,
             moving=held.segments - sum(each.segments for each in stays),
             stays=map(stays_message, stays[:STAYS_SHOWN_MAX]),
             stays_left_out=max(0, len(stays) - STAYS_SHOWN_MAX),
-            copying=copies_to_come(state.buffers.values(), pool, self.resting()),
+            copying=copies_to_come(state.buffers.values(), pool, self._copy_maker.resting()),
         )
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceReply:
@@ -397,32 +401,32 @@ class CoordinatorService(CoordinatorServicer):
         state = self._commit_log.state
         pool = state.pool(self._commit_log.now())
         capacity = {name: state.servers[name].capacity_bytes for name in pool.free_bytes}
-        records, bound = state.buffers.values(), frozenset(self.bound())
+        records, bound = state.buffers.values(), frozenset(self._copy_maker.bound())
 
         def planned(single_copies: bool) -> list[Move]:
             return plan(records, pool, capacity, single_copies=single_copies, bound=bound)
 
-        moves = await asyncio.to_thread(planned, request.single_copies)
+        moves = await self._in_thread(planned, request.single_copies)
         left = 0
         if not request.single_copies:
-            all_of_them = await asyncio.to_thread(planned, True)
+            all_of_them = await self._in_thread(planned, True)
             alone = {segment.id for record in records if record.moves_alone for segment in record.segments}
             left = len({move.segment_id for move in all_of_them} & alone)
         if not request.dry_run:
-            self.move(moves)
+            self._copy_maker.move(moves)
         return pb.RebalanceReply(moves=map(move_message, moves), single_left=left)
 
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
         """See control.proto. Made in a thread: with very many buffers it takes a while."""
         _check_unlimited("Overview")
         if request.server:
-            text = await asyncio.to_thread(self._overview.server, request.server)
+            text = await self._in_thread(self._overview.server, request.server)
         elif request.buffer:
-            text = await asyncio.to_thread(self._overview.buffer, request.buffer)
+            text = await self._in_thread(self._overview.buffer, request.buffer)
         elif request.training:
-            text = await asyncio.to_thread(self._overview.training, request.training)
+            text = await self._in_thread(self._overview.training, request.training)
         else:
-            text = await asyncio.to_thread(self._overview.all)
+            text = await self._in_thread(self._overview.all)
         return pb.OverviewReply(json=text.decode())
 
     async def LockHolder(self, request: pb.LockHolderRequest, context: Context) -> pb.LockHolderReply:
@@ -483,7 +487,7 @@ class CoordinatorService(CoordinatorServicer):
         if not asked.packed_metadata:
             return creation_of(asked)
         async with self._parsing:
-            return await asyncio.to_thread(creation_of, asked)
+            return await self._in_thread(creation_of, asked)
 
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
         """See control.proto."""
@@ -582,11 +586,11 @@ class CoordinatorService(CoordinatorServicer):
                 del self._opens_waiting[key]
 
     async def _await_ready(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
-        deadline = time.monotonic() + timeout_s
+        deadline = self._commit_log.now().monotonic + timeout_s
         while True:
             record = self._commit_log.state.find(kind, name)
             if record is not None:
                 return record
-            remaining_s = deadline - time.monotonic()
+            remaining_s = deadline - self._commit_log.now().monotonic
             if remaining_s <= 0 or not await self._commit_log.wait(key_of(kind, name), remaining_s):
                 return None

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,9 @@ from smb.config.limits import TOKEN_FILE_BYTES_MAX
 from smb.config.parse import parse_address
 from smb.config.untrusted import read_text
 from smb.coordinator.etcd import etcd_pb2 as pb
+from smb.coordinator.outside import Connections, GrpcConnections
 from smb.errors import Error, InvalidArgumentError
-from smb.security.credentials import CHANNEL_OPTIONS, Credentials, Current, load_directory
+from smb.security.credentials import Credentials, Current, load_directory
 
 USER_FILE = "user"
 SCHEME = "etcd://"
@@ -159,14 +159,16 @@ def fault_of(address: str, credentials: Credentials) -> str:
 class Etcd:
     """A cluster of etcd. `close` it."""
 
-    def __init__(self, endpoints: Sequence[str], access: Access) -> None:
+    def __init__(self, endpoints: Sequence[str], access: Access, connections: Connections | None = None) -> None:
+        """`connections`: how members are reached; None: over the network."""
         self._endpoints = endpoints
         self._access = access
         self._token = ""
         self._at = 0  # the member that answered last
+        self._connect = (connections or GrpcConnections()).etcd_channel
         self._current = Current(access.credentials) if access.credentials is not None else None
         self._used = access.credentials
-        self._channels = [self._channel(address) for address in endpoints]
+        self._channels = [self._connect(address, self._used) for address in endpoints]
         self._replaced: set[asyncio.Task[None]] = set()
 
     def __str__(self) -> str:
@@ -204,12 +206,13 @@ class Etcd:
         self, request: Message, kind: type[Reply], timeout_s: float, repeated: list[str] | None = None
     ) -> Reply:
         """`repeated` gets why each attempt that may have been carried out was not answered."""
-        end = time.monotonic() + timeout_s
+        now = asyncio.get_running_loop().time
+        end = now() + timeout_s
         unanswered = [] if repeated is None else repeated
         failures, renewed = 0, False
         while True:
             at = self._at
-            left_s = end - time.monotonic()
+            left_s = end - now()
             try:
                 if self._access.user and not self._token and not isinstance(request, pb.AuthenticateRequest):
                     await self._authenticate(left_s)
@@ -228,7 +231,7 @@ class Etcd:
             failures += 1
             if self._at == at:  # else another call has gone on already
                 self._at = (at + 1) % len(self._endpoints)
-            if time.monotonic() >= end:
+            if now() >= end:
                 raise SilentError(f"{self} does not answer ({self._endpoints[at]}: {details}{await self._fault(at)})")
             if failures % len(self._endpoints) == 0:
                 await asyncio.sleep(_PAUSE_S)
@@ -268,7 +271,7 @@ class Etcd:
                 task = asyncio.create_task(channel.close(ATTEMPT_S))
                 self._replaced.add(task)
                 task.add_done_callback(self._replaced.discard)
-            self._channels = [self._channel(address) for address in self._endpoints]
+            self._channels = [self._connect(address, found) for address in self._endpoints]
         return self._channels[at]
 
     async def _fault(self, at: int) -> str:
@@ -278,11 +281,3 @@ class Etcd:
         if self._used is None:
             return ""
         return await asyncio.to_thread(fault_of, self._endpoints[at], self._used)
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        options = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 500))
-        found = self._used
-        if found is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        secured = grpc.ssl_channel_credentials(found.ca, found.key, found.certificate)
-        return grpc.aio.secure_channel(address, secured, options=options)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smb.config.untrusted import parse_json
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
+from smb.coordinator.outside import Outside
 from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 
 LEASE_S = 8  # with 3 s an election within etcd itself, of 1 to 3 s, cost the coordinator its lead
@@ -30,11 +29,6 @@ _HEAD_VERSION = "1"
 _LEADER_PARTS_MAX = 16  # brackets and commas in what names the leader
 
 _log = logging.getLogger("coordinator")
-
-
-def _now() -> float:
-    """Seconds that go on while the host sleeps, and that nobody sets."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +59,15 @@ async def leader_of(etcd: Etcd, place: Place, timeout_s: float = _ASK_S) -> Lead
     return None
 
 
-async def campaign(etcd: Etcd, place: Place, address: str, lease_s: int) -> Lead | None:
-    """Try once to become the leader. Return the lead, None if another has it. Raises SilentError, RefusedError,
-    StoreError if the records are of another version.
+async def campaign(etcd: Etcd, place: Place, address: str, lease_s: int, outside: Outside | None = None) -> Lead | None:
+    """Try once to become the leader. Return the lead, None if another has it. `outside`: None: this host's clocks.
+    Raises SilentError, RefusedError, StoreError if the records are of another version.
     """
-    asked_at = _now()
+    outside = outside or Outside()
+    asked_at = outside.boot_s()
     granted = await etcd.grant(lease_s, _ASK_S)
     # Random, so that we know our own key where the first answer was lost.
-    value = json.dumps({"address": address, "id": secrets.token_hex(8)}).encode()
+    value = json.dumps({"address": address, "id": f"{outside.new_id():016x}"}).encode()
     key = _leader_key(place)
     look = [_get(key), _get(_head_key(place))]
     request = pb.TxnRequest(
@@ -89,7 +84,7 @@ async def campaign(etcd: Etcd, place: Place, address: str, lease_s: int) -> Lead
     if known and known.split()[0].decode(errors="replace") != _HEAD_VERSION:
         await etcd.revoke(granted.ID, _ASK_S)
         raise StoreError(f"{place} is of another version: this coordinator writes version {_HEAD_VERSION}")
-    return Lead(etcd, place, granted.ID, float(granted.TTL), leader[0].create_revision, known, asked_at)
+    return Lead(etcd, place, granted.ID, float(granted.TTL), leader[0].create_revision, known, asked_at, outside)
 
 
 def _get(key: bytes) -> pb.RequestOp:
@@ -100,8 +95,17 @@ class Lead:
     """The lead of one coordinator, until it is lost. `keep` it, and `close` it."""
 
     def __init__(
-        self, etcd: Etcd, place: Place, lease_id: int, lease_s: float, term: int, head: bytes, asked_at: float
+        self,
+        etcd: Etcd,
+        place: Place,
+        lease_id: int,
+        lease_s: float,
+        term: int,
+        head: bytes,
+        asked_at: float,
+        outside: Outside,
     ) -> None:
+        self._now = outside.boot_s
         self._etcd = etcd
         self._place = place
         self._lease_id = lease_id
@@ -116,7 +120,7 @@ class Lead:
     @property
     def holds(self) -> bool:
         """Whether nobody else can lead now."""
-        return not self._reason and _now() < self._kept_at + self._lease_s
+        return not self._reason and self._now() < self._kept_at + self._lease_s
 
     def lose(self, reason: str) -> None:
         """Lead no more, from this moment on."""
@@ -134,8 +138,8 @@ class Lead:
 
     async def _keep(self) -> None:
         while not self._reason:
-            await asyncio.sleep(max(0.0, self._kept_at + self._lease_s / _KEEPS_PER_LEASE - _now()))
-            asked_at = _now()
+            await asyncio.sleep(max(0.0, self._kept_at + self._lease_s / _KEEPS_PER_LEASE - self._now()))
+            asked_at = self._now()
             left_s = self._kept_at + self._lease_s - asked_at
             try:
                 lease_s = await self._etcd.keep_alive(self._lease_id, max(left_s, 0.01))
@@ -189,14 +193,14 @@ class Lead:
 
     async def _transact(self, operations: Sequence[pb.RequestOp], head: bytes) -> None:
         """Send it until it is answered. `head` is what it moves the head to, or leaves it at."""
-        request, end = self._fenced(operations), _now() + self._lease_s
+        request, end = self._fenced(operations), self._now() + self._lease_s
         unanswered = False
         while True:
             try:
                 reply, repeated = await self._etcd.transact(request, _ASK_S)
             except SilentError as error:
                 unanswered = True
-                if not self.holds or _now() >= end:
+                if not self.holds or self._now() >= end:
                     self.lose(f"it can store nothing: {error}")
                     raise self._deposed("unknown") from None
                 continue

@@ -17,6 +17,7 @@ import pytest
 
 from smb.coordinator import service as services
 from smb.coordinator.commit_log import CommitLog
+from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import Watch
 from smb.coordinator.etcd import etcd_pb2
 from smb.coordinator.etcd.election import campaign
@@ -33,9 +34,10 @@ from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
 from smb.coordinator.memserver_client import Look, MemoryServers, Run
 from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.outside import new_id
 from smb.coordinator.records import Held, SegmentRecord, ServerRecord
 from smb.coordinator.role_changes import RoleChanges
-from smb.coordinator.segment_maker import SegmentMaker, new_id
+from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation
@@ -124,7 +126,9 @@ def service_of(log: CommitLog, servers: Servers) -> services.CoordinatorService:
     known = cast(Any, servers)
     ends = SessionEndNotifier(log, known)
     maker, roles = SegmentMaker(log, known), RoleChanges(log, known, ends)
-    return services.CoordinatorService(log, known, maker, roles, ends, Watch(log.now()), cast(Any, None), Mirrors())
+    copies = CopyMaker(log, known, roles.tell_roles, maker.drop)
+    watch = Watch(log.now())
+    return services.CoordinatorService(log, known, maker, roles, copies, ends, watch, cast(Any, None), Mirrors())
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
