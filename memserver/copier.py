@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from memserver.engine import CopyState, Engine
-from memserver.threads import begin
+from memserver.threads import Begin, begin
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
 
@@ -36,8 +36,20 @@ class _Copy:
 class Copier:
     """`close` it. Methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, rate: int, on_news: Callable[[], None]) -> None:
-        """`rate`: bytes per second, 0: no bound. `on_news`: a copy is whole, or was given up."""
+    def __init__(
+        self,
+        engine: Engine,
+        rate: int,
+        on_news: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        begin: Begin = begin,
+    ) -> None:
+        """`rate`: bytes per second, 0: no bound. `on_news`: a copy is whole, or was given up. `clock`: seconds, of any
+        beginning. `begin` begins the thread.
+        """
+        self._clock, self._begin = clock, begin
+        self._turns: list[tuple[int, _Copy]] = []  # of this round
+        self._paid_until = 0.0  # the rate allows what was sent up to now
         self._engine = engine
         self._rate = rate
         self._part_bytes = max(min(PART_BYTES, int(rate * SLACK_S)), 1) if rate else PART_BYTES
@@ -55,9 +67,9 @@ class Copier:
             for segment_id, epoch in epochs.items():
                 known = self._copies.get(segment_id)
                 if known is None or known.epoch < epoch:
-                    self._copies[segment_id] = _Copy(epoch, time.monotonic())
+                    self._copies[segment_id] = _Copy(epoch, self._clock())
             if self._copies and self._thread is None and not self._stopping:
-                self._thread = begin(self._run, "copier")
+                self._thread = self._begin(self._run, "copier")
             self._lock.notify_all()
 
     def forget(self, segment_id: int) -> None:
@@ -81,7 +93,7 @@ class Copier:
 
     def progress(self) -> list[pb.CopyProgress]:
         """Return how far each of them is."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             return [
                 pb.CopyProgress(
@@ -109,24 +121,34 @@ class Copier:
         return [item for item in self._copies.items() if item[1].state in (CopyState.MORE, CopyState.BUSY)]
 
     def _run(self) -> None:
-        paid_until = 0.0  # the rate allows what was sent up to now
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._stopping or self._unfinished())
                 if self._stopping:
                     return
-                turns = self._unfinished()
-            for segment_id, copy in turns:
-                sent = self._part(segment_id, copy)
-                if sent and self._rate:
-                    paid_until = max(paid_until, time.monotonic() - SLACK_S) + sent / self._rate
-                    self._sleep(paid_until - time.monotonic())
-                elif not sent and copy.state is CopyState.BUSY:
-                    self._sleep(PAUSE_S)
+            pause_s = self.turn()
+            if pause_s:
+                self._sleep(pause_s)
+
+    def turn(self) -> float | None:
+        """Send a part of the copy whose turn it is; return for how many seconds to pause then. None: there is nothing
+        to copy. By one thread.
+        """
+        if not self._turns:
+            with self._lock:
+                self._turns = self._unfinished()
+        if not self._turns:
+            return None
+        segment_id, copy = self._turns.pop(0)
+        sent = self._part(segment_id, copy)
+        if sent and self._rate:
+            self._paid_until = max(self._paid_until, self._clock() - SLACK_S) + sent / self._rate
+            return max(self._paid_until - self._clock(), 0.0)
+        return PAUSE_S if not sent and copy.state is CopyState.BUSY else 0.0
 
     def _sleep(self, seconds: float) -> None:
         with self._lock:
-            self._lock.wait_for(lambda: self._stopping, max(seconds, 0.0))
+            self._lock.wait_for(lambda: self._stopping, seconds)
 
     def _part(self, segment_id: int, copy: _Copy) -> int:
         """Send a part; return its bytes."""

@@ -32,11 +32,12 @@ from memserver.memory_dir import Place
 from memserver.metrics import EngineMetrics, Life, RelayMetrics
 from memserver.rdma_target import Rdma
 from memserver.recovery import recover
-from memserver.registration import Identity, MissingNames, Registration
+from memserver.registrant import Identity, MissingNames, Registrant
+from memserver.registration import Registration
 from memserver.relays import Relays
 from memserver.replication import Replication
 from memserver.segments import Segments
-from memserver.stamps import Stamps
+from memserver.stamps import Stamps, StampsFile
 from memserver.usage_by_client import Names
 from smb.config.host_address import addresses_of, bindable
 from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
@@ -185,8 +186,8 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     asked_host, asked_port = check_listen(options.control) if options.control else (host, 0)
     control_host = _numeric(asked_host)
     check_exposure("a memory server", control_host, options.credentials, options.insecure)
-    replication = Replication(engine, options.copy_rate, data_tls.now if data_tls is not None else None)
-    replication.on_role = segments.role_taken
+    shown = data_tls.now if data_tls is not None else None
+    replication = Replication(engine, options.copy_rate, shown, segments.role_taken)
     leaving.callback(replication.close)
 
     def forget(segment_id: int) -> None:
@@ -194,7 +195,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         replication.forget(segment_id)
 
     segments.on_drop = forget
-    stamps = Stamps(place.stamps_path)
+    stamps = Stamps(StampsFile(place.stamps_path))
     control = ControlServer(
         control_host, asked_port, segments, rdma, replication, stamps, options.credentials, check_proof
     )
@@ -248,19 +249,19 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         engine.set_keys({each.generation: each.key for each in access.keys}, access.now_ms)
 
     last = LastLook(clients, buffers)
-    health.registration = Registration(
+    registrant = Registrant(
         options.coordinator,
         identity,
         segments,
         lambda: load_of(engine, place, last, limit),
         MissingNames(engine, buffers, clients),
         decided,
-        options.credentials,
         take_keys,
         replication,
         relays,
         stamps,
     )
+    health.registration = Registration(registrant, options.credentials, replication, relays)
     leaving.callback(health.registration.close)
     # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
     gc.freeze()  # modules stay for good: neither the collector nor the process's end has to look at them

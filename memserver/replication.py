@@ -8,14 +8,16 @@ connection does not work it looks every 50 ms, as that is how often it tries to 
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from memserver.copier import Copier
 from memserver.engine import Engine, ReplicaStatus
-from memserver.threads import begin
+from memserver.threads import Begin, begin
 from smb.config.parse import parse_address
 from smb.engine import Status, Tls, status_name
 from smb.errors import Error, InvalidArgumentError, NotFoundError
@@ -37,13 +39,47 @@ _NOT_TAKEN = frozenset(map(status_name, (Status.DENIED, Status.UNTRUSTED)))
 _log = logging.getLogger("memserver")
 
 
+def boot_seconds() -> float:
+    """Seconds that go on while the host sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def connect(address: str) -> int:
+    """Return the descriptor of a socket that is connected to a backup. Raises OSError, smb.errors.Error."""
+    connection = socket.create_connection(parse_address(address), DIAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
+    connection.setblocking(False)
+    return connection.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """The clocks, threads and connections that it has from outside."""
+
+    now: Callable[[], float] = time.monotonic
+    boot_s: Callable[[], float] = boot_seconds
+    begin: Begin = begin
+    connect: Callable[[str], int] = connect
+
+
 class Replication:
     """`close` it. Methods may be called from any thread."""
 
-    def __init__(self, engine: Engine, copy_rate: int = 0, shown: Callable[[], Tls | None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        copy_rate: int = 0,
+        shown: Callable[[], Tls | None] | None = None,
+        on_role: Callable[[int, int], None] = lambda *_: None,
+        outside: Outside | None = None,
+    ) -> None:
         """`copy_rate`: bytes per second that new copies take; 0: as many as the network does. `shown`: returns what is
-        shown to backups, inside TLS; None: there are no credentials, or data goes without TLS.
+        shown to backups, inside TLS; None: there are no credentials, or data goes without TLS. `on_role`: a segment has
+        a role, in that epoch. `outside` None: this host's.
         """
+        self._outside = outside or Outside()
+        self._told_at = -math.inf
         self._engine = engine
         self._shown = shown
         self._complained: dict[int, str] = {}  # by segment: what was said of its backup last
@@ -53,8 +89,8 @@ class Replication:
         self._stopping = False
         self._serving_until_s = 0.0
         self.on_news: Callable[[], None] = lambda: None  # the coordinator is to be told now
-        self.on_role: Callable[[int, int], None] = lambda *_: None  # a segment has a role, in that epoch
-        self._copier = Copier(engine, copy_rate, self._tell)
+        self._on_role = on_role
+        self.copier = Copier(engine, copy_rate, self._tell, self._outside.now, self._outside.begin)
         self._thread: threading.Thread | None = None
 
     def take(self, parts: Iterable[pb.Replica]) -> list[int]:
@@ -78,7 +114,7 @@ class Replication:
             except InvalidArgumentError as error:
                 _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
                 continue
-            self.on_role(part.segment_id, part.epoch)
+            self._on_role(part.segment_id, part.epoch)
             with self._lock:
                 before = self._parts.get(part.segment_id)
                 if before is None or before.epoch <= part.epoch:
@@ -89,7 +125,7 @@ class Replication:
             if self._parts:
                 self._start()
             copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
-            self._copier.want({part.segment_id: part.epoch for part in copying})
+            self.copier.want({part.segment_id: part.epoch for part in copying})
         return bound
 
     def _confirm(self, part: pb.Replica) -> None:
@@ -111,7 +147,7 @@ class Replication:
         with self._lock:
             self._parts.pop(segment_id, None)
             self._complained.pop(segment_id, None)
-        self._copier.forget(segment_id)
+        self.copier.forget(segment_id)
 
     def serve_until(self, boot_s: float) -> None:
         """See Engine."""
@@ -120,7 +156,7 @@ class Replication:
 
     def copies(self) -> list[pb.CopyProgress]:
         """Return how far this server is with copies that it makes, for the coordinator."""
-        return self._copier.progress()[:COPIES_TOLD_MAX]
+        return self.copier.progress()[:COPIES_TOLD_MAX]
 
     def _tell(self) -> None:
         self.on_news()
@@ -137,36 +173,40 @@ class Replication:
         self._engine.wake_replicas()
         if self._thread is not None:
             self._thread.join()
-        self._copier.close()
+        self.copier.close()
 
     def _start(self) -> None:
         """With the lock."""
         if self._thread is None and not self._stopping:
-            self._thread = begin(self._run, "replication")
+            self._thread = self._outside.begin(self._run, "replication")
         self._engine.wake_replicas()  # a peer may have another address by now
 
     def _run(self) -> None:
-        told_at, seen = 0.0, 0
-        works = False
-        while True:
+        seen, works = 0, False
+        while not self._stopping:
             seen = self._engine.await_replicas(seen, None if works else LOOK_S)
-            with self._lock:
-                if self._stopping:
-                    return
-                parts = dict(self._parts)
-            broken, works = self._look(parts)
-            with self._lock:
-                self._broken = broken
-            if broken and time.monotonic() - told_at >= TELL_S:
-                told_at = time.monotonic()
-                self.on_news()
+            works = self.look()
+
+    def look(self) -> bool:
+        """Look after all connections once; return whether all work. By one thread."""
+        with self._lock:
+            if self._stopping:
+                return True
+            parts = dict(self._parts)
+        broken, works = self._look(parts)
+        with self._lock:
+            self._broken = broken
+        if broken and self._outside.now() - self._told_at >= TELL_S:
+            self._told_at = self._outside.now()
+            self.on_news()
+        return works
 
     def _look(self, parts: dict[int, pb.Replica]) -> tuple[list[pb.BrokenPair], bool]:
         """Return what has been broken for a while, and whether all works now."""
         broken, works = [], True
         unreachable: set[str] = set()  # in this round: one try for each server
         dialled: set[int] = set()  # groups: their members have one connection
-        lease_out = time.clock_gettime(time.CLOCK_BOOTTIME) >= self._serving_until_s
+        lease_out = self._outside.boot_s() >= self._serving_until_s
         for status in self._engine.replicas():
             part = parts.get(status.segment_id)
             if part is None or part.epoch != status.epoch or not part.peer:
@@ -180,7 +220,7 @@ class Replication:
                 dialled.add(status.group_id)
                 self._dial(part, status, unreachable)
             lost = part.copying and status.broken_ms >= COPY_BROKEN_MS
-            if lost and self._copier.give_up(part.segment_id, part.epoch):
+            if lost and self.copier.give_up(part.segment_id, part.epoch):
                 continue
             if status.broken_ms >= BROKEN_MS:
                 broken.append(pb.BrokenPair(segment_id=part.segment_id, epoch=part.epoch, for_ms=status.broken_ms))
@@ -206,18 +246,15 @@ class Replication:
 
     def _dial(self, part: pb.Replica, status: ReplicaStatus, unreachable: set[str]) -> None:
         try:
-            connection = socket.create_connection(parse_address(part.data_address), DIAL_S)
+            tls = self._shown() if self._shown is not None else None
+            connection = self._outside.connect(part.data_address)
         except (OSError, Error) as error:
             unreachable.add(part.data_address)
             _log.debug("the backup on %s can't be reached: %s", part.peer, error)
             return
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
-        connection.setblocking(False)
         try:
-            tls = self._shown() if self._shown is not None else None
             self._engine.feed(
-                status.segment_id, status.epoch, connection.detach(), part.instance_id, tls, server_name(part.peer)
+                status.segment_id, status.epoch, connection, part.instance_id, tls, server_name(part.peer)
             )
         except Error as error:
             _log.debug("%s", error)

@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from memserver.memory_dir import fault_of
 
@@ -32,14 +32,43 @@ class Stamp(NamedTuple):
     sequence: int
 
 
+class Kept(Protocol):
+    """Where stamps outlive the daemon."""
+
+    def read(self) -> tuple[Stamp, ...]:
+        """Return what was kept last."""
+
+    def keep(self, stamps: tuple[Stamp, ...]) -> None:
+        """Keep these in place of those before, all or none of them."""
+
+
+class StampsFile:
+    """The text of a symbolic link."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> tuple[Stamp, ...]:
+        """Return what an earlier run left there."""
+        return _read(self._path)
+
+    def keep(self, stamps: tuple[Stamp, ...]) -> None:
+        """Put these there, by one rename."""
+        text = ",".join(f"{cluster:x}.{term:x}.{sequence:x}" for cluster, term, sequence in stamps)
+        fresh = self._path.with_suffix(".stamps_new")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(text)
+        fresh.rename(self._path)
+
+
 class Stamps:
     """The newest stamp of each term."""
 
-    def __init__(self, path: Path) -> None:
-        """Read what an earlier run left there."""
-        self._path = path
+    def __init__(self, kept: Kept) -> None:
+        """Read what an earlier run left."""
+        self._kept = kept
         self._lock = threading.Lock()
-        self._stamps = _read(path)
+        self._stamps = kept.read()
 
     def told(self) -> tuple[Stamp, ...]:
         """Return them."""
@@ -65,11 +94,7 @@ class Stamps:
                 self._keep((stamp,))
 
     def _keep(self, stamps: tuple[Stamp, ...]) -> None:
-        text = ",".join(f"{cluster:x}.{term:x}.{sequence:x}" for cluster, term, sequence in stamps)
-        fresh = self._path.with_suffix(".stamps_new")
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(text)
-        fresh.rename(self._path)
+        self._kept.keep(stamps)
         self._stamps = stamps
 
 

@@ -6,6 +6,9 @@ import logging
 import threading
 from collections.abc import Callable
 
+# Begins a thread, as `begin` does.
+Begin = Callable[[Callable[[], None], str], threading.Thread | None]
+
 _log = logging.getLogger("memserver")
 
 

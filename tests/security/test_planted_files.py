@@ -24,7 +24,7 @@ from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import Place
 from memserver.recovery import recover
 from memserver.segments import Segments
-from memserver.stamps import Stamps
+from memserver.stamps import Stamps, StampsFile
 from smb.errors import Error
 become()
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
@@ -38,7 +38,7 @@ for directory in map(Path, sys.argv[2:]):
     engine = Engine(1, 1, 4 << 20)
     segments = Segments(engine, place, 4 << 20)
     recover(engine, place, segments, 4 << 20)
-    print("stamps", Stamps(place.stamps_path).told())
+    print("stamps", Stamps(StampsFile(place.stamps_path)).told())
     print("found", segments.ids(), sorted(place.quarantined()))
     segments.create(SegmentForm(id=0xDEF, epoch=1, dtype=2, nbytes=4096, chunk_bytes=4096))
     segments.quarantine([0xDEF])
@@ -204,9 +204,9 @@ def test_stamps_of_another_user_are_not_read() -> None:
     """Were they believed, a restored coordinator's records would be taken for newer than they are."""
     read = """
 from pathlib import Path
-from memserver.stamps import Stamps
+from memserver.stamps import Stamps, StampsFile
 become()
-print(Stamps(Path(sys.argv[2])).told())
+print(Stamps(StampsFile(Path(sys.argv[2]))).told())
 """
     with sticky() as place:
         path = place / "smb.a.stamps"

@@ -1,44 +1,65 @@
-"""memserver.registration: what a server makes of the coordinator's answers."""
+"""memserver.registrant and memserver.registration: what a server makes of the coordinator's answers."""
 
 from __future__ import annotations
 
-import threading
+from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 
+from memserver.registrant import RETRY_FIRST_S, Identity, Registrant, Turn
 from memserver.registration import Registration
 from smb.rpc import control_pb2 as pb
+
+IDENTITY = Identity("a", 1, "127.0.0.1:1", "127.0.0.1:2", "", "", 1)
+
+
+def registrant(segments: Any) -> Registrant:
+    return Registrant("127.0.0.1:3", IDENTITY, segments, pb.ServerLoad, Mock(), Mock())
+
+
+def answered(turn: Turn, reply: pb.RegisterServerReply) -> float:
+    """Give a turn that asks once its answer; return the pause."""
+    assert next(turn).method == "RegisterServer"
+    with pytest.raises(StopIteration) as ended:
+        turn.send(reply)
+    return float(ended.value.value)
+
+
+def empty() -> Mock:
+    """A server's segments: there are none."""
+    segments = Mock()
+    segments.held.return_value, segments.ids.return_value, segments.inventory.return_value = {}, [], {}
+    segments.used_bytes.return_value = 0
+    return segments
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_the_engine_hears_whether_it_was_told_of_every_ended_session(forgotten: bool) -> None:
     """After those that were named have ended: where the coordinator has forgotten others, it does not know all."""
-    ours = Registration.__new__(Registration)
-    segments = Mock()
-    ours._segments = segments
-    ours._end(pb.EndedSessions(incarnation=1, last_number=3, session_ids=[7], forgotten=forgotten))
-    assert segments.mock_calls == [call.end_sessions([7]), call.know_ended(not forgotten)]
-    assert ours._sessions_seen == pb.SessionsSeen(incarnation=1, last_number=3)
+    segments = empty()
+    ours = registrant(segments)
+    ended = pb.EndedSessions(incarnation=1, last_number=3, session_ids=[7], forgotten=forgotten)
+    assert answered(ours.turn(), pb.RegisterServerReply(lease_ms=6000, ended_sessions=ended)) == 2.0
+    assert segments.mock_calls[-2:] == [call.end_sessions([7]), call.know_ended(not forgotten)]
+    renewal = next(ours.turn()).request
+    assert renewal.sessions_seen == pb.SessionsSeen(incarnation=1, last_number=3)
 
 
-def test_a_fault_does_not_end_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_does_not_end_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its thread ended at a file that was being replaced, and the server was lost to everybody."""
     ours = Registration.__new__(Registration)
-    ours._stop, ours._hurry = threading.Event(), threading.Event()
-    ours._hurry.set()  # waits for nothing
+    ours._registrant = registrant(empty())
     looks = iter([FileNotFoundError("key.pem"), None])
 
-    def take_new_certificate() -> None:
+    def connect_again() -> None:
         if (fault := next(looks)) is not None:
             raise fault
 
-    def register() -> int:
-        ours._stop.set()
-        return 1000
-
-    ours._take_new_certificate, ours._register = take_new_certificate, register  # type: ignore[method-assign]
-    ours._succeeded = succeeded = Mock()  # type: ignore[method-assign]
-    ours._run()
-    succeeded.assert_called_once()
+    monkeypatch.setattr(ours, "_connect_again", connect_again)
+    ours._stub = Mock(RegisterServer=Mock(return_value=pb.RegisterServerReply(lease_ms=3000)))
+    assert ours._turn() == RETRY_FIRST_S
+    assert not ours.connected()
     assert "key.pem" in caplog.text
+    assert ours._turn() == 1.0
+    assert ours.connected()
