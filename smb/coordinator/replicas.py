@@ -128,9 +128,9 @@ def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int, l
 
 
 def let_move(record: BufferRecord, segment_id: int) -> BufferRecord:
-    """Return the record with a segment of one copy that may move: it has roles from here on."""
-    if record.replicas > 1:
-        return record
+    """Return the record with a segment of one copy that may move, or get a second copy: it has roles from here on. Of
+    two copies a lock or barrier has one at first, where there was one server.
+    """
     segments = tuple(
         replace(segment, epoch=record.epoch + 1) if segment.id == segment_id and not segment.epoch else segment
         for segment in record.segments
