@@ -120,8 +120,13 @@ class CommitLog:
     def _begun(self, event: Event) -> asyncio.Task[Committed]:
         task = asyncio.create_task(self._commit(event))
         self._under_way.add(task)  # the loop itself would let it go
-        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(self._over)
         return task
+
+    def _over(self, task: asyncio.Task[Committed]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # if nobody waits for it any more it is still no fault of ours
 
     async def _commit(self, event: Event) -> Committed:
         try:
