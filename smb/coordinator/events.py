@@ -190,11 +190,14 @@ class CopiesEnded:
 
 @dataclass(frozen=True, slots=True)
 class ServerCounted:
-    """A memory server said, in answer to a create or drop, how much it holds."""
+    """A memory server said, in answer to a create or drop, how much it holds. `dropped`: a segment that it was told to
+    drop; 0: none. If it keeps that all the same it holds more than it should, and has to tell of all that it has.
+    """
 
     name: str
     instance_id: int
     used_bytes: int
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,8 @@ class SegmentMaker:
         try:
             used_bytes = await self._servers.drop(server, segment.id, effect.epoch, effect.ground, room=effect.room)
             failpoint("coordinator.delete.segment_dropped")
-            await self._commit_log.commit(ServerCounted(server.name, server.instance_id, used_bytes))
+            counted = ServerCounted(server.name, server.instance_id, used_bytes, segment.id)
+            await self._commit_log.commit(counted)
         except UnavailableError as error:
             _log.warning("%s; it will be told when it registers again", error)
             await self._commit_log.commit(ServerSuspected(server.name))

@@ -272,7 +272,8 @@ class CoordinatorService(CoordinatorServicer):
         here = {copy.id for record in state.buffers.values() for copy in record.copies if copy.server == name}
         asked = here ^ event.held.keys()
         known = state.servers.get(name)
-        if known is None or known.instance_id != event.server.instance_id:
+        restarted = known is None or known.instance_id != event.server.instance_id
+        if restarted or not here <= event.held.keys():
             asked |= event.held.keys()  # roles may change by its return: then it says how large what it holds is
         if not asked:
             return event
@@ -487,7 +488,8 @@ class CoordinatorService(CoordinatorServicer):
         if not asked.packed_metadata:
             return creation_of(asked)
         async with self._parsing:
-            return await self._in_thread(creation_of, asked)
+            creation: Creation = await self._in_thread(creation_of, asked)
+            return creation
 
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
         """See control.proto."""

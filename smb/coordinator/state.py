@@ -76,6 +76,7 @@ class State:
     # By server, as of its last registration in this term. Not stored: each term asks anew.
     unexplained: Mapping[str, Mapping[int, Held]] = field(default_factory=dict)  # that it holds beside the records
     missing: Mapping[str, frozenset[int]] = field(default_factory=dict)  # that it lacks, and the records have there
+    others: Mapping[str, frozenset[int]] = field(default_factory=dict)  # of these, of which it holds another copy
     # Terms that it was told of and that this store does not have: what was changed in the same one can be compared.
     other_terms: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
@@ -135,6 +136,14 @@ class State:
     def taken_bytes(self, server: str) -> int:
         """Return what is taken of a server's capacity: by buffers, and by what it holds beside the records."""
         return self.allocation(server).nbytes + sum(each.nbytes for each in self.unexplained.get(server, {}).values())
+
+    def held_bytes_max(self, server: str) -> int:
+        """Return how much of a server's capacity is taken by memory that is there, as far as it has told."""
+        lacking = self.missing.get(server, frozenset()) - self.others.get(server, frozenset())
+        if not lacking:
+            return self.taken_bytes(server)
+        gone = (copy for record in self.buffers.values() for copy in record.copies if copy.server == server)
+        return self.taken_bytes(server) - sum(copy.file_bytes for copy in gone if copy.id in lacking)
 
     def find(self, kind: Kind, name: str) -> BufferRecord | None:
         """Return what is ready under that name."""
@@ -256,13 +265,17 @@ def remove(state: State, record: BufferRecord) -> State:
 
 def delete(state: State, record: BufferRecord) -> State:
     """Return the state without a buffer that was ready, and without what servers hold of it beside the records."""
-    state = remove(state, record)
-    ids = [segment.id for segment in record.segments]
-    state = replace(state, unexplained={name: without(held, *ids) for name, held in state.unexplained.items()})
+    state = end_copies_beside(remove(state, record), record)
     if not record.attempt_id:
         return state
     attempts = (*state.deleted_attempts, record.attempt_id)[-limits.DELETED_ATTEMPTS_MAX :]
     return replace(state, deleted_attempts=attempts)
+
+
+def end_copies_beside(state: State, *records: BufferRecord) -> State:
+    """Return the state without what servers hold of these buffers beside the records: it is dropped with them."""
+    ids = [segment.id for record in records for segment in record.segments]
+    return replace(state, unexplained={name: without(held, *ids) for name, held in state.unexplained.items()})
 
 
 def allocate(allocated: Mapping[str, Allocation], record: BufferRecord, sign: int) -> dict[str, Allocation]:

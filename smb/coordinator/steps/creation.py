@@ -25,7 +25,7 @@ from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
 from smb.coordinator.retention import dropped
-from smb.coordinator.state import FIRST_EPOCH, State, Step, add, find_ready, remove
+from smb.coordinator.state import FIRST_EPOCH, State, Step, add, end_copies_beside, find_ready, remove
 from smb.coordinator.validate import Creation, check_wire
 from smb.errors import (
     APPLIED,
@@ -197,7 +197,7 @@ def buffer_failed(state: State, event: BufferFailed, _: Instant) -> Step:
         dropped(copies.values(), Ground.NEVER_MADE, state.unexplained),
         WakeOpeners(record.key),
     )
-    return remove(state, record), effects
+    return end_copies_beside(remove(state, record), record), effects
 
 
 def _mirroring(state: State, creation: Creation) -> Creation:

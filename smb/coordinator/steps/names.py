@@ -21,7 +21,7 @@ from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind
 from smb.coordinator.retention import dropped
-from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, find_ready, without
+from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, end_copies_beside, find_ready, without
 from smb.coordinator.validate import check_name
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from smb.ground import Ground
@@ -147,7 +147,8 @@ def names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
         allocated=allocated,
         token_floor=floor,
     )
+    before, state = state, end_copies_beside(state, *freed)
     report = Report(logging.INFO, f"freed {len(freed)} locks and barriers that nobody used any more")
     erased = (EraseBuffer(record.key) for record in freed)
     copies = tuple(copy for record in freed for copy in record.copies)
-    return state, (*erased, SaveTokenFloor(floor), dropped(copies, Ground.DELETED, state.unexplained), report)
+    return state, (*erased, SaveTokenFloor(floor), dropped(copies, Ground.DELETED, before.unexplained), report)

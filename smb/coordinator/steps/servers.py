@@ -52,7 +52,8 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
         if segment.server == server.name and (record.ready or segment.id in event.held)
     }
     missing = event.missing & here.keys()
-    missing |= not_those_copies(state, server.name, event.held)
+    others = not_those_copies(state, server.name, event.held)
+    missing |= others
     # Before it is judged: whether others hold a copy depends on who has been heard of, this server included.
     state = replace(
         state,
@@ -60,6 +61,7 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
         server_leases=state.server_leases.grant(server.name, now.monotonic),
         suspected=state.suspected - {server.name},
         missing={**state.missing, server.name: missing},
+        others={**state.others, server.name: others},
         other_terms={
             **state.other_terms,
             server.name: state.other_terms.get(server.name, frozenset()).union(
@@ -157,7 +159,7 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
     server = _registered(state, event.name, event.instance_id)
     if event.name in state.suspected or not state.alive(event.name, now):
         raise NotFoundError(f'memory server "{event.name}" must register again')
-    if event.used_bytes > state.taken_bytes(event.name):
+    if event.used_bytes > state.held_bytes_max(event.name):
         # It holds what no buffer has, e.g. a segment that was made after its creation was given up.
         raise NotFoundError(f'memory server "{event.name}" must register again: it holds more than the buffers do')
     server = replace(server, used_bytes=event.used_bytes, last_seen_at=now.wall)
@@ -210,10 +212,15 @@ def server_drained(state: State, event: ServerDrained, now: Instant) -> Step:
 
 
 def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
-    """Take note of how much memory of a server is used."""
+    """Take note of how much memory of a server is used, and of what it has dropped: it may have registered meanwhile,
+    with that in its list.
+    """
     known = state.servers.get(event.name)
     if known is None or known.instance_id != event.instance_id:
         return state, ()
+    beside = state.unexplained.get(event.name, {})
+    if event.dropped in beside:
+        state = replace(state, unexplained={**state.unexplained, event.name: without(beside, event.dropped)})
     server = replace(known, used_bytes=event.used_bytes)
     return replace(state, servers={**state.servers, event.name: server}), ()
 

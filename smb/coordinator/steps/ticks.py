@@ -81,6 +81,7 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
         progress=without(state.progress, *forgotten),
         unexplained=without(state.unexplained, *forgotten),
         missing=without(state.missing, *forgotten),
+        others=without(state.others, *forgotten),
     )
     effects += map(EraseServer, forgotten)
     return state, tuple(effects)

@@ -161,7 +161,7 @@ def test_what_no_record_has_is_dropped_by_a_store_that_is_new_enough(cluster: Cl
     answer = back(cluster, "c", frozenset({number}), as_held=marked)
     assert (answer.segment_ids, answer.quarantined) == ((), ())
     assert cluster.state.taken_bytes("c") == cluster.state.allocation("c").nbytes + 100
-    cluster.renew("c", used_bytes=cluster.state.taken_bytes("c"))
+    cluster.renew("c", used_bytes=cluster.state.held_bytes_max("c"))
     with pytest.raises(errors.UnavailableError, match="has not been heard of yet"):
         cluster.do(SegmentsForgotten("c", frozenset()))
     back(cluster, "a", frozenset({segment(cluster).id}))
