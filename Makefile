@@ -37,7 +37,7 @@ endif
 endif
 endif
 
-.PHONY: demo test pytest packages lint format-c lock nightly soak soak-short nftables matrix matrix-short c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak soak-short nftables matrix matrix-short c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -54,7 +54,7 @@ else
 # each, the longest first.
 test:
 	@$(MAKE) --no-print-directory --jobs=$$(($$(nproc) + 1)) --output-sync=target $(VENV)/test-installed packages c-test BUILDS="asan tsan"
-	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target matrix-short soak-short lint fuzz-short
+	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target matrix-short soak-short lint fuzz-short simulate-short
 	@$(MAKE) --no-print-directory pytest
 endif
 
@@ -129,6 +129,16 @@ LONGER := '\b(SMB_)?LONG\b|fault\.long|device_cases|support\.kernels'
 long:
 	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$$(grep -rlE $(LONGER) --include='test_*.py' \
 		$(addprefix tests/,unit api train files ops security regressions) | sort | tr '\n' ' '))"
+
+# From one seed on, the same in every run.
+simulate-short: $(VENV)/test-installed
+	@$(call step,$(BIN)/python -m tests.simulator --seconds 30 --seed 1, the simulator. The last line has the command for the run that found it)
+
+# Clusters whose time, network and disks a seed decides, one after the other: tests/simulator/README.md. Without SEED= a random one.
+SECONDS_OF_RUNS := $(if $(filter command line,$(origin SECONDS)),$(SECONDS),30)
+simulate: $(VENV)/test-installed
+	@$(call step,$(BIN)/python -m tests.simulator --seconds $(SECONDS_OF_RUNS) $(if $(SEED),--seed $(SEED)) $(ARGS), \
+		the simulator. The last line has the command for the run that found it)
 
 model: $(VENV)/test-installed spin
 	$(BIN)/python tests/engine/model/run_models.py

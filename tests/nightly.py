@@ -38,8 +38,8 @@ ENDED = (PASSED, FAILED, HUNG, LEFT)
 
 @dataclass(frozen=True)
 class Form:
-    """Arguments of make. {fifth_s} is a fifth of the bound and {half_min} half of it, for forms that run as long as
-    asked. {seed} is drawn for each run.
+    """Arguments of make. {fifth_s} is a fifth of the bound, {most_s} nearly all, {half_min} half of it, for forms that
+    run as long as asked. {seed} is drawn for each run.
     """
 
     name: str
@@ -58,6 +58,7 @@ FORMS = (
     # Each of four targets has a fifth; the last one is the compiler's.
     Form("fuzz", "fuzz RUNS=-1 LIMIT_S={fifth_s} SEED={seed}", 26, 5),
     Form("model", "model", 21, 10),
+    Form("simulate", "simulate SECONDS={most_s} SEED={seed}", 60, 5),
     Form("fault", "fault", 78, 39),
     Form("long", "long", 60, 30),
     Form("soak", "soak MINUTES={half_min} SEED={seed}", 40, 10),  # on SQLite
@@ -195,7 +196,9 @@ class Night:
         tree, log = self.directory / form.name, self.directory / f"{form.name}.log"
         words = [
             f"PYTHON={os.path.realpath(sys.executable)}",
-            *form.words.format(fifth_s=bound_s // 5, half_min=bound_s // 120, seed=1 + secrets.randbits(31)).split(),
+            *form.words.format(
+                most_s=bound_s * 9 // 10, fifth_s=bound_s // 5, half_min=bound_s // 120, seed=1 + secrets.randbits(31)
+            ).split(),
         ]
         result = Result(form.name, INTERRUPTED, bound_s=bound_s, log=str(log))
         result.repeat = shlex.join(["make", "-C", str(tree), *words])

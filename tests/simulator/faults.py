@@ -1,0 +1,326 @@
+"""What happens to a cluster. A fault is a coroutine with @fault(weight): it gets the world and its step, and undoes
+itself after `step.lasts`. `World.heal` ends what is left of all of them.
+
+Memory of one host is lost at a time: the next loss waits until the product says that all is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from smb.rpc import control_pb2 as pb
+from tests.simulator.engine import Host
+
+if TYPE_CHECKING:
+    from tests.simulator.world import World
+
+
+@dataclass(frozen=True)
+class Step:
+    """A fault at a moment; `seed` is for all that it draws itself. Times are seconds."""
+
+    at: float
+    kind: str
+    victim: int
+    lasts: float
+    seed: int
+
+    def rng(self) -> Random:
+        """Return its own numbers."""
+        return Random(self.seed)
+
+
+# At which somebody may be struck.
+METHODS = (
+    "CreateSegment", "CreateSegment", "DeleteSegment", "TakeRoles", "TakeRoles", "Inventory", "EndSessions",
+    "RetireSegments", "RegisterServer", "RegisterServer", "RenewServer", "CreateBuffer", "DeleteBuffer", "RenameBuffer",
+)  # fmt: skip
+Fault = Callable[["World", Step], Awaitable[None]]
+FAULTS: dict[str, tuple[int, Fault]] = {}
+
+
+def fault(weight: int) -> Callable[[Fault], Fault]:
+    """Have it happen so often, beside the others."""
+
+    def take(act: Fault) -> Fault:
+        FAULTS[act.__name__] = (weight, act)
+        return act
+
+    return take
+
+
+def draw(rng: Random, at: float) -> Step:
+    """Draw a step."""
+    (kind,) = rng.choices(list(FAULTS), [weight for weight, _ in FAULTS.values()])
+    lasts = rng.choice((0.0, rng.uniform(0.0, 0.5), rng.uniform(0.3, 3.0), rng.uniform(3.0, 10.0)))
+    return Step(at, kind, rng.randrange(1000), lasts, rng.randrange(1 << 30))
+
+
+def _server(world: World, step: Step) -> str:
+    names = sorted(world.hosts)
+    return names[step.victim % len(names)]
+
+
+# ---- memory servers
+
+
+@fault(4)
+async def server_killed(world: World, step: Step) -> None:
+    """A memory server's process ends, and comes back with its memory: at once, or late."""
+    name = _server(world, step)
+    world.kill_server(name)
+    await asyncio.sleep(step.lasts)
+    world.start_server(name)
+
+
+@fault(8)
+async def memory_lost(world: World, step: Step) -> None:
+    """A host is lost with its memory, and back, empty: at once, within the leases, or when they have run out."""
+    name = _server(world, step)
+    if world.may_lose():
+        world.lose(name)
+        await asyncio.sleep(step.lasts)
+        world.start_server(name)
+
+
+@fault(3)
+async def old_memory(world: World, step: Step) -> None:
+    """A host is lost, and later it is back with the memory from before, which a new one had taken the place of."""
+    name = _server(world, step)
+    if not world.may_lose():
+        return
+    old: Host = copy.deepcopy(world.hosts[name])
+    world.lose(name)
+    await asyncio.sleep(step.lasts)
+    world.start_server(name)
+    for _ in range(200):
+        await asyncio.sleep(0.2)
+        if world.may_lose():
+            world.lose(name)
+            world.hosts[name].segments, world.hosts[name].stamps = old.segments, old.stamps
+            world.hosts[name].quarantined = old.quarantined
+            world.start_server(name)
+            return
+
+
+@fault(3)
+async def server_stopped(world: World, step: Step) -> None:
+    """A memory server stands still, and goes on."""
+    process = world.servers[_server(world, step)].process
+    process.stop()
+    await asyncio.sleep(step.lasts)
+    process.resume()
+
+
+@fault(2)
+async def unheard(world: World, step: Step) -> None:
+    """A memory server is started anew, and the coordinators do not hear it for a while; perhaps without its memory."""
+    name = _server(world, step)
+    if step.rng().random() < 0.6 and world.may_lose():
+        world.lose(name)
+    else:
+        world.kill_server(name)
+    cuts = {(name, other) for other in world.coordinator_names}
+    world.network.cuts |= cuts
+    await asyncio.sleep(step.rng().random())
+    world.start_server(name)
+    await asyncio.sleep(step.rng().choice((step.lasts, 3.5 + step.lasts)))
+    world.network.cuts -= cuts
+
+
+@fault(6)
+async def struck(world: World, step: Step) -> None:
+    """Who sends or gets a certain message is killed just then, with or without its memory."""
+    rng = step.rng()
+    method = rng.choice(METHODS)
+    count, at_sender, loses, after_s = rng.randint(1, 6), rng.random() < 0.5, rng.random() < 0.5, rng.random() * 0.004
+    hit: list[str] = []
+
+    def strike(source: str, target: str, name: str) -> bool:
+        nonlocal count
+        victim = source if at_sender else target
+        if name == method and (victim in world.hosts or victim in world.coordinator_names):
+            count -= 1
+            if count <= 0:
+                hit.append(victim)
+        return count <= 0
+
+    world.strikes.append(strike)
+    slow = rng.choice(("", "", *sorted(world.hosts)))  # so that more is under way
+    if slow:
+        world.network.slow[slow] = 1.5
+    for _ in range(2000):
+        await asyncio.sleep(0.005)
+        if hit:
+            break
+    world.loop.call_later(2.0, world.network.slow.pop, slow, None)
+    if not hit:
+        return
+    await asyncio.sleep(after_s)
+    (name,) = hit
+    if name in world.hosts:
+        if loses and world.may_lose():
+            world.lose(name)
+        else:
+            world.kill_server(name)
+        await asyncio.sleep(step.lasts)
+        world.start_server(name)
+    else:
+        world.kill_coordinator(name)
+        await asyncio.sleep(step.lasts)
+        world.start_coordinator(name)
+
+
+# ---- coordinators
+
+
+@fault(6)
+async def coordinator_killed(world: World, step: Step) -> None:
+    """A coordinator ends, and comes back; of several mostly the leader."""
+    name = world.leader_name() or world.coordinator_names[0]
+    if step.victim % 4 == 0:
+        name = world.coordinator_names[step.victim // 4 % len(world.coordinator_names)]
+    world.kill_coordinator(name)
+    await asyncio.sleep(step.lasts)
+    world.start_coordinator(name)
+
+
+@fault(2)
+async def coordinator_stopped(world: World, step: Step) -> None:
+    """A coordinator stands still, and goes on."""
+    process = world.coordinators[world.leader_name() or world.coordinator_names[0]].process
+    process.stop()
+    await asyncio.sleep(step.lasts)
+    process.resume()
+
+
+@fault(1)
+async def wall_clock_set(world: World, step: Step) -> None:
+    """Somebody sets the wall clock."""
+    world.wall_ahead_s += step.rng().choice((-86400.0, -60.0, 60.0, 86400.0))
+
+
+# ---- the store
+
+
+@fault(2)
+async def disk_full(world: World, step: Step) -> None:
+    """The store takes nothing that is new; perhaps for as long as leases, and all that follows from them, take."""
+    world.store.full = True
+    await asyncio.sleep(step.rng().choice((step.lasts, 28.0 + step.lasts)))
+    world.store.full = False
+
+
+@fault(1)
+async def power_lost(world: World, step: Step) -> None:
+    """The coordinator's host loses power, and the store its last changes."""
+    await _without_coordinators(world, step, lambda: world.put_back(world.lose_power()))
+
+
+@fault(1)
+async def backup_restored(world: World, step: Step) -> None:
+    """A backup of the store is made, and put back later."""
+    backup, made_at = world.store.backup(), world.loop.time()
+    await asyncio.sleep(2.0 + step.lasts)
+
+    def restore() -> None:
+        world.store.restore(backup)
+        world.put_back(made_at)
+
+    await _without_coordinators(world, step, restore)
+
+
+async def _without_coordinators(world: World, step: Step, act: Callable[[], None]) -> None:
+    for name in world.coordinator_names:
+        world.kill_coordinator(name)
+    act()
+    await asyncio.sleep(step.lasts / 3)
+    for name in world.coordinator_names:
+        world.start_coordinator(name)
+
+
+# ---- the network
+
+
+@fault(3)
+async def link_cut(world: World, step: Step) -> None:
+    """Two hosts do not reach each other, or one of them not the other."""
+    rng = step.rng()
+    one, other = rng.sample([*sorted(world.hosts), *world.coordinator_names, "etcd"], 2)
+    if rng.random() < 0.4:
+        one, other = "etcd", world.leader_name() or other
+    cuts = {(one, other)} if rng.random() < 0.5 else {(one, other), (other, one)}
+    world.network.cuts |= cuts
+    await asyncio.sleep(rng.choice((step.lasts, 5.0 + step.lasts)))
+    world.network.cuts -= cuts
+
+
+@fault(3)
+async def server_alone(world: World, step: Step) -> None:
+    """Clients reach a memory server, and no other host of the cluster does."""
+    name = _server(world, step)
+    others = [other for other in (*world.hosts, *world.coordinator_names) if other != name]
+    cuts = {(name, other) for other in others} | {(other, name) for other in others}
+    world.network.cuts |= cuts
+    await asyncio.sleep(step.rng().choice((step.lasts, 4.0 + step.lasts)))
+    world.network.cuts -= cuts
+
+
+@fault(3)
+async def network_parts(world: World, step: Step) -> None:
+    """Hosts are in two parts, which do not reach each other; clients reach both, or are in one of them."""
+    rng = step.rng()
+    names = [*sorted(world.hosts), *world.coordinator_names, "etcd"]
+    if rng.random() < 0.5:
+        names += [client.name for client in world.clients]
+    part = {name for name in names if rng.random() < 0.5}
+    cuts = {(one, other) for one in names for other in names if (one in part) != (other in part)}
+    world.network.cuts |= cuts
+    await asyncio.sleep(step.lasts)
+    world.network.cuts -= cuts
+
+
+@fault(2)
+async def host_slow(world: World, step: Step) -> None:
+    """A host's messages take long."""
+    name = step.rng().choice((*sorted(world.hosts), *world.coordinator_names, "etcd"))
+    world.network.slow[name] = step.rng().choice((0.05, 0.3, 1.5))
+    await asyncio.sleep(step.lasts)
+    world.network.slow.pop(name, None)
+
+
+@fault(2)
+async def connections_break(world: World, step: Step) -> None:
+    """Calls lose their connections: before the effect, or after it."""
+    world.network.breaks = step.rng().choice((0.01, 0.05, 0.2))
+    await asyncio.sleep(step.lasts)
+    world.network.breaks = 0.0
+
+
+# ---- operators
+
+
+@fault(2)
+async def drained(world: World, step: Step) -> None:
+    """A memory server is drained, and later no more."""
+    name = _server(world, step)
+    await world.operate("DrainServer", pb.DrainServerRequest(name=name))
+    await asyncio.sleep(3.0 + 2 * step.lasts)
+    await world.operate("DrainServer", pb.DrainServerRequest(name=name, undo=True))
+
+
+@fault(1)
+async def rebalanced(world: World, step: Step) -> None:
+    """Copies are moved so that servers are about equally full."""
+    await world.operate("Rebalance", pb.RebalanceRequest(single_copies=step.victim % 2 == 0))
+
+
+@fault(1)
+async def forgotten(world: World, step: Step) -> None:
+    """An operator frees what is quarantined at a server."""
+    await world.forget(_server(world, step))

@@ -1,0 +1,297 @@
+"""What must hold: after each event of the kind that an invariant names, and once all rests.
+
+An invariant is a function with @after("kind") or @at_rest. It gets the world, and what happened, and returns what is
+wrong; empty if it holds. The first finding ends the run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from smb.coordinator.groups import Groups, group_of
+from smb.coordinator.state import Allocation, State
+from tests.simulator.engine import Host
+from tests.simulator.truth import Part
+
+if TYPE_CHECKING:
+    from tests.simulator.world import World
+
+_AFTER: dict[str, list[Callable[..., str]]] = defaultdict(list)
+AT_REST: list[Callable[[World], str]] = []
+ALONE_S_MAX = 18.0
+WAITS_S_MAX = 20.0  # three leases, and a little
+COPIES_FACTOR, COPIES_BESIDE = 3, 8  # copies begun may be so many times what was lost, and so many more
+
+
+def after(kind: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """Check it after each event of that kind."""
+
+    def take(check: Callable[..., str]) -> Callable[..., str]:
+        _AFTER[kind].append(check)
+        return check
+
+    return take
+
+
+def at_rest(check: Callable[[World], str]) -> Callable[[World], str]:
+    """Check it once faults have ended and all is whole again, as the product says."""
+    AT_REST.append(check)
+    return check
+
+
+def check(world: World, kind: str, *what: Any) -> None:
+    """Check all that is to hold after such an event."""
+    for each in _AFTER[kind]:
+        if text := each(world, *what):
+            world.finds(each.__name__, text)
+
+
+# ---- memory
+
+
+@after("destroy")
+def nothing_is_destroyed_but_by_the_gate(world: World, host: Host, number: int) -> str:
+    """Memory goes if somebody asked for it, or another host has all that was acknowledged."""
+    part = world.truth.parts.get(number)
+    if part is None or part.may_go or not part.is_in(host.segments.get(number)):
+        return ""
+    if any(world.truth.holders(part, without=host.name)):
+        return ""
+    return f"{host.name} destroys the last memory of segment {number:016x} of {part.title}"
+
+
+@after("lose")
+def one_host_may_be_lost(world: World, host: Host) -> str:
+    """The product has said that all is whole: each segment of two copies is on another host, too."""
+    for number in host.segments:
+        part = world.truth.parts.get(number)
+        if part is None or part.may_go or part.replicas < 2 or part.loose:
+            continue
+        if not any(world.truth.holders(part, without=host.name)):
+            return f"all was said to be whole, and {host.name} had the only copy of {number:016x} of {part.title}"
+    return ""
+
+
+@after("made")
+def what_is_made_is_there(world: World, state: State, key: str) -> str:
+    """A buffer counts as made if each server of it, in the run that is registered, has its part."""
+    for copy in state.buffers[key].copies:
+        known, run = state.servers.get(copy.server), world.servers[copy.server]
+        is_there = known is not None and known.instance_id == run.instance_id and run.process.alive
+        if is_there and copy.id not in world.hosts[copy.server].segments:
+            return f"{state.buffers[key].title} is made, and {copy.server} has not {copy.id:016x}"
+    return ""
+
+
+# ---- data
+
+
+@after("write")
+def one_server_takes_changes_in_an_epoch(world: World, part: Part, epoch: int, server: str) -> str:
+    """The servers that acknowledge changes of a segment in one epoch are one."""
+    if part.loose or epoch == 0:
+        return ""
+    known = world.truth.primaries.setdefault((part.id, epoch), server)
+    return "" if known == server else f"{known} and {server} took changes of {part.id:016x} in epoch {epoch}"
+
+
+@after("wait")
+def a_call_on_what_is_there_comes_to_its_end(world: World, part: Part, client: str, waited_s: float) -> str:
+    """A call on a segment of two copies ends while some server that has all of it is well, and a coordinator."""
+    if part.loose or part.may_go or part.replicas < 2 or waited_s < WAITS_S_MAX:
+        return ""
+    if not world.is_calm(world.leader_name(), client, "etcd"):
+        return ""
+    well = [name for name in world.truth.holders(part) if world.is_calm(name)]
+    return (
+        f"{client} waits since {waited_s:.1f} s for {part.id:016x} of {part.title}, and {well} have it" if well else ""
+    )
+
+
+@after("alone")
+def a_copy_is_made_while_servers_are_well(world: World, number: int, title: str, alone_s: float) -> str:
+    """What has one copy gets a second one within a bound, while nothing befalls anybody."""
+    well = alone_s > ALONE_S_MAX and world.is_calm(world.leader_name(), *world.hosts, "etcd")
+    beside = any(number in held for held in world.unexplained().values()) or world.is_draining()
+    return f"{title}: {number:016x} has had one copy for {alone_s:.1f} s" if well and not beside else ""
+
+
+@after("read")
+def no_acknowledged_change_is_missing(
+    world: World, part: Part, least: dict[int, int], found: dict[int, int], server: str
+) -> str:
+    """A read shows all that was acknowledged before it began, and nothing that nobody wrote."""
+    if part.loose:
+        return ""
+    for client, number in least.items():
+        if found.get(client, 0) < number:
+            return (
+                f"{server} shows write {found.get(client, 0)} of client {client} to {part.id:016x} of {part.title}: "
+                f"{number} was acknowledged"
+            )
+    for client, number in found.items():
+        if number > part.attempted.get(client, 0):
+            return f"{server} shows write {number} of client {client} to {part.id:016x}, which nobody made"
+    return ""
+
+
+# ---- locks
+
+
+@after("lock")
+def tokens_rise(world: World, name: str, token: int, highest: int) -> str:
+    """A lock's token is higher than every one that was given before it was asked for."""
+    return "" if token > highest else f'lock "{name}": token {token} after {highest}'
+
+
+@after("lock held")
+def a_lock_has_one_holder(world: World, name: str, holder: str, other: str) -> str:
+    """Nobody gets a lock that somebody holds."""
+    return f'lock "{name}" was given to {other} while {holder} held it'
+
+
+# ---- what the coordinator says
+
+
+@after("commit")
+def allocation_is_the_sum_of_the_records(world: World, state: State) -> str:
+    """What counts as taken of each server is what the records have there."""
+    sums: dict[str, Allocation] = {}
+    for record in state.buffers.values():
+        for copy in record.copies:
+            before = sums.get(copy.server, Allocation())
+            sums[copy.server] = Allocation(before.nbytes + copy.file_bytes, before.segments + 1)
+    counted = {name: each for name, each in state.allocated.items() if each.segments or each.nbytes}
+    return "" if counted == sums else f"allocated {counted}, records have {sums}"
+
+
+@after("commit")
+def groups_move_together(world: World, state: State) -> str:
+    """All members of a group have the same servers and epoch."""
+    groups = Groups(state.buffers.values())
+    for record in state.buffers.values():
+        for segment in record.segments if record.movable else ():
+            for _, other in groups.members(record, segment):
+                if (other.server, other.backup, other.epoch, other.copying_to) != (
+                    segment.server, segment.backup, segment.epoch, segment.copying_to,
+                ):  # fmt: skip
+                    return f"group {group_of(segment):016x}: {segment} and {other}"
+    return ""
+
+
+@after("stored")
+def what_is_shown_is_stored(world: World, state: State, owes: bool) -> str:
+    """The buffers that a coordinator knows after it has stored an event are those in the store."""
+    stored = {key.removeprefix("buffer/") for key in world.store.record_keys() if key.startswith("buffer/")}
+    differs = stored ^ state.buffers.keys()
+    return f"stored or shown, not both: {sorted(differs)}" if differs and not owes else ""
+
+
+@after("list")
+def nothing_is_called_lost_that_is_there(world: World, buffers: Any) -> str:
+    """What is listed as lost is not where the records have it."""
+    for buffer in buffers:
+        for segment in buffer.layout.segments:
+            part = world.truth.parts.get(segment.id)
+            if not segment.lost or part is None or part.loose:
+                continue
+            for name in {segment.server, segment.backup} - {""}:
+                memory = world.hosts[name].segments.get(segment.id)
+                if part.is_in(memory) and memory is not None and memory.epoch == (segment.epoch or memory.epoch):
+                    return f"{buffer.name} is listed as lost, and {name} has {segment.id:016x}"
+    return ""
+
+
+# ---- at rest
+
+
+@at_rest
+def all_is_whole_again(world: World) -> str:
+    """Each segment of two copies has both, on different hosts, and each has all that was acknowledged."""
+    state = world.leading_state()
+    for record in state.buffers.values() if state is not None else ():
+        for segment in record.segments if record.replicas == 2 else ():
+            part = world.truth.parts.get(segment.id)
+            if part is None or part.may_go or part.loose:
+                continue
+            for name in (segment.server, segment.backup):
+                if name and not part.is_in(world.hosts[name].segments.get(segment.id)):
+                    return f"{record.title}: {name} has not all of {segment.id:016x} that was acknowledged"
+    return ""
+
+
+@at_rest
+def no_acknowledged_change_is_lost(world: World) -> str:
+    """Some host has each segment that nobody deleted, but for single copies on a host whose memory was lost."""
+    for part in world.truth.parts.values():
+        if not part.may_go and not part.lost and not any(world.truth.holders(part)):
+            return f"segment {part.id:016x} of {part.title} is nowhere as it was acknowledged: {part.acknowledged}"
+    return ""
+
+
+@at_rest
+def names_are_as_they_were_told(world: World) -> str:
+    """Creations, renames and deletions that were acknowledged hold."""
+    state = world.leading_state()
+    assert state is not None
+    for client in world.clients:
+        for name, known in client.names.items():
+            record = state.buffers.get(name)
+            if (known.id if known is not None else None) != (record.id if record is not None else None):
+                there, told = [each.id if each is not None else 0 for each in (record, known)]
+                return f"{name}: {told:016x} was acknowledged, the records have {there:016x}"
+    return ""
+
+
+@at_rest
+def all_memory_is_accounted_for(world: World) -> str:
+    """What a server holds is in the records there, or is listed with its reason."""
+    state = world.leading_state()
+    assert state is not None
+    there = {(copy.server, copy.id) for record in state.buffers.values() for copy in record.copies}
+    for name, host in world.hosts.items():
+        listed = state.unexplained.get(name, {})
+        for number in host.segments:
+            if (name, number) not in there and number not in listed:
+                return f"{name} holds {number:016x}, which no record has there and no list shows"
+        for number in host.quarantined:
+            if number not in listed:
+                return f"{number:016x} is in quarantine at {name}, and not listed"
+    return ""
+
+
+@at_rest
+def allocation_is_what_is_there(world: World) -> str:
+    """The bytes that count as taken of a server are those that it has taken, but for memory that was lost."""
+    state = world.leading_state()
+    assert state is not None
+    for name, server in world.servers.items():
+        gone = sum(  # of what is lost, or goes as soon as another server has a copy
+            copy.file_bytes
+            for record in state.buffers.values()
+            for copy in record.copies
+            if copy.server == name and copy.id not in world.hosts[name].segments
+        )
+        used = server.engine.counters().segment_bytes
+        if used + gone != state.taken_bytes(name):
+            return f"{name} has taken {used} bytes, {gone} are lost, and {state.taken_bytes(name)} count as taken"
+    return ""
+
+
+@at_rest
+def copies_were_made_for_what_was_lost(world: World) -> str:
+    """No storm: once faults have ended, not many more copies begin than were missing."""
+    most = COPIES_FACTOR * world.copies_missing + COPIES_BESIDE
+    begun = world.copies_begun
+    return "" if begun <= most else f"{begun} copies were begun for {world.copies_missing} that were missing"
+
+
+@at_rest
+def nothing_waits_for_ever(world: World) -> str:
+    """Each client's last call has come to its end."""
+    for client in world.clients:
+        if client.doing:
+            return f"{client.name} has been at {client.doing} since {client.since:.1f}"
+    return ""

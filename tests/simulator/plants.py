@@ -1,0 +1,188 @@
+"""Faults that the product once had, or was near to, put back one by one: `--plant NAME`. Each has to be found.
+
+A plant is a generator of (object, attribute, what to put there); README.md says how to add one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from memserver.registrant import Registrant
+from smb.coordinator import commit_log, steps
+from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.events import BufferMade, Instant, MoveAllowed, ServerRegistered
+from smb.coordinator.memserver_client import Run
+from smb.coordinator.retention import ground_to_drop
+from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.segment_maker import SegmentMaker
+from smb.coordinator.service import CoordinatorService
+from smb.coordinator.state import State, Step
+from smb.coordinator.steps import copies, creation, names, servers, unexplained
+from smb.errors import NotFoundError
+
+Replaced = Iterator[tuple[Any, str, Any]]
+PLANTS: dict[str, Callable[[], Replaced]] = {}
+
+
+def plant(make: Callable[[], Replaced]) -> Callable[[], Replaced]:
+    """Offer it under the function's name."""
+    PLANTS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Have the product this fault inside the block; None: it stays as it is."""
+    replaced = [patch.object(*each) for each in PLANTS[name]()] if name is not None else []
+    for each in replaced:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in replaced:
+            each.stop()
+
+
+@plant
+def dead_by_port() -> Replaced:
+    """A server is alive if somebody listens at its port: an empty run that took its place goes on alone."""
+
+    async def look(self: RoleChanges, server: Any) -> Run:
+        connections: Any = self._servers._connections
+        try:
+            await asyncio.wait_for(connections.knock(server.control_address), 0.5)
+        except ConnectionRefusedError:
+            await self._commit_log.commit(steps.ServerDied(server.name, server.instance_id))
+            return Run.DEAD
+        except (OSError, asyncio.TimeoutError):
+            return Run.MUTE
+        return Run.ALIVE
+
+    async def confirmed(self: RoleChanges, server: str, segment_ids: frozenset[int]) -> frozenset[int]:
+        return segment_ids
+
+    yield RoleChanges, "look", look
+    yield RoleChanges, "_confirmed", confirmed
+
+
+@plant
+def unknown_dropped() -> Replaced:
+    """What no record has goes, however old the records are."""
+
+    def ground(server: str, number: int, held: Any, where: Any, confirmed: Any, *, covered: bool) -> Any:
+        return ground_to_drop(server, number, replace(held, quarantined=False), where, confirmed, covered=True)
+
+    yield servers, "ground_to_drop", ground
+    yield unexplained, "ground_to_drop", ground
+
+
+@plant
+def list_before_copies() -> Replaced:
+    """What a server's list lacks is lost, though copies were made since the list."""
+
+    async def asked_back(self: CoordinatorService, event: ServerRegistered) -> ServerRegistered:
+        records = self._commit_log.state.buffers.values()
+        here = {copy.id for record in records for copy in record.copies if copy.server == event.server.name}
+        return replace(event, missing=frozenset(here - event.held.keys()))
+
+    yield CoordinatorService, "_asked_back", asked_back
+
+
+@plant
+def save_without_reserve() -> Replaced:
+    """On a full disk no change of roles can be stored."""
+    yield commit_log, "_CREATIONS", (object,)
+
+
+@plant
+def old_memory_believed() -> Replaced:
+    """Memory from before a loss is taken for the copy that was made since."""
+    yield copies, "is_that_copy", lambda *_: True
+    yield copies, "not_those_copies", lambda *_: frozenset()
+    yield servers, "not_those_copies", lambda *_: frozenset()
+
+
+@plant
+def room_stays() -> Replaced:
+    """Nobody drops the room for a copy that never began."""
+
+    async def give_back(*_: object) -> None:
+        pass
+
+    drop = Registrant._drop
+
+    def drop_all(self: Registrant, reply: Any, held: Any) -> None:
+        reply.ClearField("room_segment_ids")
+        drop(self, reply, held)
+
+    yield CopyMaker, "_give_room_back", give_back
+    yield Registrant, "_drop", drop_all
+
+
+@plant
+def made_by_another_run() -> Replaced:
+    """A buffer counts as made though a server was started anew meanwhile."""
+    made = steps._STEPS[BufferMade]
+
+    def step(state: State, event: BufferMade, now: Instant) -> Step:
+        return made(state, replace(event, instances={}), now)
+
+    yield steps, "_STEPS", {**steps._STEPS, BufferMade: step}
+
+
+@plant
+def attempts_forgotten() -> Replaced:
+    """A creation that is asked for again, as its answer was lost, is another one."""
+    yield creation, "made_before", lambda *_: None
+
+
+@plant
+def tokens_begin_again() -> Replaced:
+    """A lock that was freed as nobody used it counts its tokens from the beginning."""
+    make = SegmentMaker._make_segment
+
+    async def from_zero(self: SegmentMaker, state: State, *rest: Any) -> int:
+        return await make(self, replace(state, token_floor=0), *rest)
+
+    yield SegmentMaker, "_make_segment", from_zero
+
+
+@plant
+def moved_without_a_question() -> Replaced:
+    """A lease that runs is taken for a copy that is there: servers are not asked before copies move."""
+
+    async def confirm(*_: object, **__: object) -> None:
+        pass
+
+    yield CopyMaker, "_confirm", confirm
+
+
+@plant
+def lock_with_one_copy() -> Replaced:
+    """A lock that was made beside one server never gets its second copy."""
+    allowed = steps._STEPS[MoveAllowed]
+
+    def step(state: State, event: MoveAllowed, now: Instant) -> Step:
+        record = state.buffers.get(event.key)
+        if record is not None and record.replicas > 1:
+            raise NotFoundError("it has two copies")
+        return allowed(state, event, now)
+
+    yield steps, "_STEPS", {**steps._STEPS, MoveAllowed: step}
+
+
+@plant
+def quarantine_of_what_is_gone() -> Replaced:
+    """A lock that is freed stays listed in quarantine at a server that held a copy beside the records."""
+    yield names, "end_copies_beside", lambda state, *_: state
+
+
+@plant
+def room_beside_lost_memory() -> Replaced:
+    """Memory that a server has lost counts as held: what it holds too much goes unseen."""
+    yield State, "held_bytes_max", State.taken_bytes
