@@ -15,7 +15,8 @@ import stat
 from contextlib import closing
 from pathlib import Path
 
-from memserver.memory_dir import Place, fault_at
+from memserver.memory_dir import Place
+from smb.daemon.own_files import fault_at
 from smb.daemon.private_directory import directory_fault, is_private_name
 from smb.errors import AlreadyExistsError, Error, UnavailableError
 

@@ -13,38 +13,17 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 from smb.config.parse import format_bytes
 from smb.config.settings import private_memory
 from smb.daemon.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
+from smb.daemon.own_files import fault_at, fault_of
 from smb.daemon.private_directory import others_write
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
 
 SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux has 108 bytes, the last of them 0
 _log = logging.getLogger("memserver")
-
-
-def fault_of(found: os.stat_result, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
-    """Return why what was found is not believed, in words that follow its name; "" if it is this user's alone."""
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, and this server runs as user {os.geteuid()}"
-    if not is_kind(found.st_mode):
-        return f"is of another kind ({stat.filemode(found.st_mode)}) than what a server leaves under that name"
-    if found.st_nlink > 1:
-        return f"has {found.st_nlink} names (hard links)"
-    if not stat.S_ISLNK(found.st_mode) and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"may be changed by others than its owner ({stat.filemode(found.st_mode)})"
-    return ""
-
-
-def fault_at(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
-    """As `fault_of`, of what lies there, and not of what a symbolic link there leads to; "" if nothing does."""
-    try:
-        return fault_of(path.lstat(), is_kind)
-    except FileNotFoundError:
-        return ""
 
 
 class Place:

@@ -7,10 +7,11 @@ import logging
 import time
 
 from memserver.engine import Engine, Recovery
-from memserver.memory_dir import Place, fault_at
+from memserver.memory_dir import Place
 from memserver.metrics import Life
 from memserver.segments import Segments
 from smb.config.parse import format_bytes
+from smb.daemon.own_files import fault_at
 from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError, PermissionDeniedError
 
 _log = logging.getLogger("memserver")

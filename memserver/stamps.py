@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from memserver.memory_dir import fault_of
+from smb.daemon.own_files import fault_of
 
 STAMPS_MAX = 16  # terms since the last registration; there is more than one only while leaders change
 

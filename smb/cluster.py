@@ -22,6 +22,7 @@ from smb.config import settings
 from smb.config.host_address import reachable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address, parse_bytes
 from smb.daemon.held_directory import HeldDirectory, sweep
+from smb.daemon.own_files import open_own, take_directory
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 
@@ -94,7 +95,7 @@ class Daemon:
         taken_away = {*CREDENTIALS_VARIABLES, *settings.file_variables()}
         environment = {name: value for name, value in os.environ.items() if name not in taken_away}
         environment |= {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
-        with self.log.open("ab") as log:
+        with os.fdopen(open_own(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as log:
             self._process = _launch(command, environment, log, held=self._held)
 
     def wait_ready(self, deadline: float) -> None:
@@ -255,9 +256,11 @@ class LocalCluster:
         return self
 
     def _keep(self, directory: Path) -> None:
-        """Make the data directory ours while we run. Raises InvalidArgumentError if another cluster has it."""
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._kept = (directory / "lock").open("wb")
+        """Make the data directory ours while we run. Raises InvalidArgumentError if another cluster has it,
+        UnavailableError if others than this user can write in it, or have put something there.
+        """
+        take_directory(directory, "data_dir")
+        self._kept = os.fdopen(open_own(directory / "lock", os.O_WRONLY | os.O_CREAT), "wb")
         try:
             fcntl.flock(self._kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

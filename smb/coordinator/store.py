@@ -12,11 +12,12 @@ import logging
 import os
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol
 
 from smb.daemon.failpoint import failpoint
+from smb.daemon.own_files import keep_to_ourselves, take_directory
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
 
 FILE_NAME = "coordinator.sqlite"
@@ -24,6 +25,8 @@ FILE_NAME = "coordinator.sqlite"
 # SQLite writes it to its log first, which grows to 4 MiB before it is used again from its beginning.
 RESERVE_NAME = "coordinator.reserve"
 RESERVE_BYTES = 8 << 20
+_BESIDE = ("-wal", "-shm", "-journal")  # what SQLite has beside its file
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 SCHEMA_VERSION = 1
 SEQUENCE = "lineage/sequence"  # the key of the number of the last change, which goes along with most changes
 MIGRATION = "migration"  # the key of what says that these records are not to be served: they moved, or are half there
@@ -70,6 +73,7 @@ def open_store(where: str) -> Store:
     """Open the store at `where`: a directory, made if need be, for SQLite. (The store in etcd belongs to the leader.)
 
     Raises InvalidArgumentError for an unknown kind of store, UnavailableError if another coordinator has the store.
+    UnavailableError too if others than this user can write it, or have put something there.
     Raises StoreError if the store cannot be made or was written by another version.
     """
     if "://" in where:
@@ -87,12 +91,16 @@ class SqliteStore:
         self._path = directory / FILE_NAME
         self._reserve = directory / RESERVE_NAME
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            # Secrets are in it, the root of all tokens among them.
-            self._path.touch(mode=0o600, exist_ok=True)
-            self._path.chmod(0o600)
+            take_directory(directory, "--state")
+            with suppress(FileExistsError):
+                os.close(os.open(self._path, _NEW_FILE, 0o600))
+            # Secrets are in it, the root of all tokens among them; and SQLite believes what lies beside it.
+            for beside in (*(self._path.with_name(FILE_NAME + end) for end in ("", *_BESIDE)), self._reserve):
+                keep_to_ourselves(beside)
             # timeout 0: another coordinator will not go away while we wait.
             self._connection = sqlite3.connect(self._path, timeout=0.0, isolation_level=None)
+        except UnavailableError:  # says all by itself
+            raise
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot make {self._path}: {error}") from None
         try:
@@ -169,7 +177,7 @@ class SqliteStore:
             if self._reserve.exists():
                 return True
             try:
-                with self._reserve.open("wb") as file:
+                with os.fdopen(os.open(self._reserve, _NEW_FILE, 0o600), "wb") as file:
                     os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
             except OSError as error:
                 self._reserve.unlink(missing_ok=True)

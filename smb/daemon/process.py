@@ -128,8 +128,13 @@ def clear_ready_file(path: Path | None) -> None:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether the process that wrote the file runs: another one may have its number by now, and was started later."""
+    """Whether the process that wrote the file runs: another one may have its number by now, and was started later.
+
+    What a user other than this one or root put there is of no run.
+    """
     try:
+        if path.lstat().st_uid not in (0, os.geteuid()):
+            return False
         pid = int(parse_json(read_text(path, _READY_BYTES_MAX), _READY_PARTS_MAX)["pid"])
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since this machine's start
         written = path.stat().st_mtime
@@ -148,7 +153,8 @@ def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> No
     text = json.dumps({"address": address, "metrics": metrics, "name": name, "pid": os.getpid()})
     staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # where nobody can have put a link
     try:
-        with staged.open("x") as file:
+        # Whatever the umask: others could lead who reads it to an address of theirs.
+        with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "w") as file:
             file.write(text + "\n")
         staged.replace(path)
     except OSError as error:

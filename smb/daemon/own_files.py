@@ -1,0 +1,122 @@
+"""Whose a file or a directory is that has been found under a name: what another user put there is not believed.
+
+A memory directory has stricter rules (private_directory.py). These are for what lies on disks, where directories of a
+group and volumes of a container have to work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from smb.errors import UnavailableError
+
+_log = logging.getLogger("smb")
+
+
+def fault_of(
+    found: os.stat_result,
+    is_kind: Callable[[int], bool] = stat.S_ISREG,
+    closed_to: int = stat.S_IWGRP | stat.S_IWOTH,
+) -> str:
+    """Return why what was found is not believed, in words that follow its name; "" if it is this user's alone.
+
+    None of the rights in `closed_to` may be there.
+    """
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, and this server runs as user {os.geteuid()}"
+    if not is_kind(found.st_mode):
+        return f"is of another kind ({stat.filemode(found.st_mode)}) than what a server leaves under that name"
+    if found.st_nlink > 1:
+        return f"has {found.st_nlink} names (hard links)"
+    if not stat.S_ISLNK(found.st_mode) and found.st_mode & closed_to:
+        return f"may be changed by others than its owner ({stat.filemode(found.st_mode)})"
+    return ""
+
+
+def fault_at(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
+    """As `fault_of`, of what lies there, and not of what a symbolic link there leads to; "" if nothing does."""
+    try:
+        return fault_of(path.lstat(), is_kind)
+    except FileNotFoundError:
+        return ""
+
+
+def take_directory(path: Path, option: str) -> None:
+    """Make the directory with mode 0700, or look at the one that is there; `option` is what names it.
+
+    Raises UnavailableError if it is another user's than this one or root, if everybody may write in it, or if another
+    user's link leads to it; OSError if it cannot be made. A group that may write is told of in the log, as umask 002
+    and the volumes of Kubernetes give it; so is everybody, on a volume that root has mounted there.
+    """
+    for each in (whole := path.absolute(), *whole.parents):
+        if each.is_symlink() and (user := each.lstat().st_uid) not in (0, os.geteuid()):
+            raise _refusal(path, option, f"is reached by {each}, a link that user {user} made")
+    _make(whole)
+    found = whole.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        raise _refusal(path, option, f"belongs to user {found.st_uid}, and this is user {os.geteuid()}")
+    mode = stat.filemode(found.st_mode)
+    is_volume = found.st_uid == 0 and not found.st_mode & stat.S_ISVTX and whole.is_mount()
+    if found.st_mode & stat.S_IWOTH and not is_volume:
+        raise _refusal(path, option, f"can be written to by everybody ({mode})")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        _log.warning("%s %s can be written to by others (%s), who can remove what is in it", option, path, mode)
+
+
+def _make(path: Path) -> None:
+    for each in reversed([each for each in path.parents if not each.exists()]):
+        each.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: others could put another directory in place of ours
+    try:
+        path.mkdir(mode=0o700)
+    except OSError:
+        if not path.is_dir():
+            raise
+    else:
+        path.chmod(0o700)  # a umask may have taken rights of our own
+
+
+def _refusal(path: Path, option: str, fault: str) -> UnavailableError:
+    return UnavailableError(
+        f"{option} {path} {fault}. It is not used, as others could put files there in the place of its own: give a "
+        f"directory of this user's own in which nobody else writes, or a new one below it, which is made so"
+    )
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Return the descriptor of a regular file of this user's own, made with mode 0600 if `flags` have O_CREAT.
+
+    Follows no link and waits for no pipe. Raises UnavailableError with the reason if it is not believed, or can't be
+    opened.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        fault = fault_at(path)
+        raise UnavailableError(f"cannot open {path}: {error.strerror}" + (f"; it {fault}" if fault else "")) from None
+    if fault := fault_of(os.fstat(fd), closed_to=0):
+        os.close(fd)
+        raise UnavailableError(f"{path} {fault}: it is not used; remove it")
+    return fd
+
+
+def keep_to_ourselves(path: Path) -> None:
+    """Give a file of this user's own mode 0600; nothing if there is none. A group may have been given rights: by
+    Kubernetes to all of a volume, at each start.
+
+    Raises UnavailableError if it is not this user's own regular file, or everybody may change it.
+    """
+    try:
+        # Not for reading: closing that would end all locks that this process has on the file.
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if fault := fault_of(os.fstat(fd), closed_to=stat.S_IWOTH):
+            raise UnavailableError(f"{path} {fault}: it is not used. Remove it, or have this user put a copy there")
+        Path(f"/proc/self/fd/{fd}").chmod(0o600)
+    finally:
+        os.close(fd)
