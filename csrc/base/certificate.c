@@ -7,7 +7,7 @@
 #include <openssl/err.h>
 #include <openssl/x509v3.h>
 
-enum { RSA_BITS_MIN = 2048, RSA_BITS_MAX = 8192, DEPTH_MAX = 8, GROUP_BYTES = 32 };
+enum { RSA_BITS_MIN = 2048, RSA_BITS_MAX = 8192, GROUP_BYTES = 32 };
 
 static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
 static const char host_of_server[] = ".server.smb"; /* after its name */
@@ -177,7 +177,9 @@ static int judge_chain(X509_STORE_CTX *chain, const struct wanted *wanted,
                        const struct shown *shown, char *why)
 {
     const char *fault = NULL;
-    int error = X509_verify_cert(chain) == 1 ? X509_V_OK : X509_STORE_CTX_get_error(chain);
+    int error = X509_V_ERR_CERT_CHAIN_TOO_LONG;
+    if (sk_X509_num(X509_STORE_CTX_get0_untrusted(chain)) <= CERTIFICATES_MAX)
+        error = X509_verify_cert(chain) == 1 ? X509_V_OK : X509_STORE_CTX_get_error(chain);
     if (error == X509_V_OK && (fault = fault_of(X509_STORE_CTX_get0_chain(chain))))
         error = X509_V_ERR_APPLICATION_VERIFICATION;
     if (error != X509_V_OK)
@@ -203,7 +205,7 @@ int certificate_judge(X509_STORE *authorities, X509 *certificate, STACK_OF(X509)
         X509_STORE_CTX_set_default(context, wanted->serves ? "ssl_server" : "ssl_client");
         X509_VERIFY_PARAM_set_flags(rules, X509_V_FLAG_PARTIAL_CHAIN);
         X509_VERIFY_PARAM_set_auth_level(rules, CERTIFICATE_SECURITY_LEVEL);
-        X509_VERIFY_PARAM_set_depth(rules, DEPTH_MAX);
+        X509_VERIFY_PARAM_set_depth(rules, CERTIFICATE_DEPTH_MAX);
         error = judge_chain(context, wanted, &shown, why);
         if (error == X509_V_OK && !is_whom_we_want(&shown, wanted)) {
             say_who(&shown, wanted, why);

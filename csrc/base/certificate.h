@@ -3,7 +3,7 @@
  * authority has to put into certificates is in docs/own-authority.md.
  *
  * Names and roles are the subject alternative name's, byte for byte; the subject's common name says
- * nothing, and there are no patterns. A certificate has one role.
+ * nothing, and there are no patterns. A certificate has one role, and a memory server's one name.
  *
  * It and tls.c are the files that know OpenSSL. */
 #ifndef SMB_CERTIFICATE_H
@@ -33,5 +33,8 @@ int certificate_judge(X509_STORE *authorities, X509 *shown, STACK_OF(X509) * cha
 /* How every context and every judgement is set up: keys and signatures of 112 bits, and what is in
  * ca.pem is trusted, though it may itself be of a higher authority. */
 enum { CERTIFICATE_SECURITY_LEVEL = 2 };
+/* A stranger's chain costs us time before he is known: at most so many authorities in it, and so
+ * many certificates in all that he shows. */
+enum { CERTIFICATE_DEPTH_MAX = 8, CERTIFICATES_MAX = CERTIFICATE_DEPTH_MAX + 2 };
 
 #endif

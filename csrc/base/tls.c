@@ -22,6 +22,8 @@ enum {
     READ_AHEAD_BYTES = 2 * (TLS_RECORD_BYTES + 256),
     LEFT_BYTES = GATHER_BYTES + 2 * TLS_RECORD_BYTES + 4096,
     PEM_BYTES_MAX = 1 << 20,
+    SHOWN_BYTES_MAX = 32 << 10,                /* of certificates in a handshake */
+    SHOWN_PEM_BYTES_MAX = 3 * SHOWN_BYTES_MAX, /* the same as text, with the first one twice */
     LINGER_BYTES = 1 << 16,
     LOOKS_MAX = 4, /* a peer that sends nothing but key updates does not keep the thread */
 #ifdef SMB_FAILPOINTS
@@ -140,6 +142,7 @@ static SSL_CTX *make_context(const SSL_METHOD *method, const char *const pems[3]
                 SSL_CTX_set_num_tickets(context, 0) == 1;
     SSL_CTX_set_options(context, SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
     SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
+    SSL_CTX_set_max_cert_list(context, SHOWN_BYTES_MAX);
     SSL_CTX_set_security_level(context, CERTIFICATE_SECURITY_LEVEL);
     SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, NULL);
     SSL_CTX_set_cert_verify_callback(context, verify, NULL);
@@ -424,14 +427,16 @@ int smb_tls_judge(struct smb_tls *tls, const char *chain, uint32_t roles, const 
                   struct smb_holder *holder, char why[SMB_WHY_BYTES])
 {
     struct wanted wanted = {.roles = roles};
-    if (strnlen(chain, PEM_BYTES_MAX) == PEM_BYTES_MAX || (host[0] && !take_host(&wanted, host)))
+    if (strnlen(chain, SHOWN_PEM_BYTES_MAX) == SHOWN_PEM_BYTES_MAX ||
+        (host[0] && !take_host(&wanted, host)))
         return SMB_INVALID;
     BIO *pem = BIO_new_mem_buf(chain, -1);
     STACK_OF(X509) *others = sk_X509_new_null();
     X509 *own = pem ? PEM_read_bio_X509(pem, NULL, NULL, NULL) : NULL, *one;
     bool good = own && others;
     snprintf(why, SMB_WHY_BYTES, "what it shows is no certificate");
-    while (good && (one = next_certificate(pem, &good))) {
+    while (good && sk_X509_num(others) <= CERTIFICATES_MAX &&
+           (one = next_certificate(pem, &good))) {
         good = sk_X509_push(others, one) > 0;
         if (!good)
             X509_free(one);

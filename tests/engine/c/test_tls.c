@@ -13,6 +13,7 @@
 #include <openssl/ssl.h>
 
 #include "base/bond.h"
+#include "base/certificate.h"
 #include "base/channel.h"
 #include "base/frame.h"
 #include "lab.h"
@@ -55,6 +56,8 @@ static void shake(struct ends *ends, int *server, int *client_end)
     for (int i = 0; i < 100 && (*server == SMB_BUSY || *client_end == SMB_BUSY); i++) {
         if (*client_end == SMB_BUSY)
             *client_end = tls_handshake(ends->client.tls);
+        else
+            channel_write(&ends->client, NULL, 0); /* what of a long chain did not fit before */
         if (*server == SMB_BUSY)
             *server = tls_handshake(ends->server.tls);
     }
@@ -287,6 +290,55 @@ static void files_of_several(void)
         }
     }
     forget(&other);
+    close_lab();
+}
+
+/* A stranger's chain is looked at as far as an honest one can go. */
+static void long_chains(void)
+{
+    static char shown[128 << 10];
+    const struct {
+        int others, status;
+        const char *why;
+    } cases[] = {{CERTIFICATES_MAX - 1, SMB_OK, ""},
+                 {CERTIFICATES_MAX, SMB_UNTRUSTED, "chain too long"},
+                 {130, SMB_UNTRUSTED, "excessive message size"}};
+    open_lab();
+    struct smb_tls *servers = context_of(&authority, &server_0), *clients;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct ends ends;
+        struct smb_holder holder;
+        int server, client_end, bytes = snprintf(shown, sizeof shown, "%s", client.certificate_pem);
+        char why[SMB_WHY_BYTES];
+        for (int j = 0; j < cases[i].others; j++)
+            bytes += snprintf(shown + bytes, sizeof shown - (size_t)bytes, "%s",
+                              authority.certificate_pem);
+        CHECK_EQ(smb_tls_create(authority.certificate_pem, shown, client.key_pem, &clients, why),
+                 SMB_OK);
+        open_ends(&ends, servers, clients, "server-0.server.smb");
+        smb_tls_release(clients);
+        shake(&ends, &server, &client_end);
+        CHECK_EQ(server, cases[i].status);
+        CHECK(strstr(tls_why(ends.server.tls), cases[i].why) != NULL);
+        /* gRPC tells of the first one twice */
+        for (int twice = 0; twice < 2; twice++) {
+            const char *from = twice ? shown : shown + strlen(client.certificate_pem);
+            char *both = NULL;
+            CHECK(asprintf(&both, "%s%s", client.certificate_pem, from) > 0);
+            bool taken = cases[i].others + twice <= CERTIFICATES_MAX;
+            CHECK_EQ(smb_tls_judge(servers, both, SMB_ROLE_CLIENT, "", &holder, why),
+                     taken ? SMB_OK : SMB_UNTRUSTED);
+            CHECK(taken || strstr(why, "chain too long"));
+            free(both);
+        }
+        close_ends(&ends);
+    }
+    for (size_t at = strlen(shown); at < sizeof shown - 1; at++)
+        shown[at] = '\n';
+    char why[SMB_WHY_BYTES];
+    CHECK_EQ(smb_tls_judge(servers, shown, SMB_ROLE_CLIENT, "", &(struct smb_holder){0}, why),
+             SMB_INVALID);
+    smb_tls_release(servers);
     close_lab();
 }
 
@@ -584,6 +636,7 @@ int main(void)
                                         TEST(memory_may_change),
                                         TEST(who_may),
                                         TEST(files_of_several),
+                                        TEST(long_chains),
                                         TEST(no_tls),
                                         TEST(key_updates_end_a_turn),
                                         TEST(calls_go_on),
