@@ -7,6 +7,7 @@ of that name is made if it is missing: then an operator whose directory is refus
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -21,6 +22,7 @@ _ANOTHER = (
     "remove it, or make a directory of this user's own that has a name which nobody can guess (mktemp -d -p {}), and "
     "name that by --memory-dir"
 )
+_LINKS_MAX = 40  # as the kernel's
 _log = logging.getLogger("smb")
 
 
@@ -49,30 +51,61 @@ def take_directory(path: Path) -> Path:
     Raises InvalidArgumentError if it is not there, UnavailableError if it is not this user's alone; the sentence names
     a directory that is.
     """
-    if is_private_name(path):
-        with suppress(OSError):  # it is there already, or what is in the way is told of below
-            path.mkdir(mode=0o700)
+    own = is_private_name(path)
+    link: Path | None = None
     try:
-        entry = path.lstat()
-        whole = Path(os.path.realpath(path))
+        around, link = _followed(path.parent)
+        if own and link is None:
+            with suppress(OSError):  # it is there already, or what is in the way is told of below
+                (around / path.name).mkdir(mode=0o700)
+        whole, link = _followed(path)
         fd = os.open(whole, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
+        if link is not None:
+            raise UnavailableError(_refusal_of_link(path, link)) from None
         raise InvalidArgumentError(_no_directory(path)) from None
     try:
         found = os.fstat(fd)
+        if not stat.S_ISDIR(found.st_mode):
+            raise InvalidArgumentError(_no_directory(path))
+        if link is not None:
+            raise UnavailableError(_refusal_of_link(path, link))
+        if fault := directory_fault(found):
+            raise UnavailableError(_refusal(path, fault, found))
+        if own and found.st_mode & stat.S_IRWXU != stat.S_IRWXU:  # made under an umask that takes rights of ours
+            Path(f"/proc/self/fd/{fd}").chmod(0o700)
     finally:
         os.close(fd)
-    if not stat.S_ISDIR(found.st_mode):
-        raise InvalidArgumentError(_no_directory(path))
-    if stat.S_ISLNK(entry.st_mode) and entry.st_uid not in (0, os.geteuid()):
-        raise UnavailableError(_refusal(path, f"is a link that user {entry.st_uid} made", found))
-    if fault := directory_fault(found):
-        raise UnavailableError(_refusal(path, fault, found))
     for each in whole.parents:
         if why := _may_be_replaced(each.stat()):
             _log.warning("others can put another directory in the place of %s, as %s %s", path, each, why)
             break
     return whole
+
+
+def _followed(path: Path) -> tuple[Path, Path | None]:
+    """Return a path without links, and the first link on the way that another user made, who chooses where it leads.
+    Raises OSError if there is nothing.
+    """
+    whole, links = Path("/"), 0
+    foreign: Path | None = None
+    rest = list(reversed(path.absolute().parts))
+    while rest:
+        at = whole / rest.pop()
+        if at.name == "..":  # what is before it has no links
+            whole = whole.parent
+            continue
+        found = at.lstat()
+        if not stat.S_ISLNK(found.st_mode):
+            whole = at
+            continue
+        links += 1
+        if links > _LINKS_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if found.st_uid not in (0, os.geteuid()):
+            foreign = foreign or at
+        rest += reversed(at.readlink().parts)
+    return whole, foreign
 
 
 def _may_be_replaced(found: os.stat_result) -> str:
@@ -94,10 +127,21 @@ def _no_directory(path: Path) -> str:
     return f"{said}: {_ANOTHER.format(path.parent)}" if is_private_name(path) else said
 
 
+def _refusal_of_link(path: Path, link: Path) -> str:
+    is_it = link.name == path.name and link.parent == Path(os.path.realpath(path.parent))
+    what = "is" if is_it else f"leads through {link},"
+    said = (
+        f"--memory-dir {path} {what} a link that user {link.lstat().st_uid} made. It is not used, as he may change it"
+    )
+    if is_it and is_private_name(path):
+        return f"{said}: {_ANOTHER.format(path.parent)}"
+    return f"{said}: use --memory-dir {private_memory()}, which the server makes with mode 0700"
+
+
 def _refusal(path: Path, fault: str, found: os.stat_result) -> str:
     said = f"--memory-dir {path} {fault}. It is not used, as others could put files there in the place of memory"
     close = ""
-    if fault == directory_fault(found) and found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX:
+    if found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX:
         close = f"if it is for this server alone, take that right from the others (chmod go-w {path}); else "
     if is_private_name(path):
         return f"{said}: {close}{_ANOTHER.format(path.parent)}"

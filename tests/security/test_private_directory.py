@@ -101,6 +101,37 @@ def test_a_directory_in_which_others_write_is_refused(place: Path) -> None:
     assert [(path.stat().st_uid, path.stat().st_mode & 0o7777) for path in wanted] == [(DAEMON, 0o700)] * 4
 
 
+@AS_ROOT
+def test_a_link_of_another_user_is_followed_nowhere(place: Path) -> None:
+    """Not on the way to a directory of the server's, and behind one of its own links either: nothing is made there, and
+    the sentence names a place that such a link does not lead to."""
+    inner = given(given(place / "own", 0o700) / "inner", 0o700)
+    foreign = linked(place / "foreign", place / "own", STRANGER)
+    behind = linked(place / "behind", Path("foreign/inner"), DAEMON)
+    told = output_as(
+        DAEMON, TAKE, foreign, foreign / "inner", foreign / OWN, behind, foreign / ".." / "own"
+    ).splitlines()
+    for path, line in zip((foreign, foreign / "inner", foreign / OWN, behind), told, strict=False):
+        what = "is" if path == foreign else f"leads through {foreign},"
+        assert line.startswith(
+            f"refused UnavailableError --memory-dir {path} {what} a link that user {STRANGER} made"
+        ), line
+        assert f"use --memory-dir /dev/shm/{OWN}, which the server makes" in line
+    assert len(told) == 5
+    assert list((place / "own").iterdir()) == [inner]
+    assert output_as(DAEMON, TAKE, linked(place / "good", Path("own"), DAEMON) / "inner") == f"taken {inner}\n"
+
+
+@AS_ROOT
+@pytest.mark.parametrize("umask", ["0o277", "0o777"])
+def test_the_private_directory_is_its_users_under_each_umask(place: Path, umask: str) -> None:
+    """It is made with mode 0700; so is one that an earlier start left without its own user's rights."""
+    for _ in range(2):
+        assert output_as(DAEMON, TAKE.replace("0o022", umask), place / OWN) == f"taken {place / OWN}\n"
+        assert (place / OWN).stat().st_mode & 0o777 == 0o700
+        (place / OWN).chmod(0o100)
+
+
 SQUATS: dict[str, Callable[[Path], object]] = {
     "directory": lambda path: given(path, 0o700, STRANGER),
     "open directory": lambda path: given(path, 0o1777, STRANGER),
