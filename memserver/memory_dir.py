@@ -183,7 +183,10 @@ class Place:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                fault = fault_of(os.fstat(fd))
+                found = os.fstat(fd)
+                if found.st_uid != os.geteuid() and not self._serves:  # no server of ours holds it
+                    return fd
+                fault = fault_of(found)
                 os.close(fd)
                 raise AlreadyExistsError(
                     f'a memory server "{self.name}" runs already on {self.directory}; give this one another --name'

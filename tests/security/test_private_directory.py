@@ -264,6 +264,14 @@ with closing(Place(private, "a")) as place:
 """
 
 
+CAUGHT = """
+    try:
+        take_in(place)
+    except Exception as error:
+        print("refused", type(error).__name__, error)
+"""
+
+
 @AS_ROOT
 @pytest.mark.parametrize("mode", [0o600, 0o666])
 def test_what_others_plant_keeps_no_memory_back(place: Path, mode: int) -> None:
@@ -281,6 +289,24 @@ def test_what_others_plant_keeps_no_memory_back(place: Path, mode: int) -> None:
     assert sorted(path.name for path in place.iterdir()) == sorted(
         [*(f"smb.a.{name}" for name in names), f"smb.a.{7:016x}.quarantined", OWN]
     )
+
+
+@AS_ROOT
+@pytest.mark.parametrize("user", [STRANGER, DAEMON])
+def test_a_lock_that_another_user_holds_keeps_no_memory_back(place: Path, user: int) -> None:
+    """He could keep a server from starting after an upgrade. One of the server's own user is a server's."""
+    lock = place / "smb.a.lock"
+    lock.touch()
+    lock.chmod(0o666)
+    os.chown(lock, user, user)
+    with lock.open() as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        if user == STRANGER:
+            assert "moved 1 files" in output_as(DAEMON, EARLIER, place)
+        else:
+            told = output_as(DAEMON, EARLIER.replace("    take_in(place)\n", CAUGHT), place)
+            assert f'refused AlreadyExistsError a memory server "a" runs already on {place}' in told
+    assert lock.exists()
 
 
 @AS_ROOT
