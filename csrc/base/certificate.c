@@ -96,9 +96,8 @@ static bool has_one_name(const struct shown *shown)
 static bool is_named_so(const struct shown *shown, const char *host)
 {
     size_t length = strlen(shown->holder.name);
-    return shown->names == 0 ||
-           (has_one_name(shown) && strncmp(host, shown->holder.name, length) == 0 &&
-            strcmp(host + length, host_of_server) == 0);
+    return has_one_name(shown) && strncmp(host, shown->holder.name, length) == 0 &&
+           strcmp(host + length, host_of_server) == 0;
 }
 
 static bool is_whom_we_want(const struct shown *shown, const struct wanted *wanted)

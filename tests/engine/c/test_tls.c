@@ -200,7 +200,8 @@ static void who_may(void)
     issue(&other, NULL, NULL, NULL);
     issue(&reader, &authority, "URI:smb:role/reader", "clientAuth");
     issue(&operator, &authority, "URI:smb:role/operator", "clientAuth");
-    issue(&server_1, &authority, "URI:smb:role/server,DNS:server-1.server.smb", BOTH);
+    issue(&server_1, &authority,
+          "URI:smb:role/server,DNS:server-0.server.smb,DNS:server-1.server.smb", BOTH);
     issue(&stranger, &other, "URI:smb:role/client", "clientAuth");
     issue(&coordinator, &authority,
           "URI:smb:role/coordinator,DNS:coordinator.smb,DNS:server-0.server.smb", BOTH);
