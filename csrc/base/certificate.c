@@ -2,6 +2,7 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <strings.h>
 
 #include <openssl/core_names.h>
 #include <openssl/err.h>
@@ -9,7 +10,8 @@
 
 enum { RSA_BITS_MIN = 2048, RSA_BITS_MAX = 8192, GROUP_BYTES = 32 };
 
-static const char role_uri[] = "smb:role/", name_uri[] = "smb:name/";
+static const char scheme[] = "smb:", role_uri[] = "smb:role/", name_uri[] = "smb:name/",
+                  namespace_uri[] = "smb:namespace/";
 static const char host_of_server[] = ".server.smb"; /* after its name */
 static const struct {
     const char *text;
@@ -25,6 +27,7 @@ struct shown {
     int roles; /* how many it has; those that are too long, or not printable, count, too */
     int names; /* likewise */
     bool is_for_host;
+    bool is_unknown; /* it has one of our scheme that is of no kind here, or says nothing */
     struct smb_holder holder;
 };
 
@@ -52,6 +55,23 @@ static bool take_after(const char *prefix, const ASN1_IA5STRING *uri, char *text
     return true;
 }
 
+static bool begins(const ASN1_IA5STRING *uri, const char *prefix)
+{
+    size_t length = strlen(prefix);
+    return (size_t)ASN1_STRING_length(uri) > length &&
+           memcmp(ASN1_STRING_get0_data(uri), prefix, length) == 0;
+}
+
+/* A scheme counts in capitals, too. A name that is mistyped must not stand for none: who has no
+ * namespace reaches all. */
+static bool is_unknown(const ASN1_IA5STRING *uri)
+{
+    size_t length = strlen(scheme);
+    return (size_t)ASN1_STRING_length(uri) >= length &&
+           strncasecmp((const char *)ASN1_STRING_get0_data(uri), scheme, length) == 0 &&
+           !begins(uri, role_uri) && !begins(uri, name_uri) && !begins(uri, namespace_uri);
+}
+
 static bool is_text(const ASN1_IA5STRING *text, const char *expected)
 {
     size_t length = strlen(expected);
@@ -70,6 +90,7 @@ static void read_names(X509 *certificate, const char *host, struct shown *shown)
             const ASN1_IA5STRING *uri = name->d.uniformResourceIdentifier;
             shown->roles += take_after(role_uri, uri, holder->role, sizeof holder->role);
             shown->names += take_after(name_uri, uri, holder->name, sizeof holder->name);
+            shown->is_unknown |= is_unknown(uri);
         } else if (name->type == GEN_DNS) {
             shown->is_for_host |= is_text(name->d.dNSName, host);
         }
@@ -206,6 +227,14 @@ int certificate_judge(X509_STORE *authorities, X509 *certificate, STACK_OF(X509)
         X509_VERIFY_PARAM_set_auth_level(rules, CERTIFICATE_SECURITY_LEVEL);
         X509_VERIFY_PARAM_set_depth(rules, CERTIFICATE_DEPTH_MAX);
         error = judge_chain(context, wanted, &shown, why);
+        if (error == X509_V_OK && shown.is_unknown) {
+            snprintf(
+                why, SMB_WHY_BYTES,
+                "its certificate (role \"%s\", name \"%.64s\") has a URI of the scheme \"smb\" that "
+                "is neither smb:role/ROLE, smb:name/NAME nor smb:namespace/NAMESPACE",
+                shown.holder.role, shown.holder.name);
+            error = X509_V_ERR_APPLICATION_VERIFICATION;
+        }
         if (error == X509_V_OK && !is_whom_we_want(&shown, wanted)) {
             say_who(&shown, wanted, why);
             error = X509_V_ERR_APPLICATION_VERIFICATION;

@@ -81,6 +81,7 @@ SERVERS = {
     "another server's": Case(False, "URI:smb:role/server,URI:smb:name/s2,DNS:s2.server.smb", 'name "s2"'),
     "another server's name": Case(False, "URI:smb:role/server,URI:smb:name/s2,DNS:s1.server.smb", "in another role"),
     "without a name": Case(False, "URI:smb:role/server,DNS:s1.server.smb,DNS:s2.server.smb", "in another role or name"),
+    "a mistyped kind": Case(False, AS_SERVER + ",URI:smb:names/s2", "neither smb:role"),
     "two names": Case(False, AS_SERVER + ",URI:smb:name/s2", "and others"),
     "role client": Case(False, "URI:smb:role/client,DNS:s1.server.smb", 'role "client"'),
     "role reader": Case(False, "URI:smb:role/reader,URI:smb:name/s1,DNS:s1.server.smb", 'role "reader"'),
@@ -140,6 +141,14 @@ CALLERS = {
     "a longer role": Case(False, "URI:smb:role/client/", 'role "client/"'),
     "a role that is not ASCII": Case(False, "URI:smb:role/client\u00e9", 'role "?"'),
     "a role with a NUL": Case(False, "URI:smb:role/client\0x", 'role "?"'),
+    "of two namespaces": Case(
+        True, AS_CLIENT + ",URI:smb:namespace/a,URI:smb:namespace/b,URI:https://a", purposes=CALLS
+    ),
+    "a scheme in capitals": Case(False, AS_CLIENT + ",URI:SMB:namespace/a", "neither smb:role"),
+    "a mistyped kind": Case(False, AS_CLIENT + ",URI:smb:namespaces/a", "neither smb:role"),
+    "a kind in capitals": Case(False, AS_CLIENT + ",URI:smb:Namespace/a", "neither smb:role"),
+    "an empty namespace": Case(False, AS_CLIENT + ",URI:smb:namespace/", "neither smb:role"),
+    "nothing but the scheme": Case(False, AS_CLIENT + ",URI:smb:", "neither smb:role"),
     "another scheme": Case(False, "URI:https://smb:role/client", 'role ""'),
     "the role as DNS name": Case(False, "DNS:smb:role/client", 'role ""'),
     "expired": Case(False, AS_CLIENT, "expired", days=(-9, -1)),
