@@ -82,7 +82,11 @@ def test_command_reports_and_exits_by_accuracy(
 ) -> None:
     """`smb demo` ends with 0 and the plot's path if the target is reached, with 1 and a line on stderr if not."""
     config = DemoConfig(workers=2, epochs=6.0, hidden=64, rate=1.0, target=0.0, plot=tmp_path / "demo.svg")
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "demo.svg").symlink_to("precious")  # another user can have put it there
     result = run_demo(config)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.svg", "precious"]
     assert (tmp_path / "demo.svg").read_text().count("<path") > 10
     assert result.alone_samples == result.samples
     for target, code in ((0.0, 0), (1.0, 1)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ _ACCURACY_MIN = 0.0
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """Write the picture of a run to path, in the format of its suffix (png, svg, pdf).
+    """Write the picture of a run to path, in the format of its suffix (png, svg, pdf). A link there is replaced.
 
     Raises OSError if the file can't be written, ValueError for a suffix that is no format.
     """
@@ -43,7 +44,14 @@ def draw(result: DemoResult, path: Path) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_title(result), fontsize=12, x=0.01, ha="left")
-    figure.savefig(path)
+    path = path if path.suffix else path.with_suffix(".png")
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # others guess the name of `path`, and not this
+    try:
+        with staged.open("xb") as file:
+            figure.savefig(file, format=path.suffix[1:])
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def _title(result: DemoResult) -> str:
