@@ -32,8 +32,8 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-
-
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # with access control lists the group's bits are what these may grant
+_LINKS_MAX = 40  # that the kernel follows
 _KEY_PART = re.compile(r"""[ \t]*(?:[A-Za-z0-9_-]*|"[^"\n]*"|'[^'\n]*')[ \t]*""")
 
 
@@ -64,6 +64,56 @@ def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     kind = next((name for matches, name in _KINDS if matches(mode)), "of an unknown kind")
     raise InvalidArgumentError(f"{os.fspath(path)} is {kind}; a regular file is needed here")
+
+
+def open_kept(path: Path, secret: str = "") -> int:
+    """As open_regular, of a file that nobody but this user and root can change or replace: the file, its directory and
+    links that lead there are theirs. With `secret`, its name in an error ("the key "), not everybody may read it.
+
+    Raises OSError and InvalidArgumentError as open_regular, and InvalidArgumentError with what is wrong.
+    """
+    descriptor = open_regular(path)
+    try:
+        found = os.fstat(descriptor)
+        _check_owner(path, found)
+        if found.st_mode & _OTHERS_WRITE:
+            raise InvalidArgumentError(
+                f"{path} may be changed by others than its owner ({stat.filemode(found.st_mode)}); chmod go-w {path}"
+            )
+        if secret and found.st_mode & stat.S_IRWXO:
+            raise InvalidArgumentError(f"anybody may read {secret}{path}; chmod o= {path}")
+        step = path.absolute()
+        for _ in range(_LINKS_MAX):
+            for each in (step, step.parent):
+                if each.is_symlink():
+                    _check_owner(each, each.lstat())
+            check_directory(step.parent, sticky=found.st_nlink == 1)  # else another one can put a file of ours there
+            if not step.is_symlink():
+                break
+            step = step.parent / step.readlink()
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_directory(path: Path, *, sticky: bool = False) -> None:
+    """Raise InvalidArgumentError if others than this user and root can rename or remove what these have in a directory;
+    without `sticky` also if they can make files there, as in /tmp.
+    """
+    found = path.stat()
+    _check_owner(path, found)
+    if found.st_mode & _OTHERS_WRITE and not (sticky and found.st_mode & stat.S_ISVTX):
+        raise InvalidArgumentError(
+            f"others than its owner may put files into {path} ({stat.filemode(found.st_mode)}); chmod go-w {path}"
+        )
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        raise InvalidArgumentError(
+            f"{path} belongs to user {found.st_uid}; it has to be of this user, {os.geteuid()}, or of root"
+        )
 
 
 def read_file(path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX) -> bytes:

@@ -26,7 +26,7 @@ import grpc
 import grpc.aio
 
 from smb.config.settings import variables_of
-from smb.config.untrusted import open_regular, read_opened
+from smb.config.untrusted import open_kept, read_opened
 from smb.engine import Tls
 from smb.errors import InvalidArgumentError
 from smb.security.believed import Belief, BelievedAioChannel, BelievedChannel, belief_of
@@ -132,18 +132,18 @@ def _stamp_of_files(credentials: Credentials) -> Stamp | None:
 
 
 def load(ca: Path, certificate: Path, key: Path) -> Credentials:
-    """Read the three files. Raises InvalidArgumentError if one is missing, or others may read the key."""
+    """Read the three files. Raises InvalidArgumentError if one is missing, if others than this user and root can change
+    or replace it, or if everybody may read the key.
+    """
     parts: list[bytes] = []
     stamps: list[tuple[int, int, int]] = []
-    mode = 0
     for path in (ca, certificate, key):
         try:
-            with os.fdopen(open_regular(path), "rb", buffering=0) as opened:
+            with os.fdopen(open_kept(path, "the key " if path is key else ""), "rb", buffering=0) as opened:
                 # Before the bytes: what is written meanwhile gives the file another stamp than they have.
                 before = os.fstat(opened.fileno())
                 parts.append(read_opened(opened, path))
                 stamps.append(_stamp(before))
-                mode = before.st_mode  # at last the key's
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"credentials: {error}") from None
         except OSError as error:
@@ -152,8 +152,6 @@ def load(ca: Path, certificate: Path, key: Path) -> Credentials:
             raise InvalidArgumentError(f"credentials: cannot read {path}: {error.strerror}; {hint}") from None
         if b"-----BEGIN" not in parts[-1]:
             raise InvalidArgumentError(f"credentials: {path} is not in PEM form")
-    if mode & 0o007:
-        raise InvalidArgumentError(f"credentials: anybody may read the key {key}; chmod 600 {key}")
     credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key, tuple(stamps))
     try:
         credentials.check()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from smb.config.limits import TOKEN_FILE_BYTES_MAX
 from smb.config.parse import parse_address
-from smb.config.untrusted import open_regular, read_opened
+from smb.config.untrusted import open_kept, read_opened
 from smb.daemon.process import Admission, Answer
 from smb.errors import InvalidArgumentError
 from smb.security.credentials import is_loopback
@@ -36,20 +36,17 @@ _log = logging.getLogger("pages")
 
 
 def read_token(path: Path) -> str:
-    """Return what the file holds. Raises InvalidArgumentError if it can't be read, others may, or it is guessed too
-    easily.
+    """Return what the file holds. Raises InvalidArgumentError if it can't be read, everybody may, others than this user
+    and root can change or replace it, or it is guessed too easily.
     """
     try:
-        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        with os.fdopen(open_kept(path, "the token "), "rb", buffering=0) as file:
             text = read_opened(file, path, TOKEN_FILE_BYTES_MAX).decode("ascii").strip()
-            others = os.fstat(file.fileno()).st_mode & 0o007
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"--metrics-token-file: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not ASCII"
         raise InvalidArgumentError(f"--metrics-token-file: cannot read {path}: {why}") from None
-    if others:
-        raise InvalidArgumentError(f"--metrics-token-file: anybody may read {path}; chmod o= {path}")
     if len(text) < TOKEN_CHARACTERS_MIN or not text.isprintable() or " " in text:
         raise InvalidArgumentError(
             f"--metrics-token-file: {path} must hold one word of at least {TOKEN_CHARACTERS_MIN} characters, as "

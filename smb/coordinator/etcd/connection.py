@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from google.protobuf.message import Message
 
 from smb.config.limits import TOKEN_FILE_BYTES_MAX
 from smb.config.parse import parse_address
-from smb.config.untrusted import read_text
+from smb.config.untrusted import open_kept, read_opened
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.outside import Connections, GrpcConnections
 from smb.errors import Error, InvalidArgumentError
@@ -122,10 +123,16 @@ class Access:
             return Access()
         file = directory / USER_FILE
         user = password = ""
-        if file.exists():
-            if file.stat().st_mode & 0o007:
-                raise InvalidArgumentError(f"anybody may read {file}, which has a password in it; chmod 600 {file}")
-            user, colon, password = read_text(file, TOKEN_FILE_BYTES_MAX).strip().partition(":")
+        try:
+            with os.fdopen(open_kept(file, "the password in "), "rb", buffering=0) as opened:
+                line = read_opened(opened, file, TOKEN_FILE_BYTES_MAX).decode()
+        except FileNotFoundError:
+            pass
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise InvalidArgumentError(f"cannot read {file}: {why}") from None
+        else:
+            user, colon, password = line.strip().partition(":")
             if not colon or not user or not password or "\n" in password:
                 raise InvalidArgumentError(f"{file}: it takes one line, NAME:PASSWORD")
         return Access(load_directory(directory), user, password)
