@@ -10,6 +10,7 @@ A key is never shown: not by repr, nor in errors or logs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import logging
@@ -17,7 +18,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,24 @@ class Credentials:
     stamp: Stamp = field(compare=False, repr=False)  # of the files when these bytes were read
 
     def check(self) -> None:
-        """Raise ssl.SSLError or OSError if the files do not belong together."""
+        """Raise ssl.SSLError or OSError if they do not belong together."""
+        self.context()
+
+    def context(self) -> ssl.SSLContext:
+        """Return what Python's TLS takes: of these very bytes, whatever the files are by now. Raises as `check`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(self.ca_path)
-        context.load_cert_chain(self.certificate_path, self.key_path, password="")  # nobody is asked
+        with _as_file(self.ca) as ca, _as_file(self.certificate) as certificate, _as_file(self.key) as key:
+            context.load_verify_locations(ca)
+            context.load_cert_chain(certificate, key, password="")  # nobody is asked
+        return context
+
+
+@contextlib.contextmanager
+def _as_file(text: bytes) -> Iterator[str]:
+    """A path to the bytes in memory: for certificates and keys Python's TLS takes no others."""
+    with os.fdopen(os.memfd_create("smb-credentials"), "wb", buffering=0) as file:
+        file.write(text)
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 class Current:

@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from smb.security.credentials import Credentials, load_directory
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
 from tests.support.other_users import AS_ROOT, DAEMON, STRANGER, output_as, sticky
@@ -165,3 +168,21 @@ def test_root_takes_no_other_users_credentials(tmp_path: Path) -> None:
         (where,) = sets(place, tmp_path / "client", ["one"])
         text = output_as(0, LOAD, where)
         assert text.count(f"belongs to user {DAEMON}; it has to be of this user, 0, or of root") == 3, text
+
+
+def test_credentials_are_checked_as_they_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths may lead to something else by then: to a pipe, which waits for ever, or to another pair."""
+    make_set(tmp_path, [Holder(Role.CLIENT, "")])
+    check = Credentials.check
+    asked = []
+
+    def replaced(credentials: Credentials) -> None:
+        for file in FILES[:3]:
+            (tmp_path / "client" / file).unlink()
+        asked.append(credentials)
+        check(credentials)  # opened again, a path would be missing now
+
+    monkeypatch.setattr(Credentials, "check", replaced)
+    assert load_directory(tmp_path / "client") in asked
+    os.mkfifo(tmp_path / "client" / "cert.pem")
+    assert asked[0].context().get_ca_certs()

@@ -144,9 +144,7 @@ def fault_of(address: str, credentials: Credentials) -> str:
     """
     host, port = parse_address(address)
     try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(credentials.ca_path)
-        context.load_cert_chain(credentials.certificate_path, credentials.key_path, password="")
+        context = credentials.context()
         context.set_alpn_protocols(["h2"])
         with (
             socket.create_connection((host, port), _FAULT_S) as plain,
