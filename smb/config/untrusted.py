@@ -84,9 +84,7 @@ def open_kept(path: Path, secret: str = "") -> int:
             raise InvalidArgumentError(f"anybody may read {secret}{path}; chmod o= {path}")
         step = path.absolute()
         for _ in range(_LINKS_MAX):
-            for each in (step, step.parent):
-                if each.is_symlink():
-                    _check_owner(each, each.lstat())
+            _check_owner(step, step.lstat())
             check_directory(step.parent, sticky=found.st_nlink == 1)  # else another one can put a file of ours there
             if not step.is_symlink():
                 break
@@ -99,8 +97,9 @@ def open_kept(path: Path, secret: str = "") -> int:
 
 def check_directory(path: Path, *, sticky: bool = False) -> None:
     """Raise InvalidArgumentError if others than this user and root can rename or remove what these have in a directory;
-    without `sticky` also if they can make files there, as in /tmp.
+    without `sticky` also if they can make files there, as in /tmp. A link to it is theirs, too.
     """
+    _check_owner(path, path.lstat())
     found = path.stat()
     _check_owner(path, found)
     if found.st_mode & _OTHERS_WRITE and not (sticky and found.st_mode & stat.S_ISVTX):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smb.config.untrusted import check_directory, open_kept, read_opened
 from smb.errors import Error, InvalidArgumentError
 from smb.security.credentials import CA_FILE, CERTIFICATE_FILE, COORDINATOR_NAME, KEY_FILE, server_name
 from smb.security.roles import NAME_URI, NAMESPACE_URI, ROLE_URI, Role
@@ -63,10 +64,12 @@ class Authority:
 
     @staticmethod
     def load(directory: Path) -> Authority:
-        """Read the one in a directory. Raises InvalidArgumentError if it is not whole."""
+        """Read the one in a directory. Raises InvalidArgumentError if it is not whole, or if others than this user and
+        root can change or replace it.
+        """
         try:
-            key = serialization.load_pem_private_key((directory / CA_KEY_FILE).read_bytes(), None)
-            certificate = x509.load_pem_x509_certificate((directory / CA_FILE).read_bytes())
+            key = serialization.load_pem_private_key(_read(directory / CA_KEY_FILE, "the key "), None)
+            certificate = x509.load_pem_x509_certificate(_read(directory / CA_FILE))
         except (OSError, ValueError, TypeError) as error:
             raise InvalidArgumentError(f"{directory} holds no certificate authority of ours: {error}") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -112,18 +115,24 @@ class Authority:
 
 def make_set(directory: Path, holders: Sequence[Holder], days: float = DAYS_DEFAULT) -> list[Path]:
     """Make an authority in `directory`/ca, unless there is one, and a directory of credentials for each holder beside
-    it, unless there is one; return those that are new. Raises InvalidArgumentError.
+    it, unless there is one; return those that are new. Raises InvalidArgumentError, also if others can make or replace
+    files in one of these directories: what they planted would be signed with, or given out.
     """
     place = directory / "ca"
     try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_directory(directory)
+        if os.path.lexists(place):
+            check_directory(place)
         if not (place / CA_KEY_FILE).exists():
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             Authority.make().save(place)
         authority = Authority.load(place)
         made = []
         for holder in holders:
             own = directory / (holder.name or holder.role.value)
-            if not own.exists():
+            if os.path.lexists(own):
+                check_directory(own)
+            else:
                 authority.issue(holder, own, days)
                 made.append(own)
     except OSError as error:
@@ -160,6 +169,11 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _read(path: Path, secret: str = "") -> bytes:
+    with os.fdopen(open_kept(path, secret), "rb", buffering=0) as file:
+        return read_opened(file, path)
 
 
 def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -20,6 +20,7 @@ from smb.config.settings import SETTINGS, read_file
 from tests.ops.deploy import fake_slurm
 from tests.support.daemons import wait_for
 from tests.support.etcd import needs_etcd, running_etcd
+from tests.support.other_users import AS_ROOT, STRANGER
 
 ROOT = Path(__file__).parents[3]
 SYSTEMD = ROOT / "deploy/systemd"
@@ -250,6 +251,25 @@ def test_a_slurm_job_ends_when_told(tmp_path: Path) -> None:
         job.wait()
     assert job.returncode == 143
     assert not _daemons(tmp_path)
+
+
+@AS_ROOT
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_slurm_job_uses_no_directory_of_another_user(tmp_path: Path, linked: bool) -> None:
+    """Who guessed its name could have put an authority there, or a link to what the job's end would remove."""
+    planted = tmp_path / f"smb-{os.getpid()}"
+    kept = tmp_path / "own" / "state"
+    kept.mkdir(parents=True)
+    if linked:
+        planted.symlink_to(kept.parent)
+    else:
+        planted.mkdir(mode=0o777)
+    os.chown(planted, STRANGER, STRANGER, follow_symlinks=False)
+    with slurm(tmp_path, "true") as job:
+        printed, _ = job.communicate(timeout=90)
+    assert (job.returncode, printed) == (1, f"{planted} is not a directory of this user's own\n")
+    assert kept.exists()
+    assert not list(planted.glob("c*"))
 
 
 def _daemons(directory: Path) -> list[str]:
