@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 
 from memserver.threads import begin
+from smb.daemon.launch import python_m
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import ITEMS_MAX
 from smb.security.credentials import CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, Credentials
@@ -31,10 +31,10 @@ class Relays:
 
     def __init__(self, coordinator: str, server: str, credentials: Credentials | None = None) -> None:
         """With credentials the process shows them, too: what a memory server's relay may is little."""
-        self._command = [sys.executable, "-m", "smb.relay", coordinator, server]
-        self._variables = {"PYTHONSAFEPATH": "1"}
+        self._command = python_m("smb.relay", coordinator, server)
+        self._variables: dict[str, str] = {}
         if credentials is not None:
-            self._variables |= {  # paths: it follows the files, as we do
+            self._variables = {  # paths: it follows the files, as we do
                 CA_VARIABLE: str(credentials.ca_path),
                 CERTIFICATE_VARIABLE: str(credentials.certificate_path),
                 KEY_VARIABLE: str(credentials.key_path),

@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from smb.config import settings
 from smb.config.host_address import reachable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address, parse_bytes
 from smb.daemon.held_directory import HeldDirectory, sweep
+from smb.daemon.launch import python_m
 from smb.daemon.own_files import open_own, take_directory
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
@@ -87,14 +87,13 @@ class Daemon:
         if self.running:
             raise Error(f"{self.name} runs already (pid {self.pid})")
         self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", *self._module.split(), "--ready-file", str(self._ready)]
+        command = python_m(*self._module.split(), "--ready-file", str(self._ready))
         for option, value in self._options.items():
             command += [f"--{option.replace('_', '-')}", *([value] if value else [])]
-        # Safe path: -m would look into the working directory first, where somebody else's memserver.py may lie. Our own
-        # credentials as a client do not count here: daemons get theirs as options.
+        # Our own credentials as a client do not count here: daemons get theirs as options.
         taken_away = {*CREDENTIALS_VARIABLES, *settings.file_variables()}
         environment = {name: value for name, value in os.environ.items() if name not in taken_away}
-        environment |= {OWNER_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
+        environment |= {OWNER_VARIABLE: str(os.getpid())}
         with os.fdopen(open_own(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as log:
             self._process = _launch(command, environment, log, held=self._held)
 

@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from smb.config.parse import OWNER_VARIABLE
+from smb.daemon.launch import python_m
 
 MODULES = ("memserver", "smb.tools.cli.main")
 IMPORTED = ("memserver.cli", "smb.tools.cli.main", "smb.tools.cli.coordinator", "smb.coordinator.process")
+SAFE = python_m()  # how the product starts a module
 _MESSAGE_BYTES = 1 << 17
 _STEMS_MAX = 2
 _DESCRIPTORS_MAX = 4  # the output, and what a daemon holds
@@ -134,7 +136,7 @@ class _Stem:
         new_session: bool,
         held: Sequence[int],
     ) -> Forked:
-        request = {"words": list(command[2:]), "environment": dict(environment), "session": new_session}
+        request = {"words": _words(command), "environment": dict(environment), "session": new_session}
         return Forked(self, self.ask(request, out.fileno(), *held)["pid"], command)
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> dict[str, Any]:
@@ -166,9 +168,11 @@ _guard = threading.Lock()
 def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str | None) -> _Stem | None:
     """Return the stem for these circumstances: it is made when they come for the second time."""
     global _owner
-    program, option, module = command[:3]
-    if (program, option) != (sys.executable, "-m") or module not in MODULES or _NEVER & environment.keys():
+    module, *_ = _words(command)
+    if module not in MODULES or _NEVER & environment.keys():
         return None
+    if list(command[: len(SAFE)]) == SAFE:
+        environment = {**environment, "PYTHONSAFEPATH": "1"}  # its own path is that of all its forks
     where = cwd or str(Path.cwd())
     key = (where, tuple(sorted(item for item in environment.items() if item[0] not in _FREE)), _circumstances())
     with _guard:
@@ -182,6 +186,14 @@ def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str |
                 return None
             _stems[key] = _Stem(environment, where)
         return _stems[key]
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """Return the module that a Python is told to run, and its arguments; another program has an empty module."""
+    for start in (SAFE, [sys.executable, "-m"]):
+        if list(command[: len(start)]) == start:
+            return list(command[len(start) :])
+    return [""]
 
 
 def _circumstances() -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import mmap
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from smb.daemon.launch import python_c
 from smb.errors import Error
 from smb.tools.bench import peer
 
@@ -86,8 +86,8 @@ class SocketLimit:
 @contextmanager
 def socket_limit() -> Iterator[SocketLimit]:
     """Start the peer process; it ends with the context."""
-    with subprocess.Popen(
-        [sys.executable, "-c", "from smb.tools.bench.peer import main; main()"],
+    with subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        python_c("from smb.tools.bench.peer import main; main()"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from smb.daemon.launch import python_m
 from smb.errors import Error
 from smb.tools.cli.options import Coordinator
 from smb.tools.cli.output import console
@@ -103,12 +104,12 @@ def umount(
 def _in_background(directory: Path) -> None:
     """Run this command again in a process of its own, and wait for its word that it is mounted."""
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", "smb.tools.cli.main", *sys.argv[1:], "--foreground", "--ready-fd", str(write_end)]
+    command = python_m("smb.tools.cli.main", *sys.argv[1:], "--foreground", "--ready-fd", str(write_end))
     # Until it is mounted its errors are ours; then they go into the log (_say_ready).
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(  # noqa: S603 - our own module
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(write_end,),
-            start_new_session=True, env=os.environ | {"PYTHONSAFEPATH": "1"},
+            start_new_session=True,
         )  # fmt: skip
         os.close(write_end)
         ready = select.select([read_end], [], [], _WAIT_S)[0] and os.read(read_end, len(_READY))

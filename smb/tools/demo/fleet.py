@@ -8,7 +8,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from smb.config.parse import TRAIN_HOST_VARIABLE
+from smb.daemon.launch import python_m
 from smb.errors import Error
 from smb.tools.demo.config import WorkerTask
 
@@ -91,7 +91,7 @@ class Fleet:
         log = self._folder / f"{task.name}.log"
         with log.open("wb") as stderr:
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", "smb.tools.demo.worker", task.to_json()],
+                python_m("smb.tools.demo.worker", task.to_json()),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
