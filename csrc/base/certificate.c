@@ -230,8 +230,8 @@ int certificate_judge(X509_STORE *authorities, X509 *certificate, STACK_OF(X509)
         if (error == X509_V_OK && shown.is_unknown) {
             snprintf(
                 why, SMB_WHY_BYTES,
-                "its certificate (role \"%s\", name \"%.64s\") has a URI of the scheme \"smb\" that "
-                "is neither smb:role/ROLE, smb:name/NAME nor smb:namespace/NAMESPACE",
+                "its certificate (role \"%s\", name \"%.64s\") has a URI of the scheme \"smb\" "
+                "that is neither smb:role/ROLE, smb:name/NAME nor smb:namespace/NAMESPACE",
                 shown.holder.role, shown.holder.name);
             error = X509_V_ERR_APPLICATION_VERIFICATION;
         }

@@ -34,6 +34,7 @@ struct peer {
     uint64_t session;
     uint64_t sequence;
     uint64_t nonce;
+    struct bond bond;
     struct smb_slots *slots; /* by reference; of this connection */
 };
 
@@ -156,8 +157,11 @@ static void store_token(const struct peer *peer, uint64_t segment, uint32_t righ
                               .rights = rights,
                               .generation = 1,
                               .expires_ms = UINT64_MAX / 4 / 1000000};
-    struct access_connection connection = {
-        .nonce = peer->nonce, .instance = 1, .session = peer->session, .lane = lane_of(peer)};
+    struct access_connection connection = {.nonce = peer->nonce,
+                                           .instance = 1,
+                                           .session = peer->session,
+                                           .lane = lane_of(peer),
+                                           .bond = peer->bond};
     uint8_t text[56] = "smb token 1";
     smb_store64(text + 16, peer->session);
     smb_store64(text + 24, segment);
@@ -224,7 +228,9 @@ static void peer_connect(struct peer *peer)
     struct smb_frame hello = {.opcode = SMB_HELLO,
                               .flags = flags_of(peer),
                               .session = peer->session,
-                              .lane = lane_of(peer)};
+                              .lane = lane_of(peer),
+                              .argument = by_reference(peer) ? 0 : bond_namespaces()};
+    uint64_t namespaces = hello.argument;
     hello.payload = smb_frame_checksum_bytes(&hello);
     uint8_t bytes[SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES];
     ssize_t count = SMB_FRAME_BYTES + hello.payload;
@@ -234,6 +240,9 @@ static void peer_connect(struct peer *peer)
     MUST(recv(peer->fd, bytes, (size_t)count, MSG_WAITALL) == count &&
          smb_frame_parse(bytes, &hello) == SMB_OK);
     peer->nonce = hello.offset;
+    struct channel channel = {.fd = peer->fd};
+    MUST(bond_of(&channel, by_reference(peer), false, namespaces, hello.length & SMB_BOND_HAS_IDS,
+                 &peer->bond) == SMB_OK);
     if (peer->session % 16 == 7 || peer->session % 16 == 9 || peer->session == BACKUP)
         return; /* these have nothing to show */
     show_tokens(peer);
