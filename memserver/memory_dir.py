@@ -158,7 +158,8 @@ class Place:
             if self._serves and not any(self.segment_files()):
                 self.journal_path.unlink(missing_ok=True)
                 self.stamps_path.unlink(missing_ok=True)
-            self._lock_path.unlink(missing_ok=True)
+            if self._lock_fd is not None:  # else it is another user's, who may hold it
+                self._lock_path.unlink(missing_ok=True)
         except FileNotFoundError:
             _log.warning("%s was removed meanwhile, with all that was in it", self.directory)
         except PermissionError as error:
@@ -185,7 +186,8 @@ class Place:
             except OSError:
                 found = os.fstat(fd)
                 if found.st_uid != os.geteuid() and not self._serves:  # no server of ours holds it
-                    return fd
+                    os.close(fd)
+                    return None
                 fault = fault_of(found)
                 os.close(fd)
                 raise AlreadyExistsError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
@@ -34,6 +35,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 )
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # with access control lists the group's bits are what these may grant
 _LINKS_MAX = 40  # that the kernel follows
+_log = logging.getLogger("smb")
 _KEY_PART = re.compile(r"""[ \t]*(?:[A-Za-z0-9_-]*|"[^"\n]*"|'[^'\n]*')[ \t]*""")
 
 
@@ -66,6 +68,31 @@ def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
     raise InvalidArgumentError(f"{os.fspath(path)} is {kind}; a regular file is needed here")
 
 
+def followed(path: Path) -> tuple[Path, Path | None]:
+    """Return a path without links, and the first link on the way that another user made, who chooses where it leads.
+    Raises OSError if there is nothing.
+    """
+    whole, links = Path("/"), 0
+    foreign: Path | None = None
+    rest = list(reversed(path.absolute().parts))
+    while rest:
+        at = whole / rest.pop()
+        if at.name == "..":  # what is before it has no links
+            whole = whole.parent
+            continue
+        found = at.lstat()
+        if not stat.S_ISLNK(found.st_mode):
+            whole = at
+            continue
+        links += 1
+        if links > _LINKS_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if found.st_uid not in (0, os.geteuid()):
+            foreign = foreign or at
+        rest += reversed(at.readlink().parts)
+    return whole, foreign
+
+
 def open_kept(path: Path, secret: str = "") -> int:
     """As open_regular, of a file that nobody but this user and root can change or replace: the file, its directory and
     links that lead there are theirs. With `secret`, its name in an error ("the key "), not everybody may read it.
@@ -85,24 +112,35 @@ def open_kept(path: Path, secret: str = "") -> int:
         step = path.absolute()
         for _ in range(_LINKS_MAX):
             _check_owner(step, step.lstat())
-            check_directory(step.parent, sticky=found.st_nlink == 1)  # else another one can put a file of ours there
+            # else another one can put a file of ours there
+            check_directory(step.parent, sticky=found.st_nlink == 1, volume=True)
             if not step.is_symlink():
                 break
             step = step.parent / step.readlink()
+        _, link = followed(path)
+        if link is not None:
+            raise InvalidArgumentError(
+                f"{path} leads through {link}, a link that user {link.lstat().st_uid} made; name the file without it"
+            )
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def check_directory(path: Path, *, sticky: bool = False) -> None:
+def check_directory(path: Path, *, sticky: bool = False, volume: bool = False) -> None:
     """Raise InvalidArgumentError if others than this user and root can rename or remove what these have in a directory;
-    without `sticky` also if they can make files there, as in /tmp. A link to it is theirs, too.
+    without `sticky` also if they can make files there, as in /tmp. A link to it is theirs, too. With `volume` one that
+    root has mounted there is only told of in the log: containers get volumes that everybody may write.
     """
     _check_owner(path, path.lstat())
     found = path.stat()
     _check_owner(path, found)
     if found.st_mode & _OTHERS_WRITE and not (sticky and found.st_mode & stat.S_ISVTX):
+        mode = stat.filemode(found.st_mode)
+        if volume and found.st_uid == 0 and path.resolve().is_mount():
+            _log.warning("%s can be written to by others (%s), who can replace what is in it", path, mode)
+            return
         raise InvalidArgumentError(
             f"others than its owner may put files into {path} ({stat.filemode(found.st_mode)}); chmod go-w {path}"
         )
@@ -111,7 +149,8 @@ def check_directory(path: Path, *, sticky: bool = False) -> None:
 def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (0, os.geteuid()):
         raise InvalidArgumentError(
-            f"{path} belongs to user {found.st_uid}; it has to be of this user, {os.geteuid()}, or of root"
+            f"{path} belongs to user {found.st_uid}; it has to be of this user, {os.geteuid()}, or of root: run this "
+            f"as that user, or give this one a copy"
         )
 
 

@@ -73,7 +73,7 @@ def open_store(where: str) -> Store:
     """Open the store at `where`: a directory, made if need be, for SQLite. (The store in etcd belongs to the leader.)
 
     Raises InvalidArgumentError for an unknown kind of store, UnavailableError if another coordinator has the store.
-    UnavailableError too if others than this user can write it, or have put something there.
+    UnavailableError too if it is another user's, if everybody may write in it, or if others have put something there.
     Raises StoreError if the store cannot be made or was written by another version.
     """
     if "://" in where:

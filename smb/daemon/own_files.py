@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from smb.config.untrusted import followed
 from smb.errors import UnavailableError
 
 _log = logging.getLogger("smb")
@@ -52,9 +53,9 @@ def take_directory(path: Path, option: str) -> None:
     user's link leads to it; OSError if it cannot be made. A group that may write is told of in the log, as umask 002
     and the volumes of Kubernetes give it; so is everybody, on a volume that root has mounted there.
     """
-    for each in (whole := path.absolute(), *whole.parents):
-        if each.is_symlink() and (user := each.lstat().st_uid) not in (0, os.geteuid()):
-            raise _refusal(path, option, f"is reached by {each}, a link that user {user} made")
+    whole = path.absolute()
+    there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
+    _refuse_links(path, there, option)
     _make(whole)
     found = whole.stat()
     if found.st_uid not in (0, os.geteuid()):
@@ -67,6 +68,15 @@ def take_directory(path: Path, option: str) -> None:
         _log.warning("%s %s can be written to by others (%s), who can remove what is in it", option, path, mode)
 
 
+def _refuse_links(path: Path, there: Path, option: str) -> None:
+    try:
+        link = followed(there)[1]
+    except OSError:  # it leads nowhere
+        link = there if there.is_symlink() and there.lstat().st_uid not in (0, os.geteuid()) else None
+    if link is not None:
+        raise _refusal(path, option, f"is reached by {link}, a link that user {link.lstat().st_uid} made")
+
+
 def _make(path: Path) -> None:
     for each in reversed([each for each in path.parents if not each.exists()]):
         each.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: others could put another directory in place of ours
@@ -75,8 +85,13 @@ def _make(path: Path) -> None:
     except OSError:
         if not path.is_dir():
             raise
-    else:
-        path.chmod(0o700)  # a umask may have taken rights of our own
+        return
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_uid == os.geteuid():  # and nobody has put another one in its place
+            Path(f"/proc/self/fd/{fd}").chmod(0o700)  # a umask may have taken rights of our own
+    finally:
+        os.close(fd)
 
 
 def _refusal(path: Path, option: str, fault: str) -> UnavailableError:

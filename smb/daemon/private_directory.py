@@ -7,7 +7,6 @@ of that name is made if it is missing: then an operator whose directory is refus
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -15,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from smb.config.settings import private_memory
+from smb.config.untrusted import followed
 from smb.errors import InvalidArgumentError, UnavailableError
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # with access control lists the group's bits are what these may grant
@@ -22,7 +22,6 @@ _ANOTHER = (
     "remove it, or make a directory of this user's own that has a name which nobody can guess (mktemp -d -p {}), and "
     "name that by --memory-dir"
 )
-_LINKS_MAX = 40  # as the kernel's
 _log = logging.getLogger("smb")
 
 
@@ -54,11 +53,11 @@ def take_directory(path: Path) -> Path:
     own = is_private_name(path)
     link: Path | None = None
     try:
-        around, link = _followed(path.parent)
+        around, link = followed(path.parent)
         if own and link is None:
             with suppress(OSError):  # it is there already, or what is in the way is told of below
                 (around / path.name).mkdir(mode=0o700)
-        whole, link = _followed(path)
+        whole, link = followed(path)
         fd = os.open(whole, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         if link is not None:
@@ -81,31 +80,6 @@ def take_directory(path: Path) -> Path:
             _log.warning("others can put another directory in the place of %s, as %s %s", path, each, why)
             break
     return whole
-
-
-def _followed(path: Path) -> tuple[Path, Path | None]:
-    """Return a path without links, and the first link on the way that another user made, who chooses where it leads.
-    Raises OSError if there is nothing.
-    """
-    whole, links = Path("/"), 0
-    foreign: Path | None = None
-    rest = list(reversed(path.absolute().parts))
-    while rest:
-        at = whole / rest.pop()
-        if at.name == "..":  # what is before it has no links
-            whole = whole.parent
-            continue
-        found = at.lstat()
-        if not stat.S_ISLNK(found.st_mode):
-            whole = at
-            continue
-        links += 1
-        if links > _LINKS_MAX:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        if found.st_uid not in (0, os.geteuid()):
-            foreign = foreign or at
-        rest += reversed(at.readlink().parts)
-    return whole, foreign
 
 
 def _may_be_replaced(found: os.stat_result) -> str:
