@@ -46,6 +46,7 @@ def test_copies_of_the_engine_are_checked() -> None:
     elf = Path(str(smb._engine.__file__)).read_bytes()
     if b"__asan_init" in elf or b"__tsan_init" in elf:
         pytest.skip("a build for a sanitizer, which has checks of its own")
-    assert b"\0__memcpy_chk\0" in elf
+    # Which of them the compiler keeps changes with the code; reads from a socket it can never prove.
+    assert b"\0__recv_chk\0" in elf
     if platform.machine() == "x86_64":
         assert elf.count(ENDBR64) > 500
