@@ -42,7 +42,7 @@ from memserver.usage_by_client import Names
 from smb.config.host_address import addresses_of, bindable
 from smb.config.parse import check_weight, format_address, format_bytes, parse_address, parse_addresses
 from smb.daemon.host_memory import MemoryLimit
-from smb.daemon.private_directory import take_directory
+from smb.daemon.private_directory import take_memory_directory
 from smb.daemon.process import (
     Pages,
     check_listen,
@@ -155,7 +155,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     host, port = parse_address(options.listen)
     numeric = _numeric(host)  # an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)
-    place = Place(take_directory(options.memory_dir), options.name)
+    place = Place(take_memory_directory(options.memory_dir), options.name)
     leaving.callback(place.close)
     take_in(place)
     place.check_capacity(options.capacity_bytes)

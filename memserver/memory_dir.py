@@ -17,9 +17,9 @@ from pathlib import Path
 
 from smb.config.parse import format_bytes
 from smb.config.settings import private_memory
+from smb.config.untrusted import others_write
 from smb.daemon.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
 from smb.daemon.own_files import fault_at, fault_of
-from smb.daemon.private_directory import others_write
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
 
 SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux has 108 bytes, the last of them 0

@@ -103,6 +103,11 @@ class ServerInfo:
     quarantined: tuple[QuarantinedInfo, ...] = ()
 
     @property
+    def may_live(self) -> bool:
+        """Whether it is alive, or was not heard of yet, in which case it may be: not knowing is no loss."""
+        return self.alive or self.unheard
+
+    @property
     def free(self) -> int:
         """Bytes left."""
         return max(0, self.capacity - self.used)
@@ -396,8 +401,7 @@ class Client:
                 )
         if to == "auto":
             parts = {place.server for place in source.layout.segments}
-            may_live = [server for server in self.servers() if server.alive or server.unheard]
-            open_to = [server.name for server in may_live if not server.draining]
+            open_to = [server.name for server in self.servers() if server.may_live and not server.draining]
             servers = [name for name in open_to if name not in parts]
         else:
             servers = builtins.list(_server_names(name, to))

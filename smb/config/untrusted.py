@@ -103,7 +103,7 @@ def open_kept(path: Path, secret: str = "") -> int:
     try:
         found = os.fstat(descriptor)
         _check_owner(path, found)
-        if found.st_mode & _OTHERS_WRITE:
+        if others_write(found):
             raise InvalidArgumentError(
                 f"{path} may be changed by others than its owner ({stat.filemode(found.st_mode)}); chmod go-w {path}"
             )
@@ -128,6 +128,18 @@ def open_kept(path: Path, secret: str = "") -> int:
     return descriptor
 
 
+def others_write(found: os.stat_result) -> bool:
+    """Whether others than the owner may write to a file, or make files in a directory."""
+    return bool(found.st_mode & _OTHERS_WRITE)
+
+
+def is_open_volume(path: Path, found: os.stat_result) -> bool:
+    """Whether a directory is one that root has mounted for containers, which everybody may write. /tmp is none: in a
+    sticky directory others can keep links to files of ours.
+    """
+    return found.st_uid == 0 and not found.st_mode & stat.S_ISVTX and path.resolve().is_mount()
+
+
 def check_directory(path: Path, *, sticky: bool = False, volume: bool = False) -> None:
     """Raise InvalidArgumentError if others than this user and root can rename or remove what these have in a directory;
     without `sticky` also if they can make files there, as in /tmp. A link to it is theirs, too. With `volume` one that
@@ -136,9 +148,9 @@ def check_directory(path: Path, *, sticky: bool = False, volume: bool = False) -
     _check_owner(path, path.lstat())
     found = path.stat()
     _check_owner(path, found)
-    if found.st_mode & _OTHERS_WRITE and not (sticky and found.st_mode & stat.S_ISVTX):
+    if others_write(found) and not (sticky and found.st_mode & stat.S_ISVTX):
         mode = stat.filemode(found.st_mode)
-        if volume and found.st_uid == 0 and path.resolve().is_mount():
+        if volume and is_open_volume(path, found):
             _log.warning("%s can be written to by others (%s), who can replace what is in it", path, mode)
             return
         raise InvalidArgumentError(

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from smb.config.untrusted import followed
+from smb.config.untrusted import followed, is_open_volume, others_write
 from smb.errors import UnavailableError
 
 _log = logging.getLogger("smb")
@@ -61,10 +61,9 @@ def take_directory(path: Path, option: str) -> None:
     if found.st_uid not in (0, os.geteuid()):
         raise _refusal(path, option, f"belongs to user {found.st_uid}, and this is user {os.geteuid()}")
     mode = stat.filemode(found.st_mode)
-    is_volume = found.st_uid == 0 and not found.st_mode & stat.S_ISVTX and whole.is_mount()
-    if found.st_mode & stat.S_IWOTH and not is_volume:
+    if found.st_mode & stat.S_IWOTH and not is_open_volume(whole, found):
         raise _refusal(path, option, f"can be written to by everybody ({mode})")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if others_write(found):
         _log.warning("%s %s can be written to by others (%s), who can remove what is in it", option, path, mode)
 
 

@@ -14,20 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from smb.config.settings import private_memory
-from smb.config.untrusted import followed
+from smb.config.untrusted import followed, others_write
 from smb.errors import InvalidArgumentError, UnavailableError
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # with access control lists the group's bits are what these may grant
 _ANOTHER = (
     "remove it, or make a directory of this user's own that has a name which nobody can guess (mktemp -d -p {}), and "
     "name that by --memory-dir"
 )
 _log = logging.getLogger("smb")
-
-
-def others_write(found: os.stat_result) -> bool:
-    """Whether others than the owner may make files in a directory."""
-    return bool(found.st_mode & _OTHERS_WRITE)
 
 
 def directory_fault(found: os.stat_result) -> str:
@@ -44,7 +38,7 @@ def is_private_name(path: Path) -> bool:
     return path.name == Path(private_memory()).name
 
 
-def take_directory(path: Path) -> Path:
+def take_memory_directory(path: Path) -> Path:
     """Return the memory directory without links on the way to it. Makes one of this user's name, with mode 0700.
 
     Raises InvalidArgumentError if it is not there, UnavailableError if it is not this user's alone; the sentence names

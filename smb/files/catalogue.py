@@ -172,9 +172,9 @@ class Catalogue:
         """
         read_at, capacity, free = self._space
         if time.monotonic() - read_at > _SERVERS_FRESH_S:
-            alive = [server for server in self._client.servers() if server.alive or server.unheard]
-            capacity = sum(server.capacity for server in alive)
-            free = sum(server.free for server in alive if not server.draining)
+            may_live = [server for server in self._client.servers() if server.may_live]
+            capacity = sum(server.capacity for server in may_live)
+            free = sum(server.free for server in may_live if not server.draining)
             self._space = time.monotonic(), capacity, free
         return capacity, free
 

@@ -300,9 +300,9 @@ def _placement(client: Client, name: str) -> dict[str, list[str]]:
 
 def _servers_here(client: Client, name: str) -> list[str]:
     """Return the memory servers whose memory this process can map."""
-    alive = [server.name for server in client.servers() if server.alive or server.unheard]
+    names = [server.name for server in client.servers() if server.may_live]
     here = []
-    for server in sorted(alive, key=lambda each: each != socket.gethostname())[:_PROBED_MAX]:
+    for server in sorted(names, key=lambda each: each != socket.gethostname())[:_PROBED_MAX]:
         probe = f"{name}/probe/{secrets.token_hex(8)}"
         try:
             buffer = client.create(probe, 1, "int64", servers=[server])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from smb.config.untrusted import open_kept
+from smb.errors import InvalidArgumentError
 from smb.security.credentials import Credentials, load_directory
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
@@ -239,3 +242,19 @@ def test_certificates_are_made_only_among_files_of_this_user(tmp_path: Path) -> 
             assert case == "link" or f"belongs to user {STRANGER}" in text, (case, text)
         assert not (place / "elsewhere").exists()
         assert not (place / "real" / "reader").exists()
+
+
+def test_a_mount_that_everybody_writes_is_no_volume_if_it_is_sticky() -> None:
+    """In /dev/shm, a mount of root's, others can keep links to files of ours: one with two names is refused."""
+    if os.geteuid() != 0 or not Path("/dev/shm").is_mount():
+        pytest.skip("it takes root, and /dev/shm as a mount")
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="smb-test-") as kept:
+        path = Path(kept.name)
+        os.close(open_kept(path))
+        second = path.with_name(f"{path.name}-second")
+        second.hardlink_to(path)
+        try:
+            with pytest.raises(InvalidArgumentError, match="others than its owner may put files into /dev/shm"):
+                open_kept(path)
+        finally:
+            second.unlink()

@@ -28,14 +28,14 @@ OWN = f"smb-{DAEMON}"
 TAKE = """
 import logging
 from pathlib import Path
-from smb.daemon.private_directory import take_directory
+from smb.daemon.private_directory import take_memory_directory
 from smb.errors import Error
 become()
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 os.umask(0o022)
 for path in map(Path, sys.argv[2:]):
     try:
-        print("taken", take_directory(path))
+        print("taken", take_memory_directory(path))
     except Error as error:
         print("refused", type(error).__name__, error)
 """

@@ -61,7 +61,7 @@ def _why_none(client: Client, name: str) -> str:
     def why_not(server: ServerInfo) -> str:
         if server.name in parts:
             return "with a part of it"
-        return "being drained" if server.alive or server.unheard else "not alive"
+        return "being drained" if server.may_live else "not alive"
 
     why = Counter(map(why_not, client.servers()))
     told = ", ".join(f"{count} {each}" for each, count in why.items())

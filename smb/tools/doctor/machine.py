@@ -10,8 +10,9 @@ from pathlib import Path
 
 from smb.config.parse import format_bytes, parse_bytes
 from smb.config.settings import SETTINGS, private_memory, text_of
+from smb.config.untrusted import others_write
 from smb.daemon.host_memory import HEADROOM_BYTES, MEMORY_FILE_SYSTEMS, MemoryLimit, file_system_of
-from smb.daemon.private_directory import directory_fault, is_private_name, others_write
+from smb.daemon.private_directory import directory_fault, is_private_name
 from smb.tools.doctor.findings import Finding, advice, fine, problem
 from smb.transport import devices
 
