@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -286,11 +286,16 @@ class _Call:
             self._made.failed_since = True
 
 
-def _no_streams() -> NoReturn:
-    raise NotImplementedError("calls that stream have no rules: nobody may make them")
+class _UnaryOnly:
+    """Refuses calls that stream: no RPC of ours does, and no rule lets anybody make one."""
+
+    def unary_stream(self, *_how: Any, **_words: Any) -> Any:
+        raise NotImplementedError("calls that stream have no rules: nobody may make them")
+
+    stream_unary = stream_stream = unary_stream
 
 
-class BelievedChannel(grpc.Channel):
+class BelievedChannel(_UnaryOnly, grpc.Channel):
     """A channel to whom is believed, for threads."""
 
     def __init__(self, belief: Belief, options: Options) -> None:
@@ -302,18 +307,6 @@ class BelievedChannel(grpc.Channel):
     def unary_unary(self, *how: Any, **words: Any) -> Any:
         """See grpc. Its calls look who is there, where nobody has."""
         return _Call(self._made, how, words)
-
-    def unary_stream(self, *_how: Any, **_words: Any) -> Any:
-        """None has a rule."""
-        _no_streams()
-
-    def stream_unary(self, *_how: Any, **_words: Any) -> Any:
-        """None has a rule."""
-        _no_streams()
-
-    def stream_stream(self, *_how: Any, **_words: Any) -> Any:
-        """None has a rule."""
-        _no_streams()
 
     def subscribe(self, callback: Any, try_to_connect: bool | None = False) -> None:
         """Nobody does."""
@@ -370,7 +363,7 @@ class _AioCall:
         raise AssertionError("the second attempt ends it")
 
 
-class BelievedAioChannel(grpc.aio.Channel):
+class BelievedAioChannel(_UnaryOnly, grpc.aio.Channel):
     """The same for asyncio."""
 
     def __init__(self, belief: Belief, options: Options) -> None:
@@ -382,18 +375,6 @@ class BelievedAioChannel(grpc.aio.Channel):
     def unary_unary(self, *how: Any, **words: Any) -> Any:
         """See grpc. Its calls look who is there, where nobody has."""
         return _AioCall(self._made, how, words)
-
-    def unary_stream(self, *_how: Any, **_words: Any) -> Any:
-        """None has a rule."""
-        _no_streams()
-
-    def stream_unary(self, *_how: Any, **_words: Any) -> Any:
-        """None has a rule."""
-        _no_streams()
-
-    def stream_stream(self, *_how: Any, **_words: Any) -> Any:
-        """None has a rule."""
-        _no_streams()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Nobody asks."""
