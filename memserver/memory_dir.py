@@ -38,6 +38,7 @@ class Place:
         self.name = name
         self._serves = serves
         self.socket_path = directory / f"smb.{name}.sock"
+        self._socket_beside = directory / f"smb.{name}.soc~"  # until it listens (csrc/server/listener.c)
         if serves and len(os.fsencode(self.socket_path)) > SOCKET_PATH_BYTES_MAX:
             raise InvalidArgumentError(
                 f"the Unix socket's path {self.socket_path} is longer than the system's {SOCKET_PATH_BYTES_MAX} bytes; "
@@ -92,8 +93,12 @@ class Place:
         for path, is_kind in ((self.journal_path, stat.S_ISREG), (self.stamps_path, stat.S_ISLNK)):
             if fault := fault_at(path, is_kind):
                 raise UnavailableError(self.refusal(path, fault))
-        for path in (self.socket_path, self.stamps_path.with_suffix(".stamps_new"), self._new(self.journal_path)):
+        for path in (self._socket_beside, self.stamps_path.with_suffix(".stamps_new"), self._new(self.journal_path)):
             self.make_way(path, must=True)
+        # A socket that an earlier run left stays until the new one takes its place: clients who have no other path wait
+        # where there is one, and are told that the server is not on this host where there is none.
+        if fault_at(self.socket_path, stat.S_ISSOCK):
+            self.make_way(self.socket_path, must=True)
 
     @staticmethod
     def _new(path: Path) -> Path:
@@ -156,8 +161,8 @@ class Place:
         """Give the name back, and take the journal away if there is nothing left that it could be about."""
         try:
             if self._serves and not any(self.segment_files()):
-                self.journal_path.unlink(missing_ok=True)
-                self.stamps_path.unlink(missing_ok=True)
+                for path in (self.journal_path, self.stamps_path, self.socket_path):
+                    path.unlink(missing_ok=True)
             if self._lock_fd is not None:  # else it is another user's, who may hold it
                 self._lock_path.unlink(missing_ok=True)
         except FileNotFoundError:

@@ -48,6 +48,8 @@ LONG_FILES = (
     "engine/model/test_models.py",
 )
 
+_shared: list[smb.LocalCluster] = []  # the cluster of this worker, once there is one
+
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +71,21 @@ def cluster() -> Iterator[smb.LocalCluster]:
     them.
     """
     with smb.LocalCluster(servers=3, capacity="64MiB") as running:
+        _shared.append(running)
         yield running
+        _shared.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """What a file leaves in the cluster is seen by the tests of another one, which it is depends on the order."""
+    yield
+    for running in _shared:
+        with smb.connect(running.address) as client:
+            left = [buffer.name for buffer in client.list()]
+            for name in left:
+                client.delete(name, missing_ok=True)
+        assert not left, "this file leaves buffers in the workers' cluster"
 
 
 @pytest.fixture

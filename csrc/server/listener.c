@@ -20,6 +20,9 @@
  * before a loop that has much to do, and a good client wait in it for seconds. */
 enum { ACCEPTS_PER_TURN = 4 };
 
+/* The last letter of a Unix socket's name until it listens. */
+static const char BESIDE = '~';
+
 static bool peer_is_ours(int fd)
 {
     struct ucred peer;
@@ -178,17 +181,23 @@ int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16
 int smb_server_listen_unix(struct smb_server *server, const char *path)
 {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
-    if (strlen(path) >= sizeof name.sun_path || server->unix_path)
+    size_t length = strlen(path);
+    if (length == 0 || length >= sizeof name.sun_path || server->listens_unix)
         return SMB_INVALID;
-    strcpy(name.sun_path, path);
+    memcpy(name.sun_path, path, length);
+    name.sun_path[length - 1] = BESIDE; /* as long as the path, so it fits where that does */
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return SMB_SYSTEM;
-    unlink(path); /* left by an earlier run; the caller holds the lock that says so */
+    unlink(name.sun_path); /* left by an earlier run; the caller holds the lock that says so */
     if (bind(fd, (struct sockaddr *)&name, sizeof name) != 0)
         return close_failed(fd);
-    server->unix_path = strdup(path);
-    if (!server->unix_path || listen(fd, SOMAXCONN) != 0)
+    if (listen(fd, SOMAXCONN) != 0 || rename(name.sun_path, path) != 0) {
+        int reason = errno;
+        unlink(name.sun_path);
+        errno = reason;
         return close_failed(fd);
+    }
+    server->listens_unix = true;
     return add_listener(server, fd, SMB_TRANSPORT_UNIX);
 }

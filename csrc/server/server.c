@@ -78,9 +78,6 @@ void smb_server_destroy(struct smb_server *server)
             close(server->listeners[i]->fd);
         free(server->listeners[i]);
     }
-    if (server->unix_path)
-        unlink(server->unix_path);
-    free(server->unix_path);
     if (server->spare_fd >= 0)
         close(server->spare_fd);
     registry_clear(server);

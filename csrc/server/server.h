@@ -65,7 +65,7 @@ struct smb_server {
     struct loop *loops;
     _Atomic uint32_t next_loop;
     struct listener *listeners[LISTENERS_MAX];
-    char *unix_path;
+    bool listens_unix;
     int spare_fd; /* given up to turn a peer away when there is no descriptor left */
     _Atomic uint64_t errors[SMB_STATUS_COUNT];
     struct denials denials;

@@ -104,6 +104,8 @@ class Both:
 def softmem(cluster: smb.LocalCluster) -> Iterator[SoftmemFileSystem]:
     files = fsspec.filesystem("softmem", coordinator=cluster.address, skip_instance_cache=True)
     yield files
+    for path in files.ls("", detail=False):
+        files.rm(path, recursive=True)
     files.namespace.client.close()
 
 

@@ -97,7 +97,7 @@ def test_a_buffer_lies_in_files_that_a_restart_finds_again(
         file.seek(-1, 2)
         file.write(b"!")
     assert server.stop() == 0
-    assert daemons.files() == [*names, "smb.a.journal", "smb.a.stamps"]
+    assert daemons.files() == [*names, "smb.a.journal", "smb.a.sock", "smb.a.stamps"]
     assert not servers(coordinator)["a"].alive
 
     server = daemons.memory_server(daemon.address, "a")

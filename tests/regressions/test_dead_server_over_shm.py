@@ -1,4 +1,7 @@
-"""First use over shm of a buffer whose server was killed once failed at once, with TransportError, restart or not."""
+"""First use over shm of a buffer whose server was killed once failed at once, with TransportError, restart or not.
+
+So it did after a clean stop, and in the moment in which a restarted server had removed the socket of its earlier run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import smb
 TIMEOUT_S = 0.5
 
 
-def test_a_dead_server_is_waited_for() -> None:
+@pytest.mark.parametrize("end", ["kill", "terminate"])
+def test_a_dead_server_is_waited_for(end: str) -> None:
     """UnavailableError comes after the timeout and names the server; within it, its return makes the call succeed."""
     with (
         smb.LocalCluster(servers=1) as cluster,
@@ -20,7 +24,7 @@ def test_a_dead_server_is_waited_for() -> None:
     ):
         hasty.create("w", 10).fill(3)
         buffer, waiting = hasty.open("w"), patient.open("w")
-        cluster.servers[0].kill()
+        getattr(cluster.servers[0], end)()
         start = time.monotonic()
         with pytest.raises(smb.UnavailableError, match=r"buffer 'w'.*server-0 .*over shm: nobody answers at .*\.sock"):
             hasty.open("w").read()
