@@ -97,7 +97,7 @@ class CommitLog:
 
         Raises StoreError for records that cannot be read.
         """
-        restarted = Restarted(incarnation, store.changes_max)
+        restarted = Restarted(incarnation, store.changes_max, store.may_lack_its_end)
         commit_log = CommitLog(store, _read(await store.load(), session_lease_s, stripe_bytes, quotas or {}), clock)
         while any(not record.ready for record in (await commit_log.commit(restarted)).state.buffers.values()):
             pass

@@ -33,11 +33,12 @@ class CopyProgress:
 class Restarted:
     """The records were just loaded: creations that were under way are taken back, servers and sessions are given one
     lease to report. `incarnation` is a random number, not 0, for this run. Again until none is under way: at most so
-    many are taken back at a time.
+    many are taken back at a time. `lacks_end`: the last changes before may be missing.
     """
 
     incarnation: int
     changes_max: int | None = None
+    lacks_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)

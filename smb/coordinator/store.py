@@ -2,7 +2,8 @@
 
 The interface is what a key-value service offers too, and asynchronous for that reason; SQLite answers in place, within
 microseconds, because it writes to the kernel's cache only: that survives kill -9 of the coordinator. It does not wait
-for the disk: what a power failure loses here, it has lost on the memory servers of this host as well.
+for the disk, which takes milliseconds, so a power failure of this host takes the last changes away, in their order. It
+notices that the host was started anew since, and says that its end may be missing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol
 
+from smb.config.boot import boot_id
 from smb.daemon.failpoint import failpoint
 from smb.daemon.own_files import keep_to_ourselves, take_directory
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
@@ -29,6 +31,7 @@ _BESIDE = ("-wal", "-shm", "-journal")  # what SQLite has beside its file
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 SCHEMA_VERSION = 1
 SEQUENCE = "lineage/sequence"  # the key of the number of the last change, which goes along with most changes
+BOOT = "boot"  # the key of what names the boot of the host in which the last change was written
 MIGRATION = "migration"  # the key of what says that these records are not to be served: they moved, or are half there
 
 _log = logging.getLogger("coordinator")
@@ -52,6 +55,12 @@ class Store(Protocol):
     @property
     def changes_max(self) -> int | None:
         """How many texts one change may have; None: any number."""
+
+    @property
+    def may_lack_its_end(self) -> bool:
+        """Whether the last changes before this run may be missing, though they were answered for: some of each caller's
+        changes, up to one moment. Changes in the middle are never missing.
+        """
 
     async def load(self) -> dict[str, str]:
         """Return everything, by key."""
@@ -105,6 +114,9 @@ class SqliteStore:
             raise StoreError(f"cannot make {self._path}: {error}") from None
         try:
             self._prepare()
+            self._boot = boot_id()
+            self._boot_written = self._last_boot()
+            self.may_lack_its_end = self._boot_written not in ("", self._boot)
             self._file = self._found()
             reserved = self._has_reserve()
         except BaseException:
@@ -116,7 +128,7 @@ class SqliteStore:
     async def load(self) -> dict[str, str]:
         """Return everything, by key. Raises StoreError for a file that is damaged."""
         try:
-            with closing(self._connection.execute("SELECT key, text FROM records")) as rows:
+            with closing(self._connection.execute("SELECT key, text FROM records WHERE key != ?", (BOOT,))) as rows:
                 return dict(rows.fetchall())
         except sqlite3.Error as error:
             raise StoreError(
@@ -190,6 +202,8 @@ class SqliteStore:
 
     def _write(self, changes: Mapping[str, str | None]) -> None:
         put = [(key, text) for key, text in changes.items() if text is not None]
+        if self._boot_written != self._boot:  # with the first change: until then the end may still be missing
+            put.append((BOOT, self._boot))
         take = [(key,) for key, text in changes.items() if text is None]
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -198,6 +212,7 @@ class SqliteStore:
             failpoint("coordinator.store.written")
             self._connection.execute("COMMIT")
             failpoint("coordinator.store.committed")
+            self._boot_written = self._boot
         except sqlite3.Error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
@@ -223,6 +238,11 @@ class SqliteStore:
             raise StoreError(f"cannot use {self._path}: {error}") from None
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{self._path} is no store of a coordinator: {error}") from None
+
+    def _last_boot(self) -> str:
+        with closing(self._connection.execute("SELECT text FROM records WHERE key = ?", (BOOT,))) as rows:
+            found = rows.fetchone()
+        return found[0] if found else ""
 
     def _check_version(self) -> None:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()

@@ -176,6 +176,7 @@ LEFT_OUT = {
     "regressions/test_default_device.py": _TRAINING,
     "regressions/test_deferred_once.py": "is about shared memory",
     "regressions/test_pid_namespaces.py": "is about shared memory",
+    "regressions/test_power_failures_at_the_coordinator.py": _ELSEWHERE,
     "regressions/test_private_names_are_deleted.py": _ELSEWHERE,
     "regressions/test_progress_ends_while_it_is_closed.py": "is about the thread itself",
     "regressions/test_readers_of_what_was_made_anew.py": _TRAINING,

@@ -48,6 +48,7 @@ class EtcdStore:
     """The records, as long as the lead is ours."""
 
     changes_max = RECORDS_MAX
+    may_lack_its_end = False  # etcd answers once a majority has it on disk
 
     def __init__(self, etcd: Etcd, place: Place, lead: Lead) -> None:
         self._etcd = etcd

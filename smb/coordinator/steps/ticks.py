@@ -13,6 +13,7 @@ from smb.coordinator.events import (
     Instant,
     Report,
     Restarted,
+    SaveBuffer,
     SaveLineage,
     Ticked,
 )
@@ -24,9 +25,20 @@ from smb.coordinator.steps.sessions import end_sessions
 
 
 def restarted(state: State, event: Restarted, now: Instant) -> Step:
-    """Take back half-made buffers, and let all leases run anew."""
+    """Take back half-made buffers, and let all leases run anew.
+
+    Where the end of the records is missing, a buffer is half made because the end begins there. Its creation was
+    probably answered, and clients have written to it since: it counts as made. What was not made of it is then listed
+    as lost. A mirror has nothing that its source does not have.
+    """
     effects: list[Effect] = []
     for record in [record for record in state.buffers.values() if not record.ready][: event.changes_max]:
+        if event.lacks_end and not record.mirror_of:
+            made = replace(record, ready=True)
+            state = replace(state, buffers={**state.buffers, made.key: made})
+            text = f"{record.title} counts as made: the records end within its creation, of an earlier boot of the host"
+            effects += [SaveBuffer(made), Report(logging.WARNING, text)]
+            continue
         state = remove(state, record)
         effects += [
             EraseBuffer(record.key),
