@@ -486,9 +486,9 @@ int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16
 /* From here on TCP connections must speak TLS. They show a certificate of that authority, of a role
  * that uses data (tls.h). Again: for those that come from now on. Takes a reference. */
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls);
-/* Only peers of the same uid, and root, are let in. The file takes the place of what was there: there
- * is no moment without one. It stays when the server is destroyed: whether the memory is still on
- * this host, and clients should wait for the server, is the caller's to say. */
+/* Only peers of the same uid, and root, are let in. The file takes the place of what was there, so
+ * there is always one. It stays when the server is destroyed: clients see by it that a server's
+ * memory is on this host, and the caller knows whether it still is. */
 int smb_server_listen_unix(struct smb_server *server, const char *path);
 /* Memory that a peer's payloads are put into from outside, and answers' data fetched from: `count`
  * places of SMB_CHUNK_BYTES_MAX, each page aligned, slots of the journal if there is one. All of it
