@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _AFTER: dict[str, list[Callable[..., str]]] = defaultdict(list)
 AT_REST: list[Callable[[World], str]] = []
 ALONE_S_MAX = 18.0
+LISTED_S_MAX = 3.0
+DROP_S_MAX = 3.0  # a server has dropped what it was told to, and the coordinator has its answer
 WAITS_S_MAX = 20.0  # three leases, and a little
 COPIES_FACTOR, COPIES_BESIDE = 3, 8  # copies begun may be so many times what was lost, and so many more
 
@@ -116,6 +118,13 @@ def a_copy_is_made_while_servers_are_well(world: World, number: int, title: str,
     well = alone_s > ALONE_S_MAX and world.is_calm(world.leader_name(), *world.hosts, "etcd")
     beside = any(number in held for held in world.unexplained().values()) or world.is_draining()
     return f"{title}: {number:016x} has had one copy for {alone_s:.1f} s" if well and not beside else ""
+
+
+@after("listed")
+def what_is_listed_is_there(world: World, server: str, number: int, gone_s: float) -> str:
+    """Memory that a server has dropped is not listed there for long, while nothing befalls it."""
+    well = gone_s > LISTED_S_MAX and world.is_calm(world.leader_name(), server, "etcd", for_s=gone_s + DROP_S_MAX)
+    return f"{number:016x} is listed at {server}, where it has not been for {gone_s:.1f} s" if well else ""
 
 
 @after("read")

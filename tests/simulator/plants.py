@@ -15,7 +15,7 @@ from unittest.mock import patch
 from memserver.registrant import Registrant
 from smb.coordinator import commit_log, steps
 from smb.coordinator.copy_maker import CopyMaker
-from smb.coordinator.events import BufferMade, Instant, MoveAllowed, ServerRegistered
+from smb.coordinator.events import BufferMade, Instant, MoveAllowed, ServerCounted, ServerRegistered
 from smb.coordinator.memserver_client import Run
 from smb.coordinator.retention import ground_to_drop
 from smb.coordinator.role_changes import RoleChanges
@@ -178,8 +178,16 @@ def lock_with_one_copy() -> Replaced:
 
 @plant
 def quarantine_of_what_is_gone() -> Replaced:
-    """A lock that is freed stays listed in quarantine at a server that held a copy beside the records."""
+    """A lock that is freed stays listed in quarantine at a server that held a copy beside the records, or registered
+    while it was told to drop it. Both mends have to go: each hides the other one's fault.
+    """
+    counted = steps._STEPS[ServerCounted]
+
+    def step(state: State, event: ServerCounted, now: Instant) -> Step:
+        return counted(state, replace(event, dropped=0), now)
+
     yield names, "end_copies_beside", lambda state, *_: state
+    yield steps, "_STEPS", {**steps._STEPS, ServerCounted: step}
 
 
 @plant

@@ -127,14 +127,15 @@ class World:
         self.copies_missing = 0  # at most, at one time since faults ended
         self._troubled_at: dict[str, float] = {}  # by host: when something last befell it
         self._alone_since: dict[int, float] = {}
+        self._ghosts_since: dict[tuple[str, int], float] = {}
         self.strikes: list[Callable[[str, str, str], bool]] = []  # are asked about each message; true: they are over
 
     # ---- what is told
 
-    def is_calm(self, *names: str) -> bool:
+    def is_calm(self, *names: str, for_s: float = CALM_S) -> bool:
         """Whether nothing has befallen these hosts for a while; an empty name is none."""
         now = self.loop.time()
-        return all(name and now - self._troubled_at.get(name, 0.0) >= CALM_S for name in names)
+        return all(name and now - self._troubled_at.get(name, 0.0) >= for_s for name in names)
 
     async def _look(self) -> None:
         """See which hosts are in trouble, and who waits."""
@@ -151,6 +152,7 @@ class World:
             state = self.leading_state()
             if state is not None:
                 self._look_at_copies(state)
+                self._look_at_lists(state)
             for client in self.clients:
                 if client.waits_for is not None:
                     part, since = client.waits_for
@@ -199,6 +201,19 @@ class World:
         self._alone_since = {number: self._alone_since.get(number, now) for number in alone}
         for number, title in alone.items():
             invariants.check(self, "alone", number, title, now - self._alone_since[number])
+
+    def _look_at_lists(self, state: State) -> None:
+        """See for how long memory has been listed that a server does not hold any more."""
+        now = self.loop.time()
+        ghosts = {
+            (name, number)
+            for name, held in state.unexplained.items()
+            for number in held
+            if number not in self.hosts[name].segments
+        }
+        self._ghosts_since = {each: self._ghosts_since.get(each, now) for each in ghosts}
+        for (name, number), since in self._ghosts_since.items():
+            invariants.check(self, "listed", name, number, now - since)
 
     # ---- what happens, for invariants
 
