@@ -68,13 +68,24 @@ class CopyMaker:
         return self._bound.keys()
 
     def resting(self) -> Collection[int]:
-        """Groups of which no copy is begun just now: their source lacks one of their segments, as it seems."""
-        now = self._commit_log.now().monotonic
-        return frozenset(
+        """Groups of which no copy is begun just now: their source lacks one of their segments, as it has told, or as it
+        seems.
+        """
+        now, state = self._commit_log.now().monotonic, self._commit_log.state
+        seem = (
             group
             for group, (times, since) in self._unconfirmed.items()
             if times >= LACKING_TIMES and now < since + LACKING_S
         )
+        if not any(state.missing.values()):
+            return frozenset(seem)
+        told = (
+            group_of(segment)
+            for record in state.buffers.values()
+            for segment in record.segments
+            if not segment.backup and segment.id in state.missing.get(segment.server, ())
+        )
+        return frozenset((*seem, *told))
 
     def making_anywhere(self) -> frozenset[tuple[str, int]]:
         """Servers, and the segments that each is being asked to make, for copies that have not begun."""

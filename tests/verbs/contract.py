@@ -175,6 +175,7 @@ LEFT_OUT = {
     "regressions/test_overlapping_views.py": "is about shared memory",
     "regressions/test_default_device.py": _TRAINING,
     "regressions/test_deferred_once.py": "is about shared memory",
+    "regressions/test_no_copy_of_what_is_lost.py": _ELSEWHERE,
     "regressions/test_pid_namespaces.py": "is about shared memory",
     "regressions/test_power_failures_at_the_coordinator.py": _ELSEWHERE,
     "regressions/test_private_names_are_deleted.py": _ELSEWHERE,
