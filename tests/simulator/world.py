@@ -306,6 +306,7 @@ class World:
     def _kill(self, process: Process) -> None:
         if process.alive:
             self.say(f"{process.name} is killed")
+            self._troubled_at[process.host] = self.loop.time()  # it may be back before the next look
             process.kill()
             self.network.died(process)
 
