@@ -127,6 +127,7 @@ class Registrant:
         self._sessions_seen = pb.SessionsSeen()
         self._decided = False
         self._registered = False
+        self._list_was_old = False  # when the coordinator took it
         self._wait_s = RETRY_FIRST_S
         self.connected = False  # whether the coordinator answered the last time
         self.stops = False  # this server is about to leave, and waits for no leader
@@ -146,7 +147,7 @@ class Registrant:
         nobody would hear why.
         """
         try:
-            lease_ms = yield from (self._renew() if self._registered else self._register())
+            lease_ms = yield from (self._renew() if self._registered and not self._list_was_old else self._register())
         except grpc.RpcError as error:
             if self._registered and error.code() == grpc.StatusCode.NOT_FOUND:
                 self._registered = False
@@ -224,6 +225,8 @@ class Registrant:
             self._segments.take_up(segment_id)
             _log.info("segment %016x is not quarantined any more: a buffer has it", segment_id)
         self._drop(reply, held)
+        # The coordinator lists a segment here that was dropped since the list was made: the next turn tells it again.
+        self._list_was_old = not {*ids} - {*reply.drop_segment_ids} <= {*self._segments.ids()}
         if self._stamps is not None and reply.HasField("stamp"):
             self._stamps.replace(stamp_of(reply.stamp))
         self._end(reply.ended_sessions)
