@@ -61,5 +61,5 @@ def test_a_link_to_nowhere_is_an_error(tmp_path: Path, link: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """At most 120 lines: what is longer belongs into docs/."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    """It has at most 130 lines; longer texts belong into docs/."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
