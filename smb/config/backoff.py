@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+# A user's program may seed Python's own generator, and expects the same numbers from it in each run.
+own_random = random.SystemRandom()
+
 
 class Backoff:
     """Pauses that double from `first_s` to `most_s` seconds. Each is shortened by up to half at random, so that many
     who failed at the same moment do not all come back at the same moment. For one thread.
     """
 
-    def __init__(self, first_s: float, most_s: float, draw: Callable[[], float] = random.random) -> None:
+    def __init__(self, first_s: float, most_s: float, draw: Callable[[], float] = own_random.random) -> None:
         """`draw` returns numbers from 0 to 1, 1 excluded."""
         assert 0 < first_s <= most_s
         self._pause_s, self._most_s, self._draw = first_s, most_s, draw

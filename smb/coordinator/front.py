@@ -10,7 +10,6 @@ answer may be out of date by then.
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
@@ -19,6 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from smb.config.backoff import own_random
 from smb.coordinator.store import DeposedError
 from smb.errors import UNKNOWN, CallOutcome
 from smb.rpc import control_pb2 as pb
@@ -62,7 +62,7 @@ class _Nobody(CoordinatorServicer):
 class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """The service behind the port. All of it in the loop's thread."""
 
-    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
+    def __init__(self, uniform: Callable[[float, float], float] = own_random.uniform) -> None:
         """`uniform`: returns a random number between two."""
         self._uniform = uniform
         self.address = ""  # ours, as others reach it

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from smb.config.backoff import own_random
 from smb.config.parse import parse_address
 from smb.coordinator.events import Instant
 from smb.security.credentials import CHANNEL_OPTIONS, Credentials, aio_channel
@@ -77,7 +77,7 @@ class Outside:
     now: Callable[[], Instant] = read_clocks
     boot_s: Callable[[], float] = boot_seconds
     new_id: Callable[[], int] = new_id
-    uniform: Callable[[float, float], float] = random.uniform
+    uniform: Callable[[float, float], float] = own_random.uniform
     in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
     connections: Connections = field(default_factory=GrpcConnections)
     end_process: Callable[[int], object] = os._exit
