@@ -31,9 +31,10 @@ METADATA_KEY = "safetensors"  # of a buffer's metadata: __metadata__ of the file
 FILES_KEY = "smb.files"  # of a buffer's metadata: what its file is beside its bytes
 EMPTY = {"nbytes": 0}  # there, of a file without a byte: no buffer can be that small
 _NPY_HEADER_BYTES_MAX = 10 + 0xFFFF
-# As numpy writes it. Its own reader evaluates the text as Python, with what errors the tokenizer and the parser have.
+# As numpy writes it, for kinds of numbers that a buffer can have. numpy's own reader evaluates the text as Python, with
+# the errors of the tokenizer and the parser; and it warns of some kinds, which is an error under `python -W error`.
 _NPY_HEADER = re.compile(
-    rb"\{'descr': '(?P<descr>[<|][a-zA-Z]\d{1,2})', 'fortran_order': False, "
+    rb"\{'descr': '(?P<descr>[<|][biuf]\d{1,2})', 'fortran_order': False, "
     rb"'shape': \((?P<shape>(?:\d{1,20}(?:, \d{1,20}){0,%d},?)?)\), \} *\n" % (DIMENSIONS_MAX - 1)
 )
 # https://github.com/huggingface/safetensors: names of element types, little-endian.

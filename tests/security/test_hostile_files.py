@@ -561,3 +561,12 @@ def test_a_file_that_is_swapped_meanwhile(tmp_path: Path, client: smb.Client, mo
 
     monkeypatch.setattr(copying, "_plan", swapped)
     assert np.array_equal(copying.restore(client, path, "w").read(), np.arange(100.0))
+
+
+@pytest.mark.parametrize(("kind", "is_array"), [("<f4", True), ("<a4", False), ("<S4", False), ("<U1", False)])
+def test_a_text_type_of_numpy_is_bytes(kind: str, is_array: bool) -> None:
+    """A file of numbers is an array. numpy warns of some names of text types, so it is not asked about them."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((2, 3), np.float32))
+    data = file.getvalue().replace(b"<f4", kind.encode())
+    assert (plan_of("x.npy", data, len(data)).name == "x") is is_array
