@@ -228,6 +228,8 @@ class Registrant:
         # The coordinator lists a segment here that was dropped since the list was made: the next turn tells it again.
         self._list_was_old = not {*ids} - {*reply.drop_segment_ids} <= {*self._segments.ids()}
         if self._stamps is not None and reply.HasField("stamp"):
+            if reply.stamp.term not in {each.term for each in self._stamps.told()}:
+                self._segments.forget_drops()
             self._stamps.replace(stamp_of(reply.stamp))
         self._end(reply.ended_sessions)
         self._take_roles(reply, asked_s)

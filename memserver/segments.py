@@ -130,6 +130,13 @@ class Segments:
             self._take(segment_id)
         self._delete(segment_id)
 
+    def forget_drops(self) -> None:
+        """Let segments be made again that were dropped for good. They were refused because a creation may come late. A
+        coordinator whose records were restored may have them again, and a late creation of its predecessor has no data.
+        """
+        with self._lock:
+            self._dropped = {each: epoch for each, epoch in self._dropped.items() if epoch != FOR_GOOD}
+
     def give_up(self, seen: SegmentForm, epoch: int) -> bool:
         """Drop a copy that held() has shown, unless it was made later than in that epoch, or was made or asked for
         since. It may be made again, in the same epoch too. Returns whether it was dropped.

@@ -9,6 +9,7 @@ import pytest
 
 from memserver.registrant import RETRY_FIRST_S, Identity, Registrant, Turn
 from memserver.registration import Registration
+from memserver.stamps import Stamp, Stamps
 from smb.rpc import control_pb2 as pb
 
 IDENTITY = Identity("a", 1, "127.0.0.1:1", "127.0.0.1:2", "", "", 1)
@@ -63,3 +64,14 @@ def test_a_fault_does_not_end_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert "key.pem" in caplog.text
     assert ours._turn() == 1.0
     assert ours.connected()
+
+
+@pytest.mark.parametrize("same_run", [False, True])
+def test_what_was_dropped_may_be_made_again_for_another_run(same_run: bool) -> None:
+    """A coordinator whose records were restored may have it again; one that had it dropped has not."""
+    kept = Mock(read=Mock(return_value=(Stamp(1, 5, 10),)))
+    segments = empty()
+    ours = Registrant("127.0.0.1:3", IDENTITY, segments, pb.ServerLoad, Mock(), Mock(), stamps=Stamps(kept))
+    stamp = pb.StoreStamp(cluster=1, term=5 if same_run else 6, sequence=3)
+    answered(ours.turn(), pb.RegisterServerReply(lease_ms=3000, stamp=stamp))
+    assert segments.forget_drops.called is not same_run
