@@ -97,8 +97,9 @@ class CommitLog:
 
         Raises StoreError for records that cannot be read.
         """
+        texts = await store.load()
         restarted = Restarted(incarnation, store.changes_max, store.may_lack_its_end)
-        commit_log = CommitLog(store, _read(await store.load(), session_lease_s, stripe_bytes, quotas or {}), clock)
+        commit_log = CommitLog(store, _read(texts, session_lease_s, stripe_bytes, quotas or {}), clock)
         while any(not record.ready for record in (await commit_log.commit(restarted)).state.buffers.values()):
             pass
         return commit_log

@@ -58,9 +58,7 @@ class Store(Protocol):
 
     @property
     def may_lack_its_end(self) -> bool:
-        """Whether the last changes before this run may be missing, though they were answered for: some of each caller's
-        changes, up to one moment. Changes in the middle are never missing.
-        """
+        """Whether changes from some moment on may be missing of what was loaded, though they were answered for."""
 
     async def load(self) -> dict[str, str]:
         """Return everything, by key."""
@@ -115,8 +113,8 @@ class SqliteStore:
         try:
             self._prepare()
             self._boot = boot_id()
-            self._boot_written = self._last_boot()
-            self.may_lack_its_end = self._boot_written not in ("", self._boot)
+            self._boot_written = ""  # until it is loaded
+            self.may_lack_its_end = False
             self._file = self._found()
             reserved = self._has_reserve()
         except BaseException:
@@ -128,13 +126,16 @@ class SqliteStore:
     async def load(self) -> dict[str, str]:
         """Return everything, by key. Raises StoreError for a file that is damaged."""
         try:
-            with closing(self._connection.execute("SELECT key, text FROM records WHERE key != ?", (BOOT,))) as rows:
-                return dict(rows.fetchall())
+            with closing(self._connection.execute("SELECT key, text FROM records")) as rows:
+                found = dict(rows.fetchall())
         except sqlite3.Error as error:
             raise StoreError(
                 f"cannot read {self._path}: {error}; put a copy of it back, or see what can be read with: "
                 f"sqlite3 {self._path} .recover"
             ) from error
+        self._boot_written = found.pop(BOOT, "")
+        self.may_lack_its_end = self._boot_written not in ("", self._boot)
+        return found
 
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
         """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing."""
@@ -238,11 +239,6 @@ class SqliteStore:
             raise StoreError(f"cannot use {self._path}: {error}") from None
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{self._path} is no store of a coordinator: {error}") from None
-
-    def _last_boot(self) -> str:
-        with closing(self._connection.execute("SELECT text FROM records WHERE key = ?", (BOOT,))) as rows:
-            found = rows.fetchone()
-        return found[0] if found else ""
 
     def _check_version(self) -> None:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()

@@ -49,6 +49,7 @@ class BrokenStore:
     """Keeps texts, unless it is told to fail."""
 
     changes_max: int | None = None
+    may_lack_its_end = False
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
