@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.draining import BOUND
-from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed
+from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, ServerCounted
 from smb.coordinator.groups import Groups, group_of
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
@@ -276,7 +276,9 @@ class CopyMaker:
         """Have room for a copy that did not begin dropped. A server that cannot be reached tells of it later."""
         for _, member in wish.members:
             with suppress(Error):
-                await self._servers.drop(target, member.id, epoch, Ground.NEVER_MADE, room=True)
+                used_bytes = await self._servers.drop(target, member.id, epoch, Ground.NEVER_MADE, room=True)
+                # What was there before the room was made is gone, too.
+                await self._commit_log.commit(ServerCounted(target.name, target.instance_id, used_bytes, member.id))
 
     async def _confirm(self, wish: Wish, name: str, *, yields: bool = False) -> None:
         """Check that the server has its copy now: it may be dead, or back without its memory, and its lease run still.
