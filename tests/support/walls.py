@@ -1,0 +1,112 @@
+"""How the house's walls stand: the private attributes that other modules take. `python -m tests.support.walls`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("smb", "memserver")
+_OWN = ("self", "cls")
+_OF_TORCH = "_version"  # of a tensor: how often it was changed in place. Our Pin has an attribute of that name
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A private attribute of another class's object, and the module that takes it."""
+
+    path: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.text}"
+
+
+def sources(root: Path = ROOT) -> dict[str, ast.Module]:
+    """Return the product's modules by their paths. What the build generates is left out."""
+    return {
+        str(path.relative_to(root)): ast.parse(path.read_text())
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*.py"))
+        if "_pb2" not in path.name
+    }
+
+
+def reach_ins(modules: dict[str, ast.Module]) -> list[Taken]:
+    """Return where a module takes a private attribute that classes of other modules have.
+
+    An attribute that a class of the same module has too counts as the module's own: two objects of one class, and
+    classes that share a file, know each other. It counts all the same where the object is a parameter whose annotation
+    is a class of another module. Attributes that none of our classes has are another package's.
+    """
+    private = {name for tree in modules.values() for name in _private_members(tree)} - {_OF_TORCH}
+    return [found for path, tree in modules.items() for found in _taken(path, tree, private)]
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _members(node: ast.AST) -> Iterator[str]:
+    """Yield what one node says that a class has."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if isinstance(node.value, ast.Name) and node.value.id in _OWN:
+            yield node.attr
+    elif isinstance(node, ast.AnnAssign | ast.Assign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+        if node.value is not None and "__slots__" in {each.id for each in targets if isinstance(each, ast.Name)}:
+            yield from (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
+
+
+def _private_members(tree: ast.Module) -> set[str]:
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {name for one in classes for node in ast.walk(one) for name in _members(node) if _is_private(name)}
+
+
+def _taken(path: str, tree: ast.Module, private: set[str]) -> Iterator[Taken]:
+    own = _private_members(tree)
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    strangers = {
+        id(name)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for name in _of_other_classes(function, classes)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            value, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+            value, what = node.args[0], node.args[1]
+            name = what.value if isinstance(what, ast.Constant) else ""
+        else:
+            continue
+        if name in private and not _is_self(value) and (name not in own or id(value) in strangers):
+            yield Taken(path, node.lineno, ast.unparse(node))
+
+
+def _is_self(value: ast.expr) -> bool:
+    """Whether it is the object itself, or its class, or what it inherits."""
+    return (isinstance(value, ast.Name) and value.id in _OWN) or ast.unparse(value) == "super()"
+
+
+def _of_other_classes(function: ast.FunctionDef, classes: set[str]) -> Iterator[ast.Name]:
+    """Yield each use of a parameter that is annotated with a class of another module."""
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    others = {
+        each.arg
+        for each in arguments
+        if isinstance(each.annotation, ast.Name) and each.annotation.id not in {*classes, "object", "Any"}
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id in others:
+            yield node
+
+
+if __name__ == "__main__":
+    print(*(found := reach_ins(sources())), f"{len(found)} reach-ins", sep="\n")
