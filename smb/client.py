@@ -47,6 +47,7 @@ from smb.queue import Queue
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import JSON, encode
 from smb.security.credentials import Credentials, find
+from smb.spi import note_name
 from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport.base import SegmentPlace
 from smb.transport.verbs.queue_pair import Settings
@@ -380,7 +381,7 @@ class Client:
         request = pb.RenameBufferRequest(name=name, new_name=new_name, id=known_id, **how)
         self._coordinator.rename_buffer(request, self.timeout)
         if isinstance(buffer, Buffer):
-            buffer._renamed(new_name)
+            note_name(buffer, new_name)
 
     def relay(self, name: str, to: Iterable[str] | str = "auto") -> builtins.list[str]:
         """Have a published buffer mirrored on these memory servers, by name. "auto" takes every one that is alive,

@@ -11,6 +11,7 @@ import numpy as np
 from smb import engine
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import DTYPES, WIRES
+from smb.call.arguments import Arguments
 from smb.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class ErrorFeedback:
             raise InvalidArgumentError(
                 f"top_k of buffer {self.buffer.name!r}: k={k!r} of {memory.count} elements; pass all"
             )
-        self.buffer._arguments.check_shape(memory.shape, "top_k", "the array")
+        Arguments(self.buffer.info).check_shape(memory.shape, "top_k", "the array")
         with self.lock:
             self._residual += np.float32(scale) * arrays.as_float32(memory)
             largest = np.argpartition(np.abs(self._residual), memory.count - k)[memory.count - k :]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from smb.config.settings import switch_of, text_of
 from smb.daemon.metric_names import LATENCY_EDGES, OUTAGE_EDGES, counter, cumulative, gauge, histogram
+from smb.spi import session_of
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -36,7 +37,7 @@ class Collector:
     def __init__(self, client: Client, name: str | None = None) -> None:
         self._client = client
         self._name = name or client.name
-        client._session.engine.count()
+        session_of(client).engine.count()
 
     def describe(self) -> list[Metric]:
         """Nothing beforehand: registering must not scrape."""
@@ -45,7 +46,7 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         yield from self._calls()
-        session, me = self._client._session, [self._name]
+        session, me = session_of(self._client), [self._name]
         outages = session.outages()
         seconds = histogram("smb_client_outage_duration_seconds")
         seconds.add_metric(me, cumulative(OUTAGE_EDGES, outages.counts), outages.sum_s)
@@ -72,7 +73,7 @@ class Collector:
         yield generations
 
     def _calls(self) -> Iterator[Metric]:
-        counters = self._client._session.engine.counters()
+        counters = session_of(self._client).engine.counters()
         for name, cells in (
             ("smb_client_operations_total", counters.operations),
             ("smb_client_transferred_bytes_total", counters.transferred_bytes),
@@ -116,4 +117,4 @@ def serve(client: Client, address: str = "127.0.0.1:0", *collectors: object) -> 
     token_file, insecure = text_of("cluster.metrics_token_file"), bool(switch_of("cluster.insecure"))
     admit = admission(address, Path(token_file) if token_file else None, insecure=insecure)
     health = {"role": "client", "name": client.name}
-    return Pages(address, registry, lambda: {"ok": not client._session.session_ended, **health}, admit=admit)
+    return Pages(address, registry, lambda: {"ok": not session_of(client).session_ended, **health}, admit=admit)

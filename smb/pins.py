@@ -27,9 +27,9 @@ class Pin:
     Publishers meanwhile use the other copies. With versions=2 the next version can be published, but not the one after
     it: its publisher waits. With versions=K that takes pins on K - 1 different versions. It waits for as long as it
     chose (`publish(readers=)`, 30 s unless it says), counted from when pins first kept any publisher from
-    its turn. The pin is a lease, too: after `ttl` seconds it is over. It is not renewed. A read after the publisher has
-    gone on raises LockLostError; none ever returns what is no whole of its version. Not reentrant; for one thread at a
-    time.
+    its turn. The pin is a lease, too: after `ttl` seconds it is over, unless renew() was called. A read after the
+    publisher has gone on raises LockLostError; none ever returns what is no whole of its version. Not reentrant; for
+    one thread at a time.
     """
 
     def __init__(self, buffer: str, home: Home, read: Read, ttl: float, wanted: int | None = None) -> None:
@@ -62,6 +62,12 @@ class Pin:
                 f"restarted; pin the latest, for longer, or give the publisher a larger readers="
             )
         return result
+
+    def renew(self) -> None:
+        """Hold it for another `ttl` seconds. Raises LockLostError if a publisher has gone on."""
+        if self._name is None:
+            raise InvalidArgumentError(f"{self._asked}: it is not taken; enter it first")
+        self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms, self._name))
 
     def __enter__(self) -> Pin:
         if self._name is not None:

@@ -13,6 +13,7 @@ from smb.buffer import Buffer
 from smb.call.session import Session
 from smb.errors import InvalidArgumentError, UnavailableError
 from smb.lock import Lock
+from smb.spi import opened_by
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -110,7 +111,7 @@ class Queue:
         return f"<smb.Queue of {self.credit} bytes{', closed' if self._window.closed else ''}>"
 
     def _of(self, buffer: Buffer, call: str) -> Buffer:
-        if not isinstance(buffer, Buffer) or buffer._session is not self._session:
+        if not isinstance(buffer, Buffer) or opened_by(buffer) is not self._session:
             raise InvalidArgumentError(f"{call} by a queue: {buffer!r} is no buffer opened by the queue's client")
         if self._window.closed:
             raise UnavailableError(f"{call} of buffer {buffer.name!r}: the queue is closed; nothing was applied")

@@ -28,6 +28,7 @@ from smb.files.handles import Node
 from smb.files.names import Form, Shown, is_long, listed_as, name_of
 from smb.files.staged_file import StagedFile
 from smb.files.temporary_names import create, private_name
+from smb.spi import note_name
 
 _COPY_BYTES = 8 << 20
 _log = logging.getLogger("smb")
@@ -136,7 +137,7 @@ class Maker:
         except BaseException:
             self.drop(name)
             raise
-        buffer._renamed(name_of(plan.name))
+        note_name(buffer, name_of(plan.name))
         self._catalogue.add(plan.name, buffer)
         return Live(buffer, plan.view)
 

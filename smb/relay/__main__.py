@@ -12,6 +12,7 @@ from smb.client import Client, connect
 from smb.published import DELTAS, GENERATIONS
 from smb.relay.mirror import MirrorRelay
 from smb.relay.ring import RingRelay
+from smb.spi import session_of
 
 _CALL_S = 20.0  # of one piece over a slow link
 _REPORT_S = 0.5
@@ -51,7 +52,7 @@ def _report(client: Client, relays: dict[Mirror, MirrorRelay | RingRelay]) -> No
     wait = threading.Event()
     while True:
         wait.wait(_REPORT_S)
-        if client._session.session_ended:  # we were stopped for longer than its lease: the next process gets another
+        if session_of(client).session_ended:  # we were stopped for longer than its lease: the next process gets another
             os._exit(_SESSION_ENDED)
         told: list[dict[str, Any]] = [
             {

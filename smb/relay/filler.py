@@ -23,6 +23,7 @@ from smb.errors import (
 from smb.relay import arrived
 from smb.relay.arrived import Arrived
 from smb.relay.fill import Fill
+from smb.spi import versions_of
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -243,7 +244,7 @@ class _Feeder:
             for place, piece in enumerate(pieces):
                 start, nbytes = fill.pieces.range(piece)
                 there = memory_of(self._memory[place * size :])
-                buffer._versions.read_from(copy, start // itemsize, nbytes // itemsize, there)
+                versions_of(buffer).read_from(copy, start // itemsize, nbytes // itemsize, there)
 
     def _put(self, fill: Fill, publication: Publication, pieces: Sequence[int]) -> None:
         for place, piece in enumerate(pieces):

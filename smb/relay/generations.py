@@ -14,6 +14,7 @@ import numpy as np
 from smb.engine import memory_of
 from smb.errors import Error
 from smb.relay.arrived import Arrived, Pieces
+from smb.spi import versions_of
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -90,7 +91,7 @@ class Head:
         """Read the latest from NAME.generations or a mirror of it, or the one that is wanted; generation 0 before the
         first. Raises NotFoundError if that is not there."""
         words = np.empty(heads.size, np.int64)
-        version = heads._versions.read(0, heads.size, memory_of(words), 0, wanted)
+        version = versions_of(heads).read(0, heads.size, memory_of(words), 0, wanted)
         return cls.of(asked, words, version, ring_bytes) if version else cls()
 
     def since(self, generation: int) -> tuple[Entry, ...] | None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from smb.call.sync_requests import wait_ms
-from smb.engine import AskOpcode, memory_of
+from smb.engine import memory_of
 from smb.errors import (
     Error,
     NotFoundError,
@@ -27,6 +26,7 @@ from smb.relay.arrived import Arrived, Pieces
 from smb.relay.fill import Fill
 from smb.relay.filler import AGAIN_S, TURN_S, Filler
 from smb.relay.ring import RingRelay
+from smb.spi import versions_of
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -46,7 +46,7 @@ class _Versions:
         return has.copy
 
     def find(self, buffer: Buffer, version: int, has: Arrived | None) -> int:  # noqa: ARG002 - as Whereabouts
-        return buffer._versions.find(version)[1]
+        return versions_of(buffer).find(version)[1]
 
 
 class MirrorRelay:
@@ -117,14 +117,14 @@ class MirrorRelay:
                 self._take(source, latest)
             except NotFoundError as error:
                 # If it was only overtaken, what is open is good still: to open it anew takes the coordinator.
-                if source._versions.find(latest)[1] >= 0:
+                if versions_of(source).find(latest)[1] >= 0:
                     raise
                 _log.debug("mirror %s: %s", self.name, error)
                 self._filler.stopping.wait(AGAIN_S)
 
     def _take(self, source: Buffer, version: int) -> None:
         """Fill that version and publish it."""
-        publication = self._mirror._versions.begin(TURN_S, TURN_S, _READERS_S)
+        publication = versions_of(self._mirror).begin(TURN_S, TURN_S, _READERS_S)
         committed = False
         try:
             if self._fill(source, version, publication) and self._bring_deltas(source, version, publication):
@@ -139,14 +139,12 @@ class MirrorRelay:
         fill = Fill(Pieces.of(source), version, source.name, self._filler.parents)
         if self.ring is not None:  # small: nobody has to keep it for us
             return self._filler.bring(fill, publication, self._words, publication.copy, publication.renew)
-        home = source._dispatcher.homes()[0]
-        held: Any = source.pin(version, ttl=TURN_S)
-        with held as pin:
+        with source.pin(version, ttl=TURN_S) as pin:
 
             def renew() -> None:
                 publication.renew()
                 try:
-                    home.ask(f"pin of {source.name!r}", AskOpcode.PIN, 0, (wait_ms(TURN_S), pin._name))
+                    pin.renew()
                     self.published = source.version
                 except Error as error:  # overtaken, or not reached: each read looks whether it is still there
                     _log.debug("mirror %s: %s", self.name, error)
@@ -159,6 +157,6 @@ class MirrorRelay:
         if ring is None:
             return True
         words = np.empty(self._mirror.size, np.int64)
-        self._mirror._versions.read_from(publication.copy, 0, words.size, memory_of(words))
+        versions_of(self._mirror).read_from(publication.copy, 0, words.size, memory_of(words))
         with publication.kept():
             return ring.bring(source, version, words)

@@ -16,6 +16,7 @@ from smb.errors import (
     NotFoundError,
     TimeoutError,  # noqa: A004 - the contract's name
 )
+from smb.spi import session_of
 from smb.transport.base import is_here
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def near_servers(client: Client, near: str | None) -> tuple[frozenset[str], froz
     """Return which memory servers are on this host, and which in the same zone: the zone `near`, else that of those
     on this host. `near` may also name a server. A server is on this host if its Unix socket is.
     """
-    listed = client._coordinator.list_servers(min(client.timeout, _ASK_S))
+    listed = session_of(client).coordinator.list_servers(min(client.timeout, _ASK_S))
     servers = [server for server in listed if server.alive or server.unheard]
     local = frozenset(server.name for server in servers if server.name == near or is_here(server.unix_path))
     zones = {server.zone for server in servers if server.name in local} if near is None else {near}
@@ -173,7 +174,8 @@ class Nearest:
     def _asked(self) -> BufferInfo:
         """Return what the coordinator says of the source now. A reader waits little for one that is away."""
         source = self._source.info
-        answer = self._client._coordinator.open_buffer(source.name, 0.0, min(self._client.timeout, _ASK_S), source.id)
+        coordinator, patience = session_of(self._client).coordinator, min(self._client.timeout, _ASK_S)
+        answer = coordinator.open_buffer(source.name, 0.0, patience, source.id)
         if answer.id != source.id:  # the name is another's by now, and so are its mirrors
             raise NotFoundError(f"buffer {source.name!r} was deleted and made anew; open it again")
         return BufferInfo.of(answer)

@@ -16,6 +16,7 @@ from smb.relay.arrived import Arrived
 from smb.relay.fill import Fill
 from smb.relay.filler import TURN_S, Filler
 from smb.relay.generations import Entry, Head
+from smb.spi import versions_of
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -81,7 +82,7 @@ class RingRelay:
     def _take(self, missing: Sequence[Entry], oldest: int) -> bool:
         assert self._open is not None
         source, mirror, beside = self._open
-        publication = mirror._versions.begin(TURN_S, TURN_S, TURN_S)
+        publication = versions_of(mirror).begin(TURN_S, TURN_S, TURN_S)
         try:
             with publication.kept():
                 for entry in missing:

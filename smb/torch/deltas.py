@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, state_sum
+from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, memory_of, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
 from smb.pins import PIN_S_MAX
 from smb.published import DELTAS, GENERATIONS, MIRROR
 from smb.relay import arrived
 from smb.relay.generations import ENTRY_WORDS, HEAD_WORDS, Entry, Head
+from smb.spi import versions_of
 from smb.torch.state_bytes import StateBytes
 
 if TYPE_CHECKING:
@@ -184,14 +185,15 @@ class DeltaWriter:
         heads = self._ring.heads
         # In the turn of a publisher of the heads: another trainer's generation, put there after we have looked, would
         # be described by our words, and its delta be where ours is.
-        turn = heads._versions.begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
+        turn = versions_of(heads).begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
         with turn.kept():
             try:
                 made = None
                 if head is not None and delta is not None and heads.version == head.generation:
                     made = self._with_delta(head, delta)
                 made = made or self._whole(asked, timeout)
-                turn.write(0, heads.nbytes, heads._arguments.readable(made.to_words(heads.size), "publish").place)
+                words = made.to_words(heads.size)
+                turn.write(0, heads.nbytes, memory_of(words))
             except BaseException:
                 turn.give_up()
                 raise

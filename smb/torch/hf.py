@@ -70,8 +70,7 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             self.shared.on_exchange(self._on_exchange)
         self._ahead = 0
         if self._schedule and lr_scheduler is not None:
-            self.shared.catch_up(lr_scheduler)
-            done = self.shared._steps_so_far()
+            done = self.shared.catch_up(lr_scheduler)
             self._ahead = done - state.global_step  # which is not 0 where the Trainer resumes from a checkpoint
             if done >= state.max_steps:
                 _log.warning(

@@ -22,6 +22,7 @@ from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX, Pin
 from smb.published import ABOUT
 from smb.relay.nearest import Nearest
+from smb.spi import session_of
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state
 from smb.torch.pieces import Piece, is_sharded, local_of, piece_of, piece_of_slices, whole
@@ -192,7 +193,7 @@ class Publisher:
                 _give_up(client, made)
             raise
         self._last = self._writer.generation
-        client._session.published.add(self)
+        session_of(client).published.add(self)
 
     @property
     def generation(self) -> int:
@@ -341,7 +342,7 @@ class Follower:
             self._reader = DeltaReader(client, buffer, self._nearest, state, deltas, max(timeout, 10.0))
         else:
             self._memory = StateBytes(buffer)
-        client._session.published.add(self)
+        session_of(client).published.add(self)
 
     @property
     def last(self) -> int:

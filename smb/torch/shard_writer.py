@@ -21,6 +21,7 @@ import torch
 from smb.call.versions import Publication
 from smb.errors import APPLIED, NOT_APPLIED, CallOutcome, Error, InvalidArgumentError, UnavailableError
 from smb.pins import PIN_S_MAX
+from smb.spi import versions_of
 from smb.torch.pieces import Piece, is_sharded, local_of, piece_of
 from smb.torch.ranks import Ranks, world
 from smb.torch.state_bytes import PartBytes
@@ -113,7 +114,7 @@ class ShardWriter:
         ranks, kept = self._ranks, self._kept
         self._kept = None
         ranks.agree(kept)
-        versions = self._buffer._versions
+        versions = versions_of(self._buffer)
         if not ranks.speaks:
             ranks.agree(None)  # until the first rank has the turn
             turn = ranks.tell()

@@ -285,13 +285,17 @@ class Shared:
         self._check_open()
         self.worker.on_exchange(listener)
 
-    def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Step a learning-rate schedule that counts optimizer steps until it is where the group is: after joining."""
+    def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
+        """Step a learning-rate schedule that counts optimizer steps until it is where the group is: after joining.
+        Returns the steps that the group has done.
+        """
+        steps = self._steps_so_far()
         scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's has it inside
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)", category=UserWarning)
-            for _ in range(self._steps_so_far() - scheduler.last_epoch):
+            for _ in range(steps - scheduler.last_epoch):
                 scheduler.step()
+        return steps
 
     def _steps_so_far(self) -> int:
         return self.progress.steps

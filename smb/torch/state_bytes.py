@@ -12,6 +12,7 @@ import torch
 
 from smb.engine import address_of, memory_at, memory_of
 from smb.errors import NotFoundError
+from smb.spi import versions_of
 from smb.tensors import ALIGNMENT_BYTES, TensorPlace
 from smb.torch.page_lock import page_lock
 from smb.torch.pieces import Piece, runs_of, shape_of
@@ -77,7 +78,7 @@ class StateBytes(_Memory):
         """Read a version, by default the latest, of the buffer or a mirror of it; return which one it is."""
         if buffer.nbytes != self.nbytes:  # it would be written beyond our memory
             raise NotFoundError(f"{buffer.name!r} has {buffer.nbytes} bytes, not {self.nbytes}: it is another state")
-        return buffer._versions.read(0, buffer.size, memory_of(self.elements), 0, version)
+        return versions_of(buffer).read(0, buffer.size, memory_of(self.elements), 0, version)
 
     def read_one(self, name: str, read: ReadBytes) -> torch.Tensor:
         """Read one tensor into new memory."""
@@ -124,7 +125,7 @@ class PartBytes(_Memory):
         """As StateBytes.read: all parts are of one version."""
         itemsize = buffer.dtype.itemsize
         ranges = [(there // itemsize, nbytes // itemsize, memory) for there, nbytes, memory in self.ranges]
-        return buffer._versions.read_ranges(ranges, 0, version)
+        return versions_of(buffer).read_ranges(ranges, 0, version)
 
     def read_one(self, name: str, read: ReadBytes) -> torch.Tensor:
         """Read the part of one tensor into new memory."""

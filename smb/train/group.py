@@ -42,6 +42,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.lock import Lock
+from smb.spi import session_of
 from smb.train import member_table as t
 from smb.train import members
 from smb.train.exchange.at_once import is_remote
@@ -508,7 +509,7 @@ def _holder(client: Client, lock: str) -> str:
     """Return who holds a lock, HOST:PID, as far as the coordinator knows."""
     holder = ""
     with contextlib.suppress(Error):  # it is away, or of a release that does not tell
-        holder = client._coordinator.lock_holder(lock, _HOLDER_S)
+        holder = session_of(client).coordinator.lock_holder(lock, _HOLDER_S)
     return holder or "another client"
 
 

@@ -32,6 +32,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.lock import Lock
+from smb.spi import is_located
 from smb.train import member_table as t
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def reap(
     """
     dead = []
     # Those first that are found without the coordinator: while it is away we stop at the first that is not.
-    for slot in sorted(slots, key=lambda slot: not client._knows_lock(lock_name(group, slot))):
+    for slot in sorted(slots, key=lambda slot: not is_located(client, lock_name(group, slot))):
         row = 1 + slot
         incarnation = table.get(row, t.INCARNATION)
         try:

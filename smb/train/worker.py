@@ -22,6 +22,7 @@ from smb.client import Client
 from smb.config.log import TRAINING
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
+from smb.spi import session_of
 from smb.train import member_table as t
 from smb.train.group import Group, check_placement, clear, enter, room
 from smb.train.guards import Guards, RefusedContributionError
@@ -127,7 +128,7 @@ class Worker:
         with room(group.name, group.scheme, 4 * parameters.size):
             self._exchange = group.scheme.run(group, parameters)
         _open.add(self)
-        group.client._session.reports[id(self)] = self._report
+        session_of(group.client).reports[id(self)] = self._report
 
     def begin(self) -> None:
         """Make the parameters the shared model: the last part of joining. If it fails, they are unchanged; then
@@ -526,7 +527,7 @@ class Worker:
         finally:
             last = self._report()
             last.left = True
-            self._group.client._session.reports[object()] = lambda: last
+            session_of(self._group.client).reports[object()] = lambda: last
             self._tidy(self._group.leave)
 
     def _left_out(self) -> str:
@@ -550,7 +551,7 @@ class Worker:
     def _forget(self) -> None:
         self._closed = True
         _open.discard(self)
-        self._group.client._session.reports.pop(id(self), None)
+        session_of(self._group.client).reports.pop(id(self), None)
 
     def withdraw(self) -> bool:
         """Leave right after joining, as one who can't take part after all: close(), and where this worker made the
@@ -678,5 +679,5 @@ def _leave_all() -> None:
     """
     for worker in list(_open):
         with contextlib.suppress(Error):  # a child of fork, too
-            worker._group.client._session.hurry(_EXIT_S)
+            session_of(worker._group.client).hurry(_EXIT_S)
             worker.abandon()

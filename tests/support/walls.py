@@ -64,13 +64,16 @@ def _members(node: ast.AST) -> Iterator[str]:
             yield from (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
 
 
-def _private_members(tree: ast.Module) -> set[str]:
+def _private_members(tree: ast.Module, *, protocols: bool = True) -> set[str]:
+    """Return the private attributes of a module's classes. A protocol describes another module's class."""
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    if not protocols:
+        classes = [one for one in classes if "Protocol" not in map(ast.unparse, one.bases)]
     return {name for one in classes for node in ast.walk(one) for name in _members(node) if _is_private(name)}
 
 
 def _taken(path: str, tree: ast.Module, private: set[str]) -> Iterator[Taken]:
-    own = _private_members(tree)
+    own = _private_members(tree, protocols=False)
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     strangers = {
         id(name)

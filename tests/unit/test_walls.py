@@ -6,7 +6,7 @@ import ast
 
 from tests.support.walls import reach_ins, sources
 
-REACH_INS_MAX = 61  # only ever lowered
+REACH_INS_MAX = 31  # only ever lowered
 
 BOX = """
 class Box:
@@ -31,7 +31,7 @@ class Reader:
 
 
 def test_reach_ins_grow_fewer() -> None:
-    """A private attribute belongs to its module."""
+    """A private attribute belongs to its module: smb/spi.py has what others need of a client and a buffer."""
     found = reach_ins(sources())
     assert len(found) <= REACH_INS_MAX, "\n".join(map(str, found))
 

@@ -21,6 +21,7 @@ from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, Permission
 from smb.security.credentials import find
 from smb.security.expiry import NOW_DAYS, SOON_DAYS, days_left, ends_of
 from smb.security.roles import namespaces_in
+from smb.spi import session_of
 from smb.tools.doctor.findings import Finding, advice, fine, problem
 from smb.transport.choose import TRY_AUTO
 from smb.transport.verbs.transport import NO_RDMA_HERE
@@ -69,7 +70,7 @@ def _coordinator(client: smb.Client, address: str, joined_s: float) -> Iterator[
     trips, offsets = [], []
     for _ in range(5):
         began, before = time.time(), time.monotonic()
-        clock = client._session.coordinator.clock(client.timeout)
+        clock = session_of(client).coordinator.clock(client.timeout)
         trips.append(time.monotonic() - before)
         offsets.append((clock - began - trips[-1] / 2, trips[-1]) if clock else (0.0, 0.0))
     trip_s = statistics.median(trips)
