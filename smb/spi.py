@@ -1,17 +1,38 @@
 """The face of a client and a buffer for the rest of the package: what their users do not see, and others need.
 
 Each function says who needs it and for what. A module that needs more adds a function here: none takes a private
-attribute of a client or a buffer.
+attribute of a client or a buffer. Rooms beside the core (docs/architecture.md) also find here what they need of the
+modules under a call.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from smb.call.sync_requests import LOST
+from smb.engine import SOURCES_MAX, crc32c
+from smb.rpc.metadata import encode
+from smb.transport.reconnect import connections_for
+
 if TYPE_CHECKING:
     from smb.call.cluster_session import ClusterSession
     from smb.call.session import Session
     from smb.call.versions import Versions
+
+__all__ = [
+    "LOST",  # what an error says whose memory is gone: files are not tried again then
+    "SOURCES_MAX",  # sums of so many buffers in one call: the plan's model
+    "Buffer",
+    "Client",
+    "connections_for",  # by a round trip: the plan's model
+    "crc32c",  # of a snapshot's blocks
+    "encode",  # a buffer's metadata, of the size that it will have: files
+    "is_located",
+    "note_name",
+    "opened_by",
+    "session_of",
+    "versions_of",
+]
 
 
 class Client(Protocol):

@@ -24,10 +24,8 @@ from typing import IO, Any
 import numpy as np
 
 from smb.buffer import Buffer
-from smb.call.sync_requests import LOST
 from smb.client import Client
 from smb.config.untrusted import open_regular
-from smb.engine import crc32c
 from smb.errors import (
     NOT_APPLIED,
     AlreadyExistsError,
@@ -44,6 +42,7 @@ from smb.files.contents import Live, Octets, Reads
 from smb.files.formats import Plan, View, header_bytes, plan_of, view_of
 from smb.files.names import Form
 from smb.files.temporary_names import create, private_name, sweep
+from smb.spi import LOST, crc32c
 
 _PIN_S = 30.0
 # The servers can't copy a buffer. Another server may have room; readers make no buffers.

@@ -8,7 +8,6 @@ safetensors library have that header; any other file is kept as bytes.
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from smb.arrays.dtypes import DTYPES
-from smb.config.limits import BYTES_MAX, DIMENSIONS_MAX, HEADER_BYTES_MAX, HEADER_PARTS_MAX
-from smb.config.untrusted import is_encodable, parse_json, quoted, shortened
+from smb.config.limits import DIMENSIONS_MAX, HEADER_BYTES_MAX
 from smb.errors import InvalidArgumentError
 from smb.files.names import Form, escaped, is_long, name_of, path_of
-from smb.rpc.metadata import encode
-from smb.tensors import TensorPlace, TensorTable
+from smb.safetensors import can_be_metadata, can_hold, parse_safetensors, safetensors_header
+from smb.spi import encode
+from smb.tensors import TensorTable
 
 _npy: Any = np.lib.format  # without types before numpy 2.3
 
@@ -37,13 +36,6 @@ _NPY_HEADER = re.compile(
     rb"\{'descr': '(?P<descr>[<|][biuf]\d{1,2})', 'fortran_order': False, "
     rb"'shape': \((?P<shape>(?:\d{1,20}(?:, \d{1,20}){0,%d},?)?)\), \} *\n" % (DIMENSIONS_MAX - 1)
 )
-# https://github.com/huggingface/safetensors: names of element types, little-endian.
-_SAFETENSORS = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
-    "int32": "I32", "uint32": "U32", "float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
-}  # fmt: skip
-_NUMPY = {name: dtype for dtype, name in _SAFETENSORS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,7 @@ class Plan:
 def forms_of(dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | None) -> tuple[Form, ...]:
     """Return the forms that are worth showing: plain bytes are shown as they are."""
     if table:
-        return (Form.RAW, Form.NPY, Form.SAFETENSORS) if _safetensors_can(table) else (Form.RAW, Form.NPY)
+        return (Form.RAW, Form.NPY, Form.SAFETENSORS) if can_hold(table) else (Form.RAW, Form.NPY)
     return (Form.RAW,) if dtype == np.uint8 and len(shape) == 1 else (Form.RAW, Form.NPY)
 
 
@@ -104,10 +96,10 @@ def view_of(
         return _with_header(b"", [(0, nbytes)])
     if form is Form.NPY:
         return _with_header(npy_header(dtype, shape), [(0, nbytes)])
-    if not table or not _safetensors_can(table):
+    if not table or not can_hold(table):
         return None
     own = metadata.get(METADATA_KEY)  # another program may have stored anything there
-    header = safetensors_header(table, own if _is_own(own) else None)
+    header = safetensors_header(table, own if can_be_metadata(own) else None)
     return _with_header(header, [(place.offset, place.nbytes) for place in table.values()])
 
 
@@ -142,22 +134,6 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def safetensors_header(table: TensorTable, metadata: object = None) -> bytes:
-    """Return the header of a file in which the tensors follow each other without gaps, as the format wants it."""
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    end = 0
-    for name, place in table.items():
-        header[name] = {
-            "dtype": _SAFETENSORS[place.dtype.name],
-            "shape": list(place.shape),
-            "data_offsets": [end, end + place.nbytes],
-        }
-        end += place.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def plan_of(path: str, head: bytes, nbytes: int) -> Plan:
     """Return what a new file of `nbytes` bytes, which begins with `head`, becomes: a typed buffer where that shows the
     same bytes, else one of bytes under its whole name. `head` is at least header_bytes() long, or the whole file.
@@ -185,69 +161,6 @@ def header_bytes(head: bytes) -> int:
         return _NPY_HEADER_BYTES_MAX
     size = int.from_bytes(head[:8], "little")
     return 8 + size if 0 < size <= HEADER_BYTES_MAX and head[8:9] == b"{" else 16
-
-
-def parse_safetensors(
-    head: bytes, bytes_max: int = HEADER_BYTES_MAX, parts_max: int = HEADER_PARTS_MAX
-) -> tuple[TensorTable, dict[str, str] | None, list[tuple[int, int]]]:
-    """Return (table, __metadata__ or None, (first, last) byte of each tensor's data after the header) from a file's
-    beginning. The tensors lie one after the other from the data's first byte on, as the format wants it.
-
-    Raises InvalidArgumentError for anything else, also for a header of more than `bytes_max` bytes, or more than
-    `parts_max` brackets and commas.
-    """
-    try:
-        size = int.from_bytes(head[:8], "little")
-        if size > bytes_max:
-            raise ValueError(f"it has {size} bytes, and at most {bytes_max} are parsed")
-        if len(head) < 8 + size:
-            raise ValueError(f"it has {size} bytes, and the file ends before them")
-        header = parse_json(head[8 : 8 + size], parts_max)
-        if not isinstance(header, dict):
-            raise ValueError("it is not a JSON object")
-        metadata = header.pop("__metadata__", None)
-        if metadata is not None and not _is_own(metadata):
-            raise ValueError("its __metadata__ does not map texts to texts")
-        if not is_encodable(*header):
-            raise ValueError("the name of a tensor has half of a surrogate pair in it")
-        entries = {name: _entry(name, entry) for name, entry in header.items()}
-        ordered = sorted(entries.items(), key=lambda item: item[1][2:])
-        table = TensorTable.of({name: entry[:2] for name, entry in ordered}, "the tensors")
-        end = 0
-        for name, (_, _, first, last) in ordered:
-            if first != end:
-                raise ValueError(f"the bytes of tensor {quoted(name)} overlap others, or leave a gap before them")
-            if last - first != table[name].nbytes:
-                raise ValueError(f"tensor {quoted(name)} has {last - first} bytes, and its shape {table[name].nbytes}")
-            end = last
-    except ValueError as error:  # InvalidArgumentError is one
-        raise InvalidArgumentError(f"the safetensors header can't be read: {shortened(error)}") from None
-    return table, metadata, [entry[2:] for _, entry in ordered]
-
-
-def _entry(name: str, entry: object) -> tuple[tuple[int, ...], str, int, int]:
-    """Return (shape, dtype, first, last) of a tensor in a header. Raises ValueError."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {quoted(name)} has not just a dtype, a shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _NUMPY:
-        raise ValueError(f"tensor {quoted(name)} has the dtype {quoted(dtype)}, which buffers do not have")
-    if not _are_sizes(shape) or len(shape) > DIMENSIONS_MAX:
-        raise ValueError(f"tensor {quoted(name)} has the shape {quoted(shape)}")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor {quoted(name)} has the data_offsets {quoted(offsets)}")
-    return tuple(shape), _NUMPY[dtype], offsets[0], offsets[1]
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each <= BYTES_MAX for each in value)
-
-
-def _is_own(metadata: object) -> bool:
-    """Whether it can be __metadata__."""
-    return isinstance(metadata, dict) and all(
-        isinstance(each, str) and is_encodable(each) for pair in metadata.items() for each in pair
-    )
 
 
 def _npy_plan(name: str, head: bytes) -> Plan | None:
@@ -278,10 +191,6 @@ def _safetensors_plan(name: str, head: bytes) -> Plan | None:
         return None
     view = view_of(Form.SAFETENSORS, table.dtype, (table.size,), table, metadata)
     return Plan(name, view, tensors=table, metadata=metadata) if view is not None else None
-
-
-def _safetensors_can(table: Mapping[str, TensorPlace]) -> bool:
-    return all(place.dtype.name in _SAFETENSORS for place in table.values()) and is_encodable(*table)
 
 
 def _with_header(header: bytes, ranges: list[tuple[int, int]]) -> View:

@@ -29,9 +29,8 @@ from smb.config.limits import BYTES_MAX, TRAINING_HEADER_BYTES_MAX, TRAINING_HEA
 from smb.config.parse import format_bytes
 from smb.config.untrusted import open_regular, parse_json, quoted, shortened
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
-from smb.files.formats import parse_safetensors, safetensors_header
-from smb.files.temporary_names import sweep
 from smb.lock import Lock
+from smb.safetensors import parse_safetensors, safetensors_header
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
@@ -152,11 +151,19 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
                 try:
                     for each in reversed(made):
                         setup.check()  # who was stopped meanwhile must not delete what another has made
-                        sweep(client, each)
+                        _drop(client, each)
                 except Error as error:
                     _log.warning("load of %s: what it has made of training %r is left alone: %s", path, name, error)
                 raise
     return number
+
+
+def _drop(client: Client, made: Buffer) -> None:
+    """Delete what was made in vain. If that fails it is logged: what failed before is told."""
+    try:
+        client.delete(made, missing_ok=True)
+    except Error as error:
+        _log.warning("buffer %r is left over; delete it: %s", made.name, error)
 
 
 # ---- writing

@@ -31,7 +31,8 @@ from smb.config.settings import read_file
 from smb.config.untrusted import open_regular, parse_json, read_text
 from smb.files import copying
 from smb.files.checksums import Sums, state_of
-from smb.files.formats import header_bytes, parse_safetensors, plan_of, safetensors_header
+from smb.files.formats import header_bytes, plan_of
+from smb.safetensors import parse_safetensors, safetensors_header
 from smb.security.credentials import load
 from smb.security.page_access import read_token
 from smb.tensors import TensorTable

@@ -36,15 +36,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from smb.engine import SOURCES_MAX
 from smb.errors import InvalidArgumentError
+from smb.spi import SOURCES_MAX, connections_for
 from smb.tools.plan.network import CHUNK_BYTES, CONNECTION_BYTES, Network
 from smb.tools.plan.spec import Spec
 from smb.train import DiLoCo, scheme_of
 from smb.train.exchange.rounds import EXACT
 from smb.train.group import WIRE_BYTES
 from smb.train.partition import FUSED, OVERLAPS, ROUNDS, Channel, pick, predict
-from smb.transport.reconnect import connections_for
 
 # Calls of one exchange with one worker, who closes its own rounds. Of a round some go at one time over a network, and
 # some in the background (tests/train/test_round_trips.py counts those that wait): all are counted here, to be safe.

@@ -20,10 +20,8 @@ from smb.files.formats import (
     header_bytes,
     named,
     npy_header,
-    parse_safetensors,
     path_in,
     plan_of,
-    safetensors_header,
     view_of,
 )
 from smb.files.names import (
@@ -40,6 +38,7 @@ from smb.files.names import (
 )
 from smb.files.open_file import split_url
 from smb.files.temporary_names import private_name
+from smb.safetensors import parse_safetensors, safetensors_header
 from smb.tensors import TensorTable
 
 
