@@ -17,7 +17,7 @@ from torch import nn
 import smb.torch
 from perf.scaling.worker import answer_requests
 from perf.training.worker import TrainingProcess
-from smb.torch.overlap import SCHEMES
+from smb.overlap.hooks import SCHEMES
 from smb.train.partition import bound_s
 
 TOKENS, LENGTH = 1000, 32

@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,12 +43,13 @@ from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFound
 from smb.tensors import TensorTable
 from smb.torch.model_parameters import Entry, ModelParameters
 from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
-from smb.torch.overlap import Overlap, check_overlap
-from smb.torch.part_parameters import PartParameters
 from smb.torch.tensor_values import lasting
 from smb.train.group import clear, copies_of, keeping, view
-from smb.train.overlap_plan import Plan
 from smb.train.worker import take_part
+
+if TYPE_CHECKING:
+    from smb.overlap.hooks import Overlap
+    from smb.overlap.plan import Plan
 
 STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
@@ -126,7 +127,7 @@ def join(
             f"smb.torch.join: first the model, then the optimizer, not {type(model).__name__} and "
             f"{type(optimizer).__name__}"
         )
-    check_overlap(overlap, mesh=mesh is not None)
+    _check_overlap(overlap, mesh=mesh is not None)
     placement = {"servers": servers, "stripe": stripe, "wire": wire, "replicas": replicas}
     options: dict[str, Any] = {key: value for key, value in placement.items() if value is not None}
     with contextlib.ExitStack() as on_failure:
@@ -184,6 +185,8 @@ class Shared:
         self._new: smb.train.Worker | None = None  # while the join may fail
         with contextlib.ExitStack() as on_failure:
             if self._asked_overlap != "none":
+                from smb.overlap.hooks import Overlap
+
                 self._overlap = Overlap(model, optimizer, self._trained, self._asked_overlap)
                 on_failure.callback(self._overlap.remove)
             self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
@@ -199,7 +202,11 @@ class Shared:
         return parts_of(model, optimizer)
 
     def _parameters(self, parts: Parts) -> Any:
-        return ModelParameters(parts.trained) if self._asked_overlap == "none" else PartParameters(parts.trained)
+        if self._asked_overlap == "none":
+            return ModelParameters(parts.trained)
+        from smb.overlap.part_parameters import PartParameters
+
+        return PartParameters(parts.trained)
 
     def _join(
         self,
@@ -229,14 +236,14 @@ class Shared:
         group, fresh = None, options.pop("fresh")
         if fresh:
             chosen = _scheme(scheme, settings, None)
-            check_overlap(self._asked_overlap, chosen)  # before anything is deleted
+            _check_overlap(self._asked_overlap, chosen)  # before anything is deleted
             clear(client, name, self._trained, chosen, options["lease"], options.get("replicas"))
         with contextlib.suppress(NotFoundError):
             group = view(client, name)
             _compare(group.weights, self._trained.table)
             _compare_frozen(group.weights, mark)
         chosen = _scheme(scheme, settings, group.scheme if group else None)
-        check_overlap(self._asked_overlap, chosen or (group.scheme if group else None))
+        _check_overlap(self._asked_overlap, chosen or (group.scheme if group else None))
         metadata = _metadata(self._trained) | ({FROZEN: mark} if mark else {})
         guards, lease = options.pop("guards"), options.pop("lease")
         self.worker = self._new = take_part(
@@ -594,6 +601,14 @@ def _table(buffer: smb.Buffer) -> TensorTable:
             f"group of buffer {buffer.name!r}: it has no names for its tensors, so it was not made by smb.torch.join"
         )
     return buffer.table
+
+
+def _check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, mesh: bool = False) -> None:
+    """Raise InvalidArgumentError for an overlap that there is not, or not with this scheme or a mesh."""
+    if overlap != "none":
+        from smb.overlap.hooks import check_overlap
+
+        check_overlap(overlap, scheme, mesh=mesh)
 
 
 def _scheme(

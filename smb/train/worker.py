@@ -265,7 +265,7 @@ class Worker:
             refusal, self._refusal = self._refusal, None
             raise refusal
 
-    # ---- a step in the background, for parameters that move by parts (exchange/parts.py)
+    # ---- a step in the background, for parameters that move by parts (smb/overlap/parts.py)
 
     def start(self, samples: int | None, over: Callable[[], object]) -> None:
         """Begin a step as `step` does, in a thread of its own, which calls `over` last. `settle` ends it: before that

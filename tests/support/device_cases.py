@@ -20,8 +20,8 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
+from smb.overlap import hooks as overlap_of
 from smb.torch import model_parameters, page_lock, staging, state_bytes
-from smb.torch import overlap as overlap_of
 from smb.train import parameters
 from tests.support import devices
 from tests.support.overlapped_workers import plan_by

@@ -17,9 +17,11 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.torch import overlap as overlap_of
-from smb.train import group, overlap_plan
-from smb.train.exchange import parts, rounds
+from smb.overlap import hooks as overlap_of
+from smb.overlap import parts
+from smb.overlap import plan as overlap_plan
+from smb.train import group
+from smb.train.exchange import rounds
 from smb.train.partition import FUSED, Prediction
 from tests.support.training_judges import mark_of, seen_in
 

@@ -21,7 +21,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.torch import overlap as overlap_of
+from smb.overlap import hooks as overlap_of
 from tests.conftest import Connect
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for

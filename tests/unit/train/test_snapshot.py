@@ -12,11 +12,11 @@ import pytest
 
 import smb
 from smb.feedback import as_sent
+from smb.overlap.parts import Cut, Flow, Part, PartedSnapshot
 from smb.train import parameters as parameters_of
-from smb.train.exchange.parts import Cut, Flow, Part, PartedSnapshot
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.parameters import ArrayParameters, Run
-from tests.unit.train.test_parts import SIZE, Numbers
+from tests.unit.overlap.test_parts import SIZE, Numbers
 
 
 class Memory:

@@ -1,4 +1,4 @@
-"""The optimizer's step in the backward pass, parameter by parameter, for overlap="both" (smb/torch/overlap.py)."""
+"""The optimizer's step in the backward pass, parameter by parameter, for overlap="both" (hooks.py)."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from smb.buffer import Buffer
+from smb.overlap.parts import ByParts, Cut, Flow, Part, PartedDeltas, PartedSnapshot
 from smb.torch.model_parameters import ModelParameters, Piece
 from smb.train.exchange.background_send import Deltas
-from smb.train.exchange.parts import ByParts, Cut, Flow, Part, PartedDeltas, PartedSnapshot
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.group import Group
 from smb.train.parameters import Run, Values

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from smb.train.exchange.parts import Part
-from smb.train.overlap_plan import Measured, Place, cut_of, plan_of
+from smb.overlap.parts import Part
+from smb.overlap.plan import Measured, Place, cut_of, plan_of
 from smb.train.parameters import Run
 from smb.train.partition import FUSED, ROUNDS, Channel, Layer, Prediction
 

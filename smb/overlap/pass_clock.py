@@ -1,4 +1,4 @@
-"""The time that a model's passes take, for plans of overlap (smb/torch/overlap.py)."""
+"""The time that a model's passes take, for plans of overlap (hooks.py)."""
 
 from __future__ import annotations
 

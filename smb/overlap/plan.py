@@ -1,6 +1,6 @@
 """From what was measured of a training to the parts by which its exchange hides behind the passes. Pure.
 
-smb/train/partition.py predicts every schedule. Here its choice becomes runs of the model's vector (exchange/parts.py).
+smb/train/partition.py predicts every schedule. Here its choice becomes runs of the model's vector (parts.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from smb.train.exchange.parts import Cut, Part
+from smb.overlap.parts import Cut, Part
 from smb.train.parameters import Run
 from smb.train.partition import FUSED, Channel, Layer, Prediction, outdated, pick, predict
 

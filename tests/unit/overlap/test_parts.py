@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smb.train.exchange.parts import ByParts, Cut, Flow, Part, _Sending
+from smb.overlap.parts import ByParts, Cut, Flow, Part, _Sending
 from smb.train.parameters import Run, Values
 
 SIZE = 40

@@ -1,6 +1,6 @@
 """Exchanges that hide behind the passes of a step: hooks of the model and the optimizer, for smb.torch.join(overlap=).
 
-The computing thread runs everything here. Worker's thread exchanges (smb/train/exchange/parts.py).
+The computing thread runs everything here. Worker's thread exchanges (smb/overlap/parts.py).
 
     a gradient is there      "both": step the optimizer for this parameter, and make the parts that are whole with it
     the optimizer steps      "forward": make all parts; the exchange begins. "both": make the rest
@@ -10,7 +10,7 @@ Invariant: a parameter changes between its gradient and the next use of it, neve
 module's parameters are taken over before it runs; what is called without its module is found by its gradient.
 
 The first steps exchange without overlap, and are measured: which modules are called, in which order, how long each
-layer computes, how fast the link is. Then smb.train.overlap_plan picks the parts. Some steps are made by them, some
+layer computes, how fast the link is. Then plan.py picks the parts. Some steps are made by them, some
 without overlap, and the faster way stays: what is predicted does not know who else needs a host's processors. After
 twice as many steps it is planned anew if measurements have moved.
 """
@@ -29,10 +29,10 @@ import torch
 import smb.train
 from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError
-from smb.torch.part_parameters import PartParameters
-from smb.torch.pass_clock import PassClock
-from smb.torch.step_by_parameter import StepByParameter, refused
-from smb.train.overlap_plan import Measured, Place, Plan, plan_of
+from smb.overlap.part_parameters import PartParameters
+from smb.overlap.pass_clock import PassClock
+from smb.overlap.plan import Measured, Place, Plan, plan_of
+from smb.overlap.step_by_parameter import StepByParameter, refused
 from smb.train.parameters import Run
 from smb.train.partition import FUSED, OVERLAPS, ROUNDS
 
@@ -57,8 +57,6 @@ def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, me
     """Raise InvalidArgumentError for an overlap that there is not, or not with this scheme or a mesh."""
     if overlap not in OVERLAPS:
         raise InvalidArgumentError(f"smb.torch.join: overlap={overlap!r} is none of {', '.join(OVERLAPS)}")
-    if overlap == "none":
-        return
     if mesh:
         raise InvalidArgumentError(
             f"smb.torch.join: overlap={overlap!r} is not there with mesh= yet: leave one of them out"
