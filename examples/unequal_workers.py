@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import smb
 import smb.train
-from smb.train.r2sp import RoundRobin
+from smb.train.rare.r2sp import RoundRobin
 
 FEATURES = 100
 BATCH = 64

@@ -16,12 +16,11 @@ from smb.train.eamsgd import EAMSGD
 from smb.train.easgd import EASGD
 from smb.train.group import delete, shared
 from smb.train.guards import Guards, RefusedContributionError
-from smb.train.hsgd import HSGD
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError
 from smb.train.metrics import Collector
 from smb.train.progress import ExchangeEvent, Progress
-from smb.train.r2sp import R2SP
+from smb.train.rare import HSGD, R2SP
 from smb.train.saved import load, save
 from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
 from smb.train.seasgd import SEASGD

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 import smb
 import smb.train
 from smb.config.parse import TRAIN_HOST_VARIABLE
-from smb.train import hsgd as hsgd_module
 from smb.train.exchange.elastic_force import Elastic
+from smb.train.rare import hsgd as hsgd_module
 
 Values = NDArray[np.float32]
 Step = Callable[[int, Values], None]  # (worker, values): one local step, in place

@@ -12,8 +12,8 @@ import smb
 import smb.lock
 import smb.train
 from smb.config.parse import TRAIN_HOST_VARIABLE
-from smb.train import hsgd
 from smb.train import member_table as t
+from smb.train.rare import hsgd
 from tests.support import elastic
 from tests.support.elastic import Trace, Values, sgd
 from tests.support.training import together, waiting

@@ -20,7 +20,7 @@ import smb
 import smb.train
 from smb.train import member_table as t
 from smb.train.exchange.background_send import Deltas
-from smb.train.exchange.rotation import gap_s, staleness_max
+from smb.train.rare.rotation import gap_s, staleness_max
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
 from tests.support.daemons import stop, wait_for
@@ -202,7 +202,7 @@ def test_a_worker_killed_in_its_turn_is_passed_over(cluster: smb.LocalCluster, c
 
 
 def _turn_taken(client: smb.Client) -> bool:
-    from smb.train.exchange.rotation import Turn
+    from smb.train.rare.rotation import Turn
 
     return Turn.of(int(client.open("run/members").read()[0, t.GROUP_EXTRA])).taken
 

@@ -50,10 +50,10 @@ from smb.errors import (
 )
 from smb.train import member_table as t
 from smb.train.exchange.background_send import deltas_of
-from smb.train.exchange.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters, Together
+from smb.train.rare.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.scheme import Exchange, Scheme, is_number, is_whole
 
 if TYPE_CHECKING:

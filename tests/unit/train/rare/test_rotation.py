@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import smb
-from smb.train.exchange.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip, staleness_max
+from smb.train.rare.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip, staleness_max
 
 
 @given(st.integers(0, 2**40 - 1), st.integers(0, 127), st.integers(0, 2**15 - 1), st.booleans())

@@ -1,6 +1,6 @@
 """The rules of round-robin synchronisation as arithmetic: whose turn it is, when, and how much each worker takes on.
 
-Pure: times are passed in, in seconds of the caller's own clock. smb/train/r2sp.py does what is decided here.
+Pure: times are passed in, in seconds of the caller's own clock. r2sp.py does what is decided here.
 """
 
 from __future__ import annotations
