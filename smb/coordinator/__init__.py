@@ -3,6 +3,6 @@
 Data flow: `service` (gRPC) turns a request into an event. `commit_log` commits it: `state` decides, `store` remembers.
 Then `service` executes the resulting effects at the memory servers (`memserver_client`). `session_end_notifier` tells
 them which sessions are over. `placement`, `leases`, `replicas` and `state` are pure.
-With records in etcd, `contender` waits until this coordinator is elected (`etcd.election`); `leader` has the parts that
-work while it leads.
+`leader` has the parts that work while this coordinator leads. With records in etcd, `etcd.contender` waits until it is
+elected (`etcd.election`).
 """

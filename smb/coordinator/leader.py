@@ -56,6 +56,13 @@ class Around:
     outside: Outside = field(default_factory=Outside)
 
 
+@dataclass(slots=True)
+class Shown:
+    """The source of the pages: it changes with the leader."""
+
+    leading: Leading | None = None
+
+
 class Leading:
     """One time of leading. Made by `open`; what it needs ends with the exit stack given there."""
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from smb.config.parse import parse_address
 from smb.config.quotas import Quota
-from smb.coordinator.etcd.election import LEASE_S, LEASE_S_MAX, LEASE_S_MIN
 from smb.coordinator.idle_names import IDLE_S, IDLE_S_MAX, IDLE_S_MIN
 from smb.coordinator.state import SESSION_LEASE_S
 from smb.coordinator.token_issuer import LIFETIME_S
 from smb.errors import InvalidArgumentError
 from smb.security.credentials import Credentials, check_exposure
 
+ETCD = "etcd://"  # what --state begins with where the records are in etcd
+LEADER_LEASE_S = 8  # with 3 s an election within etcd itself, of 1 to 3 s, cost the coordinator its lead
+LEADER_LEASE_S_MIN, LEADER_LEASE_S_MAX = 2, 600
 SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # below, a client on a busy host loses it; above, it is none
 
 
@@ -36,7 +38,7 @@ class Options:
     idle_names_s: float | None = None  # IDLE_S, or the lease where that is longer
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace
     etcd_credentials: Path | None = None
-    leader_lease_s: int = LEASE_S
+    leader_lease_s: int = LEADER_LEASE_S
 
     @property
     def idle_s(self) -> float:
@@ -58,8 +60,8 @@ class Options:
                 f"--idle-names {idle_s:g}: use at least --session-lease, {lease_s:g} seconds: "
                 f"a client that is away for less comes back to its locks and barriers"
             )
-        if not LEASE_S_MIN <= self.leader_lease_s <= LEASE_S_MAX:
+        if not LEADER_LEASE_S_MIN <= self.leader_lease_s <= LEADER_LEASE_S_MAX:
             raise InvalidArgumentError(
-                f"--leader-lease {self.leader_lease_s}: use {LEASE_S_MIN} to {LEASE_S_MAX} seconds, less than 8 only "
-                f"where etcd's own elections are quicker"
+                f"--leader-lease {self.leader_lease_s}: use {LEADER_LEASE_S_MIN} to {LEADER_LEASE_S_MAX} seconds, "
+                f"less than 8 only where etcd's own elections are quicker"
             )

@@ -14,13 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from smb.config.host_address import reachable
 from smb.config.parse import format_address, parse_address
-from smb.coordinator.contender import Contender, Shown
-from smb.coordinator.etcd.connection import SCHEME, Access, Place
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
-from smb.coordinator.leader import Around, Leading, cancel, end_if_failed
+from smb.coordinator.leader import Around, Leading, Shown, cancel, end_if_failed
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
-from smb.coordinator.options import Options
+from smb.coordinator.options import ETCD, Options
 from smb.coordinator.rpc_interceptor import Answers
 from smb.coordinator.store import open_store
 from smb.daemon.process import (
@@ -71,10 +69,12 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         keep_secrets()
     options.check()
     host, port = check_listen(options.listen)
-    place = Place.of(options.state) if options.state.startswith(SCHEME) else None
-    access = Access.of(options.etcd_credentials)
-    store = None
-    if place is None:
+    store, contender_with = None, None
+    if options.state.startswith(ETCD) or options.etcd_credentials is not None:
+        from smb.coordinator.etcd.contender import contender_of
+
+        contender_with = contender_of(options)
+    if contender_with is None:
         store = open_store(options.state)
         leaving.push_async_callback(store.close)
     registry = CollectorRegistry()
@@ -115,8 +115,8 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         await server.start()
         leaving.push_async_callback(server.stop, STOP_GRACE_S)
         leaving.callback(shown.leading.commit_log.stop_waiting)
-    elif place is not None:
-        contender = Contender(place, access, options.leader_lease_s, around, shown)
+    elif contender_with is not None:
+        contender = contender_with(around, shown)
         leaving.push_async_callback(contender.close)
         await server.start()
         contending = asyncio.create_task(contender.run())

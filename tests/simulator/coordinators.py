@@ -12,12 +12,12 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from smb.coordinator.commit_log import Committed
-from smb.coordinator.contender import Contender, Shown
 from smb.coordinator.etcd.connection import Access, Place
+from smb.coordinator.etcd.contender import Contender
 from smb.coordinator.events import Event, Instant
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
-from smb.coordinator.leader import Around, Leading, end_if_failed
+from smb.coordinator.leader import Around, Leading, Shown, end_if_failed
 from smb.coordinator.options import Options
 from smb.coordinator.outside import Outside
 from smb.coordinator.rpc_interceptor import Answers

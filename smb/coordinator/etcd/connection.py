@@ -24,12 +24,12 @@ from smb.config.limits import TOKEN_FILE_BYTES_MAX
 from smb.config.parse import parse_address
 from smb.config.untrusted import open_kept, read_opened
 from smb.coordinator.etcd import etcd_pb2 as pb
+from smb.coordinator.options import ETCD
 from smb.coordinator.outside import Connections, GrpcConnections
 from smb.errors import Error, InvalidArgumentError
 from smb.security.credentials import Credentials, Current, load_directory
 
 USER_FILE = "user"
-SCHEME = "etcd://"
 # An answer takes milliseconds, or a disk's flush. After this time another member is asked: the first may be cut off.
 ATTEMPT_S = 1.5
 _PAUSE_S = 0.1  # after all members failed at once
@@ -82,14 +82,14 @@ class Place:
     prefix: str
 
     def __str__(self) -> str:
-        return f"{SCHEME}{','.join(self.endpoints)}/{self.prefix}"
+        return f"{ETCD}{','.join(self.endpoints)}/{self.prefix}"
 
     @staticmethod
     def of(text: str) -> Place:
         """Read "etcd://HOST:PORT,HOST:PORT/PREFIX". Raises InvalidArgumentError."""
-        addresses, _, prefix = text.removeprefix(SCHEME).partition("/")
+        addresses, _, prefix = text.removeprefix(ETCD).partition("/")
         prefix = prefix.strip("/")
-        shape = f"write {SCHEME}HOST:PORT,HOST:PORT,HOST:PORT/PREFIX"
+        shape = f"write {ETCD}HOST:PORT,HOST:PORT,HOST:PORT/PREFIX"
         if not prefix or not prefix.isprintable():
             raise InvalidArgumentError(
                 f"--state {text}: it names no prefix, under which this cluster's keys are; {shape}"

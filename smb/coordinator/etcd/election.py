@@ -21,8 +21,6 @@ from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentErr
 from smb.coordinator.outside import Outside
 from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 
-LEASE_S = 8  # with 3 s an election within etcd itself, of 1 to 3 s, cost the coordinator its lead
-LEASE_S_MIN, LEASE_S_MAX = 2, 600
 _KEEPS_PER_LEASE = 4
 _ASK_S = 5.0
 _HEAD_VERSION = "1"

@@ -92,8 +92,7 @@ def migrate(
     """
     import asyncio
 
-    from smb.coordinator.etcd.connection import Access
-    from smb.coordinator.migrate import migrate as move
+    from smb.coordinator.etcd.migrate import migrate as move
 
-    count = asyncio.run(move(source, target, Access.of(etcd_credentials)))
+    count = asyncio.run(move(source, target, etcd_credentials))
     console().print(f"{count} records are in {target} now, each compared; start coordinators with: --state {target}")

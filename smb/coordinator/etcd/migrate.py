@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from smb.coordinator.etcd.connection import SCHEME, Access, Etcd, Place, RefusedError, SilentError
-from smb.coordinator.etcd.election import LEASE_S, campaign, leader_of
+from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
+from smb.coordinator.etcd.election import campaign, leader_of
 from smb.coordinator.etcd.store import CHANGES_MAX, TRANSACTION_BYTES_MAX, EtcdStore
 from smb.coordinator.leader import cancelled_at_end
+from smb.coordinator.options import ETCD, LEADER_LEASE_S
 from smb.coordinator.store import MIGRATION, Store, StoreError, open_store
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
@@ -22,13 +23,14 @@ _MOVED = "moved to {}"
 _OWN_NAME = "smb coordinator migrate"
 
 
-async def migrate(source: str, target: str, access: Access) -> int:
+async def migrate(source: str, target: str, etcd_credentials: Path | None) -> int:
     """Move everything from one place to the other; both are as --state has them. Return how many records there are.
 
     Raises UnavailableError if a coordinator runs on either, InvalidArgumentError if the target has records of its own.
     Raises StoreError if one of them cannot be read or written.
     """
-    if not source.startswith(SCHEME) and not Path(source).is_dir():
+    access = Access.of(etcd_credentials)
+    if not source.startswith(ETCD) and not Path(source).is_dir():
         raise InvalidArgumentError(f"--from {source}: there is no such directory")
     async with _opened(source, access) as old, _opened(target, access) as new:
         there, records = await new.load(), await old.load()
@@ -75,7 +77,7 @@ def _parts(changes: Mapping[str, str | None]) -> Iterator[dict[str, str | None]]
 
 @asynccontextmanager
 async def _opened(where: str, access: Access) -> AsyncIterator[Store]:
-    if not where.startswith(SCHEME):
+    if not where.startswith(ETCD):
         store = open_store(where)
         try:
             yield store
@@ -85,7 +87,7 @@ async def _opened(where: str, access: Access) -> AsyncIterator[Store]:
     place = Place.of(where)
     etcd = Etcd(place.endpoints, access)
     try:
-        lead = await campaign(etcd, place, _OWN_NAME, LEASE_S)
+        lead = await campaign(etcd, place, _OWN_NAME, LEADER_LEASE_S)
         if lead is None:
             leader = await leader_of(etcd, place)
             name = leader.address if leader else "another one"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from functools import partial
 
 from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import EtcdStore
-from smb.coordinator.leader import Around, Leading, cancel
+from smb.coordinator.leader import Around, Leading, Shown, cancel
+from smb.coordinator.options import ETCD, Options
 from smb.coordinator.store import DeposedError, StoreError
 from smb.daemon.process import notify
 
@@ -19,11 +21,14 @@ LOOK_S = 0.5  # how often one that stands by looks whether there is a leader
 _log = logging.getLogger("coordinator")
 
 
-@dataclass(slots=True)
-class Shown:
-    """The source of the pages: it changes with the leader."""
-
-    leading: Leading | None = None
+def contender_of(options: Options) -> Callable[[Around, Shown], Contender] | None:
+    """Return what makes the contender of these options, None if the records are not in etcd. Raises
+    InvalidArgumentError, also for credentials that are no good.
+    """
+    access = Access.of(options.etcd_credentials)
+    if not options.state.startswith(ETCD):
+        return None
+    return partial(Contender, Place.of(options.state), access, options.leader_lease_s)
 
 
 class Contender:
