@@ -18,7 +18,6 @@ from smb.errors import Error
 from smb.security import credentials as found
 from smb.tools.cli.options import Command, configured, option
 from smb.tools.cli.output import checked_output
-from smb.transport.verbs.queue_pair import Settings
 
 _LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s: more of them would only compete for the memory's bandwidth
 
@@ -72,7 +71,7 @@ def memserver(
                 zone=zone,
                 advertise=advertise,
                 ready_file=ready_file,
-                verbs=Settings.of(variables_of("verbs")) if verbs == "auto" else None,
+                verbs=variables_of("verbs") if verbs == "auto" else None,
                 credentials=found.find(credentials),
                 insecure=insecure,
                 metrics_token_file=metrics_token_file,

@@ -15,12 +15,11 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
 
 from memserver.engine import NotReadyError, SegmentForm
-from memserver.rdma_target import Place, Rdma
 from memserver.replication import Replication
 from memserver.segments import FOR_GOOD, Segments
 from memserver.stamps import Stamps
@@ -47,7 +46,9 @@ from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServi
 from smb.security.bond import bond_of_caller
 from smb.security.credentials import Credentials, Current, add_port
 from smb.security.roles import Callers, Guard, certificate_of
-from smb.transport.verbs.queue_pair import End
+
+if TYPE_CHECKING:
+    from memserver.rdma_target import Place, Rdma
 
 THREADS = 4  # creations of large segments must not keep drops waiting
 STOP_GRACE_S = 5.0  # a segment that is being made is finished
@@ -171,9 +172,7 @@ class ControlService(MemoryServerServicer):
         def connect() -> pb.ConnectVerbsReply:
             self._check_session(request.session_id)
             self._proved(request.session_id, request.token, context)
-            client = request.client
-            theirs = End(client.number, client.gid, client.lid, client.packet_sequence, client.mtu, client.reads)
-            end, slots = self._rdma.connect(request.session_id, theirs)
+            end, slots = self._rdma.connect(request.session_id, request.client)
             if self._segments.has_ended(
                 request.session_id
             ):  # meanwhile: the coordinator's message missed the connection

@@ -30,7 +30,7 @@ from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import LastLook, load_of
 from memserver.memory_dir import Place
 from memserver.metrics import EngineMetrics, Life, RelayMetrics
-from memserver.rdma_target import Rdma
+from memserver.rdma_target import Rdma, settings_of
 from memserver.recovery import recover
 from memserver.registrant import Identity, MissingNames, Registrant
 from memserver.registration import Registration
@@ -58,7 +58,6 @@ from smb.rpc import control_pb2 as pb
 from smb.security.credentials import Credentials, Current, check_exposure
 from smb.security.expiry import ExpiryMetrics
 from smb.security.page_access import admission
-from smb.transport.verbs.queue_pair import Settings
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - asked for by the user
@@ -81,7 +80,7 @@ class Options:
     zone: str = ""
     advertise: str = ""
     ready_file: Path | None = None
-    verbs: Settings | None = None  # None: no RDMA
+    verbs: Mapping[str, str] | None = None  # settings, SMB_VERBS_...; None: no RDMA
     credentials: Credentials | None = None
     insecure: bool = False
     metrics_token_file: Path | None = None
@@ -177,7 +176,8 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
         leaving.callback(data_tls.close)
     data_port = engine.listen_tcp(numeric, port)
     engine.listen_unix(place.socket_path)
-    rdma = Rdma(engine, instance_id, None if options.data_tls == tls.ON else options.verbs)
+    verbs = None if options.data_tls == tls.ON or options.verbs is None else settings_of(options.verbs)
+    rdma = Rdma(engine, instance_id, verbs)
     if options.data_tls == tls.ON:
         rdma.why_not = "its data goes over TLS alone (--data-tls on), and RDMA encrypts nothing"
     leaving.callback(rdma.close)
@@ -320,6 +320,8 @@ def _check(options: Options) -> None:
     if not 1 <= options.loops <= LOOPS_MAX:
         raise InvalidArgumentError(f"--loops {options.loops}: use 1 to {LOOPS_MAX}")
     check_weight("--weight", options.weight)
+    if options.verbs is not None:
+        settings_of(options.verbs)
     tls.is_on(options.data_tls, options.credentials)
     if any(parse_address(address)[1] == 0 for address in parse_addresses(options.coordinator)):
         raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to")

@@ -20,11 +20,13 @@ import math
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memserver.engine import CHUNK_BYTES_MAX, Engine, HeldSegment, NotReadyError, Slots
 from memserver.threads import begin
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
+from smb.rpc import control_pb2 as pb
 from smb.transport.verbs.progress_thread import Progress
 from smb.transport.verbs.queue_pair import (
     FRAME_BYTES,
@@ -226,6 +228,11 @@ class _Session:
     ended: bool = False
 
 
+def settings_of(variables: Mapping[str, str]) -> Settings:
+    """Return what SMB_VERBS_... say. Raises InvalidArgumentError."""
+    return Settings.of(variables)
+
+
 class Rdma:
     """All sessions with RDMA. Methods may be called from any thread and block for some milliseconds."""
 
@@ -255,14 +262,14 @@ class Rdma:
             self.why_not = ""
             _log.info("RDMA by %s", self._device)
 
-    def connect(self, session_id: int, client: End) -> tuple[End, list[Place]]:
-        """Make the session's connection, ending one that it had.
+    def connect(self, session_id: int, client: End | pb.VerbsEnd) -> tuple[End, list[Place]]:
+        """Make the session's connection to the client's end, ending one that it had.
 
         Raises UnavailableError if there is no device, or it refuses, InvalidArgumentError, OutOfMemoryError.
         """
         if self._device is None:
             raise UnavailableError(f"this memory server has no RDMA: {self.why_not}")
-        client.check()
+        theirs = End(client.number, client.gid, client.lid, client.packet_sequence, client.mtu, client.reads).check()
         session = self._session(session_id)
         with session.lock:
             self._end_peer(session)
@@ -279,7 +286,7 @@ class Rdma:
             except (NoDeviceError, OSError, RuntimeError) as error:  # the last: there is no thread
                 raise UnavailableError(str(error)) from error
             try:
-                peer.queue.connect(client)
+                peer.queue.connect(theirs)
                 end, slots = peer.queue.end(), peer.slots()
             except BrokenQueueError as error:
                 peer.close()

@@ -50,7 +50,7 @@ from smb.security.credentials import Credentials, find
 from smb.spi import note_name
 from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport.base import SegmentPlace
-from smb.transport.verbs.queue_pair import Settings
+from smb.transport.choose import MakesRdma, rdma_with
 
 if TYPE_CHECKING:
     from smb.daemon.process import Pages
@@ -149,8 +149,8 @@ def connect(
         )
     checksum = switch_of("client.checksum") if checksum is None else bool(checksum)
     choice = check_choice(text_of("client.transport") or transport)
-    verbs = Settings.of(variables_of("verbs"))
-    client = Client(address, choice, timeout, checksum, find(credentials), verbs, name=name)
+    make_rdma = rdma_with(variables_of("verbs"))
+    client = Client(address, choice, timeout, checksum, find(credentials), make_rdma, name=name)
     metrics = text_of("client.client_metrics")
     if metrics:
         client.serve_metrics(metrics)
@@ -165,13 +165,13 @@ class Client:
         address: str,
         transport: str,
         timeout: float,
-        checksum: bool | None = None,
-        credentials: Credentials | None = None,
-        verbs: Settings | None = None,
+        checksum: bool | None,
+        credentials: Credentials | None,
+        make_rdma: MakesRdma,
         name: str | None = None,
     ) -> None:
         self.pages: Pages | None = None  # serve_metrics
-        self._session = ClusterSession(address, transport, timeout, checksum, credentials, verbs, name)
+        self._session = ClusterSession(address, transport, timeout, checksum, credentials, make_rdma, name)
         self._coordinator = self._session.coordinator
         self._lock = threading.Lock()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}

@@ -31,12 +31,10 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from smb.security.credentials import Credentials
 from smb.transport.base import Deadline, SegmentPath, SegmentPlace
-from smb.transport.choose import choose, choose_gated, choose_waits, for_each, make_transports
+from smb.transport.choose import MakesRdma, choose, choose_gated, choose_waits, for_each, make_transports
 from smb.transport.reconnect import Links, Outages, Whereabouts, refused
 from smb.transport.tcp import Tcp
 from smb.transport.tls import ClientTls
-from smb.transport.verbs.queue_pair import Settings
-from smb.transport.verbs.transport import Verbs
 
 _REPORT_S = 2.0  # as often as memory servers tell theirs
 _OFTEN_S = 10.0  # where very many clients renew more rarely, reports come with their renewals alone
@@ -57,7 +55,7 @@ class ClusterSession:
         timeout: float,
         checksum: bool | None,
         credentials: Credentials | None,
-        verbs: Settings | None,
+        make_rdma: MakesRdma,
         name: str | None = None,
     ) -> None:
         self.timeout = timeout
@@ -90,7 +88,7 @@ class ClusterSession:
             ClientTls(credentials),
             functools.partial(_locate_copies, ours),
         )
-        self.verbs = Verbs(self.engine, self._links, session_id, verbs or Settings(), credentials)
+        self.verbs = make_rdma(self.engine, self._links, session_id, credentials)
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
         self.session_ended = False

@@ -10,8 +10,7 @@ from smb.call.lock_renewals import Renewals
 from smb.engine import EngineClient, Link, Switch
 from smb.errors import InvalidArgumentError
 from smb.rpc.coordinator_client import Coordinator
-from smb.transport.base import Deadline, SegmentPath, SegmentPlace
-from smb.transport.verbs.transport import Verbs
+from smb.transport.base import Deadline, Rdma, SegmentPath, SegmentPlace
 
 
 class Session(Protocol):
@@ -24,7 +23,7 @@ class Session(Protocol):
     coordinator: Coordinator
     calls: AsyncCalls
     renewals: Renewals
-    verbs: Verbs
+    verbs: Rdma
 
     def check_open(self) -> None:
         """Raise UnavailableError if it was closed, Error in a child of fork."""

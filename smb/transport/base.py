@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from smb.engine import BufferHandle, Link, Segment, believes
 from smb.errors import TransportError
 
+NO_RDMA_HERE = "no RDMA here"  # begins the reason why this host has no way over verbs
 _MS_MAX = 2**31
 _AT_ONCE_MAX = 64  # threads that wait for servers far away
 
@@ -109,6 +112,23 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close what is open."""
+
+
+class Registered(Protocol):
+    """Memory that a network card may read and write."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Return an array of zeros in it."""
+
+
+class Rdma(Transport, Protocol):
+    """The transport over RDMA, with what it alone has: arrays are registered before they are moved."""
+
+    def memory(self) -> Registered:
+        """Return the client's registered memory. Raises NoPathError if RDMA can't be used."""
+
+    def note(self, array: Any) -> None:
+        """An array is about to be moved."""
 
 
 def is_here(socket_path: str) -> bool:

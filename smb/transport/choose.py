@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 from smb.engine import EngineClient, Link
 from smb.errors import TransportError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, Transport, at_once
+from smb.security.credentials import Credentials
+from smb.transport.base import (
+    Deadline,
+    NoAnswerError,
+    NoPathError,
+    Rdma,
+    SegmentPath,
+    SegmentPlace,
+    Transport,
+    at_once,
+)
 from smb.transport.reconnect import Links
 from smb.transport.shm import SharedMemory
 from smb.transport.tcp import Tcp
+from smb.transport.verbs.queue_pair import Settings
 from smb.transport.verbs.transport import Verbs
 
 Found = TypeVar("Found")
+# (engine, links, session's id, credentials)
+MakesRdma: TypeAlias = Callable[[EngineClient, Links, int, "Credentials | None"], Rdma]
 
 TRY_AUTO = "; transport='auto' takes what works"  # the end of an error where one transport was asked for
 
 
-def make_transports(choice: str, client: EngineClient, links: Links, verbs: Verbs) -> tuple[Transport, ...]:
+def rdma_with(variables: Mapping[str, str]) -> MakesRdma:
+    """Return what makes a client's transport over RDMA with these settings (SMB_VERBS_...). Raises
+    InvalidArgumentError. The room of RDMA has no other entry in a client.
+    """
+    settings = Settings.of(variables)
+    return lambda engine, links, session_id, credentials: Verbs(engine, links, session_id, settings, credentials)
+
+
+def make_transports(choice: str, client: EngineClient, links: Links, verbs: Rdma) -> tuple[Transport, ...]:
     """Return the transports to be tried, in this order."""
     if choice == "shm":
         return (SharedMemory(client, links, alone=True),)

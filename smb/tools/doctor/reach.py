@@ -23,8 +23,8 @@ from smb.security.expiry import NOW_DAYS, SOON_DAYS, days_left, ends_of
 from smb.security.roles import namespaces_in
 from smb.spi import session_of
 from smb.tools.doctor.findings import Finding, advice, fine, problem
+from smb.transport.base import NO_RDMA_HERE
 from smb.transport.choose import TRY_AUTO
-from smb.transport.verbs.transport import NO_RDMA_HERE
 
 _PROBE_BYTES = 4 << 20
 _ROUND_TRIPS = 200

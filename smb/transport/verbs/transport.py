@@ -25,7 +25,7 @@ from smb.errors import Error, NotFoundError, TransportError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, channel, server_name
-from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
+from smb.transport.base import NO_RDMA_HERE, Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
 from smb.transport.reconnect import Links, Whereabouts, refused
 from smb.transport.verbs.progress_thread import Progress
 from smb.transport.verbs.queue_pair import Device, Domain, End, NoDeviceError, Queue, Settings
@@ -36,7 +36,6 @@ _HELLO_MS = 4000  # a queue pair gives up after 0.5 s or, on some cards, 4 s
 _TRIES = 2  # to make another queue pair, before the lane goes on over TCP
 _REFUSED_S = 60.0  # so long a server that can't be reached is not asked again
 
-NO_RDMA_HERE = "no RDMA here"  # begins the reason why this host has no way over verbs
 _log = logging.getLogger("smb")
 
 

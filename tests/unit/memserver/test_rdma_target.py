@@ -12,6 +12,7 @@ import pytest
 from memserver import rdma_target
 from memserver.rdma_target import Rdma
 from smb.errors import UnavailableError
+from smb.transport.verbs.queue_pair import End
 
 
 @pytest.mark.parametrize("missing", ["socket", "progress"])
@@ -30,7 +31,7 @@ def test_a_connection_that_could_not_be_made_leaves_nothing(monkeypatch: pytest.
     ours = Rdma(engine, 1, None)
     ours._device = Mock()
     with pytest.raises(UnavailableError, match="Too many open files"):
-        ours.connect(7, Mock())
+        ours.connect(7, End(5, bytes(16), 0, 0, 1024, 4))
     assert engine.take_slots.call_count == slots.close.call_count == queue.close.call_count
     assert engine.take_slots.call_count == (missing == "socket")
     assert ours.connections() == 0
