@@ -12,10 +12,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from smb.coordinator import watched
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.copy_maker import CopyMaker
-from smb.coordinator.dashboard.history import Watch
-from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.dashboard.server import Dashboard
 from smb.coordinator.events import Event, Instant, SaveBuffer, TellEnded, Ticked, UnexplainedJudged
 from smb.coordinator.front import Front
@@ -66,9 +65,9 @@ class Shown:
 class Leading:
     """One time of leading. Made by `open`; what it needs ends with the exit stack given there."""
 
-    def __init__(self, commit_log: CommitLog, watch: Watch, dashboard: Dashboard, around: Around) -> None:
+    def __init__(self, commit_log: CommitLog, dashboard: watched.Dashboard, around: Around) -> None:
         self.commit_log = commit_log
-        self.watch = watch
+        self.watch = dashboard.watch
         self._dashboard = dashboard
         self._around = around
 
@@ -98,16 +97,19 @@ class Leading:
         leaving.push_async_callback(endings.close)
         around.registry.register(state_metrics)
         leaving.callback(around.registry.unregister, state_metrics)
-        watch = Watch(commit_log.now())
-        watch.look_at_store = lambda: (around.health.store_error, around.health.state_free_bytes())
+        mirrors = Mirrors()
+        dashboard = Dashboard(
+            lambda: (commit_log.state, commit_log.now()),
+            lambda: (around.health.store_error, around.health.state_free_bytes()),
+            around.front.address,
+            mirrors,
+        )
 
         def saw(event: Event, before: State, committed: Committed, now: Instant) -> None:
             around.leases.saw(event, before, committed, now)
-            watch.saw(event, before, committed, now)
+            dashboard.watch.saw(event, before, committed, now)
 
         commit_log.on_commit = saw
-        mirrors = Mirrors()
-        overview = Overview(lambda: (commit_log.state, commit_log.now()), watch, around.front.address, mirrors)
         shared = pb.SharedSettings(checksum=options.checksum)
         segments = SegmentMaker(commit_log, servers, outside.new_id)
         leaving.push_async_callback(segments.finish)
@@ -121,8 +123,8 @@ class Leading:
             roles,
             copy_maker,
             endings,
-            watch,
-            overview,
+            dashboard.watch,
+            dashboard.overview,
             mirrors,
             shared,
             tokens,
@@ -140,7 +142,7 @@ class Leading:
             task = asyncio.create_task(beginning)
             task.add_done_callback(partial(end_if_failed, outside))
             leaving.push_async_callback(cancel, task)
-        return Leading(commit_log, watch, Dashboard(overview), around)
+        return Leading(commit_log, dashboard, around)
 
     def page(self, path: str, query: str) -> Answer | None:
         """Return the answer to GET path?query, None if there is no such page."""

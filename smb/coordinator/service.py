@@ -19,8 +19,6 @@ import grpc.aio
 from smb.coordinator import relay_access
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.copy_maker import CopyMaker
-from smb.coordinator.dashboard.history import Watch
-from smb.coordinator.dashboard.overview import Overview
 from smb.coordinator.draining import staying
 from smb.coordinator.events import (
     AnswerDrops,
@@ -68,6 +66,7 @@ from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import Tokens
 from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import copies_to_come
+from smb.coordinator.watched import Overview, Watch
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     APPLIED,

@@ -8,7 +8,10 @@ import hashlib
 from pathlib import Path
 from urllib.parse import parse_qs
 
-from smb.coordinator.dashboard.overview import Overview
+from smb.coordinator.dashboard.history import Watch
+from smb.coordinator.dashboard.overview import Look, Overview
+from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.watched import LookAtStore
 from smb.daemon.process import Answer
 from smb.errors import NotFoundError
 
@@ -30,10 +33,12 @@ _HEADERS = (
 
 
 class Dashboard:
-    """Answers the paths of the page. For any thread."""
+    """The room: what it sees, what it answers, and its page. Calls of the page come from any thread."""
 
-    def __init__(self, overview: Overview) -> None:
-        self._overview = overview
+    def __init__(self, look: Look, look_at_store: LookAtStore, address: str, mirrors: Mirrors) -> None:
+        self.watch = Watch(look()[1])
+        self.watch.look_at_store = look_at_store
+        self.overview = Overview(look, self.watch, address, mirrors)
         self._files = {}
         for path in _DIRECTORY.iterdir():
             if path.suffix in _KINDS:
@@ -47,10 +52,10 @@ class Dashboard:
             return self._files[path]
         try:
             if path == "/api/state":
-                return _answer("application/json", self._overview.all())
+                return _answer("application/json", self.overview.all())
             if path in ("/api/server", "/api/buffer", "/api/training"):
                 name = parse_qs(query).get("name", [""])[0]
-                overview = self._overview
+                overview = self.overview
                 describe = {"server": overview.server, "buffer": overview.buffer, "training": overview.training}[
                     path.rsplit("/")[-1]
                 ]
