@@ -1,14 +1,27 @@
-"""How the house's walls stand: the private attributes that other modules take. `python -m tests.support.walls`."""
+"""The walls between the core and its rooms, in figures: `python -m tests.support.walls`.
+
+It tells the lines of the core and of each room, the circles of imports, and the private attributes that other modules
+take. pyproject.toml has the rooms: import-linter's contracts whose name begins with "room".
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("smb", "memserver")
+_ENDINGS = {".py", ".js", ".css", ".html"}
+_ENDINGS_OF_C = {".c", ".h", ".inc"}
 _OWN = ("self", "cls")
 _OF_TORCH = "_version"  # of a tensor: how often it was changed in place. Our Pin has an attribute of that name
 
@@ -111,5 +124,67 @@ def _of_other_classes(function: ast.FunctionDef, classes: set[str]) -> Iterator[
             yield node
 
 
+def rooms(root: Path = ROOT) -> dict[str, tuple[str, ...]]:
+    """Return the modules and packages of each room."""
+    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    found: dict[str, tuple[str, ...]] = {}
+    for contract in contracts:
+        name, is_room, _ = contract["name"].removeprefix("room ").partition(":")
+        if contract["name"].startswith("room ") and is_room:
+            found[name] = (*found.get(name, ()), *contract["protected_modules"])
+    return found
+
+
+def lines(root: Path = ROOT) -> Counter[str]:
+    """Return the product's lines by room; those of no room are the core's. The build's own files are left out."""
+    of_room = {tuple(module.split(".")): room for room, modules in rooms(root).items() for module in modules}
+    counted: Counter[str] = Counter()
+    for folder, endings in (*((package, _ENDINGS) for package in PACKAGES), ("csrc", _ENDINGS_OF_C)):
+        for path in sorted((root / folder).rglob("*.*")):
+            if path.suffix in endings and "_pb2" not in path.name:
+                parts = path.relative_to(root).with_suffix("").parts
+                within = (of_room.get(parts[:count]) for count in range(len(parts), 0, -1))
+                counted[next((room for room in within if room), "core")] += len(path.read_text().splitlines())
+    return counted
+
+
+def circles(*, of_types: bool) -> list[list[str]]:
+    """Return the modules that import each other in a circle, in groups; `of_types`: by type checkers' imports, too."""
+    import grimp  # with import-linter, which only `make lint` needs
+
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None, exclude_type_checking_imports=not of_types)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    reached = {module: _reached(imports, module) for module in imports}
+    groups = {
+        tuple(sorted(other for other in reached[module] if module in reached[other]))
+        for module in imports
+        if module in reached[module]
+    }
+    return sorted(map(list, groups))
+
+
+def _reached(imports: Mapping[str, set[str]], start: str) -> set[str]:
+    """Return what a module imports, and what that imports, and so on."""
+    found: set[str] = set()
+    to_come = [start]
+    while to_come:
+        fresh = imports[to_come.pop()] - found
+        found |= fresh
+        to_come += fresh
+    return found
+
+
+def _show() -> None:
+    counted = lines()
+    for room in ("core", *sorted(counted.keys() - {"core"})):
+        print(f"{counted[room]:7,} lines  {room}")
+    for of_types, of_what in ((False, "at run time"), (True, "with those of type checkers")):
+        found = circles(of_types=of_types)
+        print(f"circles of imports {of_what}: {len(found)}")
+        print(*(f"    {', '.join(circle)}" for circle in found), sep="\n")
+    taken = reach_ins(sources())
+    print(f"private attributes that other modules take: {len(taken)}", *(f"    {each}" for each in taken), sep="\n")
+
+
 if __name__ == "__main__":
-    print(*(found := reach_ins(sources())), f"{len(found)} reach-ins", sep="\n")
+    _show()

@@ -1,12 +1,19 @@
-"""What a module takes from another one it takes from its face: public names, not private attributes."""
+"""The walls between the core and its rooms, as far as import-linter does not hold them (pyproject.toml)."""
 
 from __future__ import annotations
 
 import ast
+from importlib import import_module
 
-from tests.support.walls import reach_ins, sources
+import pytest
 
-REACH_INS_MAX = 31  # only ever lowered
+from tests.support.walls import circles, lines, reach_ins, rooms, sources
+
+# Only ever lowered.
+REACH_INS_MAX = 31
+CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 1, 8
+
+ROOMS = {"files", "RDMA", "dashboard", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes"}
 
 BOX = """
 class Box:
@@ -44,3 +51,20 @@ def test_a_reach_in_is_found() -> None:
         ("reader.py", "box._lid"),
         ("reader.py", "getattr(box, '_open')"),
     }
+
+
+def test_circles_grow_fewer() -> None:
+    """Modules that import each other can only be understood together."""
+    pytest.importorskip("grimp", reason="import-linter")
+    assert len(circles(of_types=False)) <= CIRCLES_MAX
+    assert len(circles(of_types=True)) <= CIRCLES_OF_TYPES_MAX
+
+
+def test_every_room_says_what_it_is() -> None:
+    """The first paragraph of a room's package says what it is and what it may touch; all of its lines are counted."""
+    found, counted = rooms(), lines()
+    assert found.keys() == ROOMS
+    assert counted.keys() == {"core", *found}
+    for room in set(found) - {"integrations"}:  # modules at the paths by which users import them
+        said = [import_module(module).__doc__ or "" for module in found[room] if module.startswith("smb")]
+        assert any(text.startswith("The room of ") for text in said), room

@@ -1,4 +1,6 @@
-"""The demonstration: digits learnt by processes that share one buffer, come late and die early."""
+"""The room of `smb demo`: digits learnt by processes that share one buffer, come late and die early. It uses what users
+import, smb and smb.train; the command smb/tools/cli/demo.py imports it. Its extra is `demo`.
+"""
 
 from typing import TYPE_CHECKING
 
