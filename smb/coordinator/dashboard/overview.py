@@ -1,4 +1,6 @@
-"""The state of the cluster for people, as JSON: for the page at / and `smb top`. docs/operating.md has its fields.
+"""The state of the cluster for people, as JSON: the one view model of the page at / and of `smb top`. docs/operating.md
+has its fields. What follows from the facts (which stage a training is in, what a wait is called, what belongs to a
+training) is concluded here; the page and `smb top` format and arrange it.
 
 Pure but for `Overview`, which keeps the last answer for a while, so that many who look cost as much as one. Lists are
 bounded: what is left out is counted. Ids of sessions are not shown: who knows one could shut its client out.
@@ -135,6 +137,7 @@ def overview(view: View, address: str) -> Json:
     shown_buffers = _shown(view, buffers)
     clients = _clients(view, waits)
     states = _first_states(view)
+    rows = [_buffer(view, record) for record in shown_buffers]
     return {
         "form": FORM,
         "now": view.now.wall,
@@ -142,11 +145,15 @@ def overview(view: View, address: str) -> Json:
         "totals": _totals(view, servers, buffers),
         "problems": [asdict(problem) for problem in problems(state, view.seen, view.now)],
         "servers": servers,
-        "buffers": [_buffer(view, record) for record in shown_buffers],
+        "buffers": rows,
         "trainings": [_training(view, record) for record in _first_trainings(view)],
         "states": [_state(view, record) for record in states],
         "clients": clients[:CLIENTS_MAX],
         "waits": waits[:WAITS_MAX],
+        "of_trainings": {  # of the rows above: those that belong to a training
+            "buffers": sum(1 for row in rows if row["training"]),
+            "waits": sum(1 for row in waits[:WAITS_MAX] if row["training"]),
+        },
         "events": [_event(*event) for event in reversed(view.seen.events)],
         "history": _history(view, view.seen.history),
         "left_out": {
@@ -310,7 +317,7 @@ def _text(value: Json) -> bytes:
 
 
 def _totals(view: View, servers: list[Json], buffers: tuple[BufferRecord, ...]) -> Json:
-    alive = [server for server in servers if server["state"] in ("alive", "late")]
+    alive = [server for server in servers if server["alive"]]
     rates = [server["rates"] for server in alive if server["rates"]]
     return {
         "servers": len(servers),
@@ -335,6 +342,7 @@ def _server(view: View, server: ServerRecord) -> Json:
     return {
         "name": server.name,
         "state": view.server_state(server.name),
+        "alive": view.server_state(server.name) in ("alive", "late"),
         "draining": server.draining,
         "address": server.data_address,
         "metrics": server.metrics_address,
@@ -422,6 +430,7 @@ def _training(view: View, record: BufferRecord) -> Json:
     return {
         "name": record.name,
         "state": _health(view, record),
+        "stage": _stage(_health(view, record), workers),
         "scheme": _settings(record.id, record.metadata).get("scheme", ""),
         "size": record.nbytes,
         "elements": record.nbytes // 4,
@@ -433,6 +442,11 @@ def _training(view: View, record: BufferRecord) -> Json:
         "refused": sum(worker["refused"] for worker in workers),
         "guard": fired[-1] if fired else "",
     }
+
+
+def _stage(health: str, workers: Sequence[Json]) -> str:
+    """Return what a training is at: its memory first (away, lost), then whether anybody trains it (trains, idle)."""
+    return {"gone": "away", "lost": "lost"}.get(health, "trains" if workers else "idle")
 
 
 def _worker(view: View, seen: WorkerSeen) -> Json:
@@ -471,11 +485,16 @@ def _state(view: View, record: BufferRecord) -> Json:
         "generation": generation,
         "publishers": len(publishers),
         "publisher": _client_of(view, last) if last else "",
+        "published_by": _with_others(_client_of(view, last), len(publishers) - 1) if last else "",
         "readers": len(readers),
         "behind": max(behind, default=None),
         "size": record.nbytes,
         "created": record.created_at,
     }
+
+
+def _with_others(name: str, others: int) -> str:
+    return f"{name} + {others}" if others else name
 
 
 def _who(view: View, record: BufferRecord) -> Json:
@@ -572,13 +591,16 @@ def _clients(view: View, waits: list[Json]) -> list[Json]:
     for session_id, name in state.client_names.items():
         left_s = max(0.0, state.session_leases.ends.get(session_id, now.monotonic) - now.monotonic)
         key = _key(view, session_id)
+        since = view.seen.sessions_since.get(session_id, 0.0)  # 0: before the coordinator started
         clients.append(
             {
                 "key": key,
                 "name": name,
-                "since": view.seen.sessions_since.get(session_id, 0.0),  # 0: before the coordinator started
+                "since": since,
+                "connected_s": round(now.wall - (since or view.seen.started_at), 1),  # at least, where since is 0
                 "silent_s": round(max(0.0, lease_s - left_s), 1),
                 "lease_s": lease_s,
+                "lease_left_s": round(left_s, 1),
                 "holds": holds[key],
                 "rates": _busy(view.busy_sessions.get(session_id, Busy())),
             }
@@ -610,6 +632,7 @@ def _wait(view: View, watch: ServerWatch, server: str, wait: pb.Wait, owner: Buf
         "what": wait.kind,
         "kind": owner.kind.value,
         "name": owner.name,
+        "title": _title(wait, owner),
         "training": view.training_of(owner.name),
         "server": server,
         "holder": holder,
@@ -620,6 +643,18 @@ def _wait(view: View, watch: ServerWatch, server: str, wait: pb.Wait, owner: Buf
         "arrived": wait.arrived,
         "parties": wait.parties,
     }
+
+
+def _title(wait: pb.Wait, owner: BufferRecord) -> str:
+    """Return what is held, or waited for, in words."""
+    name = owner.name
+    if wait.kind == "barrier":
+        return f"barrier {name}: {wait.arrived} of {wait.parties} are there"
+    if wait.kind == "version":
+        return f"next version of {name}"
+    if wait.kind == "publication":
+        return f"publication of {name}"
+    return f"lock of buffer {name}" if owner.kind is Kind.BUFFER else f"lock {name}"
 
 
 def _waits_left_out(view: View) -> int:

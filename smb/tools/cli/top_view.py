@@ -25,6 +25,7 @@ _SPARKS = 40  # steps of 2 s
 _RAMP, _PLAIN_RAMP = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _STYLES = {"critical": "red", "warning": "yellow", "note": "dim"}
 _STATES = {"left": "stopped", "gone": "gone", "lost": "memory lost", "unheard": "not heard of yet"}
+_STAGES = {"trains": "trains", "idle": "nobody trains", "away": "server gone", "lost": "memory lost"}
 _PARTS = {"ok": "ok", "gone": "server gone", "unheard": "not heard of yet"}
 
 
@@ -44,10 +45,6 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
         ("clients", _clients), ("waits", _waits),
     ]  # fmt: skip
     own = [buffer for buffer in shown["buffers"] if not buffer["training"]]
-    folded = {
-        "buffers": len(own) < len(shown["buffers"]),
-        "waits": any(wait.get("training") for wait in shown["waits"]),
-    }
     by_activity = {
         "trainings": sorted(shown["trainings"], key=lambda row: (-row["workers"], -(row["samples_per_s"] or 0))),
         "states": sorted(shown.get("states", ()), key=lambda row: (-row["readers"], row["name"])),
@@ -71,7 +68,9 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
         parts.append(
             draw(rows[:some], shown).table(width)
             if rows
-            else _line((_FOLDED if folded.get(name) else _EMPTY)[name].format(**shown["coordinator"]), "dim")
+            else _line(
+                (_FOLDED if shown["of_trainings"].get(name) else _EMPTY)[name].format(**shown["coordinator"]), "dim"
+            )
         )
         left_out = len(rows) - some + shown["left_out"].get(name, 0)
         if left_out and some:
@@ -148,7 +147,7 @@ def _head(shown: Json, width: int) -> Text:
 
 
 def _counted_buffers(shown: Json) -> str:
-    inside = sum(1 for buffer in shown["buffers"] if buffer["training"])
+    inside = shown["of_trainings"]["buffers"]
     return counted(shown["totals"]["buffers"], "buffer") + (f" ({inside} of trainings)" if inside else "")
 
 
@@ -177,10 +176,10 @@ def _trainings(rows: Sequence[Json], _shown: Json) -> _Rows:
     spare = ("REFUSED", "STALENESS", "SIZE", "SCHEME", "ROUND")
     made = _Rows("TRAINING", "STATE", "SCHEME", *numbers, right=numbers, spare=spare)
     for row in rows:
-        ok, working = row["state"] == "ok", row["workers"]
+        ok, working = row["stage"] in ("trains", "idle"), row["workers"]
         made.add_row(
             row["name"],
-            ("trains" if working else "nobody trains") if ok else "server gone",
+            _STAGES[row["stage"]],
             row["scheme"],
             f"{row['round']:,}" if row["round"] else "-",
             str(working),
@@ -197,11 +196,10 @@ def _states(rows: Sequence[Json], _shown: Json) -> _Rows:
     numbers = ("GENERATION", "READERS", "BEHIND", "SIZE")
     made = _Rows("PUBLISHED STATE", "STATE", "PUBLISHER", *numbers, right=numbers, spare=("SIZE", "PUBLISHER", "STATE"))
     for row in rows:
-        more = f" + {row['publishers'] - 1}" if row["publishers"] > 1 else ""
         made.add_row(
             row["name"],
             _PARTS.get(row["state"], "memory lost"),
-            printable(row["publisher"]) + more if row["publishers"] else "nobody publishes",
+            printable(row["published_by"]) or "nobody publishes",
             f"{row['generation']:,}" if row["generation"] else "-",
             str(row["readers"]),
             "-" if row["behind"] is None else f"{row['behind']:,}",
@@ -216,7 +214,7 @@ def _servers(rows: Sequence[Json], shown: Json) -> _Rows:
     made = _Rows("SERVER", "STATE", *numbers, right=numbers, spare=("CONN", "OPS", "WAIT", "ERR", "MEMORY"))
     for row in rows:
         state, rates = str(row["state"]), row["rates"] or {}
-        alive = state in ("alive", "late")
+        alive = row["alive"]
         waiting = row["deferred"] + row["waiting"]
         made.add_row(
             row["name"],
@@ -254,19 +252,18 @@ def _buffers(rows: Sequence[Json], shown: Json) -> _Rows:
     return made
 
 
-def _clients(rows: Sequence[Json], shown: Json) -> _Rows:
+def _clients(rows: Sequence[Json], _shown: Json) -> _Rows:
     right = ("MOVED", "OPS", "LEASE LEFT", "LOCKS")
     spare = ("LAST HEARD", "CONNECTED", "OPS", "LEASE LEFT")
     made = _Rows("CLIENT", "MOVED", "OPS", "CONNECTED", "LAST HEARD", "LEASE LEFT", "LOCKS", right=right, spare=spare)
     for row in rows:
-        since = row["since"] or shown["coordinator"]["started"]
         made.add_row(
             printable(row["name"]),
             _rate(row["rates"]["bytes"]),
             _each(row["rates"]["operations"]),
-            ("" if row["since"] else "over ") + _age(shown["now"] - since),
+            ("" if row["since"] else "over ") + _age(row["connected_s"]),
             f"{_age(row['silent_s'])} ago",
-            _age(row["lease_s"] - row["silent_s"]),
+            _age(row["lease_left_s"]),
             str(row["holds"]),
         )
     return made
@@ -280,7 +277,7 @@ def _waits(rows: Sequence[Json], _shown: Json) -> _Rows:
     for row in rows:
         held = row["holder"] is not None
         made.add_row(
-            _what(row),
+            row["title"],
             printable(row["holder"]) if held else "nobody",
             _age(row["for_s"]) if held else "-",
             _age(row["left_s"]) if held else "-",
@@ -318,16 +315,6 @@ class _Rows:
         for cells, style in self._rows:
             made.add_row(*(cells[i] for i in kept), style=style)
         return made
-
-
-def _what(row: Json) -> str:
-    if row["what"] == "barrier":
-        return f"barrier {row['name']}: {row['arrived']} of {row['parties']}"
-    if row["what"] == "version":
-        return f"next version of {row['name']}"
-    if row["what"] == "publication":
-        return f"publication of {row['name']}"
-    return f"lock of buffer {row['name']}" if row["kind"] == "buffer" else f"lock {row['name']}"
 
 
 def _age(seconds: float) -> str:

@@ -314,7 +314,10 @@ def test_who_holds_a_lock_and_for_how_long(scene: Scene) -> None:
     (wait,) = overview(scene.view(), "")["waits"]
     assert (wait["what"], wait["kind"], wait["name"], wait["holder"]) == ("lock", "buffer", "w", "host:1")
     assert (wait["left_s"], wait["for_s"], wait["waiting"]) == (8.0, 1.0, 0)
-    assert overview(scene.view(), "")["clients"][0]["holds"] == 1
+    assert wait["title"] == "lock of buffer w"
+    (client,) = overview(scene.view(), "")["clients"]
+    assert (client["holds"], client["connected_s"]) == (1, 3.0)
+    assert client["lease_left_s"] == client["lease_s"] - client["silent_s"]
     scene.renew(load=held(4, 2))
     assert overview(scene.view(), "")["waits"][0]["for_s"] == 0  # another holding
     for _ in range(32):
@@ -336,8 +339,11 @@ def test_locks_of_a_training_are_its(scene: Scene) -> None:
         for name, waiting in (("run/turn", 5), ("w", 0), ("run", 1))
     ]
     scene.renew(load=pb.ServerLoad(waits=waits))
-    shown = overview(scene.view(), "")["waits"]
-    assert [(wait["name"], wait["training"]) for wait in shown] == [("w", None), ("run/turn", "run"), ("run", "run")]
+    shown = overview(scene.view(), "")
+    found = [(wait["name"], wait["training"]) for wait in shown["waits"]]
+    assert found == [("w", None), ("run/turn", "run"), ("run", "run")]
+    assert shown["of_trainings"] == {"buffers": 2, "waits": 2}
+    assert [training["stage"] for training in shown["trainings"]] == ["idle"]
     past = scene.watch.trainings.rounds("run", scene.now)
     assert [wait["name"] for wait in training_detail(scene.view(), "run", past)["waits"]] == ["run/turn", "run"]
 
@@ -363,6 +369,7 @@ def test_who_publishes_a_state_and_how_far_its_readers_are(scene: Scene) -> None
     told = {key: policy[key] for key in ("name", "generation", "publishers", "publisher", "readers", "behind")}
     assert list(told.values()) == ["policy", 12, 1, "trainer", 2, 8]
     assert (quiet["generation"], quiet["publishers"], quiet["readers"], quiet["behind"]) == (0, 0, 0, None)
+    assert (policy["published_by"], quiet["published_by"]) == ("trainer", "")
     detail = buffer_detail(scene.view(), "policy")
     assert [(each["client"], each["behind"], each["from"]) for each in detail["readers"]] == [
         ("far", 8, ""),

@@ -26,12 +26,13 @@ def shown(**changes: Any) -> dict[str, Any]:
         "waits": [],
         "history": {"operations": [0.0] * 150, "in": [0] * 150, "out": [0] * 150},
         "left_out": {"buffers": 0, "clients": 0, "waits": 0},
+        "of_trainings": {"buffers": 0, "waits": 0},
     }  # fmt: skip
     return {**base, **changes}
 
 
 def clients(count: int, name: str = "host") -> list[dict[str, Any]]:
-    common = {"since": 990.0, "silent_s": 1.0, "lease_s": 30.0, "holds": 0}
+    common = {"since": 990.0, "silent_s": 1.0, "connected_s": 10.0, "lease_left_s": 29.0, "holds": 0}
     return [{"name": f"{name}:{i}", "rates": {"operations": 0, "bytes": i}, **common} for i in range(count)]
 
 
@@ -69,7 +70,14 @@ def test_problems_leave_room_for_the_first_lists() -> None:
         "look at its host, and at its log",
     )
     problem = {"severity": "warning", "title": title, "detail": "", "action": action, "about": ["", ""]}
-    row = {"name": "vision/digits", "state": "ok", "workers": 2, "scheme": "diloco", "round": 7, "samples_per_s": 100.0}
+    row = {
+        "name": "vision/digits",
+        "stage": "trains",
+        "workers": 2,
+        "scheme": "diloco",
+        "round": 7,
+        "samples_per_s": 100.0,
+    }
     row |= {"staleness": 0, "refused": 0, "size": 200_000}
     full = shown(clients=clients(3), problems=[problem] * 3, trainings=[row])
     small = text_of(render(full, "utf-8", 20, width=60), width=60)
@@ -125,7 +133,7 @@ def test_the_busiest_come_first_and_sentences_are_whole() -> None:
         {"name": "run/tick", "rates": rates, "training": "run", **buffer},
     ]
     training = {
-        "name": "run", "state": "ok", "scheme": "diloco", "round": 58, "workers": 2, "samples_per_s": None,
+        "name": "run", "stage": "trains", "scheme": "diloco", "round": 58, "workers": 2, "samples_per_s": None,
         "staleness": 0, "refused": 0, "size": 40,
     }  # fmt: skip
     advice = "Start it again with the same --name and the same --memory-dir, or drop what was on it for good"
@@ -133,14 +141,15 @@ def test_the_busiest_come_first_and_sentences_are_whole() -> None:
     lock = {
         "what": "lock", "kind": "lock", "server": "a", "holder": "alice", "for_s": 1.0, "left_s": 9.0, "waiting": 0,
     }  # fmt: skip
-    waits = [{"name": "mine", "training": None, **lock}, {"name": "run/turn", "training": "run", **lock}]
+    waits = [{"title": "lock mine", "training": None, **lock}, {"title": "lock run/turn", "training": "run", **lock}]
     many = shown(buffers=buffers, trainings=[training], problems=[problem], clients=clients(3), waits=waits)
     text = text_of(render(many, "utf-8", 40, width=100), width=100)
     assert text.index("busy") < text.index("calm")
     assert "run/tick" not in text
     assert "lock mine" in text
     assert "run/turn" not in text
-    folded = shown(buffers=buffers[2:], trainings=[training], waits=waits[1:])
+    inside = {"buffers": 1, "waits": 1}
+    folded = shown(buffers=buffers[2:], trainings=[training], waits=waits[1:], of_trainings=inside)
     folded["totals"]["buffers"] = 1
     said = text_of(render(folded, "utf-8", width=100), width=100)
     assert "1 buffer (1 of trainings)" in said
@@ -160,8 +169,8 @@ def test_published_states_say_who_publishes_and_how_far_readers_are() -> None:
     """A row for each state; without any there is no such list, also of a coordinator that tells of none."""
     common = {"state": "ok", "size": 1 << 20, "created": 0.0}
     states = [
-        {"name": "quiet", "generation": 0, "publishers": 0, "publisher": "", "readers": 0, "behind": None, **common},
-        {"name": "policy", "generation": 1200, "publishers": 2, "publisher": "a", "readers": 3, "behind": 8, **common},
+        {"name": "quiet", "generation": 0, "published_by": "", "readers": 0, "behind": None, **common},
+        {"name": "policy", "generation": 1200, "published_by": "a + 1", "readers": 3, "behind": 8, **common},
     ]
     said = text_of(render(shown(states=states), "utf-8"))
     rows = [line.split() for line in said.splitlines() if "policy" in line or "quiet" in line]

@@ -17,7 +17,6 @@ let allEvents = false;
 let asking = null; // the timer until the next question, or true while one is asked
 
 const number = (row) => row ?? -1;
-const alive = (server) => ["alive", "late"].includes(server.state);
 
 const trainings = new Table($("trainings"), {
   label: "trainings",
@@ -25,7 +24,7 @@ const trainings = new Table($("trainings"), {
   filter: true,
   columns: [
     { head: "Training", sort: (t) => t.name, said: (t) => t.name, cell: (t) => detail.opener("training", t.name) },
-    { head: "State", sort: detail.stage, said: detail.stage, cell: (t) => badge(detail.stage(t)) },
+    { head: "State", sort: (t) => t.stage, said: (t) => t.stage, cell: (t) => badge(t.stage) },
     { head: "Scheme", sort: (t) => t.scheme, cell: (t) => t.scheme },
     { head: "Round", number: true, sort: (t) => t.round, cell: (t) => (t.round ? f.whole(t.round) : "–") },
     { head: "Workers", number: true, sort: (t) => t.workers, cell: (t) => f.count(t.workers) },
@@ -43,7 +42,7 @@ const states = new Table($("states"), {
   columns: [
     { head: "State", sort: (s) => s.name, said: (s) => s.name, cell: (s) => detail.opener("buffer", s.name) },
     { head: "Memory", sort: (s) => s.state, said: (s) => s.state, cell: (s) => badge(s.state === "gone" ? "away" : s.state) },
-    { head: "Published by", half: true, sort: (s) => s.publisher, cell: (s) => (s.publishers ? s.publisher + (s.publishers > 1 ? ` + ${s.publishers - 1}` : "") : "nobody") },
+    { head: "Published by", half: true, sort: (s) => s.publisher, cell: (s) => s.published_by || "nobody" },
     { head: "Generation", number: true, sort: (s) => s.generation, cell: (s) => (s.generation ? f.whole(s.generation) : "–") },
     { head: "Readers", number: true, sort: (s) => s.readers, cell: (s) => f.count(s.readers) },
     { head: "Furthest behind", number: true, sort: (s) => number(s.behind), cell: (s) => (s.behind === null ? "–" : f.whole(s.behind)) },
@@ -61,8 +60,8 @@ const servers = new Table($("servers"), {
     {
       head: "State",
       sort: (s) => s.state,
-      said: (s) => [s.state, s.draining, alive(s) ? "" : f.ago(s.last_seen, state.now)],
-      cell: (s) => badge(s.state, (alive(s) ? "" : `, ${f.ago(s.last_seen, state.now)}`) + (s.draining ? ", draining" : "")),
+      said: (s) => [s.state, s.draining, s.alive ? "" : f.ago(s.last_seen, state.now)],
+      cell: (s) => badge(s.state, (s.alive ? "" : `, ${f.ago(s.last_seen, state.now)}`) + (s.draining ? ", draining" : "")),
     },
     {
       head: "Memory",
@@ -74,10 +73,10 @@ const servers = new Table($("servers"), {
     { head: "Operations", number: true, sort: (s) => number(s.rates?.operations), cell: (s) => f.each(s.rates?.operations) },
     { head: "In", number: true, sort: (s) => number(s.rates?.in), cell: (s) => f.rate(s.rates?.in) },
     { head: "Out", number: true, sort: (s) => number(s.rates?.out), cell: (s) => f.rate(s.rates?.out) },
-    { head: "Connections", number: true, sort: (s) => s.connections, cell: (s) => (alive(s) ? f.count(s.connections) : "–") },
-    { head: "Deferred", number: true, sort: (s) => s.deferred, cell: (s) => (alive(s) ? f.count(s.deferred) : "–") },
-    { head: "Waiting", number: true, sort: (s) => s.waiting, cell: (s) => (alive(s) ? f.count(s.waiting) : "–") },
-    { head: "Errors/min", number: true, sort: (s) => s.errors_recently, cell: (s) => (alive(s) ? f.count(s.errors_recently) : "–") },
+    { head: "Connections", number: true, sort: (s) => s.connections, cell: (s) => (s.alive ? f.count(s.connections) : "–") },
+    { head: "Deferred", number: true, sort: (s) => s.deferred, cell: (s) => (s.alive ? f.count(s.deferred) : "–") },
+    { head: "Waiting", number: true, sort: (s) => s.waiting, cell: (s) => (s.alive ? f.count(s.waiting) : "–") },
+    { head: "Errors/min", number: true, sort: (s) => s.errors_recently, cell: (s) => (s.alive ? f.count(s.errors_recently) : "–") },
   ],
 });
 
@@ -102,9 +101,9 @@ const clients = new Table($("clients"), {
   filter: true,
   columns: [
     { head: "Client", sort: (c) => c.name, cell: (c) => c.name },
-    { head: "Connected", number: true, sort: (c) => -c.since, cell: (c) => (c.since ? f.ago(c.since, state.now) : `over ${f.duration(state.now - state.coordinator.started)}`) },
+    { head: "Connected", number: true, sort: (c) => -c.since, cell: (c) => (c.since ? `${f.duration(c.connected_s)} ago` : `over ${f.duration(c.connected_s)}`) },
     { head: "Last heard", number: true, sort: (c) => c.silent_s, cell: (c) => `${f.duration(c.silent_s)} ago` },
-    { head: "Lease", number: true, sort: (c) => c.lease_s - c.silent_s, cell: (c) => `${f.duration(c.lease_s - c.silent_s)} left` },
+    { head: "Lease", number: true, sort: (c) => c.lease_left_s, cell: (c) => `${f.duration(c.lease_left_s)} left` },
     { head: "Moved", number: true, sort: (c) => c.rates.bytes, cell: (c) => f.rate(c.rates.bytes) },
     { head: "Locks held", number: true, sort: (c) => c.holds, cell: (c) => f.count(c.holds) },
   ],
@@ -114,7 +113,7 @@ const waits = new Table($("waits"), {
   label: "locks, and what waits",
   key: (w) => `${w.what} ${w.kind} ${w.name} ${w.server}`,
   columns: [
-    { head: "What", sort: detail.what, cell: detail.what },
+    { head: "What", sort: (w) => w.title, cell: (w) => w.title },
     { head: "Held by", half: true, sort: (w) => w.holder ?? "", cell: (w) => w.holder ?? "nobody" },
     { head: "For", number: true, sort: (w) => (w.holder ? w.for_s : -1), cell: (w) => (w.holder ? f.duration(w.for_s) : "–") },
     { head: "Lease", number: true, sort: (w) => w.left_s, cell: (w) => (w.holder ? `${f.duration(w.left_s)} left` : "–") },
@@ -165,17 +164,17 @@ function show() {
   const published = state.states ?? []; // an older coordinator tells of none
   for (const part of [$("states"), $("to-states")]) part.hidden = !published.length;
   states.update(published, { empty: noStates, leftOut: state.left_out.states ?? 0 });
-  buffers.update(own, { empty: own.length < state.buffers.length ? folded : noBuffers(address), leftOut: state.left_out.buffers });
+  buffers.update(own, { empty: state.of_trainings.buffers ? folded : noBuffers(address), leftOut: state.left_out.buffers });
   clients.update(state.clients, { empty: noClients(address), leftOut: state.left_out.clients });
   const ownWaits = state.waits.filter((wait) => !wait.training);
-  waits.update(ownWaits, { empty: ownWaits.length < state.waits.length ? folded : noWaits, leftOut: state.left_out.waits });
+  waits.update(ownWaits, { empty: state.of_trainings.waits ? folded : noWaits, leftOut: state.left_out.waits });
   text($("n-servers"), state.totals.alive === state.totals.servers ? `${state.totals.servers}` : `${state.totals.alive}/${state.totals.servers}`);
   text($("n-trainings"), String(state.trainings.length + state.left_out.trainings));
   text($("n-states"), String(published.length + (state.left_out.states ?? 0)));
-  text($("n-buffers"), counted(own.length + state.left_out.buffers, state.buffers.length - own.length));
+  text($("n-buffers"), counted(own.length + state.left_out.buffers, state.of_trainings.buffers));
   text($("n-events"), String(state.events.length));
   text($("n-clients"), String(state.totals.clients));
-  text($("n-waits"), counted(ownWaits.length + state.left_out.waits, state.waits.length - ownWaits.length));
+  text($("n-waits"), counted(ownWaits.length + state.left_out.waits, state.of_trainings.waits));
   showEvents();
 }
 
@@ -222,7 +221,7 @@ function problem({ severity, title, detail: more, action, about, since }, i) {
 function showTotals() {
   const { totals } = state;
   const within = totals.rates.within >= 0.5;
-  const inTrainings = state.buffers.filter((buffer) => buffer.training).length;
+  const inTrainings = state.of_trainings.buffers;
   if (within) $("in-place").hidden = false; // and it stays: nothing moves when a round is over
   const tiles = [
     ["Servers", `${totals.alive}`, totals.alive === totals.servers ? "alive" : `of ${totals.servers} alive`],

@@ -161,14 +161,11 @@ function mirrors(found) {
   return table("Mirrors", ["On", "Zone", "State", "Version", "Fed by"], rows);
 }
 
-// The text of a training's state: its memory first, then whether anybody trains it.
-export const stage = (t) => (t.state === "gone" ? "away" : t.state === "lost" ? "lost" : t.workers ? "trains" : "idle");
-
 function training(found) {
   const now = found.now;
   const settings = Object.entries(found.settings).map(([name, value]) => `${name}=${value ?? "none"}`);
   const facts = list([
-    ["state", badge(stage(found))],
+    ["state", badge(found.stage)],
     ["scheme", found.scheme],
     ["settings", settings.join(", ") || "none"],
     ["round", found.round ? f.whole(found.round) : "–"],
@@ -199,15 +196,8 @@ function training(found) {
 }
 
 function waits(rows) {
-  const cells = rows.map((w) => [what(w), w.holder ?? "–", w.holder ? f.duration(w.for_s) : "–", String(w.waiting)]);
+  const cells = rows.map((w) => [w.title, w.holder ?? "–", w.holder ? f.duration(w.for_s) : "–", String(w.waiting)]);
   return table("Locks, and what waits", ["What", "Held by", "For", "Wait"], cells);
-}
-
-export function what(wait) {
-  if (wait.what === "barrier") return `barrier ${wait.name}: ${wait.arrived} of ${wait.parties} are there`;
-  if (wait.what === "version") return `next version of ${wait.name}`;
-  if (wait.what === "publication") return `publication of ${wait.name}`;
-  return wait.kind === "buffer" ? `lock of buffer ${wait.name}` : `lock ${wait.name}`;
 }
 
 // Eight colours, then again: servers are told apart by the table beside it.
