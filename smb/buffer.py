@@ -416,7 +416,7 @@ class Buffer:
                 taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
                 if not leave_to_settle(error, self._session, self._dispatcher, taken):
                     taken.put_back([range(self.size)])
-                    if (account := getattr(error, "_account", None)) is not None:
+                    if (account := getattr(error, "smb_account", None)) is not None:
                         account.settled = True
             raise
 

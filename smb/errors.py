@@ -19,7 +19,7 @@ class Error(Exception):
     buffer's call, which elements were not.
     """
 
-    _account: Any = None  # smb.call.outcomes.Failed, where it is of a buffer's call
+    smb_account: Any = None  # what Buffer.settle takes, where it is of a buffer's call: smb.call.outcomes.Failed
 
     def __init__(self, *arguments: Any, outcome: CallOutcome = NOT_APPLIED) -> None:
         super().__init__(*arguments)

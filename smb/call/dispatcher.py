@@ -216,13 +216,13 @@ class Dispatcher:
                 backoff = backoff or _retry()
                 time.sleep(min(backoff.next_s(), deadline.left()))
         except Error as error:
-            if error._account is None:
+            if error.smb_account is None:
                 if touched:
                     error.outcome = UNKNOWN
                 elif opcode is not Opcode.READ and ended is not None and ended.sent:
                     error.outcome = self._outcome_of(ended, request.nbytes, _REFUSED_WAIT_MS)
                 unknown = None if ended is None else ended.unknown
-                error._account = Failed(self, self._elements(request), unknown)
+                error.smb_account = Failed(self, self._elements(request), unknown)
             raise
         except BaseException as error:
             how = ended if attempt is None else attempt.ended
@@ -433,12 +433,12 @@ class Dispatcher:
         touched = sum(map(len, left)) < len(self._elements(request))
         begun = bool(left) and change is not None and self._is_of(change, left[0])
         if not left:  # a handler raised after the last one
-            failed.outcome, failed._account = APPLIED, Failed(self, self._elements(request))
+            failed.outcome, failed.smb_account = APPLIED, Failed(self, self._elements(request))
             return
-        if begun and getattr(error, "_account", None) is None:  # outside of that call
+        if begun and getattr(error, "smb_account", None) is None:  # outside of that call
             failed.outcome = APPLIED if here.finished is change else NOT_APPLIED
         found: CallOutcome = getattr(error, "outcome", UNKNOWN) if begun else NOT_APPLIED
-        account = getattr(error, "_account", None) if begun else None
+        account = getattr(error, "smb_account", None) if begun else None
         unknown = account.unknown if account is not None else None
         inner = list(account.missing) if account is not None else []  # of a part that was cut again
         if inner:
@@ -447,7 +447,7 @@ class Dispatcher:
             missing = []  # it can't be known
         else:
             missing = left if found == NOT_APPLIED and unknown is None else left[1:]
-        failed._account = Failed(self, self._elements(request), unknown, missing=tuple(missing))
+        failed.smb_account = Failed(self, self._elements(request), unknown, missing=tuple(missing))
         # The outcome of one piece is that of the call if all other pieces had the same, or there are no others.
         same = (not touched and (len(left) == 1 or found == NOT_APPLIED)) or (found == APPLIED and len(left) == 1)
         failed.outcome = found if same else UNKNOWN
@@ -484,7 +484,7 @@ class Dispatcher:
         of the call ended; None: it did not begin.
         """
         failed: Any = error
-        if getattr(error, "_account", None) is not None:
+        if getattr(error, "smb_account", None) is not None:
             return
         take_interrupt()  # another handler's: it would end the next call
         ended = done if isinstance(done, Outcome) and done.status is not Status.OK else None
@@ -496,28 +496,28 @@ class Dispatcher:
             failed.outcome = UNKNOWN if touched else NOT_APPLIED
         else:
             failed.outcome = self._outcome_of(ended, request.nbytes, 0)
-        failed._account = Failed(self, self._elements(request), None if ended is None else ended.unknown)
+        failed.smb_account = Failed(self, self._elements(request), None if ended is None else ended.unknown)
 
     def account_outside(self, error: BaseException, before: Request | None, asked: range | None) -> None:
         """The same of what was raised before `call` began, or after it had returned. `before`: what this thread had
         finished before; `asked`: the elements of the call, None if they are not known.
         """
         failed: Any = error
-        if getattr(error, "_account", None) is not None:
+        if getattr(error, "smb_account", None) is not None:
             return
         finished = here.finished
         if finished is not None and finished is not before:
-            failed.outcome, failed._account = APPLIED, Failed(self, self._elements(finished))
+            failed.outcome, failed.smb_account = APPLIED, Failed(self, self._elements(finished))
         elif asked is not None:
-            failed.outcome, failed._account = NOT_APPLIED, Failed(self, asked)
+            failed.outcome, failed.smb_account = NOT_APPLIED, Failed(self, asked)
 
     def account_later(self, error: BaseException, future: Future[Any] | None, asked: range | None) -> None:
         """The same of what was raised while an async call was made. `future`: None if the engine has no such call."""
         failed: Any = error
-        if getattr(error, "_account", None) is not None or asked is None:
+        if getattr(error, "smb_account", None) is not None or asked is None:
             return
         failed.outcome = NOT_APPLIED if future is None else UNKNOWN
-        failed._account = Failed(self, asked, future=future)
+        failed.smb_account = Failed(self, asked, future=future)
 
     def wait_turn(self, request: Request, deadline: Deadline, others: tuple[Dispatcher, ...] = ()) -> None:
         """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
@@ -526,7 +526,7 @@ class Dispatcher:
         try:
             calls.wait(self.turns, elements.start, elements.stop, asked, deadline.left(), changes=changes)
         except Error as error:
-            error._account = Failed(self, elements, None)
+            error.smb_account = Failed(self, elements, None)
             raise
         changes = request.opcode is Opcode.APPLY
         for other in others:
@@ -773,7 +773,7 @@ class Dispatcher:
             outcome = replace(outcome, status=Status.NOT_FOUND)
         error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=timeout, why=why, moved=moved)
         error.outcome = known
-        error._account = Failed(self, self._elements(request), None if touched else outcome.unknown)
+        error.smb_account = Failed(self, self._elements(request), None if touched else outcome.unknown)
         return error
 
 

@@ -29,7 +29,7 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
     """Return the elements to which a call of `calls` was not applied, and never will be; see Buffer.settle."""
     asked = calls.arguments.asked("settle")
     failed: Any = error  # KeyboardInterrupt in the middle of a call has an account and an outcome, too
-    account = getattr(failed, "_account", None)
+    account = getattr(failed, "smb_account", None)
     if not isinstance(account, Failed) or account.calls is not calls:
         raise InvalidArgumentError(
             f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
@@ -93,7 +93,7 @@ def _settle_future(
 
 def leave_to_settle(error: BaseException, session: Session, calls: Dispatcher, sending: TakenOut) -> bool:
     """Account for what a failed call took out of a residual. False: nothing of it was applied, nor will be."""
-    failed = getattr(error, "_account", None)
+    failed = getattr(error, "smb_account", None)
     if failed is None or getattr(error, "outcome", UNKNOWN) == NOT_APPLIED:
         return False
     try:

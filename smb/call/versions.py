@@ -304,12 +304,12 @@ class Versions:
             raise
         except BaseException as error:
             failure: Any = error
-            failure.outcome, failure._account = UNKNOWN, Failed(self._calls, range(self._arguments.size))
+            failure.outcome, failure.smb_account = UNKNOWN, Failed(self._calls, range(self._arguments.size))
             raise
 
     def _nothing_done(self, error: BaseException) -> None:
         failure: Any = error
-        failure.outcome, failure._account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
+        failure.outcome, failure.smb_account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
 
     def read_from(self, copy: int, offset: int, count: int, sink: Any) -> None:
         """Read elements of a copy, whatever is in it; exact."""

@@ -57,9 +57,9 @@ def test_a_part_of_a_change() -> None:
 def test_what_a_failed_part_means_for_the_call(inner: list[range], outcome: CallOutcome, said: list[range]) -> None:
     """What is known not to be applied of a part that was cut again is missing, and so are the parts after it."""
     error: Any = smb.UnavailableError("away")
-    error.outcome, error._account = outcome, Failed(SimpleNamespace(), range(4), None, missing=tuple(inner))  # type: ignore[arg-type]
+    error.outcome, error.smb_account = outcome, Failed(SimpleNamespace(), range(4), None, missing=tuple(inner))  # type: ignore[arg-type]
     asking: Any = SimpleNamespace(_elements=lambda _: range(12), _asked=lambda _: "accumulate", _is_of=lambda *_: True)
     request = Request(Opcode.ACCUMULATE, 0, 96)
     Dispatcher._account_for(asking, error, request, [range(4), range(8, 12)], request, "in parts")
-    assert list(error._account.missing) == said
+    assert list(error.smb_account.missing) == said
     assert error.outcome == UNKNOWN
