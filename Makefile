@@ -19,7 +19,7 @@ pip-install = { trap 'exit 130' INT TERM HUP; exec 9>>$(VENV)/installing; flock 
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
 # Tests start some thousand processes of ours: each would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
-SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc)
+SOURCES := pyproject.toml setup.cfg smb/rpc/control.proto smb/coordinator/etcd/etcd.proto csrc/build_engine.py $(wildcard csrc/*/*.[ch] csrc/*/*.inc)
 
 # An environment whose installation was interrupted is made anew. (No wildcard: make would remember what it saw.)
 $(shell cd $(VENV) 2>/dev/null && [ -e unfinished ] && flock --nonblock installing sh -c '[ ! -e unfinished ] || rm -f made')
@@ -68,7 +68,7 @@ pytest: $(VENV)/test-installed packages
 packages: libssl
 	-@for each in spin systemd chromium tmux prometheus etcd-server fuse3 nftables; do $(MAKE) --no-print-directory $$each; done
 
-C_FILES := $(wildcard csrc/*.h csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] tests/support/*.c perf/*.[ch])
+C_FILES := $(wildcard csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] tests/support/*.c perf/*.[ch])
 # Text for people, and Python. Decisions and the record of bugs keep the words of their day (pyproject.toml).
 PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULE = "smb._engine"
 # The engine's folders, in the order of the layers; python/ is an extension of its own.
 FOLDERS = ("base", "memory", "server", "client")
+# The public headers in csrc/smb, each after those whose types it uses.
+FACE = ("types", "tls", "kernels", "segment", "server", "client")
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
 # become vector selects; it changes no result. No -march: users run what we build on other machines (see kernels.c).
 # -Werror is for us (make test compiles with it), not for users with a compiler that we have not seen.
@@ -48,11 +50,14 @@ def sources() -> list[str]:
 
 
 def declarations() -> str:
-    """Return the part of smb.h that Python sees."""
-    text = (ROOT / "csrc" / "smb.h").read_text()
-    match = re.search(r"/\* cffi: begin \*/(.*)/\* cffi: end \*/", text, re.S)
-    assert match, "csrc/smb.h has lost its cffi marks"
-    return match.group(1)
+    """Return the parts of the public headers that Python sees."""
+    found = []
+    for name in FACE:
+        text = (ROOT / "csrc" / "smb" / f"{name}.h").read_text()
+        match = re.search(r"/\* cffi: begin \*/(.*)/\* cffi: end \*/", text, re.S)
+        assert match, f"csrc/smb/{name}.h has lost its cffi marks"
+        found.append(match.group(1))
+    return "".join(found)
 
 
 def make_grpc_code() -> None:
@@ -118,7 +123,7 @@ class BuildEngine(build_ext):
 
         ffi = FFI()
         ffi.cdef(declarations())
-        ffi.set_source(MODULE, '#include "smb.h"')
+        ffi.set_source(MODULE, "\n".join(f'#include "smb/{name}.h"' for name in FACE))
         wrapper = Path(self.build_temp) / "smb_engine_wrapper.c"
         wrapper.parent.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(wrapper))

@@ -1,4 +1,4 @@
-"""The server part of the C engine (csrc/smb.h), typed. The only file of the daemon that touches the library.
+"""The server part of the C engine (csrc/smb/server.h), typed. The only file of the daemon that touches the library.
 
 Every call releases Python's lock, and may be made from any thread until `close`.
 """
@@ -58,7 +58,7 @@ class SegmentForm:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A segment that is here, as its file says it. See struct smb_held in csrc/smb.h."""
+    """A segment that is here, as its file says it. See struct smb_held in csrc/smb/server.h."""
 
     id: int
     file_bytes: int

@@ -14,7 +14,7 @@
 
 #include "base/bond.h"
 #include "base/frame.h"
-#include "smb.h"
+#include "smb/types.h"
 
 /* Names one connection. A proof for one does not hold for another. */
 struct access_connection {

@@ -4,7 +4,7 @@
 #include <sys/stat.h>
 
 #include "base/frame.h"
-#include "smb.h"
+#include "smb/types.h"
 
 enum { LABEL_BYTES = 16 };
 static const char label[LABEL_BYTES] = "smb channel 1";

@@ -15,7 +15,7 @@
 
 #include <openssl/ssl.h>
 
-#include "smb.h"
+#include "smb/tls.h"
 
 /* Of whom one is taken. */
 struct wanted {

@@ -32,7 +32,7 @@
 #ifndef SMB_FRAME_H
 #define SMB_FRAME_H
 
-#include "smb.h"
+#include "smb/types.h"
 
 enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
 

@@ -1,9 +1,9 @@
-/* layout.h: which bytes live where. Pure. Beside what smb.h declares, a walk over the part of a
- * range on one segment. */
+/* layout.h: which bytes live where. Pure. Beside what smb/types.h declares, a walk over the part of
+ * a range on one segment. */
 #ifndef SMB_LAYOUT_H
 #define SMB_LAYOUT_H
 
-#include "smb.h"
+#include "smb/types.h"
 
 /* Walks the pieces of buffer bytes [position, end) that lie on `segment`, each within one chunk. */
 struct smb_cursor {

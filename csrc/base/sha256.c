@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "smb.h"
+#include "smb/types.h"
 
 _Static_assert((int)SHA256_BYTES == (int)SMB_KEY_BYTES, "keys are as long as what they make");
 

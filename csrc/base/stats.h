@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 #include "base/assert.h"
-#include "smb.h"
+#include "smb/types.h"
 
 /* Side by side, so that what a request writes is one cache line. */
 struct smb_tally {

@@ -19,7 +19,7 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-#include "smb.h"
+#include "smb/tls.h"
 
 enum { TLS_RECORD_BYTES = 16384 };
 

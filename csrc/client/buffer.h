@@ -4,7 +4,7 @@
 
 #include "client/client.h"
 #include "client/link.h"
-#include "smb.h"
+#include "smb/client.h"
 
 struct place {
     uint64_t segment_id;

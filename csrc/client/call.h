@@ -14,7 +14,7 @@
 
 #include "base/frame.h"
 #include "base/layout.h"
-#include "smb.h"
+#include "smb/client.h"
 
 struct smb_unknown;
 struct smb_link;

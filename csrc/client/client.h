@@ -18,6 +18,7 @@
 
 #include "base/frame.h"
 #include "base/stats.h"
+#include "smb/client.h"
 
 struct call;
 struct smb_link;

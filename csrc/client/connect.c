@@ -13,6 +13,7 @@
 #include "client/dial.h"
 #include "client/link.h"
 #include "client/tokens.h"
+#include "smb/segment.h"
 
 static int shake_hands(const struct channel *channel, const struct smb_client *client,
                        uint16_t lane, bool by_reference, struct until until,

@@ -14,6 +14,8 @@
 #include "base/clock.h"
 #include "client/call.h"
 #include "client/client.h"
+#include "smb/kernels.h"
+#include "smb/segment.h"
 
 /* Within a quarter of a second. */
 enum { HANDSHAKES_TRIED = 7 };

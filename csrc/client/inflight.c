@@ -6,6 +6,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "client/sparse.h"
+#include "smb/kernels.h"
 
 void inflight_free_all(struct inflight *inflight)
 {

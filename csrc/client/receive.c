@@ -11,6 +11,7 @@
 #include "client/inflight.h"
 #include "client/resume.h"
 #include "memory/sync_words.h"
+#include "smb/kernels.h"
 
 /* Answers come mostly in the order of the requests, so that the first look finds it. */
 static struct inflight **find_sent(struct smb_link *link, uint64_t sequence)

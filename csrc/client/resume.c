@@ -9,6 +9,7 @@
 #include "base/channel.h"
 #include "client/inflight.h"
 #include "client/receive.h"
+#include "smb/kernels.h"
 
 static struct watermark *watermark_of(struct smb_link *link, const struct inflight *inflight)
 {

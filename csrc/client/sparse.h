@@ -2,7 +2,7 @@
 #ifndef SMB_SPARSE_H
 #define SMB_SPARSE_H
 
-#include "smb.h"
+#include "smb/client.h"
 
 /* Cuts off *rest the part from the first of its entries on, at most entries_max of them: false if
  * there is none. */

@@ -5,7 +5,7 @@
 
 #include <stdatomic.h>
 
-#include "smb.h"
+#include "smb/client.h"
 
 struct call;
 

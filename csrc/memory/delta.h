@@ -16,7 +16,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "smb.h"
+#include "smb/kernels.h"
 
 enum {
     DELTA_HEADER_BYTES = 16,

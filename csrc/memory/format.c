@@ -1,6 +1,7 @@
 #include "memory/format.h"
 
 #include "base/bond.h"
+#include "smb/segment.h"
 
 uint32_t format_own_pid_namespace(void)
 {

@@ -16,7 +16,7 @@
 
 #include "memory/records.h"
 #include "memory/sync_words.h"
-#include "smb.h"
+#include "smb/types.h"
 
 enum {
     PAGE = 4096,

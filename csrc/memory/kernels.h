@@ -1,9 +1,9 @@
-/* kernels.h: beside what smb.h declares, a copy for the engine itself, and optimizers' steps in
- * parts. */
+/* kernels.h: beside what smb/kernels.h declares, a copy for the engine itself, and optimizers'
+ * steps in parts. */
 #ifndef SMB_KERNELS_H
 #define SMB_KERNELS_H
 
-#include "smb.h"
+#include "smb/kernels.h"
 
 /* memcpy of ranges that do not overlap, or are the same. Where the target is aligned to an
  * element's size and `bytes` is a multiple of it, nobody ever sees a part of an element there.

@@ -5,7 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "smb.h"
+#include "smb/segment.h"
 
 int owned_check(int fd, uid_t owner)
 {

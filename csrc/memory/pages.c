@@ -15,7 +15,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#include "smb.h"
+#include "smb/types.h"
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25

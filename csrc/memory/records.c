@@ -5,6 +5,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
+#include "smb/types.h"
 
 enum { NONE = UINT32_MAX };
 

@@ -14,8 +14,8 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
-
-#include "smb.h"
+#include <stdbool.h>
+#include <stdint.h>
 
 /* At most as many fetch_add and compare_swap of a lane may be unanswered at any time. */
 enum {

@@ -15,7 +15,7 @@
 #define SMB_SEGMENT_H
 
 #include "memory/records.h"
-#include "smb.h"
+#include "smb/segment.h"
 
 struct sync_words;
 

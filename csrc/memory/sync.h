@@ -51,7 +51,6 @@
 #include "base/frame.h"
 #include "base/tree.h"
 #include "memory/sync_words.h"
-#include "smb.h"
 
 enum {
     SYNC_TTL_MS_MIN = 10,

@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "smb.h"
+#include "smb/client.h"
 
 /* up to here what can be done at once takes 2 us at most: as long as handing the GIL over */
 enum { HOLD_GIL_BYTES = 64 << 10 };

@@ -11,6 +11,7 @@
 #include "memory/sync.h"
 #include "server/registry.h"
 #include "server/replica_state.h"
+#include "smb/server.h"
 
 enum { COPY_WAIT_MS = 50 };
 

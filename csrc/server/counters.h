@@ -5,7 +5,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "smb.h"
+#include "smb/server.h"
 
 struct connection;
 struct smb_frame;

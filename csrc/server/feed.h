@@ -28,7 +28,7 @@ struct forward {
 
 struct feed {
     struct channel channel;  /* to the other server, inside TLS where there are credentials */
-    int refused;             /* how the last one ended: smb.h */
+    int refused;             /* how the last one ended: smb/types.h */
     char why[SMB_WHY_BYTES]; /* and what TLS said of it; empty: nothing */
     uint64_t instance;
     uint64_t broken_ns; /* since when there is no connection that works; 0: there is */

@@ -13,7 +13,7 @@
  * without what lies before it: a token, and words that elements follow. `slot` is the journal's
  * slot that holds it, or NULL. `scratch` and `sink` are a chunk's worth of memory for the source's
  * bytes and the new values, or NULL. `scratch` stays as it is until the next try. SMB_BUSY: defer
- * it. SMB_APART: smb.h. The old value of the 64-bit operations goes to *result. */
+ * it. SMB_APART: smb/types.h. The old value of the 64-bit operations goes to *result. */
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot,
                  const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result);
 /* The range as it was at one instant, copied without its chunk's lock unless changes follow each

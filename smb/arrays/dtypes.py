@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type. `number` travels in frames (see csrc/smb.h); `itemsize` is in bytes."""
+    """One element type. `number` travels in frames (see csrc/smb/types.h); `itemsize` is in bytes."""
 
     name: str
     number: int

@@ -1,4 +1,4 @@
-"""The optimizers that servers run (Buffer.apply): names, state, numbers. The arithmetic is smb_rule's in csrc/smb.h."""
+"""The optimizers that servers run (Buffer.apply): names, state, numbers. csrc/smb/types.h has the arithmetic."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from smb.coordinator.records import BufferRecord, copy_stride_bytes
 from smb.engine import segment_bytes, segment_file_bytes
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
 
-SERVERS_PER_BUFFER_MAX = 1024  # smb.h: SMB_SEGMENTS_PER_BUFFER_MAX
+SERVERS_PER_BUFFER_MAX = 1024  # csrc/smb/types.h: SMB_SEGMENTS_PER_BUFFER_MAX
 # A call keeps as many links busy as its range has stripes. One chunk, the largest frame, is the smallest stripe that
 # costs no call anything (`python -m perf.scaling stripes`): 4 MiB on 8 servers move twice as fast as with 1 MiB.
 STRIPE_BYTES_DEFAULT = 256 << 10
@@ -20,7 +20,7 @@ STRIPE_BYTES_DEFAULT = 256 << 10
 STRIPE_BYTES_LARGE = 1 << 20
 LARGE_BYTES = 8 << 30
 STRIPE_BYTES_MIN = 4096
-CHUNK_BYTES_MAX = 256 << 10  # smb.h: SMB_CHUNK_BYTES_DEFAULT
+CHUNK_BYTES_MAX = 256 << 10  # csrc/smb/types.h: SMB_CHUNK_BYTES_DEFAULT
 SERVERS_SHOWN_MAX = 8  # in a message
 # Segments that servers of unequal weights get together (two for each server, where these are more than eight): enough
 # for a tenth of the traffic beside nine, few enough that each is worth its file and its place in every client's call.

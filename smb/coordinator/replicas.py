@@ -18,7 +18,7 @@ Alive = Callable[[str], bool]
 
 
 class CopyRole(IntEnum):
-    """A server's role for a segment; csrc/smb.h has the numbers."""
+    """A server's role for a segment; csrc/smb/server.h has the numbers."""
 
     PRIMARY = 1
     BACKUP = 2

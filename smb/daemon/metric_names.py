@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAMED_MAX = 64  # buffers, and clients, with a name of their own in a server's metrics: some thousand series at most
 OTHER = "other"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-# Seconds: what took at most 1.024 us, twice that, ... 34 s. The engine's buckets (csrc/smb.h, struct smb_latency).
+# Seconds: what took at most 1.024 us, twice that, ... 34 s. The engine's buckets: struct smb_latency.
 LATENCY_EDGES: tuple[float, ...] = tuple(2.0 ** (10 + i) / 1e9 for i in range(26))
 CALL_EDGES: tuple[float, ...] = (  # from an open of a known buffer to a create over many servers, or a waiting open
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,

@@ -1,4 +1,4 @@
-"""The engine as typed Python: the only room of `smb` that touches cffi's `lib`. See csrc/smb.h for what each call does.
+"""The engine as typed Python: the only room of `smb` that touches cffi's `lib`. See csrc/smb/ for what each call does.
 
 Every call here releases the GIL while it runs (a direct method's only if it takes longer than handing the GIL over).
 Objects free their C side when they are collected; a buffer handle keeps the client, links and segments that it uses

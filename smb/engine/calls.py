@@ -14,8 +14,8 @@ _NOT_ENDED = -1  # no status of the engine's
 
 
 class Request(NamedTuple):
-    """One request to the engine; csrc/smb.h: struct smb_request. Frozen. A tuple, as it is made for every call that is
-    not direct: a frozen dataclass takes four times as long to make.
+    """One request to the engine; csrc/smb/client.h: struct smb_request. Frozen. A tuple, as it is made for every call
+    that is not direct: a frozen dataclass takes four times as long to make.
 
     Offsets and sizes are bytes of the buffer. Of APPLY, `op` is the rule, `hyper` its numbers.
     """

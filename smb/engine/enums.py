@@ -1,4 +1,4 @@
-"""The engine's numbers by name (csrc/smb.h), and the error of a call of it that failed."""
+"""The engine's numbers by name (csrc/smb/), and the error of a call of it that failed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 from tests.support.memory_server import coordinator_stub
 from tests.support.raw import Frame, Opcode, RawClient, Status
 
-SESSION_ENDED = 12  # smb.h
+SESSION_ENDED = 12  # csrc/smb/types.h
 LEASE = ("--session-lease", "1")
 
 

@@ -51,7 +51,7 @@ def pointer(array: Array) -> Any:
 
 
 def reference(op: int, b: Array, a: Array, scale: float) -> Array:
-    """Compute what smb.h promises, with numpy, each step rounded to the arrays' dtype."""
+    """Compute what csrc/smb/types.h promises, with numpy, each step rounded to the arrays' dtype."""
     s = np.array([scale]).astype(b.dtype)
     match OPS[op]:
         case "sum":

@@ -8,7 +8,7 @@ what the segment's keys do not cover, goes through the server's gate: the payloa
 a message of the record follows; data of the answer is read from the slot. Requests leave in the order in which the
 engine gave them: that the server has a later message of the lane says that earlier writes have arrived.
 
-The engine's socket is closed when the queue pair is: not before the card has let go of all memory (csrc/smb.h).
+The engine's socket is closed when the queue pair is: not before the card has let go of all memory (csrc/smb/client.h).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #include "check.h"
-#include "smb.h"
+#include "smb/kernels.h"
 
 #include <dirent.h>
 #include <signal.h>

@@ -7,7 +7,7 @@
 #include <openssl/x509v3.h>
 
 #include "check.h"
-#include "smb.h"
+#include "smb/tls.h"
 
 enum { PEM_BYTES = 4096 };
 

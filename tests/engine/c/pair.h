@@ -6,6 +6,7 @@
 
 #include "base/frame.h"
 #include "rig.h"
+#include "smb/server.h"
 
 enum { ID = 77, CHUNK = 4096, CHUNKS = 5, SEGMENT_BYTES = CHUNKS * CHUNK, MEMBERS_MAX = 16 };
 

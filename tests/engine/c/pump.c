@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include "base/frame.h"
+#include "smb/server.h"
 
 static bool read_whole(int fd, uint8_t *bytes, size_t count)
 {

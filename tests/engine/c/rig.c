@@ -1,4 +1,6 @@
 #include "pump.h"
+#include "smb/segment.h"
+#include "smb/server.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>

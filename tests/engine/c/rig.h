@@ -3,7 +3,7 @@
 #define RIG_H
 
 #include "check.h"
-#include "smb.h"
+#include "smb/client.h"
 
 enum { RIG_SERVERS = 2, RIG_SEGMENTS_MAX = 8, RIG_EPOCH = 3, RIG_TIMEOUT_MS = 20000 };
 

@@ -7,6 +7,8 @@
 
 #include "base/frame.h"
 #include "pump.h"
+#include "smb/segment.h"
+#include "smb/server.h"
 
 enum { ELEMENTS = 3 * 1024 };
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 1};

@@ -5,6 +5,7 @@
 
 #include "base/frame.h"
 #include "rig.h"
+#include "smb/server.h"
 
 enum { CHUNK = 262144, PART = 1000 };
 static const struct smb_layout LAYOUT = {4 * CHUNK, 4 * CHUNK, CHUNK, 1};

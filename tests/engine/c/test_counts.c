@@ -5,6 +5,7 @@
 #include "base/frame.h"
 #include "base/stats.h"
 #include "rig.h"
+#include "smb/server.h"
 
 static const struct smb_layout LAYOUT = {8192, 8192, 4096, 1};
 

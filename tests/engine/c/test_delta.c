@@ -4,7 +4,7 @@
 
 #include "check.h"
 #include "random.h"
-#include "smb.h"
+#include "smb/kernels.h"
 
 enum { WORDS = 300, BYTES = 8 * WORDS };
 

@@ -10,6 +10,7 @@
 #include "memory/segment.h"
 #include "rig.h"
 #include "server/connection.h"
+#include "smb/server.h"
 
 enum { BYTES = 512, SHORT_MS = 200 };
 

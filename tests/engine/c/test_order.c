@@ -9,6 +9,7 @@
 #include "memory/journal.h"
 #include "memory/segment.h"
 #include "rig.h"
+#include "smb/server.h"
 
 enum {
     ID = 1,

@@ -5,6 +5,7 @@
 #include "check.h"
 #include "memory/records.h"
 #include "random.h"
+#include "smb/types.h"
 
 enum { COUNT = 128, LANES = 3 };
 

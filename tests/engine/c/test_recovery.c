@@ -13,6 +13,8 @@
 #include "memory/journal.h"
 #include "memory/segment.h"
 #include "random.h"
+#include "smb/server.h"
+#include "smb/client.h"
 
 enum {
     CHUNK = 16384,

@@ -12,6 +12,7 @@
 #include "memory/segment.h"
 #include "random.h"
 #include "rig.h"
+#include "smb/server.h"
 
 /* of 8 bytes; 3 segments of 8 KiB stripes, the last one odd */
 enum { ELEMENTS = 3 * 5 * 1024 + 77, THREADS = 8 };

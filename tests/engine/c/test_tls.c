@@ -19,6 +19,7 @@
 #include "lab.h"
 #include "random.h"
 #include "rig.h"
+#include "smb/server.h"
 
 enum { BYTES = 3 << 20 };
 #define LONG_TEXT "a-text-that-is-longer-than-the-name-of-any-role"

@@ -11,6 +11,7 @@
 #include "fuzz.h"
 #include "memory/journal.h"
 #include "server/server.h"
+#include "smb/client.h"
 
 enum {
     ID = 0x77,

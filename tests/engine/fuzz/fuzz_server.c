@@ -13,6 +13,8 @@
 #include "fuzz.h"
 #include "memory/segment.h"
 #include "server/feed.h"
+#include "smb/kernels.h"
+#include "smb/server.h"
 
 enum {
     WITNESS = 0x1111,

@@ -16,7 +16,7 @@ from smb.tensors import TensorTable
 
 
 def test_numbers_are_the_engines() -> None:
-    """Name, number and size of every dtype, and the number of every op, agree with csrc/smb.h."""
+    """Name, number and size of every dtype, and the number of every op, agree with csrc/smb/types.h."""
     for name, dtype in DTYPES.items():
         assert dtype.number == getattr(lib, f"SMB_{name.upper()}")
         assert dtype.itemsize == lib.smb_dtype_bytes(dtype.number)

@@ -23,7 +23,7 @@ MIB = 1 << 20
     ("file", "name", "value"),
     [
         ("csrc/base/frame.h", "SMB_FRAME_BYTES", model.FRAME_BYTES),
-        ("csrc/smb.h", "SMB_CHUNK_BYTES_DEFAULT", model.CHUNK_BYTES),
+        ("csrc/smb/types.h", "SMB_CHUNK_BYTES_DEFAULT", model.CHUNK_BYTES),
         ("csrc/client/link.h", "WINDOW_FRAMES", model.WINDOW_FRAMES),
         ("csrc/server/listener.h", "CONNECTIONS_MAX", model.CONNECTIONS_MAX),
         ("csrc/memory/records.h", "RECORD_BYTES", model.RECORD_BYTES),
