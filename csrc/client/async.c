@@ -428,25 +428,13 @@ static int submit(struct smb_async *async, struct smb_operation *operation)
 }
 
 int smb_async_submit(struct smb_async *async, struct smb_window *window, struct smb_buffer *buffer,
-                     int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink,
-                     int op, double scale, int wire, uint64_t token, uint32_t timeout_ms,
-                     uint64_t key, int priority, uint64_t tag)
+                     const struct smb_request *request, uint64_t key, int priority, uint64_t tag)
 {
-    struct smb_request request = {.opcode = opcode,
-                                  .op = op,
-                                  .scale = scale,
-                                  .offset = offset,
-                                  .bytes = bytes,
-                                  .source = source,
-                                  .sink = sink,
-                                  .wire = wire,
-                                  .token = token,
-                                  .fenced = token != 0,
-                                  .timeout_ms = timeout_ms};
-    SMB_ASSERT(window->async == async && bytes <= UINT64_MAX - offset);
+    int opcode = request->opcode;
+    SMB_ASSERT(window->async == async && request->bytes <= UINT64_MAX - request->offset);
     if (buffer && ((opcode != SMB_READ && opcode != SMB_WRITE && opcode != SMB_ACCUMULATE) ||
-                   wire == SMB_WIRE_SPARSE || !transfer_is_sound(buffer, &request) ||
-                   transfer_uses_itself(buffer, &request)))
+                   request->wire == SMB_WIRE_SPARSE || !transfer_is_sound(buffer, request) ||
+                   transfer_uses_itself(buffer, request)))
         return SMB_INVALID;
     struct smb_operation *made = calloc(1, sizeof *made);
     if (!made)
@@ -454,7 +442,7 @@ int smb_async_submit(struct smb_async *async, struct smb_window *window, struct 
     made->window = window;
     made->heap = &window->heap;
     made->buffer = buffer;
-    made->request = request;
+    made->request = *request;
     made->tag = tag;
     made->key = key;
     made->urgency = priority;

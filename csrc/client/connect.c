@@ -185,15 +185,14 @@ static int refusal(const struct channel *channel, int status, char *why)
     return SMB_UNTRUSTED;
 }
 
-int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port,
-                           struct smb_tls *tls, const char *expected, uint16_t lane,
-                           uint32_t timeout_ms, struct smb_link **link, uint64_t *instance,
-                           char why[SMB_WHY_BYTES])
+int smb_client_connect_tls(struct smb_client *client, const struct smb_tls_peer *peer,
+                           uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                           uint64_t *instance, char why[SMB_WHY_BYTES])
 {
     struct until until = dial_until(client, timeout_ms);
     struct channel channel = {.fd = -1};
     why[0] = 0;
-    int status = dial_tls(address, port, tls, expected, until, &channel, why);
+    int status = dial_tls(peer, until, &channel, why);
     status = greet(client, &channel, status, lane, false, until, link, instance);
     status = refusal(&channel, status, why);
     channel_close(&channel);
@@ -291,14 +290,14 @@ int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t por
     return resume_over(link, channel, false, status, accept_instance, until, instance, NULL);
 }
 
-int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port,
-                        struct smb_tls *tls, const char *expected, uint64_t accept_instance,
-                        uint32_t timeout_ms, uint64_t *instance, char why[SMB_WHY_BYTES])
+int smb_link_resume_tls(struct smb_link *link, const struct smb_tls_peer *peer,
+                        uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance,
+                        char why[SMB_WHY_BYTES])
 {
     struct until until = dial_until(link->client, timeout_ms);
     struct channel channel = {.fd = -1};
     why[0] = 0;
-    int status = dial_tls(address, port, tls, expected, until, &channel, why);
+    int status = dial_tls(peer, until, &channel, why);
     return resume_over(link, channel, false, status, accept_instance, until, instance, why);
 }
 

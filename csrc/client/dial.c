@@ -228,8 +228,8 @@ static int secure_once(struct channel *channel, struct until until)
     return status;
 }
 
-int dial_tls(const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
-             struct until until, struct channel *channel, char *why)
+int dial_tls(const struct smb_tls_peer *peer, struct until until, struct channel *channel,
+             char *why)
 {
     int status = SMB_LINK_LOST;
     for (int i = 0; i < HANDSHAKES_TRIED && status == SMB_LINK_LOST; i++) {
@@ -239,9 +239,9 @@ int dial_tls(const char *address, uint16_t port, struct smb_tls *tls, const char
         if (i > 0)
             nanosleep(&pause, NULL);
         channel_close(channel);
-        status = dial_tcp(address, port, until, &channel->fd);
+        status = dial_tcp(peer->address, peer->port, until, &channel->fd);
         if (status == SMB_OK) {
-            channel->tls = tls_begin(tls, channel->fd, expected);
+            channel->tls = tls_begin(peer->tls, channel->fd, peer->expected);
             status = secure_once(channel, until);
         }
     }

@@ -29,8 +29,8 @@ int peer_uid(int fd, uint32_t *uid);
 int dial_fd(int fd);
 /* A server that has more strangers than it bears closes some, and we may be one: it is tried
  * again. */
-int dial_tls(const char *address, uint16_t port, struct smb_tls *tls, const char *expected,
-             struct until until, struct channel *channel, char *why);
+int dial_tls(const struct smb_tls_peer *peer, struct until until, struct channel *channel,
+             char *why);
 /* One request and its answer, before the link carries calls. `body`: of AUTHORIZE, else NULL. It
  * travels by record where that is said. *passed_fd gets a descriptor that came along, or -1. */
 int dial_exchange(const struct channel *channel, const struct smb_frame *request,

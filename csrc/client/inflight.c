@@ -223,7 +223,7 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
     else if (request->wire != SMB_WIRE_EXACT && !make_encoded(stream, inflight))
         return false;
     frame.flags |= (uint16_t)(request->wire << SMB_FLAG_WIRE_SHIFT);
-    if (request->fenced) {
+    if (request->token) {
         frame.flags |= SMB_FLAG_FENCED;
         inflight_put_small(inflight, request->token);
     }

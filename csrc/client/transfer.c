@@ -180,7 +180,7 @@ static bool places_are_set(const struct smb_buffer *buffer, const struct smb_req
     int count = others_of(request, others);
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
         const struct place *place = &buffer->places[i];
-        bool beside_the_gate = (request->fenced || request->opcode == SMB_APPLY) && place->segment;
+        bool beside_the_gate = (request->token || request->opcode == SMB_APPLY) && place->segment;
         bool alike = true;
         for (int o = 0; o < count; o++)
             alike = alike && place_is_set(&others[o]->places[i]) &&
@@ -307,7 +307,7 @@ static inline __attribute__((always_inline)) bool done_at_once(struct smb_buffer
 {
     uint64_t first = request->offset / buffer->layout.chunk_bytes;
     if (first != (request->offset + request->bytes - 1) / buffer->layout.chunk_bytes ||
-        request->opcode == SMB_ACCUMULATE_FROM || request->opcode == SMB_APPLY || request->fenced ||
+        request->opcode == SMB_ACCUMULATE_FROM || request->opcode == SMB_APPLY || request->token ||
         request->wire != SMB_WIRE_EXACT)
         return false;
     struct smb_piece piece;
@@ -481,21 +481,4 @@ static int transfer(struct smb_buffer *buffer, const struct smb_request *request
     transfer_end(&transfer);
     transfer_add_outcome(outcome, &transfer.local_outcome);
     return outcome->status;
-}
-
-int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t bytes,
-             const void *source, void *sink, int op, double scale, uint64_t argument,
-             uint64_t expected, uint32_t timeout_ms, struct smb_outcome *outcome)
-{
-    struct smb_request request = {.opcode = opcode,
-                                  .op = op,
-                                  .scale = scale,
-                                  .offset = offset,
-                                  .bytes = bytes,
-                                  .source = source,
-                                  .sink = sink,
-                                  .argument = argument,
-                                  .expected = expected,
-                                  .timeout_ms = timeout_ms};
-    return smb_transfer(buffer, &request, outcome);
 }

@@ -46,12 +46,18 @@ int smb_client_connect_tcp(struct smb_client *client, const char *address, uint1
                            uint64_t *instance);
 int smb_client_connect_unix(struct smb_client *client, const char *path, uint16_t lane,
                             uint32_t timeout_ms, struct smb_link **link, uint64_t *instance);
-/* Over TCP inside TLS, to the memory server whose certificate is for the name `expected`.
- * SMB_UNTRUSTED: another name answers (why[] has it), or the server refuses us. */
-int smb_client_connect_tls(struct smb_client *client, const char *address, uint16_t port,
-                           struct smb_tls *tls, const char *expected, uint16_t lane,
-                           uint32_t timeout_ms, struct smb_link **link, uint64_t *instance,
-                           char why[400]);
+/* A memory server that is reached over TCP inside TLS: the one whose certificate is for the name
+ * `expected`. The caller's memory, for the length of a call. */
+struct smb_tls_peer {
+    const char *address;
+    uint16_t port;
+    struct smb_tls *tls;
+    const char *expected;
+};
+/* SMB_UNTRUSTED: another name answers (why[] has it), or the server refuses us. */
+int smb_client_connect_tls(struct smb_client *client, const struct smb_tls_peer *peer,
+                           uint16_t lane, uint32_t timeout_ms, struct smb_link **link,
+                           uint64_t *instance, char why[400]);
 /* Looks who serves the control plane at a numeric address, by a connection of its own, blocking up
  * to timeout_ms. SMB_OK: it is of that role and name; its certificate is in certificate[], as PEM.
  * Else, or if why[] is not empty (it does not take our certificate), why[] is the end of a sentence
@@ -96,9 +102,9 @@ int smb_link_resume_tcp(struct smb_link *link, const char *address, uint16_t por
                         uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance);
 int smb_link_resume_unix(struct smb_link *link, const char *path, uint64_t accept_instance,
                          uint32_t timeout_ms, uint64_t *instance);
-int smb_link_resume_tls(struct smb_link *link, const char *address, uint16_t port,
-                        struct smb_tls *tls, const char *expected, uint64_t accept_instance,
-                        uint32_t timeout_ms, uint64_t *instance, char why[400]);
+int smb_link_resume_tls(struct smb_link *link, const struct smb_tls_peer *peer,
+                        uint64_t accept_instance, uint32_t timeout_ms, uint64_t *instance,
+                        char why[400]);
 /* On a stream socket that is connected already, an end of a socketpair: fd is closed with the link,
  * or at once unless SMB_OK. Requests travel as records. The holder of the other end moves payloads
  * and answers' data by the addresses in them. The engine takes the connection back by shutting down
@@ -184,7 +190,9 @@ int smb_buffer_add_lane(struct smb_buffer *buffer, uint32_t index, struct smb_li
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);
 void smb_buffer_destroy(struct smb_buffer *buffer);
 
-/* One call. Range in bytes of the buffer, both multiples of the element size.
+/* One call, filled in once by whoever asks: the engine reads it until the call is over, and async
+ * operations copy it. Python fills the fields from `opcode` to `token` in one step, in this order
+ * (smb/engine/calls.py). Range in bytes of the buffer, both multiples of the element size.
  *   READ            sink
  *   WRITE           source
  *   ACCUMULATE      source, op, scale; sink too if the new values are wanted
@@ -198,14 +206,22 @@ void smb_buffer_destroy(struct smb_buffer *buffer);
  *                   twice; every segment of each is reached over a link */
 struct smb_request {
     int opcode;
-    int op;
-    double scale;
     uint64_t offset;
     uint64_t bytes;
     const void *source;
     void *sink;
+    int op;
+    double scale;
     uint64_t argument;
     uint64_t expected;
+    /* enum smb_wire; READ, WRITE, ACCUMULATE and the source of ACCUMULATE_FROM, of float32: each
+     * piece is rounded so, also if it is local. The new values that an ACCUMULATE fetches are
+     * exact */
+    int wire;
+    /* of a lock of this buffer: the call counts only while the lock has it, and all segments are
+     * reached over links. 0: none */
+    uint64_t token;
+    uint32_t timeout_ms;
     struct smb_buffer *other;
     /* of ACCUMULATE_FROM, source_count > 0: in place of `other` and `wire` */
     struct smb_buffer *sources[SMB_SOURCES_MAX];
@@ -214,18 +230,10 @@ struct smb_request {
     uint32_t source_count;
     struct smb_buffer *states[2];
     struct smb_hyper hyper;
-    /* of a lock of this buffer, if fenced: all segments are reached over links then */
-    uint64_t token;
-    bool fenced;
     /* of SMB_WIRE_SPARSE: elements of the buffer, ascending, `count` of them, whose values are in
      * source; */
     const int64_t *indices;
     uint64_t count; /* offset and bytes are from the first to the last. No sink */
-    /* enum smb_wire; READ, WRITE, ACCUMULATE and the source of ACCUMULATE_FROM, of float32: each
-     * piece is rounded so, also if it is local. The new values that an ACCUMULATE fetches are
-     * exact */
-    int wire;
-    uint32_t timeout_ms;
 };
 struct smb_outcome {
     int status;             /* SMB_OK, or the first failure */
@@ -253,11 +261,6 @@ int smb_transfer(struct smb_buffer *buffer, const struct smb_request *request,
  * process has mapped and whose lock is free, in the time of its copy. 0: nothing was done. */
 int smb_transfer_at_once(struct smb_buffer *buffer, const struct smb_request *request,
                          struct smb_outcome *outcome);
-/* The same as smb_transfer for calls that are neither fenced nor from another buffer: handing
- * numbers over is cheaper for Python than filling a structure in. */
-int smb_call(struct smb_buffer *buffer, int opcode, uint64_t offset, uint64_t bytes,
-             const void *source, void *sink, int op, double scale, uint64_t argument,
-             uint64_t expected, uint32_t timeout_ms, struct smb_outcome *outcome);
 
 /* ---- async operations ------------------------------------------------------------------------ */
 
@@ -283,9 +286,7 @@ void smb_window_destroy(struct smb_window *window);
  * it (opcode). SMB_INVALID: unsound, or of memory that is a view of the buffer; smb_transfer does
  * or refuses it. SMB_DISCONNECTED: stopped. SMB_BUSY: too many. */
 int smb_async_submit(struct smb_async *async, struct smb_window *window, struct smb_buffer *buffer,
-                     int opcode, uint64_t offset, uint64_t bytes, const void *source, void *sink,
-                     int op, double scale, int wire, uint64_t token, uint32_t timeout_ms,
-                     uint64_t key, int priority, uint64_t tag);
+                     const struct smb_request *request, uint64_t key, int priority, uint64_t tag);
 enum smb_async_event_kind {
     SMB_ASYNC_DONE = 0,   /* the operation is no more */
     SMB_ASYNC_FAILED = 1, /* the caller may go on with it; then smb_async_end */

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from smb._engine import ffi, lib
 from smb.engine.buffers import BufferHandle
-from smb.engine.calls import NOWHERE, Outcome, Request, outcome_of
+from smb.engine.calls import NOWHERE, Outcome, Request, outcome_of, raw_request
 from smb.engine.enums import Opcode, check
 from smb.engine.links import EngineClient
 
@@ -60,11 +60,8 @@ class AsyncOperations:
         DISCONNECTED once stopped, BUSY if there are too many. Its events have its tag. Appends the engine's status to
         `status`, also if a signal's handler raises before this function returns.
         """
-        opcode, offset, nbytes, source, sink, op, scale, _, _, wire, token, *_ = request
-        self._submit(
-            status, window.pointer, handle.pointer, opcode, offset, nbytes, source, sink, op, scale, wire, token,
-            timeout_ms, key, priority, tag,
-        )  # fmt: skip
+        raw = raw_request(request, timeout_ms)
+        self._submit(status, window.pointer, handle.pointer, raw, key, priority, tag)
 
     def submit_call(
         self,
@@ -79,11 +76,8 @@ class AsyncOperations:
         changes: bool,
     ) -> None:
         """Have an event BEGIN for a call of the caller's, in its turn. `status`: as `submit`."""
-        opcode = Opcode.WRITE if changes else Opcode.READ
-        self._submit(
-            status, window.pointer, NOWHERE, opcode, offset, nbytes, NOWHERE, NOWHERE, 0, 0.0, 0, 0, 0, key, priority,
-            tag,
-        )  # fmt: skip
+        raw = raw_request(Request(Opcode.WRITE if changes else Opcode.READ, offset, nbytes), 0)
+        self._submit(status, window.pointer, NOWHERE, raw, key, priority, tag)
 
     def _submit(self, status: list[int], *arguments: Any) -> None:
         # The interpreter runs handlers between its steps. These are C functions that call each other: one step, so the

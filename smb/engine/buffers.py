@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from smb._direct import Method, Place, Switch, forked, look_address, set_up
 from smb._engine import ffi, lib
 from smb.engine.arithmetic import layout_of
-from smb.engine.calls import Attempt, Outcome, Request, memory_of, outcome_of
+from smb.engine.calls import Attempt, Outcome, Request, memory_of, outcome_of, raw_request
 from smb.engine.enums import Opcode, check
 from smb.engine.links import EngineClient, Link, Segment
 
@@ -46,6 +46,24 @@ def direct(opcode: Opcode) -> Callable[[Function], Function]:
         return cast(Function, Method(opcode, function))
 
     return put_in_front
+
+
+def _add_others(raw: Any, request: Request, others: Sequence[BufferHandle]) -> None:
+    """Put a call's other buffers into its struct: several sources, or one of them and an optimizer's states; and the
+    optimizer's numbers.
+    """
+    states = others
+    if request.sources:
+        raw.source_count, states = len(request.sources), ()
+        for index, (scale, wire) in enumerate(request.sources):
+            raw.sources[index] = others[index].pointer
+            raw.scales[index], raw.wires[index] = scale, wire
+    elif request.source == ffi.NULL:
+        raw.other, states = others[0].pointer, others[1:]
+    for index, state in enumerate(states):
+        raw.states[index] = state.pointer
+    for name, value in (request.hyper or {}).items():
+        setattr(raw.hyper, name, value)
 
 
 class BufferHandle:
@@ -84,36 +102,13 @@ class BufferHandle:
         """
         attempt = attempt or Attempt()
         outcome = attempt.begin()
-        opcode, offset, nbytes, source, sink, op, scale, argument, expected, wire, token, indices, hyper, sources = (
-            request
-        )
-        if not (wire or token or others or hyper):  # without a struct, which takes as long to fill as a small call
-            status = lib.smb_call(
-                self.pointer, opcode, offset, nbytes, source, sink, op, scale, argument, expected, timeout_ms, outcome
-            )
-            return int(outcome.result) if status == 0 else outcome_of(outcome, attempt)
-        raw = ffi.new("struct smb_request *")
-        raw.opcode, raw.op, raw.scale = opcode, op, scale
-        raw.offset, raw.bytes = offset, nbytes
-        raw.source, raw.sink = source, sink
-        raw.wire, raw.argument = wire, argument
-        raw.token, raw.fenced = token, token != 0
-        raw.timeout_ms = timeout_ms
-        if indices is not None:
-            raw.indices, raw.count = ffi.cast("int64_t *", memory_of(indices)), indices.size
-        states = others
-        if sources:
-            raw.source_count, states = len(sources), ()
-            for index, (each_scale, each_wire) in enumerate(sources):
-                raw.sources[index] = others[index].pointer
-                raw.scales[index], raw.wires[index] = each_scale, each_wire
-        elif others and source == ffi.NULL:
-            raw.other, states = others[0].pointer, others[1:]
-        for index, state in enumerate(states):
-            raw.states[index] = state.pointer
-        for name, value in (hyper or {}).items():
-            setattr(raw.hyper, name, value)
-        return 0 if lib.smb_transfer(self.pointer, raw, outcome) == 0 else outcome_of(outcome, attempt)
+        raw = raw_request(request, timeout_ms)
+        if request.indices is not None:
+            raw.indices, raw.count = ffi.cast("int64_t *", memory_of(request.indices)), request.indices.size
+        if others or request.hyper:
+            _add_others(raw, request, others)
+        status = lib.smb_transfer(self.pointer, raw, outcome)
+        return int(outcome.result) if status == 0 else outcome_of(outcome, attempt)
 
     def arm(
         self,

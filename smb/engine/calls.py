@@ -36,6 +36,16 @@ class Request(NamedTuple):
     sources: tuple[tuple[float, int], ...] = ()  # scale and wire of each other buffer, if they are several to be summed
 
 
+_RAW_REQUEST = ffi.typeof("struct smb_request *")
+
+
+def raw_request(request: Request, timeout_ms: int) -> Any:
+    """Return a struct smb_request of the fields that most calls have: opcode to token in one step, by position."""
+    raw = ffi.new(_RAW_REQUEST, request[:11])
+    raw.timeout_ms = timeout_ms
+    return raw
+
+
 class UnknownParts:
     """Parts of a call that failed before all of it was confirmed: their outcome is unknown."""
 

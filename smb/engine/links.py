@@ -157,8 +157,8 @@ class EngineClient:
         """As connect_tcp, inside TLS, to the server whose certificate is for the name `expected`. EngineError UNTRUSTED
         says who answers instead, or why it refuses us.
         """
-        arguments = (host.encode(), port, tls.pointer, expected.encode(), lane, timeout_ms)
-        return self._connect(lib.smb_client_connect_tls, *arguments, why=_room_for_why())
+        peer = _TlsPeer(host, port, tls, expected)
+        return self._connect(lib.smb_client_connect_tls, peer.pointer, lane, timeout_ms, why=_room_for_why())
 
     def connect_reference(self, fd: int, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """As connect_tcp, on a connected stream socket, which is the engine's from here on, also if this fails;
@@ -242,8 +242,8 @@ class Link:
 
     def resume_tls(self, host: str, port: int, tls: Tls, expected: str, accept_instance: int, timeout_ms: int) -> int:
         """As resume_tcp, inside TLS; see connect_tls."""
-        arguments = (host.encode(), port, tls.pointer, expected.encode(), accept_instance, timeout_ms)
-        return self._resume(lib.smb_link_resume_tls, *arguments, why=_room_for_why())
+        peer = _TlsPeer(host, port, tls, expected)
+        return self._resume(lib.smb_link_resume_tls, peer.pointer, accept_instance, timeout_ms, why=_room_for_why())
 
     def resume_reference(self, fd: int, accept_instance: int, timeout_ms: int) -> int:
         """As resume_tcp, on a socket such as connect_reference takes."""
@@ -349,6 +349,15 @@ def _close_link(made_by_pid: int, pointer: Any) -> None:
     # A child of fork shares the connection: shutting it down there would end it under its parent's calls.
     if os.getpid() == made_by_pid:
         lib.smb_link_close(pointer)
+
+
+class _TlsPeer:
+    """A struct smb_tls_peer, and the texts that it points to."""
+
+    def __init__(self, host: str, port: int, tls: Tls, expected: str) -> None:
+        self._texts = ffi.new("char[]", host.encode()), ffi.new("char[]", expected.encode())
+        address, name = self._texts
+        self.pointer = ffi.new("struct smb_tls_peer *", (address, port, tls.pointer, name))
 
 
 def _room_for_why() -> Any:

@@ -58,10 +58,17 @@ static uint64_t submit_to(struct bench *bench, struct smb_window *window, int op
                           int priority)
 {
     uint64_t tag = ++bench->tags;
-    CHECK_EQ(smb_async_submit(bench->async, window, bench->reach.buffer, opcode, offset, bytes,
-                              source, sink, SMB_SUM, 1.0, SMB_WIRE_EXACT, 0, RIG_TIMEOUT_MS, KEY,
-                              priority, tag),
-             SMB_OK);
+    struct smb_request request = {.opcode = opcode,
+                                  .offset = offset,
+                                  .bytes = bytes,
+                                  .source = source,
+                                  .sink = sink,
+                                  .op = SMB_SUM,
+                                  .scale = 1.0,
+                                  .timeout_ms = RIG_TIMEOUT_MS};
+    CHECK_EQ(
+        smb_async_submit(bench->async, window, bench->reach.buffer, &request, KEY, priority, tag),
+        SMB_OK);
     return tag;
 }
 
@@ -75,9 +82,8 @@ static uint64_t submit(struct bench *bench, int opcode, uint64_t offset, uint64_
 static uint64_t hold(struct bench *bench, uint64_t offset, uint64_t bytes)
 {
     uint64_t tag = ++bench->tags;
-    CHECK_EQ(smb_async_submit(bench->async, bench->window, NULL, SMB_WRITE, offset, bytes, NULL,
-                              NULL, 0, 0, 0, 0, 0, KEY, 0, tag),
-             SMB_OK);
+    struct smb_request range = {.opcode = SMB_WRITE, .offset = offset, .bytes = bytes};
+    CHECK_EQ(smb_async_submit(bench->async, bench->window, NULL, &range, KEY, 0, tag), SMB_OK);
     return tag;
 }
 
@@ -262,8 +268,9 @@ static void cancelling(void)
     smb_async_stop(bench.async);
     take_until(&bench, 4);
     CHECK_EQ(bench.events[3].what, SMB_ASYNC_CANCELLED);
-    CHECK_EQ(smb_async_submit(bench.async, bench.window, bench.reach.buffer, SMB_READ, 0, CHUNK,
-                              NULL, now, 0, 0, 0, 0, RIG_TIMEOUT_MS, KEY, 0, 0),
+    struct smb_request late = {
+        .opcode = SMB_READ, .bytes = CHUNK, .sink = now, .timeout_ms = RIG_TIMEOUT_MS};
+    CHECK_EQ(smb_async_submit(bench.async, bench.window, bench.reach.buffer, &late, KEY, 0, 0),
              SMB_DISCONNECTED);
     smb_async_end(bench.async, bench.events[index_of(&bench, left)].operation);
     smb_async_end(bench.async, bench.events[index_of(&bench, holding)].operation);
@@ -383,11 +390,14 @@ static void late_ones_are_noticed(void)
     }
     CHECK_EQ(smb_async_create(client, &async), SMB_OK);
     CHECK_EQ(smb_window_create(async, 4 * (uint64_t)MUCH, false, &window), SMB_OK);
-    for (uint64_t i = 0; i < 2; i++)
-        CHECK_EQ(smb_async_submit(async, window, buffer, SMB_READ, i ? 0 : MUCH, i ? CHUNK : MUCH,
-                                  NULL, memory, 0, 0, SMB_WIRE_EXACT, 0, i ? LATE_MS : LONG_MS, KEY,
-                                  0, i),
-                 SMB_OK);
+    for (uint64_t i = 0; i < 2; i++) {
+        struct smb_request read = {.opcode = SMB_READ,
+                                   .offset = i ? 0 : MUCH,
+                                   .bytes = i ? CHUNK : MUCH,
+                                   .sink = memory,
+                                   .timeout_ms = i ? LATE_MS : LONG_MS};
+        CHECK_EQ(smb_async_submit(async, window, buffer, &read, KEY, 0, i), SMB_OK);
+    }
     CHECK_EQ(smb_async_await_event(async, LEEWAY_MS), 1);
     CHECK_EQ(smb_async_take(async, &events, 1), 1);
     CHECK_EQ(events.tag, 1);

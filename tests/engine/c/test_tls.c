@@ -483,6 +483,7 @@ static void calls_go_on(void)
     struct smb_link *links[RIG_SERVERS];
     struct smb_buffer *buffer;
     struct caller callers[CALLERS];
+    struct smb_tls_peer peers[RIG_SERVERS];
     uint64_t instance;
     char why[SMB_WHY_BYTES];
     open_lab();
@@ -492,16 +493,16 @@ static void calls_go_on(void)
     CHECK_EQ(smb_client_create(77, &made), SMB_OK);
     CHECK_EQ(smb_buffer_create(made, &rig.layout, rig.dtype, &buffer), SMB_OK);
     for (int i = 0; i < RIG_SERVERS; i++) {
+        struct smb_tls_peer another = {"127.0.0.1", rig.ports[i], clients, "server-1.server.smb"};
         smb_server_use_tls(rig.servers[i], servers);
-        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients,
-                                        "server-1.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
-                                        &instance, why),
-                 SMB_UNTRUSTED);
+        peers[i] = (struct smb_tls_peer){"127.0.0.1", rig.ports[i], clients, "server-0.server.smb"};
+        CHECK_EQ(
+            smb_client_connect_tls(made, &another, 0, RIG_TIMEOUT_MS, &links[i], &instance, why),
+            SMB_UNTRUSTED);
         CHECK(strstr(why, "server-0"));
-        CHECK_EQ(smb_client_connect_tls(made, "127.0.0.1", rig.ports[i], clients,
-                                        "server-0.server.smb", 0, RIG_TIMEOUT_MS, &links[i],
-                                        &instance, why),
-                 SMB_OK);
+        CHECK_EQ(
+            smb_client_connect_tls(made, &peers[i], 0, RIG_TIMEOUT_MS, &links[i], &instance, why),
+            SMB_OK);
         CHECK_EQ(smb_buffer_set_link(buffer, (uint32_t)i, rig_segment_id(0, (uint32_t)i), RIG_EPOCH,
                                      links[i]),
                  SMB_OK);
@@ -511,9 +512,9 @@ static void calls_go_on(void)
         CHECK_EQ(pthread_create(&callers[i].thread, NULL, call, &callers[i]), 0);
     }
     for (int i = 0; i < 30; i++) { /* the newer connection of a lane ends the older one */
-        CHECK_EQ(smb_link_resume_tls(links[i % 2], "127.0.0.1", rig.ports[i % 2], clients,
-                                     "server-0.server.smb", 0, RIG_TIMEOUT_MS, &instance, why),
-                 SMB_OK);
+        CHECK_EQ(
+            smb_link_resume_tls(links[i % 2], &peers[i % 2], 0, RIG_TIMEOUT_MS, &instance, why),
+            SMB_OK);
         usleep(3000);
     }
     for (int i = 0; i < CALLERS; i++)
