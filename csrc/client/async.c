@@ -8,6 +8,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "client/unknown.h"
+#include "client/wait.h"
 #include "memory/change.h"
 
 static void add_event(struct smb_async *async, struct smb_operation *operation, int what)

@@ -28,7 +28,7 @@ int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segm
     if (index >= buffer->layout.segment_count || link->client != buffer->client ||
         place_is_set(&buffer->places[index]))
         return SMB_INVALID;
-    int may = client_may_use(link);
+    int may = link_may_use(link);
     if (may != SMB_OK)
         return may;
     link_retain(link);
@@ -41,7 +41,7 @@ int smb_buffer_add_lane(struct smb_buffer *buffer, uint32_t index, struct smb_li
     if (index >= buffer->layout.segment_count || link->client != buffer->client ||
         !buffer->places[index].link || buffer->places[index].further_count == SMB_LANES_FURTHER_MAX)
         return SMB_INVALID;
-    int may = client_may_use(link);
+    int may = link_may_use(link);
     if (may != SMB_OK)
         return may;
     struct place *place = &buffer->places[index];

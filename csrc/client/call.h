@@ -20,8 +20,6 @@ struct smb_unknown;
 struct smb_link;
 struct place;
 
-enum { LOOK_MS = 100 }; /* so often a blocking call sees whether it is wanted still: Ctrl-C */
-
 struct call {
     struct smb_outcome *outcome;
     _Atomic uint64_t deadline_ns;
@@ -82,14 +80,8 @@ void call_applied(struct stream *stream, uint32_t bytes, uint64_t result);
 void call_note_sent(struct call *call);
 bool call_was_sent(const struct stream *stream);
 
-/* The caller's thread: runs the call's streams to their end. `work` runs in between, piece by
- * piece, until it returns false. It may be called once more after that. */
-void call_run(struct smb_client *client, struct call *call, bool (*work)(void *),
-              void *work_argument);
-/* The same in parts: submit once, then wait until it returns true. */
+/* The caller's thread: hands the call over; wait.h waits for it. Once. */
 void call_submit(struct smb_client *client, struct call *call);
-bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns,
-               bool (*work)(void *), void *work_argument);
 /* Any thread: the bell is done, now or as soon as it is submitted. */
 void call_ring(struct smb_client *client, struct call *bell);
 /* The bell's thread, which may then submit it again. After this it looks for what has rung

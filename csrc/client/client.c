@@ -7,8 +7,6 @@
 #include <unistd.h>
 
 #include "base/assert.h"
-#include "base/clock.h"
-#include "client/link.h"
 
 static int (*_Atomic wanted_still)(void); /* set once; NULL: nobody looks */
 
@@ -101,16 +99,6 @@ void smb_client_close(struct smb_client *client)
     client_wake_progress(client);
 }
 
-void smb_client_destroy(struct smb_client *client)
-{
-    while (client->active) { /* with frames that a caller left, or broken since the last call */
-        struct smb_link *link = client->active;
-        client->active = link->next;
-        link_release(link);
-    }
-    client_release(client);
-}
-
 struct smb_client *client_retain(struct smb_client *client)
 {
     SMB_ASSERT(atomic_load_explicit(&client->references, memory_order_relaxed) > 0);
@@ -127,51 +115,4 @@ void client_release(struct smb_client *client)
     pthread_mutex_destroy(&client->mutex);
     close(client->wake_fd);
     free(client);
-}
-
-int client_may_use(struct smb_link *link)
-{
-    pthread_mutex_lock(&link->client->mutex);
-    bool may = link->trusted || !link->client->wants_proof;
-    pthread_mutex_unlock(&link->client->mutex);
-    return may ? SMB_OK : SMB_UNTRUSTED;
-}
-
-void client_want_link(struct smb_link *link, bool wanted)
-{
-    struct smb_client *client = link->client;
-    pthread_mutex_lock(&client->mutex);
-    if (wanted && !link->wanted)
-        pthread_cond_broadcast(&client->link_wanted);
-    link->wanted = wanted; /* who has it in hands may be connecting it still */
-    pthread_mutex_unlock(&client->mutex);
-}
-
-static struct smb_link *find_wanted(const struct smb_client *client)
-{
-    struct smb_link *link = client->links;
-    while (link && (!link->wanted || link->in_hands))
-        link = link->next_of_all;
-    return link;
-}
-
-int smb_client_wait_down(struct smb_client *client, uint32_t timeout_ms, uint64_t *link_id)
-{
-    uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
-    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
-                             .tv_nsec = (long)(until_ns % 1000000000U)};
-    int failure = 0;
-    pthread_mutex_lock(&client->mutex);
-    struct smb_link *link = find_wanted(client);
-    while (!link && failure == 0 && !atomic_load(&client->closing)) {
-        failure = pthread_cond_clockwait(&client->link_wanted, &client->mutex, CLOCK_MONOTONIC,
-                                         &until);
-        link = find_wanted(client);
-    }
-    if (link) {
-        link->in_hands = true;
-        *link_id = link->id;
-    }
-    pthread_mutex_unlock(&client->mutex);
-    return atomic_load(&client->closing) ? SMB_DISCONNECTED : link ? SMB_OK : SMB_TIMEOUT;
 }

@@ -48,17 +48,14 @@ struct smb_client {
     struct smb_link *active;
 };
 
+enum { LOOK_MS = 100 }; /* so often a blocking call sees whether it is wanted still: Ctrl-C */
+
 /* Whether the call of this thread is to be given up; see smb_set_look. Nothing is locked. */
 bool client_look(void);
 /* Whether there is anything to be looked at. */
 bool client_has_look(void);
 struct smb_client *client_retain(struct smb_client *client);
 void client_release(struct smb_client *client);
-/* SMB_UNTRUSTED: nothing but tokens may be sent over the link, as proof is wanted and its server
- * has given none. */
-int client_may_use(struct smb_link *link);
-/* Somebody should make a connection for the link (or no longer). */
-void client_want_link(struct smb_link *link, bool wanted);
 void client_wake_progress(struct smb_client *client);
 
 /* Of every frame that the client sends. */

@@ -128,7 +128,7 @@ int smb_link_beside(struct smb_link *link, uint16_t lane, int follows, struct sm
     link_enter(made, LINK_DOWN);
     atomic_store_explicit(&made->given_up, follows != 0, memory_order_relaxed);
     add_link(made);
-    client_want_link(made, follows != 0);
+    link_want(made, follows != 0);
     *beside = made;
     return SMB_OK;
 }
@@ -253,7 +253,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     if (older)
         channel_close(older);
     free(older);
-    client_want_link(link, false);
+    link_want(link, false);
     client_wake_progress(link->client);
     return SMB_OK;
 }
@@ -332,7 +332,7 @@ int smb_link_attach(struct smb_link *link, uint64_t segment_id, uint32_t epoch, 
     struct smb_frame reply;
     uint32_t owner = 0;
     int fd = -1;
-    int status = client_may_use(link);
+    int status = link_may_use(link);
     if (status != SMB_OK)
         return status;
     status = dial_exchange(&link->channel, &request, NULL, false,

@@ -12,7 +12,6 @@
 
 #include "base/address.h"
 #include "base/clock.h"
-#include "client/call.h"
 #include "client/client.h"
 #include "smb/kernels.h"
 #include "smb/segment.h"

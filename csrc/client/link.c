@@ -52,6 +52,53 @@ void link_release(struct smb_link *link)
     client_release(client);
 }
 
+int link_may_use(struct smb_link *link)
+{
+    pthread_mutex_lock(&link->client->mutex);
+    bool may = link->trusted || !link->client->wants_proof;
+    pthread_mutex_unlock(&link->client->mutex);
+    return may ? SMB_OK : SMB_UNTRUSTED;
+}
+
+void link_want(struct smb_link *link, bool wanted)
+{
+    struct smb_client *client = link->client;
+    pthread_mutex_lock(&client->mutex);
+    if (wanted && !link->wanted)
+        pthread_cond_broadcast(&client->link_wanted);
+    link->wanted = wanted; /* who has it in hands may be connecting it still */
+    pthread_mutex_unlock(&client->mutex);
+}
+
+static struct smb_link *find_wanted(const struct smb_client *client)
+{
+    struct smb_link *link = client->links;
+    while (link && (!link->wanted || link->in_hands))
+        link = link->next_of_all;
+    return link;
+}
+
+int smb_client_wait_down(struct smb_client *client, uint32_t timeout_ms, uint64_t *link_id)
+{
+    uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
+    struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
+                             .tv_nsec = (long)(until_ns % 1000000000U)};
+    int failure = 0;
+    pthread_mutex_lock(&client->mutex);
+    struct smb_link *link = find_wanted(client);
+    while (!link && failure == 0 && !atomic_load(&client->closing)) {
+        failure = pthread_cond_clockwait(&client->link_wanted, &client->mutex, CLOCK_MONOTONIC,
+                                         &until);
+        link = find_wanted(client);
+    }
+    if (link) {
+        link->in_hands = true;
+        *link_id = link->id;
+    }
+    pthread_mutex_unlock(&client->mutex);
+    return atomic_load(&client->closing) ? SMB_DISCONNECTED : link ? SMB_OK : SMB_TIMEOUT;
+}
+
 int smb_link_alive(struct smb_link *link)
 {
     return atomic_load(&link->state) != LINK_CLOSED && !atomic_load(&link->closing);
@@ -75,7 +122,7 @@ uint64_t smb_link_id(struct smb_link *link)
 void smb_link_close(struct smb_link *link)
 {
     atomic_store(&link->closing, true);
-    client_want_link(link, false);
+    link_want(link, false);
     client_wake_progress(link->client);
     link_release(link);
 }
@@ -115,7 +162,7 @@ void smb_link_fail(struct smb_link *link, int status)
     atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
     /* pairs with link_progress */
     atomic_store_explicit(&link->closing, true, memory_order_release);
-    client_want_link(link, false);
+    link_want(link, false);
     client_wake_progress(link->client);
 }
 
@@ -283,7 +330,7 @@ bool link_progress(struct smb_link *link)
     if (link_state_of(link) == LINK_DOWN && atomic_load(&link->once))
         link_shut(link, SMB_LINK_LOST);
     else if (link_state_of(link) == LINK_DOWN)
-        client_want_link(link, link_busy(link));
+        link_want(link, link_busy(link));
     return moved;
 }
 
@@ -324,7 +371,7 @@ void link_shut(struct smb_link *link, int status)
     atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
     link_enter(link, LINK_CLOSED);
     atomic_store_explicit(&link->given_up, false, memory_order_release);
-    client_want_link(link, false);
+    link_want(link, false);
     send_drop_empty(link);
     fail_inflight(link, status);
     while (link->queue_head) {
@@ -391,7 +438,7 @@ void link_abandon(struct smb_link *link, struct stream *stream)
     if (breaks) {
         break_connection(link);
         /* now: the progress thread may be about to sleep, and others' calls wait here */
-        client_want_link(link, link_busy(link));
+        link_want(link, link_busy(link));
     }
     call_stream_finished(stream);
 }

@@ -98,7 +98,11 @@ struct smb_link {
 
 struct smb_link *link_retain(struct smb_link *link);
 void link_release(struct smb_link *link);
-void link_enqueue(struct smb_link *link, struct stream *stream);
+/* SMB_UNTRUSTED: nothing but tokens may be sent over the link, as proof is wanted and its server
+ * has given none. */
+int link_may_use(struct smb_link *link);
+/* Somebody should make a connection for the link (or no longer). */
+void link_want(struct smb_link *link, bool wanted);
 /* Sends and receives what is possible now. true: something moved. */
 bool link_progress(struct smb_link *link);
 bool link_busy(const struct smb_link *link);

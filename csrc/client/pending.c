@@ -5,6 +5,7 @@
 #include "client/call.h"
 #include "client/client.h"
 #include "client/link.h"
+#include "client/wait.h"
 
 struct smb_pending {
     struct smb_ask ask;
@@ -15,7 +16,7 @@ struct smb_pending {
 
 int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_pending **pending)
 {
-    int may = ask->opcode == SMB_AUTHORIZE ? SMB_OK : client_may_use(link);
+    int may = ask->opcode == SMB_AUTHORIZE ? SMB_OK : link_may_use(link);
     if (may != SMB_OK)
         return may;
     struct smb_pending *made = calloc(1, sizeof *made);

@@ -7,6 +7,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "client/link.h"
+#include "client/send.h"
 #include "client/unknown.h"
 
 enum { POLLED_MAX = 1 + SMB_SEGMENTS_PER_BUFFER_MAX };
@@ -144,7 +145,7 @@ static bool progress(struct smb_client *client)
         } else {
             *at = link->next;
             link->active = false;
-            client_want_link(link, false);
+            link_want(link, false);
             link_release(link);
         }
     }
@@ -219,4 +220,14 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
     } while (!is_finished(own) || work);
     take_out_finished(client);
     return !work;
+}
+
+void smb_client_destroy(struct smb_client *client)
+{
+    while (client->active) { /* with frames that a caller left, or broken since the last call */
+        struct smb_link *link = client->active;
+        client->active = link->next;
+        link_release(link);
+    }
+    client_release(client);
 }

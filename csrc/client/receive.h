@@ -8,8 +8,6 @@
 int link_receive(struct smb_link *link, bool *moved);
 /* Makes answers of the received bytes. */
 int link_digest(struct smb_link *link);
-/* The request is answered with success, and `a` and `b`. */
-void link_take_success(struct smb_link *link, struct inflight *inflight, uint64_t a, uint64_t b);
 /* Counts an answer with a wrong checksum. Returns SMB_LINK_LOST. */
 int link_spoilt(struct smb_link *link);
 

@@ -7,8 +7,7 @@
 
 #include "base/assert.h"
 #include "base/channel.h"
-#include "client/inflight.h"
-#include "client/receive.h"
+#include "client/answered.h"
 #include "smb/kernels.h"
 
 static struct watermark *watermark_of(struct smb_link *link, const struct inflight *inflight)

@@ -4,6 +4,8 @@
 
 #include "client/inflight.h"
 
+/* The stream goes to the end of the link's queue. */
+void link_enqueue(struct smb_link *link, struct stream *stream);
 /* The stream at the head of the queue leaves it. */
 void link_dequeue(struct smb_link *link);
 void link_take_out_of_queue(struct smb_link *link, struct stream *stream);

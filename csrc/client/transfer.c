@@ -10,6 +10,7 @@
 #include "client/inflight.h"
 #include "client/sparse.h"
 #include "client/views.h"
+#include "client/wait.h"
 #include "memory/change.h"
 
 static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)

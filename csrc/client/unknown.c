@@ -3,7 +3,6 @@
 #include <stdlib.h>
 
 #include "base/assert.h"
-#include "base/clock.h"
 #include "client/call.h"
 
 uint32_t call_note_unknown(struct call *call, uint64_t buffer_offset, uint32_t bytes, int state)
@@ -41,17 +40,6 @@ void unknown_resolved(struct smb_unknown *unknown, uint32_t index, int state)
     unknown->resolver->resolves = NULL;
     unknown->resolver->streams_left = 0;
     unknown->resolver = NULL;
-}
-
-int smb_unknown_resolve(struct smb_client *client, struct smb_unknown *unknown, uint32_t timeout_ms)
-{
-    struct smb_outcome outcome = {0};
-    struct call call = {.outcome = &outcome,
-                        .deadline_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U,
-                        .streams_left = 1,
-                        .resolves = unknown};
-    call_run(client, &call, NULL, NULL);
-    return outcome.status;
 }
 
 bool smb_unknown_part(const struct smb_unknown *unknown, uint32_t index, uint64_t *offset,
