@@ -1,6 +1,5 @@
 #include "server/answer.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/assert.h"
@@ -16,71 +15,16 @@
 #include "server/output.h"
 #include "server/read.h"
 #include "server/replica.h"
+#include "server/reply.h"
 #include "server/server.h"
 #include "server/staging.h"
-
-void answer_count(struct connection *connection, const struct gate_request *request)
-{
-    struct loop *loop = connection->loop;
-    loop->clock_ns = smb_now_ns();
-    count_request(connection, request->segment, request->frame.opcode, request->frame.length,
-                  loop->clock_ns - connection->request.tries.begun_ns);
-}
-
-void answer_finish(struct connection *connection, bool done)
-{
-    SMB_ASSERT(connection->have_request);
-    const struct smb_frame *frame = &connection->request.frame;
-    if (done)
-        answer_count(connection, &connection->request);
-    connection->replies_held += frame->length >= BULK_BYTES;
-    connection->loop->bulk |= frame->length >= SPIN_BYTES_MAX;
-    gate_done(&connection->request);
-    connection->have_request = false;
-}
-
-uint8_t *answer_chunk_memory(uint8_t **memory)
-{
-    if (!*memory)
-        *memory = aligned_alloc(4096, SMB_CHUNK_BYTES_MAX + 4096);
-    return *memory;
-}
-
-enum step answer_defer(struct connection *connection)
-{
-    connection->request.tries.retried = true;
-    gate_done(&connection->request);
-    return output_wait_for(connection, WAIT_DEFERRED);
-}
-
-enum step answer_failure(struct connection *connection, int status)
-{
-    int noted = smb_opcode_changes(connection->request.frame.opcode)
-                    ? gate_refused(connection->loop->server, &connection->request)
-                    : SMB_OK;
-    if (noted == SMB_BUSY)
-        return answer_defer(connection);
-    /* The client asks the coordinator, and comes back over another connection. Its next changes may
-     * be on the way, and this server get the role meanwhile. Lower lanes have other segments, too,
-     * and no frame there is of an epoch of roles. */
-    if (noted == SMB_STALE_EPOCH && connection->lane >= SMB_LANE_OF_SEGMENTS &&
-        !connection->peer.fed)
-        connection->peer.sent_away = true;
-    server_count(&connection->loop->server->errors[status], 1);
-    if (status == SMB_DENIED)
-        note_denied(connection, &connection->request.frame);
-    struct smb_frame reply = smb_frame_reply(&connection->request.frame, status);
-    output_put(connection, &reply);
-    answer_finish(connection, false);
-    return STEP_ON;
-}
 
 static enum step answer_attach(struct connection *connection)
 {
     if (connection->transport != SMB_TRANSPORT_UNIX)
-        return answer_failure(connection, SMB_DENIED);
+        return reply_failure(connection, SMB_DENIED);
     if (smb_segment_deleted(connection->request.segment))
-        return answer_failure(connection, SMB_NOT_FOUND);
+        return reply_failure(connection, SMB_NOT_FOUND);
     /* A descriptor arrives with the first byte of what is sent along with it: earlier answers must
      * be gone. */
     if (output_flush(connection) == STEP_CLOSE)
@@ -93,7 +37,7 @@ static enum step answer_attach(struct connection *connection)
     output_put(connection, &reply);
     connection->pass_segment = smb_segment_retain(connection->request.segment);
     connection->pass_fd = smb_segment_fd(connection->pass_segment);
-    answer_finish(connection, true);
+    reply_finish(connection, true);
     return output_flush(connection);
 }
 
@@ -119,7 +63,7 @@ static enum step answer_confirmed(struct connection *connection, uint64_t order,
     struct gate_request *request = &connection->request;
     int status = waits_confirm(connection, request, order, answer);
     if (status == SMB_OUT_OF_MEMORY)
-        return connection_refuse(connection, status);
+        return output_refuse(connection, status);
     if (status != SMB_DEFERRED) {
         if (status != SMB_OK)
             answer.status = status;
@@ -127,7 +71,7 @@ static enum step answer_confirmed(struct connection *connection, uint64_t order,
                    connection->request.tries.begun_ns, answer);
     }
     uint32_t held = connection->replies_held;
-    answer_finish(connection, false);
+    reply_finish(connection, false);
     if (status == SMB_DEFERRED)
         connection->replies_held = held; /* there is no reply yet */
     return STEP_ON;
@@ -137,7 +81,7 @@ static enum step answer_fetched(struct connection *connection, struct smb_frame 
 {
     reply->length = connection->request.frame.length;
     output_put_with_tail(connection, reply, reply->length);
-    answer_finish(connection, true);
+    reply_finish(connection, true);
     return STEP_ON;
 }
 
@@ -150,9 +94,9 @@ static enum step answer_change(struct connection *connection)
     if (connection->awaits)
         return replica_has_confirmed(replica_at(request->segment), connection->awaits)
                    ? answer_fetched(connection, &made)
-                   : answer_defer(connection);
-    if (fetch && !answer_chunk_memory(&connection->tail))
-        return connection_refuse(connection, SMB_OUT_OF_MEMORY);
+                   : reply_defer(connection);
+    if (fetch && !reply_chunk_memory(&connection->tail))
+        return output_refuse(connection, SMB_OUT_OF_MEMORY);
     uint64_t result = 0;
     const uint8_t *payload = connection->staging;
     if (staging_is_from_segments(frame)) {
@@ -165,13 +109,13 @@ static enum step answer_change(struct connection *connection)
     int status = gate_execute(connection->loop->server, request, staging_slot(connection), payload,
                               connection->staging, fetch ? connection->tail : NULL, &result);
     if (status == SMB_BUSY)
-        return answer_defer(connection);
+        return reply_defer(connection);
     if (status != SMB_OK)
-        return answer_failure(connection, status);
+        return reply_failure(connection, status);
     FAILPOINT("connection.changed");
     if (request->order && fetch) {
         connection->awaits = request->order;
-        return answer_defer(connection);
+        return reply_defer(connection);
     }
     if (request->order)
         return answer_confirmed(connection, request->order, (struct sync_answer){.a = result});
@@ -186,7 +130,7 @@ static enum step answer_change(struct connection *connection)
     } else {
         output_put(connection, &reply);
     }
-    answer_finish(connection, true);
+    reply_finish(connection, true);
     return STEP_ON;
 }
 
@@ -195,10 +139,10 @@ static enum step answer_watermark(struct connection *connection)
     uint64_t watermark, refused;
     struct replica *replica = replica_at(connection->request.segment);
     if (replica && connection->waits_now >= ANSWERS_PER_CONNECTION)
-        return answer_defer(connection);
+        return reply_defer(connection);
     int status = gate_watermark(&connection->request, &watermark, &refused);
     if (status != SMB_OK)
-        return answer_failure(connection, status);
+        return reply_failure(connection, status);
     uint64_t order = replica ? replica_newest(replica) : 0;
     if (order)
         return answer_confirmed(connection, order,
@@ -207,7 +151,7 @@ static enum step answer_watermark(struct connection *connection)
     reply.argument = watermark;
     reply.offset = refused;
     output_put(connection, &reply);
-    answer_finish(connection, true);
+    reply_finish(connection, true);
     return STEP_ON;
 }
 
@@ -218,12 +162,12 @@ static enum step answer_sync(struct connection *connection)
     struct sync_answer answer = {0};
     struct replica *replica = replica_at(connection->request.segment);
     if (replica && connection->waits_now >= ANSWERS_PER_CONNECTION)
-        return answer_defer(connection);
+        return reply_defer(connection);
     int status = replica ? replica_prepare_sync(replica) : SMB_OK;
     if (status == SMB_BUSY)
-        return answer_defer(connection);
+        return reply_defer(connection);
     if (status != SMB_OK)
-        return answer_failure(connection, status);
+        return reply_failure(connection, status);
     status = waits_ask(connection, &connection->request, connection->staging, &answer);
     if (replica)
         replica_done(replica, NULL);
@@ -273,7 +217,7 @@ static enum step answer_feed(struct connection *connection)
     struct gate_request *request = &connection->request;
     struct replica *replica = replica_at(request->segment);
     if (!request->peer->fed || connection->session != replica_group_id(replica))
-        return connection_refuse(connection, SMB_PROTOCOL);
+        return output_refuse(connection, SMB_PROTOCOL);
     if (!connection->peer.feeds) {
         if (connection->loop->server->guarded && !take_feeder(connection, replica))
             return handshake_refuse(connection, &request->frame, SMB_DENIED);
@@ -281,7 +225,7 @@ static enum step answer_feed(struct connection *connection)
     }
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     output_put(connection, &reply);
-    answer_finish(connection, true);
+    reply_finish(connection, true);
     return STEP_ON;
 }
 
@@ -296,10 +240,10 @@ static enum step answer_refused(struct connection *connection)
 {
     int status = connection->peer.fed ? gate_note_refused(&connection->request) : SMB_INVALID;
     if (status != SMB_OK)
-        return answer_failure(connection, status);
+        return reply_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
     output_put(connection, &reply);
-    answer_finish(connection, true);
+    reply_finish(connection, true);
     return STEP_ON;
 }
 
@@ -307,12 +251,12 @@ static enum step answer_copied(struct connection *connection)
 {
     int status = gate_copied(&connection->request, connection->staging);
     if (status == SMB_BUSY)
-        return answer_defer(connection);
+        return reply_defer(connection);
     if (status != SMB_OK)
-        return answer_failure(connection, status);
+        return reply_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(&connection->request.frame, SMB_OK);
     output_put(connection, &reply);
-    answer_finish(connection, true);
+    reply_finish(connection, true);
     return STEP_ON;
 }
 
@@ -328,9 +272,9 @@ enum step answer_request(struct connection *connection)
      * meanwhile, would say that it is not. A client that comes back is told what became of it. */
     if (connection->admitted != SMB_OK && connection->admitted != SMB_STALE_EPOCH &&
         connection->awaits && smb_opcode_changes(opcode))
-        return connection_refuse(connection, connection->admitted);
+        return output_refuse(connection, connection->admitted);
     if (connection->admitted != SMB_OK)
-        return answer_failure(connection, connection->admitted);
+        return reply_failure(connection, connection->admitted);
     switch (opcode) {
     case SMB_READ: return answer_read(connection);
     case SMB_ATTACH: return answer_attach(connection);

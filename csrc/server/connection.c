@@ -80,12 +80,6 @@ bool connection_is_silent(const struct connection *connection, uint64_t now_ns)
            now_ns > connection->opened_ns + (uint64_t)HELLO_DEADLINE_MS * 1000000U;
 }
 
-enum step connection_refuse(struct connection *connection, int why)
-{
-    server_count(&connection->loop->server->errors[why], 1);
-    return STEP_CLOSE;
-}
-
 bool connection_turn(struct connection *connection)
 {
     enum step step = connection->secures ? handshake_secure(connection) : STEP_ON;

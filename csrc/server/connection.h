@@ -5,7 +5,8 @@
  * socket. Answers leave in the order of the requests.
  *
  * A turn consists of handshake.c (who it is), input.c (requests and payloads), staging.c (where
- * payloads go), answer.c and read.c (requests carried out), output.c (bytes out).
+ * payloads go), answer.c and read.c (requests carried out), reply.c (how each ends), output.c
+ * (bytes out).
  *
  * Threads. The loop owns it. Other threads use `loop`, `destination`, `fenced` and `lane_next`
  * under the lanes' lock, and `turn`.
@@ -132,8 +133,5 @@ bool connection_is_empty(const struct connection *connection);
 bool connection_is_silent(const struct connection *connection, uint64_t now_ns);
 /* One of its waits is answered: the answer goes out at its next turn. */
 void connection_take_answer(struct connection *connection, struct wait *wait);
-
-/* Counted as that error; it is closed. */
-enum step connection_refuse(struct connection *connection, int why);
 
 #endif

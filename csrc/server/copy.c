@@ -33,7 +33,7 @@ static struct forward *make_part(struct replica *replica, struct smb_frame frame
     frame.session = replica->id;
     frame.lane = REPLICA_LANE;
     if (made)
-        replica_encode(replica, made, frame);
+        group_encode(replica, made, frame);
     return made;
 }
 

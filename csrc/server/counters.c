@@ -11,6 +11,7 @@
 #include "server/connection.h"
 #include "server/loop.h"
 #include "server/server.h"
+#include "server/sessions.h"
 
 /* ---- counting -------------------------------------------------------------------------------- */
 

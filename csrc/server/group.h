@@ -6,11 +6,6 @@
 #ifndef SMB_GROUP_H
 #define SMB_GROUP_H
 
-struct smb_server;
-
 enum { GROUP_BUCKETS = 256, GROUP_MEMBERS_MAX = 16 };
-
-/* Ends the forwarder, if there is one. */
-void group_stop_forwarder(struct smb_server *server);
 
 #endif

@@ -12,19 +12,20 @@
 #include "server/loop.h"
 #include "server/output.h"
 #include "server/server.h"
+#include "server/sessions.h"
 
 enum step handshake_secure(struct connection *connection)
 {
     struct channel *channel = &connection->channel;
     if (!channel->tls && !(channel->tls = tls_begin(connection->secures, channel->fd, NULL)))
-        return connection_refuse(connection, SMB_OUT_OF_MEMORY);
+        return output_refuse(connection, SMB_OUT_OF_MEMORY);
     int status = tls_handshake(channel->tls);
     if (status == SMB_BUSY) {
         connection->wait = channel_unsent_bytes(channel) ? WAIT_OUTPUT : WAIT_INPUT;
         return STEP_WAIT;
     }
     if (status != SMB_OK)
-        return status == SMB_UNTRUSTED ? connection_refuse(connection, SMB_UNTRUSTED) : STEP_CLOSE;
+        return status == SMB_UNTRUSTED ? output_refuse(connection, SMB_UNTRUSTED) : STEP_CLOSE;
     smb_tls_release(connection->secures);
     connection->secures = NULL;
     return STEP_ON;
@@ -48,7 +49,7 @@ enum step handshake_refuse(struct connection *connection, const struct smb_frame
     }
     if (status == SMB_DENIED)
         note_denied(connection, frame);
-    return connection_refuse(connection, status);
+    return output_refuse(connection, status);
 }
 
 /* Of a guarded server: memory servers feed copies, on their lane, and nobody else does. On other
@@ -62,22 +63,22 @@ static bool may_take_lane(const struct connection *connection, const struct smb_
 enum step handshake_greet(struct connection *connection, const struct smb_frame *frame)
 {
     if (frame->opcode != SMB_HELLO || connection->greeted)
-        return connection_refuse(connection, SMB_PROTOCOL);
+        return output_refuse(connection, SMB_PROTOCOL);
     struct smb_server *server = connection->loop->server;
     /* it has not heard of the coordinator yet; the peer tries again */
     if (server->guarded && !access_ready(&server->keys))
-        return connection_refuse(connection, SMB_DENIED);
+        return output_refuse(connection, SMB_DENIED);
     if (server->guarded && !may_take_lane(connection, frame))
         return handshake_refuse(connection, frame, SMB_DENIED);
     if (server->guarded &&
         getrandom(&connection->nonce, sizeof connection->nonce, 0) != sizeof connection->nonce)
-        return connection_refuse(connection, SMB_SYSTEM);
+        return output_refuse(connection, SMB_SYSTEM);
     bool by_reference = connection->slots != NULL;
     bool ids = server->guarded && !by_reference && bond_is_unix(&connection->channel) &&
                frame->argument != 0 && frame->argument == bond_namespaces();
     if (server->guarded && bond_of(&connection->channel, by_reference, true, frame->argument, ids,
                                    &connection->bond) != SMB_OK)
-        return connection_refuse(connection, SMB_SYSTEM);
+        return output_refuse(connection, SMB_SYSTEM);
     connection->greeted = true;
     connection->checksums = frame->flags & SMB_FLAG_CHECKSUM;
     connection->session = frame->session;

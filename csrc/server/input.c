@@ -63,13 +63,13 @@ enum step input_next_request(struct connection *connection)
     if (status == SMB_VERSION)
         return handshake_refuse_version(connection);
     if (status != SMB_OK || frame.flags & SMB_FLAG_REPLY)
-        return connection_refuse(connection, SMB_PROTOCOL);
+        return output_refuse(connection, SMB_PROTOCOL);
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
     bool is_anothers = frame.session != connection->session || frame.lane != connection->lane;
     if (connection->greeted && is_anothers && !connection->peer.feeds) /* a feed that has ended? */
-        return connection_refuse(connection, connection->peer.fed ? SMB_STALE_EPOCH : SMB_PROTOCOL);
+        return output_refuse(connection, connection->peer.fed ? SMB_STALE_EPOCH : SMB_PROTOCOL);
     if (connection->greeted && checksum != connection->checksums)
-        return connection_refuse(connection, SMB_PROTOCOL);
+        return output_refuse(connection, SMB_PROTOCOL);
     connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
     if (!connection->greeted || frame.opcode == SMB_HELLO) {
         if (frame.opcode == SMB_HELLO && here < SMB_FRAME_BYTES + frame.payload)
@@ -77,7 +77,7 @@ enum step input_next_request(struct connection *connection)
         connection->in_start += SMB_FRAME_BYTES + (frame.opcode == SMB_HELLO ? frame.payload : 0);
         if (frame.opcode == SMB_HELLO && checksum &&
             !smb_checksum_is(header + SMB_FRAME_BYTES, connection->crc))
-            return connection_refuse(connection, SMB_CHECKSUM);
+            return output_refuse(connection, SMB_CHECKSUM);
         return handshake_greet(connection, &frame);
     }
     if (frame.opcode == SMB_AUTHORIZE) {
@@ -89,7 +89,7 @@ enum step input_next_request(struct connection *connection)
         connection->in_start += is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload;
         if (checksum &&
             !smb_checksum_is(payload + bytes, smb_crc32c(connection->crc, payload, bytes)))
-            return connection_refuse(connection, SMB_CHECKSUM);
+            return output_refuse(connection, SMB_CHECKSUM);
         return handshake_authorize(connection, &frame, payload);
     }
     connection->in_start += header_bytes;
@@ -110,8 +110,7 @@ enum step input_next_request(struct connection *connection)
     connection->awaits = 0;
     connection->copied = false;
     connection->payload_have = is_record ? frame.payload : 0;
-    return connection->admitted == SMB_PROTOCOL ? connection_refuse(connection, SMB_PROTOCOL)
-                                                : STEP_ON;
+    return connection->admitted == SMB_PROTOCOL ? output_refuse(connection, SMB_PROTOCOL) : STEP_ON;
 }
 
 /* So many bytes more of the payload have arrived. Of what is spoilt nothing is done, refused or
@@ -126,7 +125,7 @@ static enum step take_payload(struct connection *connection, const uint8_t *byte
     connection->payload_have += count;
     if (checksum > 0 && connection->payload_have == frame->payload &&
         !smb_checksum_is(connection->checksum, connection->crc))
-        return connection_refuse(connection, SMB_CHECKSUM);
+        return output_refuse(connection, SMB_CHECKSUM);
     return STEP_ON;
 }
 

@@ -3,6 +3,7 @@
 
 #include "server/connection.h"
 #include "server/counters.h"
+#include "server/inbox.h"
 #include "server/loop.h"
 #include "server/server.h"
 

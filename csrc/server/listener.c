@@ -13,6 +13,7 @@
 #include "base/address.h"
 #include "server/connection.h"
 #include "server/counters.h"
+#include "server/inbox.h"
 #include "server/loop.h"
 #include "server/server.h"
 

@@ -1,8 +1,8 @@
 /* loop.h: an event loop: one thread, one epoll, and the connections that it owns from accept to
  * close.
  *
- * Other threads reach a loop by its inbox and its answers, each under its own lock, and by
- * loop_wake.
+ * Other threads reach a loop by its inbox and its answers, each under its own lock: inbox.h. What
+ * the thread does is in turns.c.
  */
 #ifndef SMB_LOOP_H
 #define SMB_LOOP_H
@@ -40,17 +40,14 @@ struct loop {
     bool bulk; /* much was moved since it last waited: what comes next takes a while */
 };
 
-/* Wakes a loop, from any thread. */
-void loop_wake(struct loop *loop);
-
-int loop_start(struct smb_server *server, int index);
-/* A loop hands connections to others: all are stopped before the first one is emptied. */
-void loop_stop(struct loop *loop);
-void loop_empty(struct loop *loop);
-/* Any thread: gives it a connection, which has no loop yet or was taken out of its own. */
-void loop_give(struct loop *loop, struct connection *connection);
 /* The loop's thread: from now on the connection is served here. */
 void loop_take_over(struct loop *loop, struct connection *connection);
+/* The loop's thread: asks epoll for what the connection waits for, and lists it where the loop
+ * itself must come back to it. */
+void loop_arm(struct loop *loop, struct connection *connection);
+/* The loop's thread: to the loop where it is to be served, if that is another one. One that was
+ * fenced stays: its loop is about to close it. */
+bool loop_move(struct loop *loop, struct connection *connection);
 /* The loop's thread: closes it. */
 void loop_drop(struct loop *loop, struct connection *connection);
 

@@ -5,6 +5,9 @@
 
 #include "base/assert.h"
 #include "base/channel.h"
+#include "server/counters.h"
+#include "server/loop.h"
+#include "server/server.h"
 
 bool output_all_sent(const struct connection *connection)
 {
@@ -114,4 +117,10 @@ void output_put_by_reference(struct connection *connection, struct smb_frame *re
     reply->payload = bytes;
     smb_frame_encode(reply, connection->out + connection->out_end);
     connection->out_end += SMB_FRAME_BYTES;
+}
+
+enum step output_refuse(struct connection *connection, int why)
+{
+    server_count(&connection->loop->server->errors[why], 1);
+    return STEP_CLOSE;
 }

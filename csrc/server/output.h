@@ -25,5 +25,7 @@ void output_put_with_tail(struct connection *connection, struct smb_frame *reply
 /* By reference: so many bytes of data are in the slot that the request named. */
 void output_put_by_reference(struct connection *connection, struct smb_frame *reply,
                              uint32_t bytes);
+/* Nothing more goes out, and the connection is closed: STEP_CLOSE. Counted as that error. */
+enum step output_refuse(struct connection *connection, int why);
 
 #endif

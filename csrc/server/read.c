@@ -3,10 +3,10 @@
 #include <string.h>
 
 #include "server/admit.h"
-#include "server/answer.h"
 #include "server/gate.h"
 #include "server/loop.h"
 #include "server/output.h"
+#include "server/reply.h"
 #include "server/server.h"
 #include "server/staging.h"
 
@@ -127,9 +127,9 @@ static enum step answer_read_by_copy(struct connection *connection)
     }
     if (status == SMB_BUSY || status == SMB_DEFERRED ||
         (connection->copied && !gate_may_tell(request, connection->awaits)))
-        return answer_defer(connection);
+        return reply_defer(connection);
     if (status != SMB_OK)
-        return answer_failure(connection, status);
+        return reply_failure(connection, status);
     struct smb_frame reply = smb_frame_reply(&request->frame, SMB_OK);
     reply.length = length;
     uint32_t bytes = wire == SMB_WIRE_EXACT ? length : (uint32_t)smb_wire_bytes(wire, length / 4);
@@ -137,7 +137,7 @@ static enum step answer_read_by_copy(struct connection *connection)
         output_put_by_reference(connection, &reply, bytes);
     else
         output_put_with_tail(connection, &reply, bytes);
-    answer_finish(connection, true);
+    reply_finish(connection, true);
     return STEP_ON;
 }
 
@@ -146,8 +146,8 @@ enum step answer_read(struct connection *connection)
     struct batch batch;
     if (connection->slots)
         return answer_read_by_copy(connection);
-    if (!answer_chunk_memory(&connection->tail))
-        return connection_refuse(connection, SMB_OUT_OF_MEMORY);
+    if (!reply_chunk_memory(&connection->tail))
+        return output_refuse(connection, SMB_OUT_OF_MEMORY);
     if (connection->copied || connection->checksums ||
         smb_frame_wire(&connection->request.frame) != SMB_WIRE_EXACT)
         return answer_read_by_copy(connection);
@@ -156,7 +156,7 @@ enum step answer_read(struct connection *connection)
     if (status != SMB_OK) {
         batch_done(&batch);
         return status == SMB_BUSY ? answer_read_by_copy(connection)
-                                  : answer_failure(connection, status);
+                                  : reply_failure(connection, status);
     }
     uint64_t sent = 0;
     enum step step = output_send(connection, batch.parts, 1 + 2 * batch.count, &sent);
@@ -181,12 +181,12 @@ enum step answer_read(struct connection *connection)
         }
         gate_close(request);
         if (answered) {
-            answer_count(connection, request);
+            reply_count(connection, request);
             begun++;
         }
     }
     batch_done(&batch);
     connection->in_start += (begun - 1) * SMB_FRAME_BYTES;
-    answer_finish(connection, false);
+    reply_finish(connection, false);
     return step;
 }

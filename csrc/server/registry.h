@@ -46,8 +46,14 @@ struct smb_segment *server_find(struct smb_server *server, uint64_t id);
 /* Every segment served now, outside of the registry's lock. SMB_OUT_OF_MEMORY: none. */
 int server_each_segment(struct smb_server *server,
                         void (*visit)(void *argument, struct smb_segment *segment), void *argument);
-/* Gives all references up; the files stay. The loops have stopped. */
-void registry_clear(struct smb_server *server);
+/* Capacity is taken before the memory, under the lock, so that two creations can't both fit into
+ * the last gap. SMB_EXISTS, SMB_OUT_OF_MEMORY. */
+int registry_reserve(struct smb_server *server, uint64_t id, uint64_t bytes);
+void registry_give_back(struct smb_server *server, uint64_t bytes);
+/* From here on it is found. false: one of its id is there. */
+bool registry_enter(struct smb_server *server, struct entry *entry);
+/* Its capacity is given back, and its counts are kept. NULL: it is not there. */
+struct entry *registry_take_out(struct smb_server *server, uint64_t id);
 
 static inline struct served *served_of(const struct smb_segment *segment)
 {

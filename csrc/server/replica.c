@@ -23,12 +23,12 @@ static void forward_words(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
     if (is_paired(group) && !group->words_lost && !replica->left) {
         struct forward *made = feed_make(&group->feed, SMB_FRAME_BYTES + SYNC_IMAGE_BYTES);
         if (made) {
-            replica_encode(replica, made,
-                           (struct smb_frame){.opcode = SMB_COPY,
-                                              .op = SMB_COPIED_WORDS,
-                                              .session = replica->id,
-                                              .lane = REPLICA_LANE,
-                                              .sequence = 1});
+            group_encode(replica, made,
+                         (struct smb_frame){.opcode = SMB_COPY,
+                                            .op = SMB_COPIED_WORDS,
+                                            .session = replica->id,
+                                            .lane = REPLICA_LANE,
+                                            .sequence = 1});
             memcpy(made->frame + SMB_FRAME_BYTES, image, SYNC_IMAGE_BYTES);
             group_append(replica, made);
             feed_send(&group->feed);
@@ -91,14 +91,6 @@ void replica_destroy(struct replica *replica)
     free(replica);
 }
 
-void replica_forget_copy(struct replica *replica)
-{
-    free(replica->places);
-    replica->places = NULL;
-    replica->place_count = replica->places_done = 0;
-    replica->evictions = replica->ended_evictions = 0;
-}
-
 bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed)
 {
     const struct replica_group *group = replica->group;
@@ -157,17 +149,6 @@ bool replica_allows(const struct smb_frame *frame)
 
 /* ---- changes --------------------------------------------------------------------------------- */
 
-void replica_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame)
-{
-    const struct replica_group *group = replica->group;
-    frame.epoch = atomic_load_explicit(&group->epoch, memory_order_relaxed);
-    frame.segment = replica->id;
-    frame.status = 0;
-    frame.flags &= SMB_FLAG_WIRE;
-    frame.payload = forward->bytes - SMB_FRAME_BYTES;
-    smb_frame_encode(&frame, forward->frame);
-}
-
 /* With the lock. */
 static int may_begin(const struct replica_group *group)
 {
@@ -205,7 +186,7 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
     *forward = made;
     if (!made)
         return status;
-    replica_encode(replica, made, *frame);
+    group_encode(replica, made, *frame);
     uint32_t before = words ? SMB_APPLY_BYTES : 0;
     if (words)
         memcpy(made->frame + SMB_FRAME_BYTES, words, before);
@@ -311,7 +292,7 @@ static bool ask_backup(struct replica *replica)
     /* By the name of one that the backup has. */
     if (replica->left && group->members)
         replica = group->members;
-    replica_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
+    group_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
     question->asked_ns = smb_now_ns();
     group->question_pending = true;
     group_append(replica, question);

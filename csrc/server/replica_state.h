@@ -1,5 +1,5 @@
-/* replica_state.h: the structs of replicas and their groups, for replica.c, group.c and copy.c
- * alone. replica.h says what guards them.
+/* replica_state.h: the structs of replicas and their groups, for replica.c, group.c, copy.c,
+ * roles.c and forwarder.c alone. replica.h says what guards them.
  */
 #ifndef SMB_REPLICA_STATE_H
 #define SMB_REPLICA_STATE_H
@@ -80,8 +80,6 @@ static inline bool is_paired(const struct replica_group *group)
     return atomic_load_explicit(&group->paired, memory_order_acquire);
 }
 
-/* ---- group.c --------------------------------------------------------------------------------- */
-
 /* Takes the segment in. SMB_INVALID: it is cut in another way than the others, or these are as many
  * as may be. */
 int group_join(struct smb_server *server, uint64_t id, struct replica *replica);
@@ -92,10 +90,21 @@ void group_release(struct replica_group *group);
 /* References to the members that are served now; returns how many. */
 int group_hold_members(struct replica_group *group, struct smb_segment *members[GROUP_MEMBERS_MAX]);
 void group_release_members(struct smb_segment *const *members, int count);
+/* Fills the header in; the body is whoever made it's. */
+void group_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame);
 /* With the lock: the next in order. */
 void group_append(struct replica *replica, struct forward *forward);
 /* Instead of plain unlocking, after what may have made or broken a connection. */
 void group_unlock(struct replica_group *group);
+/* Wakes the control thread that looks after connections. */
+void group_tell_change(struct smb_server *server);
+/* With the lock: the forwarder finds the group by that member. false: there is no connection any
+ * more. `how`: of epoll_ctl. */
+bool group_watch_feed(struct replica_group *group, uint64_t id, int how);
+/* With the lock: those up to that order are answered; with another status than SMB_OK, refused. */
+void group_answer_waiting(struct replica_group *group, uint64_t order, int status);
+/* With the lock. Nothing of the last copy stays. */
+void group_end_copy(struct replica_group *group);
 /* With the lock. Nothing is forwarded any more. Waiting requests are answered. A primary goes on
  * alone: as the only copy it has all that it tells of. Any other status sends clients elsewhere. */
 void group_stop_forwarding(struct replica_group *group, int status);
@@ -104,12 +113,5 @@ bool group_is_primary(const struct replica_group *group);
 void group_begin_at(struct replica_group *group, uint32_t epoch);
 /* A reference to the segment with it; NULL: not here, or it has one copy. */
 struct replica *replica_of(struct smb_server *server, uint64_t id, struct smb_segment **segment);
-
-/* ---- replica.c ------------------------------------------------------------------------------- */
-
-/* Fills the header in; the body is whoever made it's. */
-void replica_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame);
-/* With the lock. Nothing of the last copy stays. */
-void replica_forget_copy(struct replica *replica);
 
 #endif

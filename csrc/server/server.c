@@ -8,8 +8,10 @@
 #include "base/tls.h"
 #include "memory/journal.h"
 #include "server/counters.h"
+#include "server/forwarder.h"
 #include "server/loop.h"
-#include "server/group.h"
+#include "server/segments.h"
+#include "server/turns.h"
 #include "server/waits.h"
 
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls)
@@ -68,7 +70,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
 void smb_server_destroy(struct smb_server *server)
 {
     waits_stop(server);
-    group_stop_forwarder(server);
+    forwarder_stop(server);
     for (int i = 0; i < server->loop_count; i++)
         loop_stop(&server->loops[i]);
     for (int i = 0; i < server->loop_count; i++)
@@ -80,7 +82,7 @@ void smb_server_destroy(struct smb_server *server)
     }
     if (server->spare_fd >= 0)
         close(server->spare_fd);
-    registry_clear(server);
+    segments_clear(server);
     if (server->journal)
         journal_close(server->journal);
     while (server->pasts) {

@@ -85,7 +85,7 @@ struct smb_server {
     struct connection *lanes;
     struct past *pasts; /* lanes_lock */
     uint32_t past_count;
-    /* group.c: one thread, from the first segment with two copies on */
+    /* forwarder.c: one thread, from the first segment with two copies on */
     pthread_mutex_t roles_lock;   /* one change of roles at a time; before all others */
     pthread_mutex_t forward_lock; /* after a group's lock */
     struct replica_group *groups[GROUP_BUCKETS]; /* forward_lock */

@@ -11,10 +11,12 @@
 #include "server/connection.h"
 #include "server/counters.h"
 #include "server/gate.h"
+#include "server/inbox.h"
 #include "server/lanes.h"
 #include "server/loop.h"
 #include "server/replica.h"
 #include "server/server.h"
+#include "server/sessions.h"
 
 static void free_served(void *companion)
 {
@@ -178,18 +180,6 @@ void waits_close(struct smb_segment *segment, int status)
 
 /* ---- requests -------------------------------------------------------------------------------- */
 
-void wait_answered(struct wait *wait)
-{
-    struct loop *loop = wait->loop;
-    pthread_mutex_lock(&loop->answers_lock);
-    bool first = loop->answers == NULL;
-    wait->next_answer = loop->answers;
-    loop->answers = wait;
-    pthread_mutex_unlock(&loop->answers_lock);
-    if (first)
-        loop_wake(loop);
-}
-
 static void answer_came(struct waiter *waiter, struct sync_answer answer)
 {
     struct wait *wait = waiter->owner;
@@ -318,17 +308,6 @@ void waits_forget(struct connection *connection)
 
 /* ---- sessions -------------------------------------------------------------------------------- */
 
-bool session_has_ended(struct smb_server *server, uint64_t session)
-{
-    bool found = false;
-    pthread_mutex_lock(&server->ended_lock);
-    uint64_t count = server->ended_count < ENDED_MAX ? server->ended_count : ENDED_MAX;
-    for (uint64_t i = 0; i < count && !found; i++)
-        found = server->ended[i] == session;
-    pthread_mutex_unlock(&server->ended_lock);
-    return found;
-}
-
 static void end_on_segment(void *argument, struct smb_segment *segment)
 {
     uint64_t session = *(uint64_t *)argument;
@@ -340,23 +319,10 @@ void smb_server_end_session(struct smb_server *server, uint64_t session)
 {
     /* First refuse new connections, then close those there are, then release what the session
      * held. */
-    pthread_mutex_lock(&server->ended_lock);
-    if (server->ended_count >= ENDED_MAX) /* one is forgotten, and would be let in */
-        atomic_store_explicit(&server->ended_are_known, false, memory_order_release);
-    server->ended[server->ended_count++ % ENDED_MAX] = session;
-    pthread_mutex_unlock(&server->ended_lock);
+    session_note_ended(server, session);
     lanes_fence_session(server, session);
     server_each_segment(server, end_on_segment, &session);
     forget_past(server, session);
-}
-
-void smb_server_know_ended(struct smb_server *server, bool all)
-{
-    pthread_mutex_lock(&server->ended_lock);
-    /* Release: pairs with the acquire in records.c, that sees the sessions ended. */
-    atomic_store_explicit(&server->ended_are_known, all && server->ended_count <= ENDED_MAX,
-                          memory_order_release);
-    pthread_mutex_unlock(&server->ended_lock);
 }
 
 /* ---- for people ------------------------------------------------------------------------------ */

@@ -52,11 +52,8 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
  * what is to be answered now. */
 int waits_confirm(struct connection *connection, struct gate_request *request, uint64_t order,
                   struct sync_answer answer);
-/* `answer` is set: it goes to the connection's loop. Any thread. */
-void wait_answered(struct wait *wait);
 /* The connection's waits are taken back. */
 void waits_forget(struct connection *connection);
 void wait_free(struct wait *wait);
-bool session_has_ended(struct smb_server *server, uint64_t session);
 
 #endif

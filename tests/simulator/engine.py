@@ -2,7 +2,7 @@
 
 A segment's data are cells, one for each client: the number of its last write. Cells lie in chunks, which are copied one
 after the other. What is in `Memory` outlives the process; roles, connections and what waits do not. The comments at
-csrc/smb/server.h and csrc/server/replica.c, group.c, copy.c are the reference; docs/decisions/0025 has the reasons.
+csrc/smb/server.h and csrc/server/replica.c, group.c, roles.c, copy.c are the reference; docs/decisions/0025 says why.
 """
 
 from __future__ import annotations

@@ -1,0 +1,168 @@
+/* A group's role, primary or backup, from an epoch on: given by the coordinator. Control threads,
+ * one at a time (roles_lock). */
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/failpoint.h"
+#include "memory/sync.h"
+#include "server/lanes.h"
+#include "server/replica_state.h"
+#include "server/server.h"
+#include "server/waits.h"
+
+static void take_role(struct replica_group *group, uint32_t epoch, int role, bool paired,
+                      bool copying, const char *peer)
+{
+    pthread_mutex_lock(&group->lock);
+    /* Before `paired`: whoever finds it unpaired and a primary takes it for the only copy. */
+    if (role != SMB_REPLICA_PRIMARY)
+        atomic_store_explicit(&group->role, role, memory_order_release);
+    bool goes_on = role == SMB_REPLICA_PRIMARY && paired && !copying && group->copy.whole;
+    if (goes_on) {
+        /* The new backup still has to get all that is queued. */
+        feed_enter_epoch(&group->feed, epoch);
+        group_end_copy(group);
+    } else {
+        group_stop_forwarding(group, role == SMB_REPLICA_PRIMARY ? SMB_OK : SMB_STALE_EPOCH);
+        group->words_lost = false;
+    }
+    group->copied = 0;
+    atomic_store_explicit(&group->paired, role == SMB_REPLICA_PRIMARY && paired,
+                          memory_order_release);
+    atomic_store_explicit(&group->yields, false, memory_order_release);
+    strcpy(group->peer, peer);
+    atomic_store_explicit(&group->epoch, epoch, memory_order_release);
+    atomic_store_explicit(&group->role, role, memory_order_release);
+    if (copying && role == SMB_REPLICA_PRIMARY)
+        group->copy = (struct copy){.under_way = true};
+    if (group->copy.under_way)
+        group->settling = group->in_progress > 0;
+    group->feed.broken_ns = smb_now_ns();
+    group->told_works = false;
+    pthread_mutex_unlock(&group->lock);
+    group_tell_change(group->server);
+}
+
+/* It can have a backup that was not copied to if both are new, or if the copy has just become
+ * whole. */
+static bool may_take(struct replica_group *group, int role_now, int role, bool paired, bool copying)
+{
+    if (role != SMB_REPLICA_PRIMARY || !paired || copying || role_now == SMB_REPLICA_NONE)
+        return true;
+    pthread_mutex_lock(&group->lock);
+    bool whole = group->copy.whole;
+    pthread_mutex_unlock(&group->lock);
+    return whole;
+}
+
+/* Of a segment with one copy, that may have another one from here on: nothing reads or changes it
+ * but through this server. Requests that wait are made again, in the epoch that comes with its
+ * role. */
+static int gate_segment(struct smb_server *server, struct smb_segment *segment)
+{
+    int status = smb_segment_let_move(segment) == SMB_OK ? replica_create(server, segment)
+                                                         : SMB_INVALID;
+    if (status == SMB_OK && !smb_segment_gate(segment)) {
+        replica_close(replica_at(segment));
+        status = SMB_NOT_FOUND;
+    }
+    if (status == SMB_OK)
+        sync_ask_again(served_of(segment)->sync, smb_boot_ns());
+    return status;
+}
+
+/* It was the backup: the old primary's requests here end before another primary's begin. */
+static void stop_following(struct replica_group *group, uint32_t epoch, int role)
+{
+    take_role(group, epoch, SMB_REPLICA_NONE, false, false, "");
+    lanes_fence_session(group->server, group->id);
+    FAILPOINT("replica.fenced");
+    if (role != SMB_REPLICA_PRIMARY)
+        return;
+    struct smb_segment *members[GROUP_MEMBERS_MAX];
+    int count = group_hold_members(group, members);
+    for (int i = 0; i < count; i++)
+        waits_take_over(members[i]);
+    group_release_members(members, count);
+}
+
+int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
+                           bool paired, bool copying, const char *peer)
+{
+    if (strnlen(peer, SMB_SERVER_NAME_BYTES) == SMB_SERVER_NAME_BYTES)
+        return SMB_INVALID;
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    pthread_mutex_lock(&server->roles_lock);
+    int status = replica_at(segment)           ? SMB_OK
+                 : role == SMB_REPLICA_PRIMARY ? gate_segment(server, segment)
+                                               : SMB_INVALID;
+    if (status == SMB_OK) {
+        struct replica_group *group = replica_at(segment)->group;
+        uint32_t epoch_now = atomic_load_explicit(&group->epoch, memory_order_relaxed);
+        int role_now = atomic_load_explicit(&group->role, memory_order_relaxed);
+        /* The other members' roles change with the first one's. */
+        if (epoch > epoch_now || (epoch == epoch_now && role_now == SMB_REPLICA_NONE)) {
+            if (!may_take(group, role_now, role, paired, copying)) {
+                status = SMB_INVALID;
+            } else {
+                if (role_now == SMB_REPLICA_BACKUP)
+                    stop_following(group, epoch, role);
+                take_role(group, epoch, role, paired, copying, peer);
+            }
+        }
+        /* Of each member by itself: a daemon that is killed in between told of all of them. */
+        if (status == SMB_OK &&
+            atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch &&
+            atomic_load_explicit(&group->role, memory_order_relaxed) == role)
+            smb_segment_note_copy(segment, epoch, role == SMB_REPLICA_PRIMARY || !copying);
+    }
+    pthread_mutex_unlock(&server->roles_lock);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_let_move(struct smb_server *server, uint64_t id)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    int status = smb_segment_let_move(segment);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_bind(struct smb_server *server, uint64_t id)
+{
+    struct smb_segment *segment = server_find(server, id);
+    if (!segment)
+        return SMB_NOT_FOUND;
+    int status = smb_segment_bind(segment);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch)
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    if (!replica)
+        return SMB_NOT_FOUND;
+    struct replica_group *group = replica->group;
+    pthread_mutex_lock(&server->roles_lock);
+    int status = group_is_primary(group) && is_paired(group) &&
+                         atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch
+                     ? SMB_OK
+                     : SMB_STALE_EPOCH;
+    if (status == SMB_OK)
+        atomic_store_explicit(&group->yields, true, memory_order_release);
+    pthread_mutex_unlock(&server->roles_lock);
+    smb_segment_release(segment);
+    return status;
+}
+
+void smb_server_serve_until(struct smb_server *server, uint64_t boot_ns)
+{
+    atomic_store_explicit(&server->serving_until_ns, boot_ns, memory_order_release);
+}

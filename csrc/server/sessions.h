@@ -1,0 +1,15 @@
+/* sessions.h: which sessions have ended. A server remembers the last ENDED_MAX of them, and lets
+ * none of those in again. */
+#ifndef SMB_SESSIONS_H
+#define SMB_SESSIONS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+struct smb_server;
+
+bool session_has_ended(struct smb_server *server, uint64_t session);
+/* It has ended now; waits.c lets go of what it held. */
+void session_note_ended(struct smb_server *server, uint64_t session);
+
+#endif

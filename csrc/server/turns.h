@@ -1,0 +1,13 @@
+/* turns.h: a loop's thread: it waits for events, and gives connections their turns. */
+#ifndef SMB_TURNS_H
+#define SMB_TURNS_H
+
+struct loop;
+struct smb_server;
+
+int loop_start(struct smb_server *server, int index);
+/* A loop hands connections to others: all are stopped before the first one is emptied. */
+void loop_stop(struct loop *loop);
+void loop_empty(struct loop *loop);
+
+#endif
