@@ -19,6 +19,7 @@ from memserver.segments import FOR_GOOD, Segments
 from memserver.stamps import Stamps
 from memserver.store_messages import inventory_message, stamp_message, stamp_of
 from memserver.usage_by_client import Names
+from smb.config.backoff import Backoff, own_random
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.parse import parse_addresses
 from smb.daemon.failpoint import failpoint
@@ -108,10 +109,11 @@ class Registrant:
         relays: Relays | None = None,
         stamps: Stamps | None = None,
         boot_s: Callable[[], float] = boot_seconds,
+        draw: Callable[[], float] = own_random.random,
     ) -> None:
         """`load` is asked at each renewal. `on_outcome` is called once: with None once registered, or with why that can
         never be; `on_keys`, with credentials, each time that the coordinator has answered. `boot_s`: the clock of the
-        lease.
+        lease. `draw`: numbers from 0 to 1, which spread the pauses between tries.
         """
         self._addresses = parse_addresses(coordinator)
         self._at = 0  # which of them leads, as far as is known
@@ -128,7 +130,8 @@ class Registrant:
         self._decided = False
         self._registered = False
         self._list_was_old = False  # when the coordinator took it
-        self._wait_s = RETRY_FIRST_S
+        self._draw = draw
+        self._backoff: Backoff | None = None  # since the last answer; None: no turn has failed since
         self.connected = False  # whether the coordinator answered the last time
         self.stops = False  # this server is about to leave, and waits for no leader
         self._complained: grpc.StatusCode | None = None  # one line for an outage of a kind, not one for every try
@@ -160,11 +163,11 @@ class Registrant:
         except Exception:  # noqa: BLE001
             _log.exception("registration: a fault of ours; it is tried again")
         else:
-            self._registered, self._wait_s = True, RETRY_FIRST_S
+            self._registered, self._backoff = True, None
             self._succeeded()
             return lease_ms / 1000 / RENEWALS_PER_LEASE
-        pause_s, self._wait_s = self._wait_s, min(2 * self._wait_s, RETRY_MAX_S)
-        return pause_s
+        self._backoff = self._backoff or Backoff(RETRY_FIRST_S, RETRY_MAX_S, draw=self._draw)
+        return self._backoff.next_s()
 
     def leaving(self) -> pb.LeaveServerRequest:
         """Return what is told to the coordinator at the end. From here on others may be given what is ours."""

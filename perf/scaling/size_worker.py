@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from smb.config.backoff import Backoff
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import (
@@ -75,7 +76,7 @@ class Member:
 
     async def ask(self, kind: str, request: Any, timeout_s: float = ANSWER_S) -> Any:
         """Return the answer, of the coordinator that leads. Raises AioRpcError where another is of no help."""
-        wait_s = RETRY_FIRST_S
+        backoff = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
         begun, turns, named = time.monotonic(), 0, ""
         while True:
             # As clients and memory servers are.
@@ -92,8 +93,7 @@ class Member:
                     self._at = (self._at + 1) % len(self._coordinators)
                     await self._channel.close(None)
                     self._connect()
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                wait_s = min(2 * wait_s, RETRY_MAX_S)
+                await asyncio.sleep(backoff.next_s())
             else:
                 now = time.monotonic()
                 self.again_at = self.again_at or (now if now > self._calls.marked_at else 0.0)

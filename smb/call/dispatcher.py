@@ -65,8 +65,8 @@ _BROUGHT_BYTES = 32 << 20  # of a source that lies on other servers, held at a t
 _log = logging.getLogger("smb")
 
 
-def _retry() -> Backoff:
-    return Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
+def _retry(deadline: Deadline) -> Backoff:
+    return Backoff(_RETRY_FIRST_S, _RETRY_MAX_S, deadline.left)
 
 
 class _Here(threading.local):
@@ -185,8 +185,8 @@ class Dispatcher:
                 moves = any(each.info.movable for each in others) and not self._is_read_only(ended)
                 if ended.status is Status.DENIED and (not opened_again or (moves and deadline.left() > 0.0)):
                     if opened_again:
-                        backoff = backoff or _retry()
-                        time.sleep(min(backoff.next_s(), deadline.left()))
+                        backoff = backoff or _retry(deadline)
+                        time.sleep(backoff.next_s())
                     opened_again = True
                     if self._may_repeat(opcode, ended):
                         touched |= opcode in (Opcode.WRITE, Opcode.FILL) and ended.sent
@@ -213,8 +213,8 @@ class Dispatcher:
                 if not elsewhere or lost or ended.sent or deadline.left() == 0.0:
                     raise self._error(request, others, ended, touched=touched)
                 ended = None
-                backoff = backoff or _retry()
-                time.sleep(min(backoff.next_s(), deadline.left()))
+                backoff = backoff or _retry(deadline)
+                time.sleep(backoff.next_s())
         except Error as error:
             if error.smb_account is None:
                 if touched:
@@ -570,9 +570,8 @@ class Dispatcher:
 
     def _until_reached(self, attach: Callable[[Deadline], BufferHandle], deadline: Deadline) -> BufferHandle:
         """Return what `attach` does, waiting for servers that come back, and asking where they are now."""
-        backoff = _retry()
+        backoff = _retry(deadline)
         while True:
-            pause = backoff.next_s()
             self.session.check_open()
             asked = self._ask_first
             told = asked and self._refresh(deadline)
@@ -583,9 +582,9 @@ class Dispatcher:
                 if asked and not self._has_moved(deadline):
                     # A right is for the roles of copies, of which a server hears a moment later than we.
                     early = told and self.info.movable and isinstance(error, PermissionDeniedError)
-                    if not early or deadline.left() <= pause:
+                    if not early or backoff.over():
                         raise
-                    time.sleep(pause)
+                    time.sleep(backoff.next_s())
             except UnavailableError as error:
                 self._ask_first = True
                 lost = LOST in str(error)
@@ -593,11 +592,11 @@ class Dispatcher:
                     if lost:
                         raise
                     raise UnavailableError(f"buffer {self.info.name!r}: {error}; {LOST}") from error
-                if deadline.left() <= pause:
+                if backoff.over():
                     if lost:
                         raise
                     raise UnavailableError(f"buffer {self.info.name!r} can't be reached: {error}") from error
-                time.sleep(pause)
+                time.sleep(backoff.next_s())
 
     def _has_moved(self, deadline: Deadline) -> bool:
         """Whether the coordinator says by now that a segment is elsewhere: its server denies whom it has no more."""

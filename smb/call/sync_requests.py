@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from smb.call.session import Session
+from smb.config.backoff import Backoff
 from smb.engine import AskOpcode, EngineError, Link, PendingRequest, Reply, Status
 from smb.errors import (
     NOT_APPLIED,
@@ -35,10 +36,14 @@ FOREVER_MS = 2**64 - 1
 LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 LOST_WAIT_MS = 1000  # for a server that may have lost what is asked for: others than the lost one answer by then
 _TURN_MS = 200
-_RETRY_S = 0.05
+_RETRY_FIRST_S, _RETRY_MAX_S = 0.02, 0.25
 _LOOK_S = 1.0  # without a connection the coordinator is asked so often whether the memory is lost
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
 _PINS_MAX = 1024  # csrc/memory/pins.h: SESSION_PINS_MAX
+
+
+def _retry(deadline: Deadline) -> Backoff:
+    return Backoff(_RETRY_FIRST_S, _RETRY_MAX_S, deadline.left)
 
 
 def wait_ms(timeout: float | None) -> int:
@@ -105,6 +110,7 @@ class Home:
         NotFoundError (it was deleted), UnavailableError (the server was not reached for the client's timeout).
         """
         opened, deadline = False, Deadline(self._client.timeout)
+        backoff = _retry(deadline)
         first = time.monotonic()
         while True:
             began = time.monotonic()
@@ -119,17 +125,18 @@ class Home:
             except MovedError:  # nothing was done: another server has it, or will have it
                 if time.monotonic() - began > _TURN_MS / 1000:  # it has waited there
                     deadline = Deadline(self._client.timeout)
-                if deadline.left() <= _RETRY_S:
+                    backoff = _retry(deadline)
+                if backoff.over():
                     raise
                 if not self.follow():
                     if self._place.lost:
                         raise self._lost(asked) from None
                     self._link = None
-                    time.sleep(_RETRY_S)
+                    time.sleep(backoff.next_s())
             except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
                 found = False if self.named else self.follow()
-                if found is None and deadline.left() > _RETRY_S:  # nobody says whether it is elsewhere
-                    time.sleep(_RETRY_S)
+                if found is None and not backoff.over():  # nobody says whether it is elsewhere
+                    time.sleep(backoff.next_s())
                     continue
                 if found:
                     continue
@@ -138,9 +145,9 @@ class Home:
                         f"{asked}: {self._where()} does not have it any more: it was idle, or its memory was lost; "
                         f"the next round starts clean"
                     ) from error
-                if not self.named or self._place.lost or deadline.left() <= _RETRY_S:
+                if not self.named or self._place.lost or backoff.over():
                     raise self._gone(asked, error) from error
-                self._place_again()
+                self._place_again(backoff)
 
     def follow(self) -> bool | None:
         """Go where the segment is now. False: it is where it was, or is gone; None: the coordinator does not answer."""
@@ -175,12 +182,12 @@ class Home:
         outcome, done = (UNKNOWN, "outcome unknown") if sent else (NOT_APPLIED, "nothing was done")
         return UnavailableError(f"{asked}: {self._where()} has no such segment; {lost}; {done}", outcome=outcome)
 
-    def _place_again(self) -> None:
+    def _place_again(self, backoff: Backoff) -> None:
         """Find the name's new place, or make it. For a moment it is retired and has its old one still."""
         before, self._place = self._place.id, self._relocate()
         self._link = None
         if self._place.id == before:
-            time.sleep(_RETRY_S)
+            time.sleep(backoff.next_s())
 
     def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Reply:
         try:
@@ -261,6 +268,7 @@ class Home:
 
     def _reach(self, asked: str) -> Link:
         deadline = Deadline(self._client.timeout)
+        backoff = _retry(deadline)
         while True:
             self._client.check_open()
             try:
@@ -273,9 +281,9 @@ class Home:
                         continue  # a server does not say of what it has no more
                     # A right is for the roles of copies, of which a server hears a moment later than we.
                     patient = elsewhere is False and self._place.epoch > 0
-                if deadline.left() <= _RETRY_S or not patient:
+                if backoff.over() or not patient:
                     raise type(error)(f"{asked}: {error}") from error
-                time.sleep(_RETRY_S)
+                time.sleep(backoff.next_s())
                 with contextlib.suppress(UnavailableError, TimeoutError):  # then it may still be where it was
                     self._place = self._relocate()
                 if self._place.lost:

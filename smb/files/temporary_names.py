@@ -16,12 +16,13 @@ from pathlib import Path
 
 from smb.buffer import Buffer
 from smb.client import Client
+from smb.config.backoff import Backoff
 from smb.config.boot import boot_id
 from smb.errors import Error, UnavailableError
 from smb.files.formats import Plan
 from smb.files.names import PRIVATE, private_of
 
-_AGAIN_S = 0.2
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.1, 0.5
 _SPACE_DIGITS = 16  # of the digest that names a boot and a PID namespace: names have to be short
 
 _log = logging.getLogger("smb")
@@ -39,6 +40,7 @@ def create(client: Client, name: str, plan: Plan, replicas: int = 1) -> Buffer:
     as calls on buffers do, for the client's timeout. Raises as Client.create.
     """
     end = time.monotonic() + client.timeout
+    backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: end - time.monotonic())
     metadata = plan.metadata or None
     asked = False  # before: it may have been made, and the answer lost
     while True:
@@ -50,7 +52,7 @@ def create(client: Client, name: str, plan: Plan, replicas: int = 1) -> Buffer:
             if time.monotonic() > end:
                 raise
             asked = True
-            time.sleep(_AGAIN_S)
+            time.sleep(backoff.next_s())
 
 
 def sweep(client: Client, buffer: str | Buffer) -> None:

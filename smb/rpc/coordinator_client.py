@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from smb import errors
+from smb.config.backoff import Backoff
 from smb.config.parse import parse_address, parse_addresses
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
@@ -54,7 +55,7 @@ _CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 _COMES_BACK_S = 2.0  # one that has never answered: its address may be wrong
 _STARTS_AGAIN_S = 10.0  # and one that has. Callers may hold what others need, so no longer, whatever their timeout
-_AGAIN_S = 0.05
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 0.5  # between two rounds of questions
 _PATIENCE_S = 5.0  # very many may wait for a leader: each asks so rarely, and is answered at once when there is one
 _LAST_S = 0.05  # for an attempt at the very end of the timeout
 _PROBE_S = 1.0
@@ -264,6 +265,7 @@ class Coordinator:
         repeatable = (several or self._answered) and _is_repeatable(request)
         term = named = ""  # of the leader that one that stands by has named: the next round of questions is patient
         in_doubt = False  # an attempt may have been carried out
+        backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: begun + timeout - time.monotonic())
         waits_ms = request.timeout_ms if isinstance(request, pb.OpenBufferRequest) else 0
         while True:
             answered = False  # by the leader
@@ -313,7 +315,7 @@ class Coordinator:
                     del failure, stood_by  # else these and this frame keep each other, and a forgotten buffer, alive
             if self._peers.go_on(peer):
                 term = named
-                time.sleep(_AGAIN_S)
+                time.sleep(backoff.next_s())
 
     def _lost(self, changes: bool) -> errors.UnavailableError:
         return errors.UnavailableError(

@@ -242,11 +242,12 @@ class Links:
         """Show the token of a segment to the server of its primary; another one, that had it, denies it. Raises
         EngineError.
         """
+        backoff = Backoff(_PAUSE_FIRST_S, _PAUSE_MAX_S, deadline.left)
         while True:
             try:
                 self.tokens.show(link, entry.place.id, deadline.left_ms())
             except EngineError as error:
-                if error.status is not Status.DENIED or deadline.left() == 0.0 or self._closing.wait(_PAUSE_MAX_S / 2):
+                if error.status is not Status.DENIED or deadline.left() == 0.0 or self._closing.wait(backoff.next_s()):
                     raise
                 with contextlib.suppress(Error):
                     found = self._locate_copies(entry.place)

@@ -148,6 +148,7 @@ class Server:
         self.registrant = Registrant(
             world.coordinator_addresses, identity, self.segments, pb.ServerLoad, MissingNames(engine, Names(), Names()),
             self._decided, None, self.replication, None, stamps, world.loop.time,
+            world.rng_delays.random,
         )  # fmt: skip
         world.network.listen(f"{name}:{CONTROL_PORT}", self.process, self._serve)
         world.network.listen(f"{name}:{DATA_PORT}", self.process, _Data(self.engine))

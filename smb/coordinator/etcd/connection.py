@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from smb.config.backoff import Backoff, own_random
 from smb.config.limits import TOKEN_FILE_BYTES_MAX
 from smb.config.parse import parse_address
 from smb.config.untrusted import open_kept, read_opened
@@ -32,7 +33,7 @@ from smb.security.credentials import Credentials, Current, load_directory
 USER_FILE = "user"
 # An answer takes milliseconds, or a disk's flush. After this time another member is asked: the first may be cut off.
 ATTEMPT_S = 1.5
-_PAUSE_S = 0.1  # after all members failed at once
+_PAUSE_FIRST_S, _PAUSE_MAX_S = 0.1, 0.5  # after all members failed at once
 _FAULT_S = 0.3  # for a look at a member that did not answer: its caller has waited for long already
 
 _log = logging.getLogger("coordinator")
@@ -164,8 +165,17 @@ def fault_of(address: str, credentials: Credentials) -> str:
 class Etcd:
     """A cluster of etcd. `close` it."""
 
-    def __init__(self, endpoints: Sequence[str], access: Access, connections: Connections | None = None) -> None:
-        """`connections`: how members are reached; None: over the network."""
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        access: Access,
+        connections: Connections | None = None,
+        draw: Callable[[], float] = own_random.random,
+    ) -> None:
+        """`connections`: how members are reached; None: over the network. `draw`: numbers from 0 to 1, which spread the
+        pauses between tries.
+        """
+        self._draw = draw
         self._endpoints = endpoints
         self._access = access
         self._token = ""
@@ -215,6 +225,7 @@ class Etcd:
         end = now() + timeout_s
         unanswered = [] if repeated is None else repeated
         failures, renewed = 0, False
+        backoff: Backoff | None = None  # made when it is needed: most calls need none
         while True:
             at = self._at
             left_s = end - now()
@@ -239,7 +250,8 @@ class Etcd:
             if now() >= end:
                 raise SilentError(f"{self} does not answer ({self._endpoints[at]}: {details}{await self._fault(at)})")
             if failures % len(self._endpoints) == 0:
-                await asyncio.sleep(_PAUSE_S)
+                backoff = backoff or Backoff(_PAUSE_FIRST_S, _PAUSE_MAX_S, lambda: end - now(), self._draw)
+                await asyncio.sleep(backoff.next_s())
 
     async def _attempt(self, at: int, request: Message, kind: type[Reply], timeout_s: float) -> Reply:
         metadata = (("token", self._token),) if self._token else ()

@@ -36,7 +36,7 @@ class Contender:
 
     def __init__(self, place: Place, access: Access, lease_s: int, around: Around, shown: Shown) -> None:
         self._place = place
-        self._etcd = Etcd(place.endpoints, access, around.outside.connections)
+        self._etcd = Etcd(place.endpoints, access, around.outside.connections, lambda: around.outside.uniform(0, 1))
         self._lease_s = lease_s
         self._around = around
         self._shown = shown

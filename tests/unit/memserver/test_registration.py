@@ -16,7 +16,7 @@ IDENTITY = Identity("a", 1, "127.0.0.1:1", "127.0.0.1:2", "", "", 1)
 
 
 def registrant(segments: Any) -> Registrant:
-    return Registrant("127.0.0.1:3", IDENTITY, segments, pb.ServerLoad, Mock(), Mock())
+    return Registrant("127.0.0.1:3", IDENTITY, segments, pb.ServerLoad, Mock(), Mock(), draw=lambda: 0.0)
 
 
 def answered(turn: Turn, reply: pb.RegisterServerReply) -> float:
