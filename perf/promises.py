@@ -84,7 +84,7 @@ def lock_in_round_trips(cluster: smb.LocalCluster, transport: str) -> float:
     """An uncontended lock and unlock, in round trips of the smallest request over the same connection."""
     with smb.connect(cluster.address, transport=transport) as client:
         buffer = client.create(f"home-{transport}", 1, "int64")
-        home = buffer._dispatcher.homes()[0]
+        home = buffer._dispatcher.paths.homes()[0]
         lock = buffer.lock()
 
         def take() -> None:
@@ -106,7 +106,7 @@ def waking_the_waiters(cluster: smb.LocalCluster) -> dict[str, float]:
     clients = [smb.connect(cluster.address, transport="tcp") for _ in range(10)]
     buffer = clients[0].create("woken", 16, "float32", versions=2)
     array = np.ones(16, np.float32)
-    homes = [client.open("woken")._dispatcher.homes()[0] for client in clients]
+    homes = [client.open("woken")._dispatcher.paths.homes()[0] for client in clients]
     times = []
     for turn in range(1, ROUNDS + 1):
         asked = [homes[i % 10].start(AskOpcode.AWAIT_VERSION, 0, (turn, 60_000)) for i in range(WAITERS)]

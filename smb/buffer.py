@@ -177,8 +177,8 @@ class Buffer:
     @property
     def transports(self) -> tuple[str, ...]:
         """The transports in use, each once, sorted: ("shm",), ("tcp",) or ("shm", "tcp")."""
-        self._dispatcher.ensure(Deadline(self._session.timeout))
-        return tuple(sorted({path.transport for path in self._dispatcher.paths}))
+        self._dispatcher.paths.ensure(Deadline(self._session.timeout))
+        return tuple(sorted({path.transport for path in self._dispatcher.paths.found}))
 
     def __repr__(self) -> str:
         servers = len({place.server for place in self.layout.segments})
@@ -283,8 +283,8 @@ class Buffer:
             raise InvalidArgumentError(
                 f"{self._arguments.asked('view')}: it has several copies that take turns; use read()"
             )
-        handle = self._dispatcher.ensure(Deadline(self._session.timeout))
-        for place, path in zip(self.layout.segments, self._dispatcher.paths, strict=True):
+        handle = self._dispatcher.paths.ensure(Deadline(self._session.timeout))
+        for place, path in zip(self.layout.segments, self._dispatcher.paths.found, strict=True):
             if path.segment is None:
                 raise TransportError(
                     f"{self._arguments.asked('view')}: its part on server {place.server} is reached over "
@@ -558,7 +558,7 @@ class Buffer:
         As Client.lock; and its changes with fence= are refused once it is lost. It keeps nobody from changing the
         buffer without it.
         """
-        return Lock(self._dispatcher.homes(), self._session.renewals, ttl, timeout, self._dispatcher)
+        return Lock(self._dispatcher.paths.homes(), self._session.renewals, ttl, timeout, self._dispatcher)
 
     @property
     def version(self) -> int:
@@ -573,7 +573,7 @@ class Buffer:
         self._check_versions("pin")
         if version is not None:
             self._check_version("pin", version)
-        return Pin(self.name, self._dispatcher.homes()[0], self._read_copy, ttl, version)
+        return Pin(self.name, self._dispatcher.paths.homes()[0], self._read_copy, ttl, version)
 
     def publish(
         self, array: Any, *, timeout: float | None = None, ttl: float | None = None, readers: float | None = None
@@ -619,7 +619,7 @@ class Buffer:
         asked = self._arguments.asked(f"wait for version {version}")
         if not 0 <= operator.index(version) < 2**63 or (timeout is not None and timeout < 0):
             raise InvalidArgumentError(f"{asked}: version and timeout={timeout!r} must not be negative")
-        home = self._dispatcher.homes()[0]
+        home = self._dispatcher.paths.homes()[0]
         return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout).a
 
     def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:

@@ -12,7 +12,7 @@ from smb import engine
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import DTYPES, OPS, WIRES, Dtype
 from smb.buffer_info import BufferInfo
-from smb.engine import memory_of
+from smb.engine import Request, memory_of
 from smb.errors import InvalidArgumentError
 
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
@@ -33,6 +33,14 @@ class Arguments:
     def asked(self, call: str) -> str:
         """Return how messages name a call."""
         return f"{call} of buffer {self.info.name!r}"
+
+    def asked_by(self, request: Request) -> str:
+        """Return how messages name the call that this is a request of."""
+        return self.asked(request.opcode.name.lower())
+
+    def elements(self, request: Request) -> range:
+        """Return the elements of a request, from its first to its last."""
+        return range(request.offset // self.itemsize, (request.offset + request.nbytes) // self.itemsize)
 
     def readable(self, array: Any, call: str) -> arrays.Memory:
         """Return an array's memory, of this dtype and contiguous; a copy where it is not."""

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from smb.call import async_order
+from smb.call.accounts import account_later, account_outside, here
 from smb.call.arguments import Arguments
-from smb.call.dispatcher import here
 from smb.engine import NOWHERE
 from smb.errors import Error
 
@@ -36,7 +36,7 @@ def accounted(method: Method) -> Method:
         except Error:
             raise
         except BaseException as error:
-            buffer._dispatcher.account_outside(error, before, elements_of(buffer, arguments, named))
+            account_outside(buffer._dispatcher, error, before, elements_of(buffer, arguments, named))
             raise
 
     return cast(Method, call)
@@ -58,7 +58,7 @@ def accounted_later(method: Method) -> Method:
             raise
         except BaseException as error:
             future = async_order.here.future()
-            buffer._dispatcher.account_later(error, future, elements_of(buffer, arguments, named))
+            account_later(buffer._dispatcher, error, future, elements_of(buffer, arguments, named))
             raise
         finally:
             async_order.here.last = before  # and so nothing here keeps the call's arrays

@@ -46,11 +46,11 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
         wait_ms = min(deadline.left_ms(), LOST_WAIT_MS) if calls.info.lost else deadline.left_ms()
         parts = session.engine.resolve(unknown, wait_ms) if unknown is not None else []
     except EngineError as failure:
-        if calls.is_lost():
+        if calls.paths.is_lost():
             raise UnavailableError(f"{asked}: {_LOST_WITH_IT}") from failure
         raise TimeoutError(f"{asked}: a server it needs did not answer in time; try again") from failure
     if any(state is PartState.UNKNOWN for _, _, state in parts):
-        if calls.is_lost():
+        if calls.paths.is_lost():
             raise UnavailableError(f"{asked}: {_LOST_WITH_IT}")
         raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
     missing = [(at, length) for at, length, state in parts if state is PartState.NOT_APPLIED]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from smb.call.reaching import pauses, until_reached
+from smb.call.recovery import Action, Facts, Heard, decide
 from smb.call.session import Session
 from smb.config.backoff import Backoff
 from smb.engine import AskOpcode, EngineError, Link, PendingRequest, Reply, Status
@@ -36,14 +38,9 @@ FOREVER_MS = 2**64 - 1
 LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 LOST_WAIT_MS = 1000  # for a server that may have lost what is asked for: others than the lost one answer by then
 _TURN_MS = 200
-_RETRY_FIRST_S, _RETRY_MAX_S = 0.02, 0.25
 _LOOK_S = 1.0  # without a connection the coordinator is asked so often whether the memory is lost
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
 _PINS_MAX = 1024  # csrc/memory/pins.h: SESSION_PINS_MAX
-
-
-def _retry(deadline: Deadline) -> Backoff:
-    return Backoff(_RETRY_FIRST_S, _RETRY_MAX_S, deadline.left)
 
 
 def wait_ms(timeout: float | None) -> int:
@@ -78,6 +75,21 @@ class NotInTimeError(TimeoutError):
     """The server answered: what was waited for did not come within the time given. Nothing was done."""
 
 
+class _Refused(NamedTuple):
+    """The end of a request of which its server did nothing."""
+
+    status: Status
+    sent: bool = False
+
+
+# A request that was not sent is one whose segment may be elsewhere.
+_STATUSES: Mapping[type[Error], Status] = {
+    PermissionDeniedError: Status.DENIED,
+    MovedError: Status.STALE_EPOCH,
+    NotFoundError: Status.NOT_FOUND,
+}
+
+
 class Home:
     """A segment and what it is called. `relocate` returns where it is now, e.g. after its server moved."""
 
@@ -109,73 +121,94 @@ class Home:
         Raises NotInTimeError, TimeoutError (of unknown outcome: no answer), LockLostError, BrokenBarrierError,
         NotFoundError (it was deleted), UnavailableError (the server was not reached for the client's timeout).
         """
-        opened, deadline = False, Deadline(self._client.timeout)
-        backoff = _retry(deadline)
-        first = time.monotonic()
+        first, reopened = time.monotonic(), False
+        backoff = pauses(Deadline(self._client.timeout))
         while True:
             began = time.monotonic()
             passed_s = began - first
             try:
                 left = None if wait is None else max(0.0, wait - passed_s)
                 return self._ask(asked, opcode, argument, _words_after(opcode, words, passed_s), left)
-            except PermissionDeniedError:  # nothing was done: our token may have expired
-                if opened or not self._open_again():
-                    raise
-                opened = True
-            except MovedError:  # nothing was done: another server has it, or will have it
-                if time.monotonic() - began > _TURN_MS / 1000:  # it has waited there
-                    deadline = Deadline(self._client.timeout)
-                    backoff = _retry(deadline)
-                if backoff.over():
-                    raise
-                if not self.follow():
-                    if self._place.lost:
-                        raise self._lost(asked) from None
-                    self._link = None
-                    time.sleep(backoff.next_s())
-            except NotFoundError as error:  # nothing was done: it was freed, or deleted, or lost with its memory
-                found = False if self.named else self.follow()
-                if found is None and not backoff.over():  # nobody says whether it is elsewhere
-                    time.sleep(backoff.next_s())
-                    continue
-                if found:
-                    continue
-                if opcode is AskOpcode.AWAIT_BARRIER:  # with who had arrived
+            except (PermissionDeniedError, MovedError, NotFoundError) as error:  # nothing was done
+                if opcode is AskOpcode.AWAIT_BARRIER and isinstance(error, NotFoundError):  # with who had arrived
                     raise BrokenBarrierError(
                         f"{asked}: {self._where()} does not have it any more: it was idle, or its memory was lost; "
                         f"the next round starts clean"
                     ) from error
-                if not self.named or self._place.lost or backoff.over():
-                    raise self._gone(asked, error) from error
-                self._place_again(backoff)
+                if isinstance(error, MovedError) and time.monotonic() - began > _TURN_MS / 1000:  # it has waited there
+                    backoff = pauses(Deadline(self._client.timeout))
+                action = self._recover(asked, error, backoff, reopened=reopened)
+                if action is Action.FAIL:
+                    raise
+                reopened |= action is Action.REOPEN
 
-    def follow(self) -> bool | None:
-        """Go where the segment is now. False: it is where it was, or is gone; None: the coordinator does not answer."""
+    def _recover(self, asked: str, error: Error, backoff: Backoff, *, reopened: bool) -> Action:
+        """Act on what decide() says of a request that its server did not take. Return what was done before the request
+        is made again; FAIL: its error is to be raised. Raises what says more than that error.
+        """
+        refused, heard = _Refused(_STATUSES[type(error)]), None
+        read_only = self._client.coordinator.tokens.read_only(self._place.id)
+        while True:
+            facts = Facts(
+                in_time=not backoff.over() or (heard is not None and heard.moved),  # where it is now nobody was asked
+                heard=heard,
+                repeatable=not read_only,
+                read_only=read_only,
+                reopened=reopened,
+                known_lost=self._place.lost,
+                named=self.named,
+                asks_first=True,
+            )
+            action = decide(refused, facts)
+            match action:
+                case Action.REFRESH:
+                    heard = self._follow()
+                case Action.REOPEN:
+                    if refused.status is not Status.DENIED:
+                        self._place_again(backoff)
+                        return Action.RETRY
+                    if self._open_again():
+                        return action
+                    heard = Heard(answered=False)
+                case Action.RETRY:
+                    if heard is None or not heard.moved:
+                        self._link = None
+                        time.sleep(backoff.next_s())
+                    return action
+                case _:
+                    if refused.status is Status.NOT_FOUND and self._is_there():
+                        raise self._lost(asked) from error
+                    if refused.status is Status.STALE_EPOCH and heard is not None and heard.lost:
+                        raise self._lost(asked) from None
+                    return Action.FAIL
+
+    def _follow(self) -> Heard:
+        """Go where the segment is now. It stays where it was if it is gone, or the coordinator does not answer."""
         try:
             found = self._relocate()
         except (UnavailableError, TimeoutError):
-            return None
+            return Heard(answered=False)
         except Error:
-            return False
-        before, self._place = self._place, found
-        if found.id != before.id or (found.server, found.epoch) == (before.server, before.epoch):
-            self._place = replace(before, lost=found.lost and found.id == before.id)
-            return False
-        self._epoch = found.epoch or self._epoch
-        self._link = None
-        return True
+            return Heard(answered=True)
+        if found.id != self._place.id:  # a name made anew: who was waiting at the old one must not go on at this one
+            self._place = replace(self._place, lost=False)
+            return Heard(answered=True)
+        return self._go_to(found)
 
-    def _gone(self, asked: str, error: NotFoundError) -> Error:
-        """Return what to raise if the server does not have it: if the coordinator still has it, its memory was lost."""
+    def _go_to(self, found: SegmentPlace) -> Heard:
+        before, self._place = self._place, found
+        moved = (found.id, found.server, found.epoch) != (before.id, before.server, before.epoch)
+        if moved:
+            self._epoch = found.epoch or self._epoch
+            self._link = None
+        return Heard(True, moved, found.lost)
+
+    def _is_there(self) -> bool:
+        """Whether the coordinator still has a segment that its server does not have: then its memory was lost."""
         try:
-            there = self._relocate().id == self._place.id
-        except NotFoundError:
-            there = False
+            return self._relocate().id == self._place.id
         except Error:
-            return error
-        if not there:
-            return error
-        return self._lost(asked)
+            return False
 
     def _lost(self, asked: str, *, sent: bool = False) -> UnavailableError:
         lost = "its memory was lost, with who held it; use another name" if self.named else LOST
@@ -184,7 +217,8 @@ class Home:
 
     def _place_again(self, backoff: Backoff) -> None:
         """Find the name's new place, or make it. For a moment it is retired and has its old one still."""
-        before, self._place = self._place.id, self._relocate()
+        before = self._place.id
+        self._go_to(self._relocate())
         self._link = None
         if self._place.id == before:
             time.sleep(backoff.next_s())
@@ -203,11 +237,9 @@ class Home:
             raise
 
     def _open_again(self) -> bool:
-        """Get a newer token, which the next request shows. False: there is none, or it would give no more."""
-        if self._client.coordinator.tokens.read_only(self._place.id):
-            return False
+        """Get a newer token, which the next request shows; False if the coordinator does not answer."""
         try:
-            self._place = self._relocate()
+            self._go_to(self._relocate())
         except (UnavailableError, TimeoutError):
             return False
         self._link = None
@@ -268,28 +300,31 @@ class Home:
 
     def _reach(self, asked: str) -> Link:
         deadline = Deadline(self._client.timeout)
-        backoff = _retry(deadline)
-        while True:
-            self._client.check_open()
-            try:
-                self._link = self._client.reach_waits(self._place, deadline)
-            except (PermissionDeniedError, UnavailableError, TransportError) as error:
-                patient = isinstance(error, UnavailableError)
-                if isinstance(error, PermissionDeniedError):
-                    elsewhere = self.follow()
-                    if elsewhere:
-                        continue  # a server does not say of what it has no more
-                    # A right is for the roles of copies, of which a server hears a moment later than we.
-                    patient = elsewhere is False and self._place.epoch > 0
-                if backoff.over() or not patient:
-                    raise type(error)(f"{asked}: {error}") from error
-                time.sleep(backoff.next_s())
-                with contextlib.suppress(UnavailableError, TimeoutError):  # then it may still be where it was
-                    self._place = self._relocate()
-                if self._place.lost:
-                    raise self._lost(asked) from error
-            else:
-                return self._link
+
+        def explain(error: Error, lost: bool) -> None:
+            if lost:
+                raise self._lost(asked) from error
+            raise type(error)(f"{asked}: {error}") from error
+
+        self._link = link = until_reached(self._attach, self, deadline, self._client.check_open, explain)
+        return link
+
+    def _attach(self, deadline: Deadline) -> Link:
+        return self._client.reach_waits(self._place, deadline)
+
+    # ---- what is to be reached, and how
+
+    @property
+    def movable(self) -> bool:
+        """Whether its server has a role, which may change."""
+        return self._place.epoch > 0
+
+    def look(self, _deadline: Deadline) -> Heard:
+        """Ask where the segment is now, and go there. Raises NotFoundError if it is gone."""
+        try:
+            return self._go_to(self._relocate())
+        except (UnavailableError, TimeoutError):
+            return Heard(answered=False, lost=self._place.lost)
 
     def _where(self) -> str:
         return f"memory server {self._place.server} at {self._place.address}"

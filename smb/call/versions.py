@@ -87,16 +87,18 @@ class Publication:
 
     def renew(self) -> None:
         """Keep the turn for another ttl. Raises LockLostError."""
-        self._calls.homes()[0].ask(self._asked, AskOpcode.RENEW, PUBLISHER_LOCK, (self._token, self._ttl_ms))
+        self._calls.paths.homes()[0].ask(self._asked, AskOpcode.RENEW, PUBLISHER_LOCK, (self._token, self._ttl_ms))
 
     def commit(self, number: int = 0) -> int:
         """Publish it, as the next version or with a higher number, and return that."""
-        return self._calls.homes()[0].ask(self._asked, AskOpcode.PUBLISH, 0, (self._token, self._version, number)).a
+        return (
+            self._calls.paths.homes()[0].ask(self._asked, AskOpcode.PUBLISH, 0, (self._token, self._version, number)).a
+        )
 
     def give_up(self) -> None:
         """Let the next publisher have its turn."""
         with contextlib.suppress(Error):  # the turn ends with its ttl, too
-            self._calls.homes()[0].ask(self._asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (self._token,))
+            self._calls.paths.homes()[0].ask(self._asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (self._token,))
 
 
 class Versions:
@@ -115,15 +117,17 @@ class Versions:
         self._calls.session.check_open()
         deadline = Deadline(self._calls.session.timeout)
         while True:
-            self._calls.ensure(deadline)
-            segment = self._calls.paths[0].segment
+            self._calls.paths.ensure(deadline)
+            segment = self._calls.paths.found[0].segment
             latest, copy = (0, -1) if segment is None else segment.find_version(version)
             if segment is None or segment.shared():
                 break
-            self._calls.look_again()  # it may have moved, and a later version be there
+            self._calls.paths.look_again()  # it may have moved, and a later version be there
         if segment is None:
             words = (0, 0, min(version + 1, LATEST))
-            reply = self._calls.homes()[0].ask(self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, words)
+            reply = self._calls.paths.homes()[0].ask(
+                self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, words
+            )
             latest, copy = reply.a, reply.b - 1
         there = copy < self._calls.info.versions and (version == LATEST or version <= latest)
         return latest, copy if there else -1
@@ -151,7 +155,7 @@ class Versions:
             first = min(offset for offset, length, _ in ranges if length)
             last = max(offset + length for offset, length, _ in ranges if length)
             self._calls.wait_turn(Request(Opcode.READ, first * itemsize, (last - first) * itemsize), deadline)
-        home, asked = self._calls.homes()[0], self._arguments.asked("read")
+        home, asked = self._calls.paths.homes()[0], self._arguments.asked("read")
         version, copy = self._find_readable(wanted, deadline)
         if version == 0:
             return 0
@@ -256,7 +260,7 @@ class Versions:
 
     def begin(self, timeout: float, ttl: float, readers: float) -> Publication:
         """Take the publisher's turn; see Buffer.publish for what bounds it."""
-        asked, homes = self._arguments.asked("publish"), self._calls.homes()
+        asked, homes = self._arguments.asked("publish"), self._calls.paths.homes()
         try:
             turn = homes[0].ask(
                 asked,

@@ -278,7 +278,7 @@ def test_a_call_that_was_gone_on_with_returns_what_the_method_returns(
 def test_nothing_is_kept_or_lost(buffer: smb.Buffer, counter: smb.Buffer) -> None:
     """Arrays, integers and the buffer have as many references after many calls as before."""
     array, out = np.ones(COUNT, np.float32), np.empty(COUNT, np.float32)
-    handle = buffer._dispatcher._handle
+    handle = buffer._dispatcher.paths.handle
 
     def counts() -> list[int]:
         gc.collect()
@@ -334,7 +334,7 @@ def test_threads_call_while_ways_are_forgotten(buffer: smb.Buffer) -> None:
         thread.start()
     start.wait()
     while any(thread.is_alive() for thread in threads):
-        buffer._dispatcher._forget(buffer._dispatcher._handle)
+        buffer._dispatcher.paths.look_again()
         buffer.read(0, 1)
     assert failures == []
     assert buffer.read().tolist() == [3.0 * rounds] * COUNT

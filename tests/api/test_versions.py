@@ -273,7 +273,8 @@ def test_too_many_waits_name_their_bound(client: smb.Client) -> None:
     """While 4096 requests of a connection wait, the next is refused, with the bound; what does not wait goes on."""
     buffer = client.create("w", 8, versions=2)
     lock = buffer.lock().acquire()
-    waiting = [buffer._dispatcher.homes()[0].start(AskOpcode.AWAIT_VERSION, 0, (99, 600_000)) for _ in range(4096)]
+    home = buffer._dispatcher.paths.homes()[0]
+    waiting = [home.start(AskOpcode.AWAIT_VERSION, 0, (99, 600_000)) for _ in range(4096)]
     assert waiting[0].wait(1) is None  # whoever waits sends what is to be sent
     with pytest.raises(smb.OutOfMemoryError, match="may have 4096 requests waiting there"):
         buffer.wait(99, timeout=600)
@@ -284,7 +285,7 @@ def test_too_many_waits_name_their_bound(client: smb.Client) -> None:
 
 def test_too_many_pins_name_their_bound(client: smb.Client) -> None:
     """One pin more than a session may have: the error says how many, and how many requests may wait."""
-    home = client.create("w", 8, versions=2)._dispatcher.homes()[0]
+    home = client.create("w", 8, versions=2)._dispatcher.paths.homes()[0]
     for _ in range(1024):
         home.ask("pin", AskOpcode.PIN)
     with pytest.raises(smb.OutOfMemoryError, match="may have 4096 requests waiting there, a session 1024 pins"):

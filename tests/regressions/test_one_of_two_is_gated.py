@@ -20,9 +20,9 @@ def test_both_go_through_their_servers(connect: Callable[..., smb.Client]) -> No
     into.accumulate_from(source)
     into.fill(1)
     assert set(into.transports) == {"shm"}
-    dispatcher = into._dispatcher
+    paths = into._dispatcher.paths
     # As after a server has sent this client away from its mapping.
-    dispatcher._handle = dispatcher._gated(Deadline(10.0))
-    dispatcher.paths = tuple(replace(path, segment=None) for path in dispatcher.paths)
+    paths.handle = paths.gated(Deadline(10.0))
+    paths.found = tuple(replace(path, segment=None) for path in paths.found)
     into.accumulate_from(source)
     assert (into.read() == 3).all()

@@ -1,0 +1,130 @@
+"""Calls done in parts: what is left of a change that its servers sent away, and sources that are read and sent along.
+
+Each part is a call of its own; an error of one is made one of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from smb import engine
+from smb.arrays.dtypes import OPS
+from smb.call.accounts import Caller, account_part, here
+from smb.engine import NOWHERE, Opcode, Request
+from smb.transport.base import Deadline
+
+BROUGHT_BYTES = 32 << 20  # of a source that lies on other servers, held at a time
+
+
+class Source(Protocol):
+    """A buffer that is read."""
+
+    def call(self, request: Request, *, deadline: Deadline) -> int:
+        """Do a call on it."""
+
+
+def part_of(request: Request, part: range, itemsize: int) -> Request | None:
+    """Return the change of some of its elements alone; None: of those it changes none."""
+    begin, end = part.start, part.stop
+    skip = begin * itemsize - request.offset  # bytes of the source and the sink
+    indices = request.indices
+    if indices is not None:
+        first, last = (int(at) for at in np.searchsorted(indices, (part.start, part.stop)))
+        if first == last:
+            return None
+        begin, end, indices = int(indices[first]), int(indices[last - 1]) + 1, indices[first:last]
+        skip = first * itemsize
+    source, sink = (
+        engine.memory_at(address + skip) if (address := engine.address_of(memory)) else NOWHERE
+        for memory in (request.source, request.sink)
+    )
+    return request._replace(
+        offset=begin * itemsize, nbytes=(end - begin) * itemsize, source=source, sink=sink, indices=indices
+    )
+
+
+def cut(part: range, most: int) -> Iterator[range]:
+    """Yield the part in pieces that end at multiples of `most` elements: at ends of chunks, which stay whole."""
+    start = part.start
+    while start < part.stop:
+        stop = min(part.stop, (start // most + 1) * most)
+        yield range(start, stop)
+        start = stop
+
+
+def do_rest(calls: Caller, request: Request, left: list[range], call: Callable[[Request], int]) -> int:
+    """Do what is left of a change: its servers sent it away, as they are reached in another way by now, or others have
+    the segments. The rest of it was applied. `call` does one part.
+    """
+    done = 0
+    change: Request | None = None
+    try:
+        while left:
+            if (change := part_of(request, left[0], calls.arguments.itemsize)) is not None:
+                done = call(change)
+            del left[0]
+        here.finished = request
+    except BaseException as error:
+        account_part(calls, error, request, left, change, "of which a part was sent to other servers")
+        raise
+    return done
+
+
+def bring(
+    calls: Caller,
+    request: Request,
+    sources: Sequence[Source],
+    parts: list[range],
+    call: Callable[[Request], int],
+    deadline: Deadline,
+) -> int:
+    """Do what is left of a call, `parts`, whose sources do not lie on its buffer's servers: read them, and send them
+    along; of several sources their sum. Each chunk's is read at one instant and used at a later one, as servers do it.
+    The rest of the call was applied. `call` does one part.
+    """
+    itemsize, chunk_bytes = calls.arguments.itemsize, calls.arguments.info.layout.chunk_bytes
+    most = max(1, BROUGHT_BYTES // chunk_bytes) * chunk_bytes // itemsize
+    left = [piece for part in parts for piece in cut(part, most)]
+    begun: Request | None = None
+    try:
+        while left:
+            piece, begun = left[0], None
+            offset, nbytes = piece.start * itemsize, len(piece) * itemsize
+            read = Request(Opcode.READ, offset, nbytes)
+            change = request._replace(offset=offset, nbytes=nbytes, token=0, sources=())
+            if request.sources:
+                memory = _sum_of(calls, request, sources, read, deadline)
+                change = change._replace(opcode=Opcode.WRITE, op=0)
+            else:
+                memory = _read_for(sources[0], read, deadline)
+            if request.opcode is Opcode.ACCUMULATE_FROM and not request.sources:
+                change = change._replace(opcode=Opcode.ACCUMULATE)
+            begun = change._replace(source=memory)
+            call(begun)
+            del left[0]
+        here.finished = request
+    except BaseException as error:
+        account_part(calls, error, request, left, begun, "whose source lies on other servers and is brought")
+        raise
+    return 0
+
+
+def _read_for(source: Source, read: Request, deadline: Deadline) -> Any:
+    """Return memory with what a read of a source brings."""
+    values = np.empty(read.nbytes, np.uint8)
+    memory = engine.memory_of(values)
+    source.call(read._replace(sink=memory), deadline=deadline)
+    return memory
+
+
+def _sum_of(calls: Caller, request: Request, sources: Sequence[Source], read: Request, deadline: Deadline) -> Any:
+    """Return memory with the sum of several sources, computed as servers do it."""
+    number, count = calls.arguments.dtype.number, read.nbytes // calls.arguments.itemsize
+    total = engine.memory_of(np.empty(read.nbytes, np.uint8))
+    for index, (source, (scale, wire)) in enumerate(zip(sources, request.sources, strict=True)):
+        values = _read_for(source, read._replace(wire=wire), deadline)
+        engine.apply_op(number, OPS["sum" if index else "replace"], total, values, count, scale)
+    return total
