@@ -32,7 +32,8 @@ from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from smb.security.credentials import Credentials
 from smb.transport.base import Deadline, SegmentPath, SegmentPlace
 from smb.transport.choose import MakesRdma, choose, choose_gated, choose_waits, for_each, make_transports
-from smb.transport.reconnect import Links, Outages, Whereabouts, refused
+from smb.transport.connector import Whereabouts
+from smb.transport.reconnect import Links, Outages, refused
 from smb.transport.tcp import Tcp
 from smb.transport.tls import ClientTls
 

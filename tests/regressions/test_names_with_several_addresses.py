@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 import smb
 import smb.config.host_address
-import smb.transport.reconnect
+import smb.transport.connector
 from smb.config.host_address import addresses_of, bindable
 from smb.daemon.process import Pages, check_listen
 from tests.support.daemons import Daemons, running_daemons
@@ -36,7 +36,7 @@ def _named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> list[str]:
         asked.append(host)
         return [(socket.AF_INET6 if ":" in each else socket.AF_INET, (each, port)) for each in addresses]
 
-    monkeypatch.setattr(smb.transport.reconnect, "addresses_of", found)
+    monkeypatch.setattr(smb.transport.connector, "addresses_of", found)
     return asked
 
 

@@ -69,10 +69,9 @@ class Two:
 
     def link(self, buffer: smb.Buffer) -> weakref.ref[Link]:
         (segment,) = buffer.info.layout.segments
-        found = self.links._copies[segment.id, False].link
+        found = self.links._table[segment.id, False].link()
         assert found is not None
-        assert found() is not None
-        return found
+        return weakref.ref(found)
 
     def end_one(self) -> None:
         """Close it, and see that its link is let go, sooner than those end that wait; somebody may just look at it."""
@@ -95,7 +94,7 @@ def test_no_link_is_kept_by_who_looks_after_them(two: Two, monkeypatch: pytest.M
         answers.wait(WAITS_S)
         return None
 
-    monkeypatch.setattr(two.links, "_locate_copies", locate)
+    monkeypatch.setattr(two.links._means, "locate_copies", locate)
     assert asked.wait(20)
     try:
         two.end_one()
@@ -110,7 +109,7 @@ def test_no_link_is_kept_by_who_mends_another(two: Two, monkeypatch: pytest.Monk
         begun.set()
         ends.wait(WAITS_S)
 
-    monkeypatch.setattr(two.links, "_resume_copies", mend)
+    monkeypatch.setattr(two.links, "_resume", mend)
     link = two.link(two.stays)()
     assert link is not None
     mending = threading.Thread(target=two.links.resume, args=(link.id,))

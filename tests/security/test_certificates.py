@@ -211,7 +211,7 @@ def test_what_expires_is_refused(short: smb.LocalCluster, certificates: Path) ->
 
         def expired() -> bool:
             place = values.layout.segments[0]
-            link = client._session._links._entries[place.server, Lane.TCP_DATA].link
+            link = client._session._links._table[place.server, Lane.TCP_DATA].link()
             try:
                 link.authorize(secrets[place.id], 1000)
             except EngineError as error:

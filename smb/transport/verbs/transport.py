@@ -26,7 +26,8 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, channel, server_name
 from smb.transport.base import NO_RDMA_HERE, Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
-from smb.transport.reconnect import Links, Whereabouts, refused
+from smb.transport.connector import Whereabouts
+from smb.transport.reconnect import Links, refused
 from smb.transport.verbs.progress_thread import Progress
 from smb.transport.verbs.queue_pair import Device, Domain, End, NoDeviceError, Queue, Settings
 from smb.transport.verbs.registration import ClientMemory

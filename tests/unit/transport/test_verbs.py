@@ -20,7 +20,8 @@ from smb.errors import InvalidArgumentError, NotFoundError, TransportError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import Tokens
 from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPlace
-from smb.transport.reconnect import Links, Whereabouts
+from smb.transport.connector import Whereabouts
+from smb.transport.reconnect import Links
 from smb.transport.tls import ClientTls
 from smb.transport.verbs import queue_pair as queues
 from smb.transport.verbs.descriptors import HEADER, RECORD, answers, runs

@@ -1,0 +1,258 @@
+"""The entries of a client's table of links: each knows where its link leads, and how it is connected there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from smb.config.backoff import Backoff
+from smb.engine import EngineClient, EngineError, Lane, Link, Status
+from smb.errors import Error, UnavailableError
+from smb.rpc.client_tokens import Tokens
+from smb.transport.base import Deadline, SegmentPlace, is_here
+from smb.transport.connector import ATTEMPT_MS, Connector, Whereabouts
+
+PAUSE_FIRST_S = 0.01
+PAUSE_MAX_S = 0.25
+SENT_AWAY_S = 0.1
+_UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
+
+
+class Dialer(Protocol):
+    """Makes connections of a lane that are neither TCP nor Unix."""
+
+    def dial(self, server: str, where: Whereabouts, lane: int, timeout_ms: int) -> tuple[Link, int]:
+        """Return a link and the server's instance. Raises EngineError, NoPathError."""
+
+    def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
+        """Give the link a new connection and return the server's instance; None: it should have one over TCP.
+
+        Raises EngineError, UnavailableError: not now.
+        """
+
+
+@dataclass(slots=True)
+class Means:
+    """What connections are made with; see Links."""
+
+    client: EngineClient
+    connector: Connector
+    tokens: Tokens
+    locate: Callable[[str], Whereabouts | None]
+    locate_copies: Callable[[SegmentPlace], SegmentPlace | None]
+    dialers: dict[int, Dialer] = field(default_factory=dict)
+
+
+class Entry(ABC):
+    """One link of the table."""
+
+    level = logging.DEBUG  # at which outages are logged
+
+    def __init__(self, means: Means, lane: int) -> None:
+        self.lane = lane
+        self.lock = threading.Lock()  # held while it connects for the first time
+        self.unused = False  # it has never had a connection, and nobody makes one
+        self._means = means
+
+    @property
+    @abstractmethod
+    def server(self) -> str:
+        """The server that it leads to now."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where that server is, as far as is known."""
+
+    @abstractmethod
+    def link(self) -> Link | None:
+        """Return the link, if there is one."""
+
+    @abstractmethod
+    def connect(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Make a link to the segment's server. Raises EngineError, UnavailableError."""
+
+    @abstractmethod
+    def attempt(self, link: Link, *, again: bool) -> int:
+        """Try to give the link another connection; return the server's instance. `again`: another attempt has failed.
+        Raises NotFoundError if there is nothing to look for any more, EngineError, UnavailableError.
+        """
+
+    def sent_away(self) -> bool:
+        """Whether its server has just let it in and sent it away."""
+        return False
+
+
+class ServerEntry(Entry):
+    """A link to a server."""
+
+    level = logging.INFO
+
+    def __init__(self, means: Means, server: str, lane: int, where: Whereabouts) -> None:
+        super().__init__(means, lane)
+        self._server = server
+        self.where = where
+        self.held: Link | None = None
+        self.further = 0  # connections for data beside this one
+        self.beside: Link | None = None  # the first, of one of those
+        self._known = 0  # the run of the server that the coordinator has named in this outage
+
+    @property
+    def server(self) -> str:
+        """The server."""
+        return self._server
+
+    @property
+    def address(self) -> str:
+        """Where it was last."""
+        return self.where.address
+
+    def link(self) -> Link | None:
+        """Return the link, if there is one."""
+        return self.held
+
+    def connect(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Make a link to the server."""
+        where = whereabouts(place)
+        if self.lane in _UNIX:
+            at = where.unix_path
+            link, instance_id = self._means.client.connect_unix(at, self.lane, deadline.left_ms())
+        elif dialer := self._means.dialers.get(self.lane):
+            at = where.address
+            link, instance_id = dialer.dial(self._server, where, self.lane, deadline.left_ms())
+        else:
+            at = where.address
+            link, instance_id = self._means.connector.connect(self._server, where, self.lane, deadline)
+        _check_run(self._server, at, instance_id, where.instance_id)
+        self.where = where
+        return link
+
+    def attempt(self, link: Link, *, again: bool) -> int:
+        """Try at the last address, and then where the coordinator says."""
+        if not again:
+            self._known = 0
+        elif (found := self._means.locate(self._server)) is not None:
+            self.where, self._known = found, found.instance_id
+        where = self.where
+        if self.lane in _UNIX:
+            return link.resume_unix(where.unix_path, self._known, ATTEMPT_MS)
+        if dialer := self._means.dialers.get(self.lane):
+            instance_id = dialer.redial(link, self._server, where, self._known, ATTEMPT_MS)
+            if instance_id is not None:
+                return instance_id
+        return self._means.connector.resume(link, self._server, where.address, where.tls, self._known)
+
+
+class SegmentEntry(Entry):
+    """The link to a segment that has two copies: to whichever server has the primary."""
+
+    def __init__(self, means: Means, place: SegmentPlace, lane: int, may_be_local: bool) -> None:
+        super().__init__(means, lane)
+        self.place = place
+        self._may_be_local = may_be_local
+        self._held: weakref.ref[Link] | None = None  # the buffers that use it keep it
+        self._resumed_at = 0.0
+
+    @property
+    def server(self) -> str:
+        """The server of the primary, where it was found last."""
+        return self.place.server
+
+    @property
+    def address(self) -> str:
+        """Where that server is."""
+        return self.place.address
+
+    def link(self) -> Link | None:
+        """Return the link while somebody uses it."""
+        return self._held() if self._held is not None else None
+
+    def abandoned(self) -> bool:
+        """Whether it had a link, and nobody uses that any more."""
+        return self._held is not None and self._held() is None
+
+    def unix_path(self, place: SegmentPlace) -> str:
+        """Return the socket by which its server is reached on this host; "" if it is not."""
+        return place.unix_path if self._may_be_local and is_here(place.unix_path) else ""
+
+    def connect(self, place: SegmentPlace, deadline: Deadline) -> Link:
+        """Make a link to the server of the primary."""
+        self.place = place
+        path = self.unix_path(place)
+        try:
+            if path:
+                link, instance_id = self._means.client.connect_unix(path, self.lane, deadline.left_ms())
+            else:
+                link, instance_id = self._means.connector.connect(place.server, whereabouts(place), self.lane, deadline)
+        except EngineError as error:
+            if not path or error.status is not Status.UNTRUSTED:
+                raise
+            self._may_be_local = False  # another user listens there
+            return self.connect(place, deadline)
+        _check_run(place.server, path or place.address, instance_id, place.instance_id)
+        link.set_epoch(place.epoch)
+        self._held = weakref.ref(link)
+        return link
+
+    def attempt(self, link: Link, *, again: bool) -> int:  # noqa: ARG002 - it asks each time
+        """Go to where the coordinator says that the primary is."""
+        return self.go_to(link, self._means.locate_copies(self.place) or self.place)
+
+    def go_to(self, link: Link, found: SegmentPlace) -> int:
+        """Give the link a connection to the server of this place."""
+        link.set_epoch(found.epoch)
+        self._means.tokens.keep(link, found.id)
+        path = self.unix_path(found)
+        if path:
+            try:
+                instance_id = link.resume_unix(path, found.instance_id, ATTEMPT_MS)
+            except EngineError as error:
+                if error.status is not Status.UNTRUSTED:
+                    raise
+                self._may_be_local = False  # the next attempt is over TCP
+                raise UnavailableError(f"another user listens at {path}") from error
+        else:
+            connector = self._means.connector
+            instance_id = connector.resume(link, found.server, found.address, found.tls, found.instance_id)
+        self.place, self._resumed_at = found, time.monotonic()
+        return instance_id
+
+    def show(self, link: Link, deadline: Deadline, closing: threading.Event) -> None:
+        """Show the token of the segment to the server of its primary; another one, that had it, denies it. Raises
+        EngineError.
+        """
+        backoff = Backoff(PAUSE_FIRST_S, PAUSE_MAX_S, deadline.left)
+        while True:
+            try:
+                self._means.tokens.show(link, self.place.id, deadline.left_ms())
+            except EngineError as error:
+                if error.status is not Status.DENIED or deadline.left() == 0.0 or closing.wait(backoff.next_s()):
+                    raise
+                with contextlib.suppress(Error):
+                    found = self._means.locate_copies(self.place)
+                    if found is not None and found.server != self.place.server:
+                        self.go_to(link, found)
+            else:
+                return
+
+    def sent_away(self) -> bool:
+        """Whether it was: a server that does not know its role yet lets us in first."""
+        return time.monotonic() - self._resumed_at <= SENT_AWAY_S
+
+
+def whereabouts(place: SegmentPlace) -> Whereabouts:
+    """Return where the server of a segment is."""
+    return Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
+
+
+def _check_run(server: str, at: str, answered: int, known: int) -> None:
+    """Raise UnavailableError if it was restarted, or another one has its address: the coordinator will know."""
+    if answered != known:
+        raise UnavailableError(f"at {at} answers another run than the memory server {server} known")
