@@ -43,7 +43,8 @@ def break_connections(port: int, path: str) -> int:
             continue
         with contextlib.suppress(OSError), one:
             peer = one.getpeername()
-            if (isinstance(peer, tuple) and peer[1] == port) or peer == path:
+            # A Unix socket keeps the name that it was bound to, before its file took the place of an older one.
+            if (isinstance(peer, tuple) and peer[1] == port) or peer in (path, f"{path[:-1]}~"):
                 one.shutdown(socket.SHUT_RDWR)
                 broken += 1
     return broken
