@@ -12,15 +12,18 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from memserver.threads import begin
+from smb.config.backoff import Backoff
 from smb.daemon.launch import python_m
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import ITEMS_MAX
 from smb.security.credentials import CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, Credentials
 
-_AGAIN_S = 1.0  # after its end, before it is started again
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 1.0, 10.0  # after its end, before it is started again
+_LOOK_S = 0.25
 _END_S = 2.0
 
 _log = logging.getLogger("memserver")
@@ -78,16 +81,20 @@ class Relays:
             self._thread.join(3 * _END_S)
 
     def _run(self) -> None:
+        backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S)
         while not self._stop.is_set():
             self._changed.wait()
             self._changed.clear()
             if self._wanted and not self._stop.is_set():
                 self._changed.set()
+                begun = time.monotonic()
                 try:
                     self._serve()
                 except (OSError, RuntimeError) as error:  # no process, descriptor or thread is to be had
                     _log.error("the relay cannot be started: %s; it is tried again", error)
-                self._stop.wait(_AGAIN_S)
+                if time.monotonic() - begun > _AGAIN_MAX_S:  # it has worked
+                    backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S)
+                self._stop.wait(backoff.next_s())
 
     def _serve(self) -> None:
         """Run the process, from its start to its end."""
@@ -101,7 +108,7 @@ class Relays:
         try:
             reader.start()
             while not self._stop.is_set() and process.poll() is None and self._wanted:
-                if self._changed.wait(_AGAIN_S / 4):
+                if self._changed.wait(_LOOK_S):
                     self._changed.clear()
                     process.stdin.write(self._wanted)
                     process.stdin.flush()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from smb.config.backoff import Backoff
 from smb.engine import memory_of
 from smb.errors import (
     Error,
@@ -31,12 +32,18 @@ if TYPE_CHECKING:
     from smb.client import Client
 
 TURN_S = 3.0  # of a publisher's turn: how long the next relay waits after a kill
-AGAIN_S = 0.5
+AGAIN_S = 0.5  # how long one wait for something to change takes
+_RETRY_FIRST_S, _RETRY_MAX_S = 0.25, 1.0
 _LOOK_S = 1.0  # how long one wait takes, so that a stop is noticed
 _RENEW_S = 1.0
 _THREADS = 2  # for each parent: while one looks whether what came is what it was, the other reads
 
 _log = logging.getLogger("smb")
+
+
+def retries() -> Backoff:
+    """Return the pauses between tries of what has failed."""
+    return Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
 
 
 class Whereabouts(Protocol):
@@ -169,7 +176,7 @@ class _Feeder:
         threading.Thread(target=self._run, name=f"feed-{parent}", daemon=True).start()
 
     def _run(self) -> None:
-        filler = self._filler
+        filler, backoff = self._filler, retries()
         while not (filler.stopping.is_set() or self.stopping.is_set()):
             with filler.changed:
                 fill, publication = filler.fill, filler.publication
@@ -183,11 +190,12 @@ class _Feeder:
                     self._from_source(self._buffer, fill, publication)
                 else:
                     self._from_mirror(self._buffer, fill, publication)
+                backoff = retries()
             except Error as error:
                 _log.info("mirror %s: nothing from %s for now: %s", filler.name, self._parent, error)
                 self._buffer = self._words = None
                 fill.broke(self._parent)
-                filler.stopping.wait(AGAIN_S)
+                filler.stopping.wait(backoff.next_s())
 
     def _from_source(self, buffer: Buffer, fill: Fill, publication: Publication) -> None:
         where = self._filler.where

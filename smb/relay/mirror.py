@@ -24,7 +24,7 @@ from smb.errors import (
 from smb.relay import arrived
 from smb.relay.arrived import Arrived, Pieces
 from smb.relay.fill import Fill
-from smb.relay.filler import AGAIN_S, TURN_S, Filler
+from smb.relay.filler import TURN_S, Filler, retries
 from smb.relay.ring import RingRelay
 from smb.spi import versions_of
 
@@ -61,6 +61,7 @@ class MirrorRelay:
         self._filler = Filler(client, name, source, _Versions())
         self._client = client
         self._server = server
+        self._backoff = retries()  # since a version arrived
         self._mirror: Buffer
         self._words: Buffer
         self._thread = threading.Thread(target=self._run, name=f"relay-{name}", daemon=True)
@@ -94,12 +95,12 @@ class MirrorRelay:
                 self._follow()
             except (NotFoundError, PermissionDeniedError) as error:  # deleted, ours no more: we shall hear what is next
                 _log.debug("%s", error)
-                stopping.wait(AGAIN_S)
+                stopping.wait(self._backoff.next_s())
             except Error as error:
                 if str(error) != told:
                     told = str(error)
                     _log.warning("mirror %s: %s; trying again", self.name, error)
-                stopping.wait(AGAIN_S)
+                stopping.wait(self._backoff.next_s())
             finally:
                 self._filler.forget()
 
@@ -115,12 +116,13 @@ class MirrorRelay:
             self.published = latest
             try:
                 self._take(source, latest)
+                self._backoff = retries()
             except NotFoundError as error:
                 # If it was only overtaken, what is open is good still: to open it anew takes the coordinator.
                 if versions_of(source).find(latest)[1] >= 0:
                     raise
                 _log.debug("mirror %s: %s", self.name, error)
-                self._filler.stopping.wait(AGAIN_S)
+                self._filler.stopping.wait(self._backoff.next_s())
 
     def _take(self, source: Buffer, version: int) -> None:
         """Fill that version and publish it."""

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from smb.config.backoff import Backoff
 from smb.engine import EngineError, Link, Token
 from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
@@ -24,7 +25,7 @@ from smb.security.bond import bond_of_caller
 
 RIGHT_READ, RIGHT_WRITE = 1, 2
 _RENEW_AT = 0.5  # of its life: as long may the coordinator be away
-_RETRY_S = 1.0
+_RETRY_FIRST_S, _RETRY_MAX_S = 0.5, 1.0
 _SHOW_MS = 3000
 _CONTROL_LANE = 0xFFFF  # of proofs on the control plane: csrc/base/access.h
 
@@ -36,6 +37,7 @@ class _Opened:
     name: str  # as last heard: buffers are renamed
     renew_at: float
     segments: list[int] = field(default_factory=list)
+    backoff: Backoff = field(default_factory=lambda: Backoff(_RETRY_FIRST_S, _RETRY_MAX_S))
 
 
 class Tokens:
@@ -153,7 +155,7 @@ class Tokens:
                 continue
             except Error as error:
                 _log.debug("the token for %s was not renewed: %s", opened.name, error)
-                opened.renew_at = time.monotonic() + _RETRY_S
+                opened.renew_at = time.monotonic() + opened.backoff.next_s()
                 continue
             if buffer.id != number or not any(s.HasField("token") for s in buffer.layout.segments):
                 self._forget((kind, number))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
+from smb.config.backoff import Backoff
 from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import EtcdStore
@@ -17,6 +18,7 @@ from smb.coordinator.store import DeposedError, StoreError
 from smb.daemon.process import notify
 
 LOOK_S = 0.5  # how often one that stands by looks whether there is a leader
+_TROUBLE_FIRST_S, _TROUBLE_MAX_S = 0.25, 1.0  # before etcd is asked again after it failed
 
 _log = logging.getLogger("coordinator")
 
@@ -36,7 +38,8 @@ class Contender:
 
     def __init__(self, place: Place, access: Access, lease_s: int, around: Around, shown: Shown) -> None:
         self._place = place
-        self._etcd = Etcd(place.endpoints, access, around.outside.connections, lambda: around.outside.uniform(0, 1))
+        self._draw = lambda: around.outside.uniform(0, 1)
+        self._etcd = Etcd(place.endpoints, access, around.outside.connections, self._draw)
         self._lease_s = lease_s
         self._around = around
         self._shown = shown
@@ -45,13 +48,18 @@ class Contender:
 
     async def run(self) -> None:
         """Stand by and lead, in turns."""
+        backoff = self._new_backoff()
         while True:
             try:
                 lead = await self._stand_by()
+                backoff = self._new_backoff()
                 await self._lead(lead)
             except (SilentError, RefusedError, StoreError) as error:
                 self._trouble(str(error))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(backoff.next_s())
+
+    def _new_backoff(self) -> Backoff:
+        return Backoff(_TROUBLE_FIRST_S, _TROUBLE_MAX_S, draw=self._draw)
 
     async def close(self) -> None:
         """Close the connections to etcd."""

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from smb.config.backoff import Backoff
 from smb.errors import (
     Error,
     InvalidArgumentError,
@@ -65,7 +66,7 @@ _ITERATION = t.GROUP_EXTRA + 1
 _SPEED = t.EXTRA
 _SKIPPED = t.EXTRA + 1  # turns in a row that were passed on because their owner was late
 
-_RETRY_S = 0.2
+_RETRY_FIRST_S, _RETRY_MAX_S = 0.1, 1.0
 
 _log = logging.getLogger("smb")
 
@@ -325,6 +326,7 @@ class Passer:
             self._thread.join()
 
     def _run(self) -> None:
+        backoff = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._due is not None or self._closed)
@@ -342,9 +344,10 @@ class Passer:
             except Error as error:
                 _log.warning("training %r: the turn could not be passed on: %s; tried again", self._name, error)
                 with self._changed:
-                    self._due, self._failure = (turn, updated, time.monotonic() + _RETRY_S), error
+                    self._due, self._failure = (turn, updated, time.monotonic() + backoff.next_s()), error
                     self._changed.notify_all()
                 continue
+            backoff = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
             with self._changed:
                 self._due = None
                 self._changed.notify_all()

@@ -16,7 +16,8 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Out of descriptors for a moment: the thread ended, and no mirror was filled until the server's restart."""
-    monkeypatch.setattr(relays, "_AGAIN_S", 0.0)
+    for pause in ("_AGAIN_FIRST_S", "_AGAIN_MAX_S"):
+        monkeypatch.setattr(relays, pause, 0.001)
     ours = Relays.__new__(Relays)
     ours._command, ours._variables, ours._wanted = ["relay"], {}, "tasks"
     ours._stop, ours._changed, ours._lock = threading.Event(), threading.Event(), threading.Lock()
