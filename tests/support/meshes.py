@@ -17,6 +17,7 @@ import smb
 import smb.torch
 import smb.train
 from tests.support.devices import BACKEND, DEVICE, ON_HOST
+from tests.support.exact_steps import goal_of, shaped
 
 NAME = "run"
 NOWHERE = torch.device("meta")  # a program's default device, which is not for what smb makes
@@ -219,6 +220,14 @@ class Rank:
         for _ in range(count):
             local_step(self._model, self._optimizer, self._member, self._done)
             self._done += 1
+        return self._done
+
+    def exact_step(self) -> int:
+        """Do one step of tests.support.exact_steps; return how many it has done."""
+        for parameter, goal in zip(self._model.parameters(), shaped(goal_of(self._member, self._done)), strict=True):
+            parameter.grad = parameter.detach() - _like(parameter, goal.to(DEVICE))
+        self._optimizer.step()
+        self._done += 1
         return self._done
 
     def idle(self, count: int) -> None:

@@ -199,6 +199,7 @@ LEFT_OUT = {
     "regressions/test_what_was_waited_for_is_read.py": _TRAINING,
     "regressions/test_zero_elements.py": "asks nobody, over whatever",
     "train/test_asp_and_ssp.py": _TRAINING,
+    "train/test_bits_of_schemes.py": _TRAINING,
     "train/test_checkpoint.py": "reads and writes buffers by calls that run over verbs",
     "train/test_contribution.py": _TRAINING,
     "train/test_deltas.py": _TRAINING,
