@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smb.train.partition import ROUNDS, Channel, Layer, pick, predict
+from smb.train.partition import Channel, Layer, pick, predict
+from smb.train.traits import ROUNDS
 
 # VGG-A at 224 x 224: channels in and out and width of its convolutions; inputs and outputs of its products.
 _CONVOLUTIONS = ((3, 64, 224), (64, 128, 112), (128, 256, 56), (256, 256, 56), (256, 512, 28), (512, 512, 28),

@@ -17,7 +17,6 @@ from torch import nn
 import smb.torch
 from perf.scaling.worker import answer_requests
 from perf.training.worker import TrainingProcess
-from smb.overlap.hooks import SCHEMES
 from smb.train.partition import bound_s
 
 TOKENS, LENGTH = 1000, 32
@@ -98,7 +97,7 @@ class OverlappedProcess(TrainingProcess):
             "overlap": plan.chosen.overlap,
             "predicted": plan.chosen.iteration_s,
             "without": plan.without.iteration_s,
-            "bound": bound_s(plan.layers, plan.channel, SCHEMES[self._shared.scheme.NAME]),
+            "bound": bound_s(plan.layers, plan.channel, self._shared.scheme.traits.way),
             "passes": plan.chosen.iteration_s - plan.chosen.exposed_s,
         }
 

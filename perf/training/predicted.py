@@ -6,9 +6,10 @@ import statistics
 import time
 from typing import Any
 
+import smb.train
 from perf.scaling.fleet import LEAD_S, Fleet, ask_all
 from perf.scaling.report import Answer, Column
-from smb.tools.plan.model import COMPUTING, EVERY_STEP, Question, parts_s
+from smb.tools.plan.model import COMPUTING, Question, parts_s
 from smb.tools.plan.network import told
 from smb.tools.plan.spec import Compute, Spec
 from smb.train.partition import Layer
@@ -30,7 +31,7 @@ def question(computing_s: float, rate: str, parameters: int, every: int, servers
 
 def predicted_s(asked: Question, scheme: str, workers: int) -> float:
     """Return the seconds of a step."""
-    return sum(parts_s(asked, scheme, workers).values()) / (1 if scheme in EVERY_STEP else asked.every)
+    return sum(parts_s(asked, scheme, workers).values()) / asked.steps(scheme)
 
 
 def how_near(quick: bool) -> Answer:
@@ -75,7 +76,7 @@ def how_near(quick: bool) -> Answer:
 
 
 def _row(workers: list[Any], scheme: str, computing_s: float) -> dict[str, Any]:
-    settings = {} if scheme in EVERY_STEP else {"every": EVERY if "diloco" in scheme else 1}
+    settings = {} if smb.train.SCHEMES[scheme].TRAITS.each_step else {"every": EVERY if "diloco" in scheme else 1}
     asked = question(computing_s, RATE, PARAMETERS, settings.get("every", 1))
     predicted = predicted_s(asked, scheme, len(workers))
     for worker in workers:

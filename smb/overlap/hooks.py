@@ -34,18 +34,9 @@ from smb.overlap.pass_clock import PassClock
 from smb.overlap.plan import Measured, Place, Plan, plan_of
 from smb.overlap.step_by_parameter import StepByParameter, refused
 from smb.train.parameters import Run
-from smb.train.partition import FUSED, OVERLAPS, ROUNDS
+from smb.train.partition import OVERLAPS
+from smb.train.scheme import by_traits
 
-SCHEMES = {"asp": FUSED, "ssp": FUSED, "r2sp": FUSED, "bsp": ROUNDS}
-_INSTEAD = {
-    "seasgd": "it sends in the background already",
-    "hsgd": "it sends in the background already",
-    "easgd": "scheme='seasgd' is EASGD that sends in the background",
-    "eamsgd": "scheme='seasgd' is EASGD that sends in the background",
-    "diloco": "it exchanges seldom; in fragments (fragments=) it would hide behind whole steps",
-    "asyncdiloco": "it exchanges seldom, and waits for nobody",
-    "localsgd": "it exchanges seldom; scheme='diloco' in fragments (fragments=) would hide behind whole steps",
-}
 _LEARNING = 4  # steps without overlap; the first one, which warms up, is not measured
 _COMPARED = 20  # steps by a new plan, and as many without overlap, before the faster way stays
 _PROBES, _PROBES_AT_ONCE = 5, 16  # small reads that tell what a message costs
@@ -61,17 +52,12 @@ def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, me
         raise InvalidArgumentError(
             f"smb.torch.join: overlap={overlap!r} is not there with mesh= yet: leave one of them out"
         )
-    if scheme is not None and scheme.NAME not in SCHEMES:
-        instead = _INSTEAD.get(scheme.NAME, "it does not exchange after every step by parts")
-        if isinstance(scheme, smb.train.DiLoCo) and scheme.fragments > 1:
-            instead = "with fragments= it exchanges in the background already"
+    if scheme is not None and scheme.traits.no_overlap:
+        able = [name for name, kind in by_traits() if not kind.TRAITS.no_overlap]
+        these = "with these settings of" if scheme.NAME in able else "for"
         raise InvalidArgumentError(
-            f"smb.torch.join: overlap={overlap!r} is for {', '.join(SCHEMES)}, not for {scheme.NAME!r}: {instead}"
-        )
-    if isinstance(scheme, smb.train.R2SP) and scheme.batch_size is not None:
-        raise InvalidArgumentError(
-            f"smb.torch.join: overlap={overlap!r} with batch_size= of 'r2sp', which measures computing by itself: "
-            f"leave one of them out"
+            f"smb.torch.join: overlap={overlap!r} is for {', '.join(able)}, not {these} {scheme.NAME!r}: "
+            f"{scheme.traits.no_overlap}"
         )
 
 
@@ -426,7 +412,7 @@ class Overlap:
         self._index()
 
     def _planned(self, measured: Measured, overlap: str) -> Plan:
-        exchange = SCHEMES[self._worker.scheme.NAME]
+        exchange = self._worker.scheme.traits.way
         return plan_of(self._places, measured.layers(), measured.channel(), exchange, measured.closing_s(), overlap)
 
     def _find_layers(self) -> None:

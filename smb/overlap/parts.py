@@ -36,7 +36,7 @@ from smb.train.exchange.snapshot import Snapshot
 from smb.train.group import GivenUpError
 from smb.train.guards import Check, Norm, RefusedContributionError
 from smb.train.members import MembershipLostError
-from smb.train.parameters import Run, SelfMoving, Values
+from smb.train.parameters import Parameters, Run, Values
 
 if TYPE_CHECKING:
     from smb.client import Client
@@ -80,7 +80,7 @@ class Traffic:
     last: float = 0.0
 
 
-class ByParts(SelfMoving):
+class ByParts(Parameters):
     """Parameters of which parts can be made and set. Computing thread only."""
 
     @abstractmethod

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from smb.overlap.parts import Cut, Part
 from smb.train.parameters import Run
-from smb.train.partition import FUSED, Channel, Layer, Prediction, outdated, pick, predict
+from smb.train.partition import Channel, Layer, Prediction, outdated, pick, predict
+from smb.train.traits import FUSED
 
 _WINDOW = 9  # measurements of which the median counts
 _RATE_MAX, _START_MIN = 1e12, 1e-7  # bytes a second, seconds: what clocks can tell

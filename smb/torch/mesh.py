@@ -31,7 +31,7 @@ from smb.train.exchange.elastic_force import Difference
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.guards import Norm
 from smb.train.members import member_name, rank_lock
-from smb.train.parameters import Together, Values
+from smb.train.parameters import Parameters, Values
 from smb.train.progress import Progress, progress_of
 
 if TYPE_CHECKING:
@@ -44,11 +44,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("smb.train")
 
 
-class MeshParameters(Together):
+class MeshParameters(Parameters):
     """All ranks' parameters, at the speaker; what it is asked is done by every rank. `serve` is the others' side.
 
     `part` is what this rank has for the scheme: a Snapshot, Deltas or a Difference of its own elements.
     """
+
+    in_ranks = True
 
     def __init__(self, client: Client, ranks: Ranks, own: ShardParameters, statistics: Statistics) -> None:
         self.size = own.whole.size
@@ -206,7 +208,7 @@ class MeshParameters(Together):
         self._statistics.collect()
         return self._statistics.values
 
-    # ---- Together, at the speaker
+    # ---- Parameters, at the speaker
 
     def snapshot(self, wire: str) -> Snapshot:
         """Return what rounds need."""

@@ -24,6 +24,7 @@ from smb.train import member_table as t
 from smb.train.exchange.background_send import deltas_of
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Scheme
+from smb.train.traits import FUSED, Traits
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -36,6 +37,7 @@ class ASP(Scheme):
     """Totally asynchronous updates. It has no settings."""
 
     NAME: ClassVar[str] = "asp"
+    TRAITS: ClassVar[Traits] = Traits(way=FUSED, calls=4, each_step=True, no_overlap="", plans_overlap=True)
 
     def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange."""

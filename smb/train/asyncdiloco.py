@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from smb.train.diloco import NesterovRounds
+from smb.train.traits import ROUNDS, Closing, Traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,13 @@ class AsyncDiLoCo(NesterovRounds):
     """DiLoCo without waiting. quorum, grace, token_weights: see RoundScheme."""
 
     NAME: ClassVar[str] = "asyncdiloco"
+    TRAITS: ClassVar[Traits] = Traits(
+        way=ROUNDS,
+        calls=22,
+        closing=Closing(4, 2),
+        outer=True,
+        no_overlap="it exchanges seldom, and waits for nobody",
+    )
     quorum: int | None = 1
     outer_lr: float = 0.07
     WAITS: ClassVar[bool] = False

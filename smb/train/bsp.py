@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from smb.train.exchange.rounds import RoundScheme
+from smb.train.traits import ROUNDS, Closing, Traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,4 +31,7 @@ class BSP(RoundScheme):
     """Every local step is followed by the mean over all workers. quorum, grace, token_weights: see RoundScheme."""
 
     NAME: ClassVar[str] = "bsp"
+    TRAITS: ClassVar[Traits] = Traits(
+        way=ROUNDS, calls=17, each_step=True, closing=Closing(2, 1), no_overlap="", plans_overlap=True
+    )
     LATE: ClassVar[bool] = False

@@ -31,18 +31,19 @@ tests/train/test_streaming.py: equal to a reference in numpy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from smb.buffer import Buffer
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorPlace
-from smb.train.exchange.rounds import EXACT, Outer, RoundExchange, RoundScheme
+from smb.train.exchange.rounds import Outer, RoundExchange, RoundScheme
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import FRAGMENTS_MAX, cut
 from smb.train.group import WIRE_BYTES, Group
-from smb.train.parameters import Parameters, Together
+from smb.train.parameters import Parameters
 from smb.train.scheme import Span, is_number, is_whole
+from smb.train.traits import EXACT, ROUNDS, Closing, Traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,13 @@ class DiLoCo(NesterovRounds):
     """
 
     NAME: ClassVar[str] = "diloco"
+    TRAITS: ClassVar[Traits] = Traits(
+        way=ROUNDS,
+        calls=20,
+        closing=Closing(4, 2),
+        outer=True,
+        no_overlap="it exchanges seldom; in fragments (fragments=) it would hide behind whole steps",
+    )
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
@@ -107,6 +115,14 @@ class DiLoCo(NesterovRounds):
         if not isinstance(self.step_wire, str) or self.step_wire not in WIRE_BYTES:
             raise InvalidArgumentError(f"{self.NAME}: step_wire={self.step_wire!r} is none of {', '.join(WIRE_BYTES)}")
 
+    @property
+    def traits(self) -> Traits:
+        """Those of the class, for so many fragments; with a step_wire the servers keep the step, and its rest."""
+        found = replace(self.TRAITS, fragments=self.fragments, delay=self.delay, step_wire=self.step_wire)
+        if self.fragments > 1:
+            found = replace(found, no_overlap="with fragments= it exchanges in the background already")
+        return found if self.step_wire == EXACT else replace(found, calls=found.calls + 3, closing=Closing(7, 2, 3))
+
     def step_wires(self) -> str:
         """Return step_wire."""
         return self.step_wire
@@ -117,7 +133,7 @@ class DiLoCo(NesterovRounds):
 
     def check(self, name: str, parameters: Parameters) -> None:
         """Refuse what can't be cut into the fragments."""
-        if self._streams and isinstance(parameters, Together):
+        if self._streams and parameters.in_ranks:
             raise InvalidArgumentError(
                 f"join of training {name!r}: fragments, delay, mix and step_wire are not there for the ranks of a mesh "
                 f"(mesh=) yet; leave them out, or join without a mesh"

@@ -13,6 +13,7 @@ from smb.train.easgd import DelayedExchange
 from smb.train.exchange.elastic_force import check_settings
 from smb.train.parameters import Parameters, Values
 from smb.train.scheme import Exchange, Scheme, is_number
+from smb.train.traits import ELASTIC, Traits
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -42,6 +43,7 @@ class EAMSGD(Scheme):
     """
 
     NAME: ClassVar[str] = "eamsgd"
+    TRAITS: ClassVar[Traits] = Traits(way=ELASTIC, no_overlap="scheme='seasgd' is EASGD that sends in the background")
     alpha: float | None = None
     every: int = 10
     momentum: float = 0.99

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Scheme
+from smb.train.traits import ELASTIC, Traits
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -37,6 +38,9 @@ class EASGD(Scheme):
     """
 
     NAME: ClassVar[str] = "easgd"
+    TRAITS: ClassVar[Traits] = Traits(
+        way=ELASTIC, calls=6, no_overlap="scheme='seasgd' is EASGD that sends in the background"
+    )
     alpha: float | None = None
     every: int = 10
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from smb.train.exchange.rounds import RoundScheme
+from smb.train.traits import ROUNDS, Closing, Traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,12 @@ class LocalSGD(RoundScheme):
     """The mean over all workers after every `every` local steps. quorum, grace, token_weights: see RoundScheme."""
 
     NAME: ClassVar[str] = "localsgd"
+    TRAITS: ClassVar[Traits] = Traits(
+        way=ROUNDS,
+        calls=17,
+        closing=Closing(2, 1),
+        no_overlap="it exchanges seldom; scheme='diloco' in fragments (fragments=) would hide behind whole steps",
+    )
     every: int
 
     def interval(self) -> int:

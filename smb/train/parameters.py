@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,7 @@ class Parameters(ABC):
     size: int
     origin: int = 0
     table: TensorTable | None = None  # the tensors that they are, where that is known
+    in_ranks: ClassVar[bool] = False  # several processes, which are one worker, have them; this one speaks for all
 
     @abstractmethod
     def pieces(self) -> Iterator[tuple[int, Values]]:
@@ -131,29 +132,23 @@ class Parameters(ABC):
         """
         raise InvalidArgumentError(f"{type(self).__name__} can't be cut into parts ({count} elements from {offset} on)")
 
+    # ---- what moves them between the worker and the group's buffers; None: what moves an array
+
+    def snapshot(self, wire: str) -> Snapshot | None:  # noqa: ARG002 - a subclass's to use
+        """Return what rounds need."""
+        return None
+
+    def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas | None:  # noqa: ARG002 - a subclass's to use
+        """Return what adds deltas."""
+        return None
+
+    def difference(self, weights: Buffer, arrived: Callable[[], object]) -> Difference | None:  # noqa: ARG002
+        """Return what elastic schemes need."""
+        return None
+
     def seated(self, group: Group) -> None:  # noqa: ARG002 - a subclass's to use
         """Take note that the worker has taken a slot."""
         return
-
-
-class SelfMoving(Parameters):
-    """Parameters that bring what moves them between the worker and the group's buffers."""
-
-    @abstractmethod
-    def snapshot(self, wire: str) -> Snapshot:
-        """Return what rounds need."""
-
-    @abstractmethod
-    def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas:
-        """Return what adds deltas."""
-
-
-class Together(SelfMoving):
-    """Parameters in several processes, which are one worker: this one speaks for all. Its exchanges move all parts."""
-
-    @abstractmethod
-    def difference(self, weights: Buffer, arrived: Callable[[], object]) -> Difference:
-        """Return what elastic schemes need."""
 
 
 class ArrayParameters(Parameters):

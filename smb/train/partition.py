@@ -36,8 +36,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from smb.errors import InvalidArgumentError
+from smb.train.traits import FUSED, ROUNDS
 
-FUSED, ROUNDS = "fused", "rounds"
 # Of smb.torch.join: the exchange behind nothing, behind the forward pass, behind both passes.
 OVERLAPS = ("none", "forward", "both")
 _SLICES_MAX = 2048  # that a prediction plays through; larger models are looked at in larger slices

@@ -34,7 +34,7 @@ from smb.safetensors import parse_safetensors, safetensors_header
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.rounds import RoundScheme, momentum_name, state_copy, step_name
+from smb.train.exchange.rounds import momentum_name, state_copy, step_name
 from smb.train.fragments import Span
 from smb.train.guards import Guards
 from smb.train.parameters import PIECE_ELEMENTS
@@ -193,7 +193,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         statistics = group.client.open(f"{group.name}/{STATISTICS}")
         sources.append(_Source(_all(statistics), statistics.table, {each: each for each in statistics.table}))
         head_fields["statistics"] = {"size": statistics.size, "metadata": statistics.metadata}
-    if isinstance(group.scheme, RoundScheme) and group.scheme.outer():
+    if group.scheme.traits.outer:
         for stored, name_of in _OUTER.items():
             with contextlib.suppress(NotFoundError):  # nobody has trained yet, or the scheme has none
                 copies = [group.client.open(f"{group.name}/{name_of(copy)}") for copy in (0, 1)]

@@ -21,6 +21,7 @@ from smb.train import member_table as t
 from smb.train.fragments import Span
 from smb.train.member_table import Rows
 from smb.train.parameters import Parameters, Values
+from smb.train.traits import FUSED, Traits
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -37,6 +38,7 @@ __all__ = [
     "Scheme",
     "Span",
     "Values",
+    "by_traits",
     "is_number",
     "is_whole",
     "scheme_of",
@@ -117,14 +119,23 @@ class Copies(NamedTuple):
 
 
 class Scheme(ABC):
-    """A rule of exchange and its settings: a frozen dataclass with a NAME."""
+    """A rule of exchange and its settings: a frozen dataclass with a NAME, and with TRAITS that others ask.
+
+    A scheme is its file: what a list, a plan or overlap= has to know of it stands in its traits.
+    """
 
     NAME: ClassVar[str]
+    TRAITS: ClassVar[Traits] = Traits(way=FUSED)
 
     def __init_subclass__(cls) -> None:
         """Make it known by its name."""
         if "NAME" in cls.__dict__:
             SCHEMES[cls.NAME] = cls
+
+    @property
+    def traits(self) -> Traits:
+        """The traits with these settings."""
+        return self.TRAITS
 
     def settings(self) -> dict[str, Json]:
         """Return the settings as JSON, as they are kept with the group."""
@@ -181,6 +192,11 @@ def is_number(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an int that is larger than any float
         return False
+
+
+def by_traits() -> list[tuple[str, type[Scheme]]]:
+    """Return all schemes with their names, in the order of lists: see Traits.place."""
+    return sorted(SCHEMES.items(), key=lambda each: each[1].TRAITS.place)
 
 
 def scheme_of(name: str, settings: dict[str, Json]) -> Scheme:

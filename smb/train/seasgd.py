@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Scheme
+from smb.train.traits import ELASTIC, Traits
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -40,6 +41,7 @@ class SEASGD(Scheme):
     """
 
     NAME: ClassVar[str] = "seasgd"
+    TRAITS: ClassVar[Traits] = Traits(way=ELASTIC, calls=5, hides=True, no_overlap="it sends in the background already")
     alpha: float | None = 0.2
     every: int = 1
 

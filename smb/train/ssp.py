@@ -31,6 +31,7 @@ from smb.train.exchange.background_send import deltas_of
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Scheme, is_whole
+from smb.train.traits import FUSED, Traits
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -41,6 +42,7 @@ class SSP(Scheme):
     """Stale synchronous updates: `staleness` is s, how many clocks a worker may be ahead of the slowest, from 0 on."""
 
     NAME: ClassVar[str] = "ssp"
+    TRAITS: ClassVar[Traits] = Traits(way=FUSED, calls=5, each_step=True, no_overlap="")
     staleness: int = 3
 
     def __post_init__(self) -> None:

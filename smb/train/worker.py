@@ -27,7 +27,7 @@ from smb.train import member_table as t
 from smb.train.group import Group, check_placement, clear, enter, room
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.members import MembershipLostError
-from smb.train.parameters import ArrayParameters, Parameters, Together, Values
+from smb.train.parameters import ArrayParameters, Parameters, Values
 from smb.train.progress import ExchangeEvent, Progress, progress_of
 from smb.train.scheme import Exchange, Scheme
 from smb.train.status import WorkerStatus, worker_status
@@ -510,7 +510,7 @@ class Worker:
     def _leave(self, *, load: bool) -> None:
         self._forget()
         self._give_up()
-        together = isinstance(self._parameters, Together)
+        together = self._parameters.in_ranks
         try:
             if load and together:
                 with self.there():

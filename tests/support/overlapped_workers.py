@@ -22,7 +22,8 @@ from smb.overlap import parts
 from smb.overlap import plan as overlap_plan
 from smb.train import group
 from smb.train.exchange import rounds
-from smb.train.partition import FUSED, Prediction
+from smb.train.partition import Prediction
+from smb.train.traits import FUSED
 from tests.support.training_judges import mark_of, seen_in
 
 SIZES = (30_000, 7, 120_000, 3, 90_000)  # weights of each module; odd ones, so that marks differ from part to part

@@ -12,7 +12,7 @@ import pytest
 
 import smb
 import smb.train
-from smb.tools.plan.model import CALLS, CALLS_FOR_STEP, EVERY_STEP
+from smb.tools.plan.model import SCHEMES
 
 STEPS = 10
 
@@ -35,18 +35,19 @@ def operations(client: smb.Client) -> float:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "settings", "calls"),
+    ("scheme", "settings"),
     [
-        *((name, {} if name in EVERY_STEP else {"every": 1}, calls) for name, calls in CALLS.items()),
-        ("diloco", {"every": 1, "step_wire": "int8"}, CALLS["diloco"] + CALLS_FOR_STEP),
+        *((name, {} if smb.train.SCHEMES[name].TRAITS.each_step else {"every": 1}) for name in SCHEMES),
+        ("diloco", {"every": 1, "step_wire": "int8"}),
     ],
-    ids=[*CALLS, "step"],
+    ids=[*SCHEMES, "step"],
 )
-def test_calls_of_an_exchange(client: smb.Client, scheme: str, settings: dict[str, Any], calls: int) -> None:
+def test_calls_of_an_exchange(client: smb.Client, scheme: str, settings: dict[str, Any]) -> None:
     """Of one worker alone. R2SP's turn goes in the background, at times of its own; renewals come in between."""
     values = np.zeros(1000, np.float32)
     name = f"calls-{scheme}-{len(settings)}"
-    with smb.train.join(client, name, values, smb.train.scheme_of(scheme, settings)) as worker:
+    rule = smb.train.scheme_of(scheme, settings)
+    with smb.train.join(client, name, values, rule) as worker:
         for _ in range(25):  # of R2SP's first rotations some are measured
             values += 1e-3
             worker.step(samples=1)
@@ -57,4 +58,4 @@ def test_calls_of_an_exchange(client: smb.Client, scheme: str, settings: dict[st
             worker.step(samples=1)
         worker.flush()
         found = (operations(client) - before) / STEPS
-    assert found == pytest.approx(calls, abs=1.0)
+    assert found == pytest.approx(rule.traits.calls, abs=1.0)

@@ -25,7 +25,7 @@ from smb.train.exchange.rounds import RoundExchange
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import Span
-from smb.train.parameters import Together
+from smb.train.parameters import Parameters
 from smb.train.scheme import Values
 from tests.fault.long import some
 from tests.support.clients import in_process
@@ -588,10 +588,11 @@ def test_more_fragments_than_there_is_to_cut(client: smb.Client) -> None:
         smb.torch.join(model, optimizer, "run", client=client, scheme="diloco", every=7, fragments=7)
     assert client.list() == []
 
-    class Ranks(Together):
+    class Ranks(Parameters):
         """Of a mesh, as far as it is asked."""
 
         size = 3
+        in_ranks = True
 
     Ranks.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     with pytest.raises(smb.InvalidArgumentError, match="mesh="):

@@ -177,10 +177,10 @@ def _status(client: Client, name: str) -> GroupStatus | None:
 
 
 def _round(found: GroupStatus) -> str:
-    from smb.train.exchange.rounds import RoundScheme
     from smb.train.scheme import SCHEMES
+    from smb.train.traits import ROUNDS
 
-    return str(found.round) if issubclass(SCHEMES[found.scheme], RoundScheme) else "-"
+    return str(found.round) if SCHEMES[found.scheme].TRAITS.way == ROUNDS else "-"
 
 
 def _epochs(found: GroupStatus) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smb.errors import InvalidArgumentError
+from smb.train import SCHEMES
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ RECIPES = {
 
 
 def recipe(scheme: str) -> Recipe:
-    """Return the recipe. Raises InvalidArgumentError if there is no such scheme."""
-    if scheme not in RECIPES:
+    """Return the recipe; of a scheme that has none here, its defaults. Raises InvalidArgumentError."""
+    if scheme not in SCHEMES:
         raise InvalidArgumentError(f"there is no scheme {scheme!r}; there are: {', '.join(RECIPES)}")
-    return RECIPES[scheme]
+    return RECIPES.get(scheme, Recipe())

@@ -40,25 +40,19 @@ from smb.errors import InvalidArgumentError
 from smb.spi import SOURCES_MAX, connections_for
 from smb.tools.plan.network import CHUNK_BYTES, CONNECTION_BYTES, Network
 from smb.tools.plan.spec import Spec
-from smb.train import DiLoCo, scheme_of
-from smb.train.exchange.rounds import EXACT
+from smb.train import SCHEMES as ALL_SCHEMES
+from smb.train import DiLoCo, Scheme, scheme_of
 from smb.train.group import WIRE_BYTES
-from smb.train.partition import FUSED, OVERLAPS, ROUNDS, Channel, pick, predict
+from smb.train.partition import OVERLAPS, Channel, pick, predict
+from smb.train.scheme import by_traits
+from smb.train.traits import EXACT, FUSED
 
-# Calls of one exchange with one worker, who closes its own rounds. Of a round some go at one time over a network, and
-# some in the background (tests/train/test_round_trips.py counts those that wait): all are counted here, to be safe.
-CALLS = {"bsp": 17, "localsgd": 17, "diloco": 20, "asyncdiloco": 22, "asp": 4, "ssp": 5, "r2sp": 12, "easgd": 6,
-         "seasgd": 5}  # fmt: skip
-# Buffers that the servers read to close a round: (for state, for each contribution).
-_READ = {"bsp": (2, 1), "localsgd": (2, 1), "diloco": (4, 2), "asyncdiloco": (4, 2)}
-_READ_FOR_STEP, CALLS_FOR_STEP = 3, 3  # more of both, where DiLoCo's workers read the step
 # Bytes of a buffer that one server takes into a sum in a second: 2e9 were measured for single additions over loopback,
 # of which a source in a sum takes 0.6 of the time (docs/decisions/0037).
 COMBINE_PER_S = 3.3e9
-_IN_ROUNDS = tuple(_READ)
-_FUSED = ("asp", "ssp", "r2sp")
-EVERY_STEP = ("bsp", "asp", "ssp", "r2sp")
-SCHEMES = (*EVERY_STEP, "easgd", "seasgd", "localsgd", "diloco", "asyncdiloco")
+# What a scheme costs it says itself, in its traits (smb/train/traits.py).
+SCHEMES = tuple(name for name, kind in by_traits() if kind.TRAITS.calls)
+_SETTINGS = ("every", "fragments", "delay", "step_wire")  # of a Question, for the schemes that have them
 _EFFICIENT = 0.95
 _SERVERS_MAX = 1024
 _ENOUGH = 1.05  # an iteration this many times as long as with any number of servers: then servers are enough
@@ -106,6 +100,15 @@ class Question:
 
     def __post_init__(self) -> None:
         check_settings(**{name: value for name, value in vars(self).items() if name not in ("spec", "network")})
+
+    def scheme(self, name: str) -> Scheme:
+        """Return the scheme of that name, with the settings that it has."""
+        fields = {each.name for each in dataclasses.fields(ALL_SCHEMES[name])}  # type: ignore[arg-type]
+        return scheme_of(name, {each: getattr(self, each) for each in _SETTINGS if each in fields})
+
+    def steps(self, name: str) -> int:
+        """Return the steps from one exchange of a scheme to its next."""
+        return 1 if ALL_SCHEMES[name].TRAITS.each_step else self.every
 
     def batch_of(self, workers: int) -> float:
         """Return the samples of a worker's step."""
@@ -210,42 +213,39 @@ def cycle_s(think_s: float, alone_s: list[float], demands_s: list[float], worker
 
 def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, float]:
     """Return the parts of the time from one exchange to the next, without overlap, by what they are spent on."""
-    every = 1 if scheme in EVERY_STEP else question.every
-    fused = scheme in _FUSED
+    traits = question.scheme(scheme).traits
+    every = question.steps(scheme)
+    fused = traits.way == FUSED
     of = shares(question, workers, fused=fused)
     pulled = question.spec.nbytes * of.crossing
     pushed = pulled * _share(question.wire)
     computing = every * question.spec.compute.seconds(question.batch_of(workers))
-    calls = CALLS[scheme] * question.network.call_s
+    calls = traits.calls * question.network.call_s
     parts: defaultdict[str, float] = defaultdict(float, {COMPUTING: computing, CALLING: calls})
 
-    if scheme in _IN_ROUNDS:
-        state, each = _READ[scheme]
-        summed = workers + 2  # buffers of the largest sum: contributions, momentum, and the model
-        if scheme == "diloco" and question.step_wire != EXACT:
-            state, summed = state + _READ_FOR_STEP, summed + 1  # the step's rest instead, twice
-            parts[CALLING] += CALLS_FOR_STEP * question.network.call_s
+    if traits.closing is not None:
+        state, each, terms = traits.closing
+        summed = workers + terms  # buffers of the largest sum
         parts[CALLING] += math.ceil(max(0, summed - SOURCES_MAX) / (SOURCES_MAX - 1)) * question.network.call_s
-        if scheme == "diloco":
-            parts[CALLING] *= question.fragments
-            pulled *= _share(question.step_wire)
+        parts[CALLING] *= traits.fragments
+        pulled *= _share(traits.step_wire)
         parts[COMBINING] += (
             (state + each * workers) * question.spec.nbytes / question.servers_of(workers) / COMBINE_PER_S
         )
         parts[of.limit_together] += (pushed + pulled) / of.together
-        if scheme == "diloco" and question.delay:
+        if traits.delay:
             exchange_s = sum(parts.values()) - computing
-            hidden_s = min(exchange_s, computing / every * question.delay * question.fragments)
+            hidden_s = min(exchange_s, computing / every * traits.delay * traits.fragments)
             for name in parts.keys() - {COMPUTING}:
                 parts[name] *= 1 - hidden_s / exchange_s
         return parts
     if fused:
         parts[of.limit] += min(pulled, CHUNK_BYTES * question.servers_of(workers)) / of.alone
-    if scheme == "r2sp":
+    if traits.in_turn:
         parts[of.limit] += pulled / of.alone
         update = parts[CALLING] + parts[of.limit]
         parts[SERVERS] += max(0.0, workers * update - (computing + update))
-    elif scheme == "seasgd":
+    elif traits.hides:
         parts[of.limit_together] += max(0.0, pushed / of.together - computing) + pulled / of.together
     else:
         moved = [pulled] if fused else [pushed, pulled]
@@ -263,16 +263,17 @@ def rows(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES) -
     found = []
     for scheme in schemes:
         parts = parts_s(question, scheme, workers)
-        every = 1 if scheme in EVERY_STEP else question.every
+        every = question.steps(scheme)
         bound_by = max(parts, key=lambda name: parts[name])
         found.append(_row(question, scheme, workers, every, sum(parts.values()) / every, bound_by, "none", "-"))
-        if scheme in ("bsp", "asp") and question.spec.by_layer:
+        if ALL_SCHEMES[scheme].TRAITS.plans_overlap and question.spec.by_layer:
             found += _overlapped(question, scheme, workers, parts)
     return found
 
 
 def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdict[str, float]) -> list[Row]:
-    fused = scheme == "asp"
+    way = ALL_SCHEMES[scheme].TRAITS.way
+    fused = way == FUSED
     of = shares(question, workers, fused=fused)
     if not of.crossing:
         return []
@@ -286,7 +287,7 @@ def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdic
     # The calls that carry parameters are in the channel.
     calls = parts[CALLING] - (1 if fused else 2) * call_s
     rest = calls + parts[COMBINING]
-    predictions = predict(layers, channel, FUSED if fused else ROUNDS, rest)
+    predictions = predict(layers, channel, way, rest)
     found = []
     for overlap in OVERLAPS[1:]:
         best = pick([each for each in predictions if each.overlap == overlap], overlap)
@@ -321,11 +322,9 @@ def _row(
     speedup = workers * batch / iteration_s * compute.seconds(alone) / alone
     sent = question.spec.nbytes / every * _share(question.wire)
     received = question.spec.nbytes / every
-    settings: dict[str, Any] = {} if scheme in EVERY_STEP else {"every": every}
-    if scheme == "diloco":
-        received *= _share(question.step_wire)
-        settings["step_wire"] = question.step_wire
-    copies = scheme_of(scheme, settings).copies()
+    asked = question.scheme(scheme)
+    received *= _share(asked.traits.step_wire)
+    copies = asked.copies()
     return Row(
         workers=workers,
         scheme=scheme,

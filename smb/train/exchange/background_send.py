@@ -10,7 +10,7 @@ from smb.buffer import Buffer
 from smb.feedback import as_sent
 from smb.train.exchange.contribution import missed
 from smb.train.guards import Check, Norm
-from smb.train.parameters import Parameters, Run, SelfMoving, Values
+from smb.train.parameters import Parameters, Run, Values
 
 
 class Deltas:
@@ -172,6 +172,4 @@ class Deltas:
 
 def deltas_of(weights: Buffer, parameters: Parameters, sent_bytes: int) -> Deltas:
     """Return what adds a worker's deltas: its parameters' own, if they bring it."""
-    if isinstance(parameters, SelfMoving):
-        return parameters.deltas_to(weights, sent_bytes)
-    return Deltas(weights, parameters, sent_bytes)
+    return parameters.deltas_to(weights, sent_bytes) or Deltas(weights, parameters, sent_bytes)

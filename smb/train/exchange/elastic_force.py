@@ -20,7 +20,7 @@ from smb.feedback import as_sent
 from smb.train import member_table as t
 from smb.train.exchange.contribution import Contribution
 from smb.train.guards import Norm
-from smb.train.parameters import Parameters, Together, Values
+from smb.train.parameters import Parameters, Values
 from smb.train.scheme import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -115,9 +115,7 @@ class Difference:
 
 
 def _difference_of(weights: Buffer, parameters: Parameters, arrived: Callable[[], object]) -> Difference:
-    if isinstance(parameters, Together):
-        return parameters.difference(weights, arrived)
-    return Difference(weights, parameters, arrived)
+    return parameters.difference(weights, arrived) or Difference(weights, parameters, arrived)
 
 
 class Elastic:

@@ -65,10 +65,10 @@ from smb.train.guards import RefusedContributionError
 from smb.train.members import taken
 from smb.train.parameters import Parameters
 from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
+from smb.train.traits import EXACT
 
 _log = logging.getLogger("smb")
 _COUNTED = t.EXTRA  # of a member: the last round in which its slot's contribution counted, plus 1; 0 for none
-EXACT = "exact"
 INBOX = "inbox"  # below it, under the group's name, each member's inbox by its incarnation
 Term = tuple[Buffer, float, str]  # of a sum: a buffer, its scale, and how its elements are rounded
 

@@ -17,7 +17,7 @@ from smb.buffer import Buffer
 from smb.errors import Error
 from smb.feedback import as_sent
 from smb.train.guards import Norm
-from smb.train.parameters import Parameters, SelfMoving, Values
+from smb.train.parameters import Parameters, Values
 
 
 class Snapshot:
@@ -139,4 +139,4 @@ def _wait(under_way: deque[list[Future[Any]]]) -> None:
 
 def snapshot_of(parameters: Parameters, wire: str) -> Snapshot:
     """Return a worker's snapshot: its parameters' own, if they bring it."""
-    return parameters.snapshot(wire) if isinstance(parameters, SelfMoving) else Snapshot(parameters, wire)
+    return parameters.snapshot(wire) or Snapshot(parameters, wire)

@@ -29,11 +29,12 @@ from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error
 from smb.train import member_table as t
-from smb.train.exchange.rounds import EXACT, RoundExchange, state_copy
+from smb.train.exchange.rounds import RoundExchange, state_copy
 from smb.train.exchange.snapshot import Snapshot
 from smb.train.group import WIRE_BYTES, Group, wake
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
+from smb.train.traits import EXACT
 
 if TYPE_CHECKING:
     from smb.train.diloco import DiLoCo

@@ -20,9 +20,10 @@ from smb.train import member_table as t
 from smb.train.bsp import BSP
 from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.guards import RefusedContributionError
-from smb.train.parameters import ArrayParameters, Parameters, Together
+from smb.train.parameters import ArrayParameters, Parameters
 from smb.train.scheme import Copies, Exchange, Scheme
 from smb.train.seasgd import HiddenExchange
+from smb.train.traits import ELASTIC, Traits
 
 if TYPE_CHECKING:
     from smb.client import Client
@@ -71,6 +72,7 @@ class HSGD(Scheme):
     """
 
     NAME: ClassVar[str] = "hsgd"
+    TRAITS: ClassVar[Traits] = Traits(way=ELASTIC, no_overlap="it sends in the background already")
     alpha: float = 0.2
     every: int = 1
 
@@ -86,7 +88,7 @@ class HSGD(Scheme):
 
     def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange. Joins the host's group, made first where there is none."""
-        if isinstance(parameters, Together):
+        if parameters.in_ranks:
             return HiddenExchange(group, parameters, self.alpha, self.every)
         return HostExchange(group, parameters, self.alpha, self.every)
 

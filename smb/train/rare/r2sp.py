@@ -36,7 +36,7 @@ import logging
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -53,9 +53,10 @@ from smb.train import member_table as t
 from smb.train.exchange.background_send import deltas_of
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
-from smb.train.parameters import Parameters, Together
+from smb.train.parameters import Parameters
 from smb.train.rare.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.scheme import Exchange, Scheme, is_number, is_whole
+from smb.train.traits import FUSED, Traits
 
 if TYPE_CHECKING:
     from smb.train.group import Group
@@ -81,6 +82,7 @@ class R2SP(Scheme):
     """
 
     NAME: ClassVar[str] = "r2sp"
+    TRAITS: ClassVar[Traits] = Traits(way=FUSED, calls=12, each_step=True, in_turn=True, no_overlap="")
     batch_size: int | None = None
     warmup: int = 10
     skip_after: float | None = None
@@ -93,9 +95,16 @@ class R2SP(Scheme):
         if self.skip_after is not None and not (is_number(self.skip_after) and self.skip_after > 0):
             raise InvalidArgumentError(f"scheme 'r2sp': skip_after={self.skip_after!r} is no time in seconds")
 
+    @property
+    def traits(self) -> Traits:
+        """With batch_size= it measures computing by itself, which overlap= would spoil."""
+        if self.batch_size is None:
+            return self.TRAITS
+        return replace(self.TRAITS, no_overlap="with batch_size= it measures computing by itself: leave one out")
+
     def check(self, name: str, parameters: Parameters) -> None:
         """Refuse the ranks of a mesh if speeds are to be measured."""
-        if self.batch_size is not None and isinstance(parameters, Together):
+        if self.batch_size is not None and parameters.in_ranks:
             raise InvalidArgumentError(
                 f"scheme 'r2sp' with mesh=: batch_size= measures single processes; leave it out, or join {name!r} "
                 f"without a mesh"

@@ -10,7 +10,8 @@ import pytest
 from smb.overlap.parts import Part
 from smb.overlap.plan import Measured, Place, cut_of, plan_of
 from smb.train.parameters import Run
-from smb.train.partition import FUSED, ROUNDS, Channel, Layer, Prediction
+from smb.train.partition import Channel, Layer, Prediction
+from smb.train.traits import FUSED, ROUNDS
 
 CHANNEL = Channel(10e6, 10e6, 0.001, 0.0001)
 
