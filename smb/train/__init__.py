@@ -8,12 +8,10 @@
 Framework-neutral: `values` is a flat float32 array. docs/choose-a-scheme.md compares the schemes.
 """
 
-from smb.train.asp import ASP
 from smb.train.asyncdiloco import AsyncDiLoCo
 from smb.train.bsp import BSP
 from smb.train.diloco import DiLoCo
-from smb.train.eamsgd import EAMSGD
-from smb.train.easgd import EASGD
+from smb.train.elastic import EAMSGD, EASGD, SEASGD, nesterov_step
 from smb.train.group import delete, shared
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.localsgd import LocalSGD
@@ -23,8 +21,7 @@ from smb.train.progress import ExchangeEvent, Progress
 from smb.train.rare import HSGD, R2SP
 from smb.train.saved import load, save
 from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
-from smb.train.seasgd import SEASGD
-from smb.train.ssp import SSP
+from smb.train.ssp import ASP, SSP
 from smb.train.status import GroupStatus, WorkerStatus, status
 from smb.train.work_units import Unit, WorkUnits, delete_units
 from smb.train.worker import Worker, join
@@ -59,6 +56,7 @@ __all__ = [
     "delete_units",
     "join",
     "load",
+    "nesterov_step",
     "save",
     "scheme_of",
     "shared",

@@ -12,7 +12,7 @@ import pytest
 
 import smb
 import smb.train
-from smb.train.eamsgd import nesterov_step
+from smb.train.elastic import nesterov_step
 from tests.support import elastic
 from tests.support.elastic import Step, Trace, Values, gradient, sgd
 

@@ -18,11 +18,11 @@ from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.bsp import BSP
+from smb.train.elastic import ElasticExchange
 from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import ArrayParameters, Parameters
 from smb.train.scheme import Copies, Exchange, Scheme
-from smb.train.seasgd import HiddenExchange
 from smb.train.traits import ELASTIC, Traits
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class HSGD(Scheme):
     def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange. Joins the host's group, made first where there is none."""
         if parameters.in_ranks:
-            return HiddenExchange(group, parameters, self.alpha, self.every)
+            return ElasticExchange(group, parameters, self.alpha, self.every, hidden=True)
         return HostExchange(group, parameters, self.alpha, self.every)
 
 

@@ -49,9 +49,7 @@ def test_a_scheme_is_one_file(own: type[Scheme]) -> None:
     assert recipe("own").settings == {}
     names = [name for name, _ in by_traits()]
     assert names.index("bsp") < names.index("own") < names.index("asp") < names.index("localsgd")
-    with pytest.raises(
-        InvalidArgumentError, match="for bsp, own, asp, ssp, r2sp, not for 'localsgd'"
-    ):
+    with pytest.raises(InvalidArgumentError, match="for bsp, own, asp, ssp, r2sp, not for 'localsgd'"):
         check_overlap("both", LocalSGD(every=5))
 
 
