@@ -33,7 +33,7 @@ from smb.overlap.part_parameters import PartParameters
 from smb.overlap.pass_clock import PassClock
 from smb.overlap.plan import Measured, Place, Plan, plan_of
 from smb.overlap.step_by_parameter import StepByParameter, refused
-from smb.train.parameters import Run
+from smb.train.ledger import Run
 from smb.train.partition import OVERLAPS
 from smb.train.scheme import by_traits
 

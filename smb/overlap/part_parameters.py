@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from smb.buffer import Buffer
-from smb.overlap.parts import ByParts, Cut, Flow, Part, PartedDeltas, PartedSnapshot
+from smb.overlap.parts import ByParts, Cut, Flow, Part, PartsMover
 from smb.torch.model_parameters import ModelParameters, Piece
-from smb.train.exchange.background_send import Deltas
-from smb.train.exchange.snapshot import Snapshot
+from smb.train.exchange.mover import Mover
 from smb.train.group import Group
-from smb.train.parameters import Run, Values
+from smb.train.ledger import Run, Values
 
 
 class PartParameters(ModelParameters, ByParts):
@@ -36,13 +34,9 @@ class PartParameters(ModelParameters, ByParts):
         """Have the flow wait for nothing."""
         self.flow.give_up()
 
-    def snapshot(self, wire: str) -> Snapshot:
-        """Return what rounds need."""
-        return PartedSnapshot(self.flow, wire, self._go_on)
-
-    def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas:
-        """Return what adds deltas."""
-        return PartedDeltas(self.flow, weights, sent_bytes, self._go_on)
+    def mover(self, group: Group, way: str, arrived: Callable[[], object] | None) -> Mover:  # noqa: ARG002
+        """Return what moves them by parts, in rounds and in sums."""
+        return PartsMover(self.flow, group.weights, group.sent_bytes, self._go_on)
 
     def delta(self, part: Part, base: Values, out: Values) -> None:
         """Copy by pieces, from the device if the parameters are on one."""

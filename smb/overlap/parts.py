@@ -5,13 +5,14 @@ Two threads, and what each may touch:
     computing    the parameters. It makes a part (`make`), and takes over one that came (`adopt`).
     exchanging   the scheme's step, in Worker's thread: it sends parts as they are made, and notes which came.
 
-The arrays have the model's size. A part's elements of `delta` are the computing thread's until the part is made, the
-exchanging thread's until the step is over. A part's elements of `landing` are the computing thread's from when it came.
+The arrays are the ledger's, and have the model's size. A part's elements of `due` are the computing thread's until the
+part is made, and the exchanging thread's until the step is over. Those of `landing` are the computing thread's once the
+part came.
 `base` is the computing thread's alone, but between steps. `changed` guards `_made`, `_came`, `_over` and the figures.
 A step is over before the next one begins: Worker sees to it.
 
 Exactly once. A part that failed is settled, and what it missed is sent again, before anything else is
-(`Deltas.finish`). So each element of each delta counts once, whatever parts came.
+(`Mover.finish`). So each element of each delta counts once, whatever parts came.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error, UnavailableError
-from smb.feedback import as_sent
-from smb.train.exchange.background_send import Deltas
-from smb.train.exchange.contribution import missed
-from smb.train.exchange.snapshot import Snapshot
+from smb.train.exchange.mover import Mover, missed
 from smb.train.group import GivenUpError
 from smb.train.guards import Check, Norm, RefusedContributionError
+from smb.train.ledger import Ledger, Run, Values
 from smb.train.members import MembershipLostError
-from smb.train.parameters import Parameters, Run, Values
+from smb.train.parameters import Parameters
+from smb.train.traits import EXACT
 
 if TYPE_CHECKING:
     from smb.client import Client
@@ -99,11 +99,9 @@ class Flow:
         self.parameters = parameters
         self.cut = cut
         self.client: Client | None = None  # by which parts travel
-        self.base: Values = np.zeros(parameters.size, np.float32)
-        self.delta: Values = np.zeros(parameters.size, np.float32)
-        self.landing: Values = np.zeros(parameters.size, np.float32)
-        self.unsent: Values | None = None  # what rounding has left out, if deltas travel in fewer bits
-        self.unsettled = False  # `delta` may have to be sent again. Computing thread between steps, then the other one
+        self.ledger = Ledger(np.zeros(parameters.size, np.float32), np.zeros(parameters.size, np.float32))
+        self.ledger.landing = np.zeros(parameters.size, np.float32)
+        self.unsettled = False  # `due` may have to be sent again. Computing thread between steps, then the other one
         self._on_top = False  # it was so when this step began: what was done since is added to it
         self.running = False  # a step is under way: written by the computing thread between steps
         self.pushed = Traffic()
@@ -118,8 +116,20 @@ class Flow:
         self._given_up = False
         self._under_way = 0
         self._busy_since = 0.0
-        for array in (self.base, self.landing):
+        for array in (self.ledger.base, self.landing):
             parameters.hold(array)
+
+    @property
+    def due(self) -> Values:
+        """The delta, as far as it is made."""
+        assert self.ledger.due is not None
+        return self.ledger.due
+
+    @property
+    def landing(self) -> Values:
+        """What came."""
+        assert self.ledger.landing is not None
+        return self.ledger.landing
 
     # ---- the computing thread
 
@@ -140,34 +150,32 @@ class Flow:
         self.running = True
 
     def cancel(self) -> None:
-        """Take a step back that has begun, and of which no part is made: `delta` is what it was before."""
+        """Take a step back that has begun, and of which no part is made: `due` is what it was before."""
         self.unsettled = self._on_top
         self.over()
 
     def settle_base(self) -> None:
         """Make what was taken over in a step, which is over, the base of the next."""
+        ledger = self.ledger
         if len(self._adopted) == len(self.cut.pull):
-            self.base, self.landing = self.landing, self.base
+            ledger.base, ledger.landing = self.landing, ledger.base
         else:
             for number in self._adopted:
                 for run in self.cut.pull[number].runs:
-                    self.base[run.place] = self.landing[run.place]
+                    ledger.base[run.place] = self.landing[run.place]
         self._adopted = set()
 
     def make(self, number: int) -> None:
         """Make a part of the delta: from here on the scheme may send it. Later changes are the next delta."""
-        part = self.cut.push[number]
-        before = self.delta if self._on_top else self.unsent
-        kept = None if before is None else [before[run.place].copy() for run in part.runs]
-        self.parameters.delta(part, self.base, self.delta)
+        part, ledger = self.cut.push[number], self.ledger
+        before = ledger.due if self._on_top else ledger.rest
+        kept = [None if before is None else before[run.place].copy() for run in part.runs]
+        self.parameters.delta(part, ledger.base, self.due)
         found = Norm()
-        for index, run in enumerate(part.runs):
-            delta = self.delta[run.place]
-            self.base[run.place] += delta
-            if kept is not None:
-                delta += kept[index]
+        for run, due in zip(part.runs, kept, strict=True):
+            ledger.noted(run, due)
             for piece in run.cut():
-                found.add(self.delta[piece.place])
+                found.add(self.due[piece.place])
         self._norms[number] = found
         with self.changed:
             self._made.append(number)
@@ -193,14 +201,13 @@ class Flow:
     def refill(self, values: Values) -> None:
         """Make the parameters and the base these values, all at once, between steps. A delta is settled, or dropped."""
         self.parameters.fill(values)
-        self.base[:] = values
+        self.ledger.base[:] = values
         self.unsettled = False
 
     def forget(self) -> None:
         """Drop what was not sent."""
         self.unsettled = False
-        if self.unsent is not None:
-            self.unsent[:] = 0
+        self.ledger.forget()
 
     def give_up(self) -> None:
         """Have the exchanging thread wait for no further part."""
@@ -251,14 +258,11 @@ class Flow:
         self.keep_rounding(buffer)
 
     def keep_rounding(self, buffer: Buffer) -> None:
-        """Keep what rounding leaves out of `delta`, for when that is settled. Until then all of `delta` is unsent."""
-        if self.unsent is None:
-            return
-        for part in self.cut.push:
-            for run in part.runs:
-                for piece in run.cut():
-                    delta = self.delta[piece.place]
-                    np.subtract(delta, as_sent(buffer, delta, piece.there), out=self.unsent[piece.place])
+        """Keep what rounding leaves out of `due`, for when that is settled. Until then all of it is due."""
+        if self.ledger.rest is not None:
+            runs = (run for part in self.cut.push for run in part.runs)
+            self.ledger.written.extend((buffer, piece) for run in runs for piece in run.cut())
+            self.ledger.count()
 
     def queue(self) -> Queue:
         """Return the queue that parts travel by."""
@@ -348,21 +352,73 @@ class _Sending:
         return failures
 
 
-class PartedDeltas(Deltas):
-    """Deltas that are sent by parts, as these are made. The exchanging thread's, but for `restart`."""
+class PartsMover(Mover):
+    """Moves parts as these are made, and as the forward pass needs them. In a step it is the exchanging thread's."""
 
     def __init__(self, flow: Flow, weights: Buffer, sent_bytes: int, go_on: Callable[[], None]) -> None:
+        super().__init__(weights, sent_bytes)
         self._flow = flow
-        self._weights = weights
-        self._sent_bytes = sent_bytes
-        self._moved_bytes = 0
+        self._ledger = flow.ledger
         self._go_on = go_on
-        self._failures: list[tuple[Run, BaseException]] = []
         self._parts_left: list[int] = []  # not begun
-        self._runs_left: list[Run] = []  # known as not applied
         self._touched = False
-        if weights.wire != "exact" and flow.unsent is None:
-            flow.unsent = np.zeros(flow.base.size, np.float32)
+        if weights.wire != EXACT and flow.ledger.rest is None:
+            flow.ledger.rest = np.zeros(flow.ledger.base.size, np.float32)
+
+    @property
+    def by_parts(self) -> bool:
+        """In a step: yes."""
+        return self._flow.running
+
+    def fetch(self, weights: Buffer) -> None:
+        """In a step by parts, the most urgent first."""
+        if self.by_parts:
+            read_parts(self._flow, weights)
+        else:
+            self._flow.settle_base()
+            self._flow.parameters.read(weights, self._flow.landing)
+
+    def adopt(self) -> None:
+        """In a step the computing thread does, by parts."""
+        if not self.by_parts:
+            self._flow.refill(self._flow.landing)
+
+    def forget(self) -> None:
+        """See Mover."""
+        self._flow.forget()
+        self._parts_left = []
+
+    # ---- ROUNDS
+
+    def write(self, inbox: Buffer) -> Norm:
+        """Write all parts. Nothing of them counts before the member has marked: the delta is settled once the values
+        are taken over. If the caller fails before that, the next step sends it, too.
+        """
+        flow, queue = self._flow, self._flow.queue()
+        sending = _Sending(flow, flow.pushed)
+        found = Norm()
+
+        def write(run: Run, part: Part) -> Future[Any]:
+            return queue.write(inbox, flow.due[run.place], run.there, priority=part.urgency)
+
+        try:
+            for fresh, found, _ in flow.as_made(self._go_on):  # noqa: B007 - the last one is of all
+                if sending.failed:
+                    break
+                for number in fresh:
+                    part = flow.cut.push[number]
+                    sending.add(part, lambda run, part=part: write(run, part), None)  # type: ignore[misc]
+        except BaseException:
+            sending.finish()
+            raise
+        failures = sending.finish()
+        if failures:
+            raise failures[0][1]
+        if not found.bad:
+            flow.keep_rounding(inbox)
+        return found
+
+    # ---- FUSED
 
     @property
     def touched(self) -> bool:
@@ -390,8 +446,8 @@ class PartedDeltas(Deltas):
             self._note_left(sending, begun)
             raise
         self._note_left(sending, begun)
-        if self._failures:
-            raise self._failures[0][1]
+        if self._ledger.failed:
+            raise self._ledger.failed[0][1]
         flow.sent(weights)
         self._moved_bytes += self._sent_bytes + (weights.nbytes if fetch else 0)
 
@@ -402,130 +458,43 @@ class PartedDeltas(Deltas):
         def call(run: Run) -> Future[Any]:
             out = flow.landing[run.place] if fetch else None
             return queue.accumulate(
-                weights, flow.delta[run.place], run.there, fetch=fetch, out=out, priority=part.urgency
+                weights, flow.due[run.place], run.there, fetch=fetch, out=out, priority=part.urgency
             )
 
         sending.add(part, call, (lambda: flow.came(number)) if fetch else None)
 
     def _note_left(self, sending: _Sending, begun: set[int]) -> None:
         """Wait for what is under way, and take note of what is left to be sent, where any of it was begun."""
-        self._failures = [*sending.finish()]
-        self._parts_left, self._runs_left = [], []
-        if not begun:
-            return  # all of it is: with what is done until the next exchange
+        failures = sending.finish()
         tried = {run.here for run, _ in sending.calls}
-        for number, part in enumerate(self._flow.cut.push):
-            if number in begun:
-                self._runs_left += [run for run in part.runs if run.here not in tried]
-            else:
-                self._parts_left.append(number)
+        left = [run for number in begun for run in self._flow.cut.push[number].runs if run.here not in tried]
+        self._ledger.begin(left)
+        self._ledger.failed.extend(failures)
+        # Where nothing was begun all of it is left: with what is done until the next exchange.
+        self._parts_left = [number for number in range(len(self._flow.cut.push)) if begun and number not in begun]
 
     def read(self) -> None:
         """Read the shared weights by parts, the most urgent first."""
         read_parts(self._flow, self._weights)
         self._moved_bytes += self._weights.nbytes
 
-    # ---- between steps
-
-    def forget(self) -> None:
-        """Drop what was not sent."""
-        self._flow.forget()
-        self._failures, self._parts_left, self._runs_left = [], [], []
-
-    def fetch(self) -> None:
-        """Read all of the shared weights."""
-        self._flow.settle_base()
-        self._flow.parameters.read(self._weights, self._flow.landing)
-
-    def adopt(self) -> None:
-        """Make the parameters what was read."""
-        self._flow.refill(self._flow.landing)
-
     def add_missing(self) -> bool:
-        """Add what an exchange that failed has left; False if none did."""
-        if not self._failures and not self._runs_left and not self._parts_left:
+        """See Mover. Between steps."""
+        ledger = self._ledger
+        if not ledger.under_way and not self._parts_left:
             return False
         while self._parts_left:
             number = self._parts_left[-1]
             if self._flow.is_made(number):  # else its worker leaves in the middle of a step
-                self._runs_left += self._flow.cut.push[number].runs
+                ledger.left += self._flow.cut.push[number].runs
             self._parts_left.pop()
-        while self._failures:
-            run, error = self._failures[0]
-            self._runs_left += missed(self._weights, run, error)
-            self._failures.pop(0)
+        ledger.ask(lambda run, error: missed(self._weights, run, error))
         self._flow.sent(self._weights)  # before the last call: after it Ctrl-C would have all sent again
-        while self._runs_left:
-            run = self._runs_left[0]
-            try:
-                self._weights.accumulate(self._flow.delta[run.place], run.there)
-            except BaseException as failure:
-                self._failures = [(run, failure)]
-                self._runs_left.pop(0)
-                raise
-            self._runs_left.pop(0)
+        ledger.add(self._add)
         return True
 
-
-class PartedSnapshot(Snapshot):
-    """A snapshot whose parts are written to the inbox as they are made, and read as the forward pass needs them. In a
-    step it is the exchanging thread's.
-    """
-
-    def __init__(self, flow: Flow, wire: str, go_on: Callable[[], None]) -> None:
-        self._flow = flow
-        self._go_on = go_on
-        if wire != "exact" and flow.unsent is None:
-            flow.unsent = np.zeros(flow.base.size, np.float32)
-
-    @property
-    def by_parts(self) -> bool:
-        """In a step: yes."""
-        return self._flow.running
-
-    def send(self, inbox: Buffer) -> Norm:
-        """Write all parts. Nothing of them counts before the member has marked: the delta is settled once the values
-        are taken over. If the caller fails before that, the next step sends it, too.
-        """
-        flow, queue = self._flow, self._flow.queue()
-        sending = _Sending(flow, flow.pushed)
-        found = Norm()
-        try:
-            for fresh, found, _ in flow.as_made(self._go_on):  # noqa: B007 - the last one is of all
-                if sending.failed:
-                    break
-                for number in fresh:
-                    part = flow.cut.push[number]
-                    sending.add(part, lambda run, part=part: self._write(queue, inbox, run, part), None)  # type: ignore[misc]
-        except BaseException:
-            sending.finish()
-            raise
-        failures = sending.finish()
-        if failures:
-            raise failures[0][1]
-        if not found.bad:
-            flow.keep_rounding(inbox)
-        return found
-
-    def _write(self, queue: Queue, inbox: Buffer, run: Run, part: Part) -> Future[Any]:
-        return queue.write(inbox, self._flow.delta[run.place], run.there, priority=part.urgency)
-
-    def fetch(self, weights: Buffer) -> None:
-        """Read the group's values; in a step by parts, the most urgent first."""
-        if self.by_parts:
-            read_parts(self._flow, weights)
-        else:
-            self._flow.settle_base()
-            self._flow.parameters.read(weights, self._flow.landing)
-
-    def adopt(self) -> None:
-        """Make the parameters what was fetched; in a step the computing thread does, by parts."""
-        if not self.by_parts:
-            self._flow.refill(self._flow.landing)
-
-    def forget(self) -> None:
-        """Drop what was not sent."""
-        self._flow.forget()
+    def _add(self, run: Run) -> None:
+        self._weights.accumulate(self._flow.due[run.place], run.there)
 
 
 def read_parts(flow: Flow, weights: Buffer) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from smb.overlap.parts import Cut, Part
-from smb.train.parameters import Run
+from smb.train.ledger import Run
 from smb.train.partition import Channel, Layer, Prediction, outdated, pick, predict
 from smb.train.traits import FUSED
 

@@ -26,9 +26,7 @@ from smb.torch.shared_model import Shared, values_of
 from smb.torch.tensor_values import lasting
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.background_send import Deltas
-from smb.train.exchange.elastic_force import Difference
-from smb.train.exchange.snapshot import Snapshot
+from smb.train.exchange.mover import ArrayMover, Mover
 from smb.train.guards import Norm
 from smb.train.members import member_name, rank_lock
 from smb.train.parameters import Parameters, Values
@@ -47,7 +45,7 @@ _log = logging.getLogger("smb.train")
 class MeshParameters(Parameters):
     """All ranks' parameters, at the speaker; what it is asked is done by every rank. `serve` is the others' side.
 
-    `part` is what this rank has for the scheme: a Snapshot, Deltas or a Difference of its own elements.
+    `mover_here` moves this rank's own elements.
     """
 
     in_ranks = True
@@ -56,7 +54,7 @@ class MeshParameters(Parameters):
         self.size = own.whole.size
         self.table = own.whole
         self.entries = own.given
-        self.part: Any = None
+        self.mover_here: ArrayMover | None = None
         self._opened: dict[str, Buffer] = {}
         self.seen: Values | None = None  # what was read to be looked at
         self._client = client
@@ -65,6 +63,7 @@ class MeshParameters(Parameters):
         self._statistics = statistics
         self._lock: Lock | None = None
         self._together = False
+        self._arrived: Callable[[], object] | None = None  # at the speaker: what is called once a difference arrived
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -116,7 +115,7 @@ class MeshParameters(Parameters):
         return self._answer(command, list(arguments))
 
     def spread(self, vector: str) -> None:
-        """Have what some ranks have read at those that have it too. `vector` says which: see _do_spread."""
+        """Have what some ranks have read at those that have it too: "fetched" by their movers, or "seen"."""
         if self._own.replicated:
             self.all("spread", vector)
 
@@ -163,27 +162,22 @@ class MeshParameters(Parameters):
         rank = self._ranks.rank
         self._lock = rank_lock(self._client, member, rank, lease, replicas, 3 * lease).acquire()
 
-    def _do_make(self, kind: str, argument: Any) -> None:
-        """Make this rank's part."""
-        self.part = None  # its memory first
+    def _do_make(self, way: str, weights: str) -> None:
+        """Make this rank's mover."""
+        self.mover_here = None  # its memory first
         self._opened.clear()
-        if kind == "snapshot":
-            self.part = Snapshot(self._own, argument)
-        elif kind == "deltas":
-            self.part = Deltas(self._client.open(argument), self._own, 0)
-        else:
-            self.part = Difference(self._client.open(argument), self._own, lambda: None)
+        self.mover_here = ArrayMover(self._client.open(weights), self._own, way, arrived=self._arrived)
 
-    def _do_part(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this rank's part."""
+    def _do_move(self, method: str, *arguments: Any) -> Any:
+        """Call a method of this rank's mover."""
         self._own.refresh()
-        return getattr(self.part, method)(*arguments)
+        return getattr(self.mover_here, method)(*arguments)
 
-    def _do_snapshot(self, method: str, name: str) -> Any:
+    def _do_move_buffer(self, method: str, name: str) -> Any:
         """Call one that takes a buffer."""
         self._own.refresh()
         try:
-            return getattr(self.part, method)(self._buffer(name))
+            return getattr(self.mover_here, method)(self._buffer(name))
         except NotFoundError:
             self._opened.pop(name, None)
             raise
@@ -195,7 +189,7 @@ class MeshParameters(Parameters):
         return self._opened[name]
 
     def _do_spread(self, vector: str) -> None:
-        values = self.seen if vector == "seen" else getattr(self.part, vector)
+        values = self.seen if vector == "seen" or self.mover_here is None else self.mover_here.fetched
         assert values is not None
         self._own.spread(self._ranks, values)
 
@@ -210,21 +204,11 @@ class MeshParameters(Parameters):
 
     # ---- Parameters, at the speaker
 
-    def snapshot(self, wire: str) -> Snapshot:
-        """Return what rounds need."""
-        self.all("make", "snapshot", wire)
-        return _MeshSnapshot(self)
-
-    def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas:
-        """Return what adds deltas."""
-        self.all("make", "deltas", weights.name)
-        return _MeshDeltas(self, weights, sent_bytes)
-
-    def difference(self, weights: Buffer, arrived: Callable[[], object]) -> Difference:
-        """Return what elastic schemes need. It has arrived when the speaker's part has."""
-        self.all("make", "difference", weights.name)
-        self.part = Difference(weights, self._own, arrived)
-        return _MeshDifference(self)
+    def mover(self, group: Group, way: str, arrived: Callable[[], object] | None) -> Mover:
+        """Return what moves all ranks' values. A difference has arrived when the speaker's has."""
+        self._arrived = arrived
+        self.all("make", way, group.weights.name)
+        return _RanksMover(self, group.weights, group.sent_bytes)
 
     def store(self, weights: Buffer) -> None:
         """Each rank writes its own."""
@@ -258,104 +242,71 @@ class MeshParameters(Parameters):
         raise _apart()
 
 
-class _MeshSnapshot(Snapshot):
-    """A snapshot whose parts lie in all ranks."""
-
-    def __init__(self, mesh: MeshParameters) -> None:
-        self._mesh = mesh
-
-    def fetch(self, weights: Buffer) -> None:
-        self._mesh.all("snapshot", "fetch", weights.name)
-        self._mesh.spread("base")
-
-    def adopt(self) -> None:
-        self._mesh.all("part", "adopt")
-
-    def forget(self) -> None:
-        self._mesh.all("part", "forget")
-
-    def send(self, inbox: Buffer) -> Norm:
-        return _sum(self._mesh.all("snapshot", "send", inbox.name))
-
-
-class _MeshDeltas(Deltas):
-    """Deltas whose parts lie in all ranks. If one rank's call fails, no rank takes over what came back."""
+class _RanksMover(Mover):
+    """Moves values that lie in all ranks: each does it for its own. If one rank's call fails, it fails at all, and no
+    rank takes over what came back.
+    """
 
     def __init__(self, mesh: MeshParameters, weights: Buffer, sent_bytes: int) -> None:
+        super().__init__(weights, sent_bytes)
         self._mesh = mesh
-        self._weights = weights
-        self._sent_bytes = sent_bytes
-        self._moved_bytes = 0
+        self._started = False
 
-    def forget(self) -> None:
-        self._mesh.all("part", "forget")
-
-    def take(self) -> Norm:
-        return _sum(self._mesh.all("part", "take"))
-
-    def add(self, fetch: bool) -> None:
-        self._mesh.all("part", "add", fetch)
-        if fetch:
-            self._mesh.spread("landing")
-
-    def add_missing(self) -> bool:
-        return any(self._mesh.all("part", "add_missing"))
-
-    def fetch(self) -> None:
-        self._mesh.all("part", "fetch")
-        self._mesh.spread("landing")
+    def fetch(self, weights: Buffer) -> None:
+        self._mesh.all("move_buffer", "fetch", weights.name)
+        self._mesh.spread("fetched")
 
     def adopt(self) -> None:
-        self._mesh.all("part", "adopt")
+        self._mesh.all("move", "adopt")
 
+    def forget(self) -> None:
+        self._mesh.all("move", "forget")
 
-class _MeshDifference(Difference):
-    """A difference whose parts lie in all ranks."""
+    def write(self, inbox: Buffer) -> Norm:
+        return _sum(self._mesh.all("move_buffer", "write", inbox.name))
 
-    def __init__(self, mesh: MeshParameters) -> None:
-        self._mesh = mesh
-        self._sent = False
+    def take(self) -> Norm:
+        return _sum(self._mesh.all("move", "take"))
+
+    def add(self, fetch: bool) -> None:
+        self._mesh.all("move", "add", fetch)
+        if fetch:
+            self._mesh.spread("fetched")
+
+    def add_missing(self) -> bool:
+        return any(self._mesh.all("move", "add_missing"))
+
+    def form(self, alpha: float) -> Norm:
+        return _sum(self._mesh.all("move", "form", alpha))
+
+    def pay(self) -> None:
+        self._mesh.all("move", "pay")
 
     @property
     def under_way(self) -> bool:
-        return self._sent
-
-    def fetch(self) -> None:
-        self._mesh.all("part", "fetch")
-        self._mesh.spread("values")
-
-    def form(self, alpha: float) -> Norm:
-        return _sum(self._mesh.all("part", "form", alpha))
+        return self._started
 
     def start(self) -> None:
-        self._sent = True
-        self._mesh.all("part", "start")
+        self._started = True
+        self._mesh.all("move", "start")
 
-    def finish(self) -> None:
-        if self._sent:
-            self._mesh.all("part", "finish")
-            self._sent = False
-
-    def pay(self) -> None:
-        self._mesh.all("part", "pay")
-
-    def adopt(self) -> None:
-        self._mesh.all("part", "adopt")
+    def wait(self) -> None:
+        if self._started:
+            self._mesh.all("move", "wait")
+            self._started = False
 
     def abandon(self) -> None:
-        self._mesh.all("part", "abandon")
-        self._sent = False
+        self._mesh.all("move", "abandon")
+        self._started = False
 
     def release(self) -> None:
-        self._mesh.all("part", "release")
+        self._mesh.all("move", "release")
 
 
 def _sum(norms: Sequence[Norm]) -> Norm:
     found = Norm()
     for norm in norms:
-        found.count += norm.count
-        found.square += norm.square
-        found.bad += norm.bad
+        found.join(norm)
     return found
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 import torch
 
 from smb.errors import InvalidArgumentError
-from smb.train.parameters import Run
+from smb.train.ledger import Run
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

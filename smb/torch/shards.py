@@ -18,7 +18,7 @@ from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
 from smb.torch.model_parameters import Entry, ModelParameters, check, lay_out
 from smb.torch.pieces import Piece, local_of, piece_of, runs_of
-from smb.train.parameters import Run, Values
+from smb.train.ledger import Run, Values
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -127,20 +127,20 @@ class ShardParameters(ModelParameters):
         finally:
             wait(under_way)  # the memory is in use until then
 
-    def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, int]]:
+    def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, Run]]:
         """Yield those that are this rank's to write."""
         for run in self._owned:
             low, high = max(run.here, begin), min(run.here + run.count, begin + piece.size)
             if low < high:
-                yield piece[low - begin : high - begin], run.there + low - run.here
+                yield piece[low - begin : high - begin], Run(low, run.there + low - run.here, high - low)
 
     def store(self, weights: Buffer) -> None:
         """Write them, exact."""
         for begin, piece in self.pieces():
             if not np.isfinite(piece).all():
                 raise InvalidArgumentError(f"join of training {weights.name!r}: the first values are not finite")
-            for part, there in self.parts(piece, begin):
-                weights.write(part, there, wire="exact")
+            for part, run in self.parts(piece, begin):
+                weights.write(part, run.there, wire="exact")
 
 
 def _runs(entry: Entry, piece: Piece | None, shape: tuple[int, ...], start: int) -> Iterator[Run]:

@@ -42,7 +42,7 @@ class EASGD(Scheme):
     way, whatever came in between. Tests: tests/train/test_elastic_schemes.py holds golden traces against numpy, and
     counts the staleness of interleavings made on purpose.
 
-    A contribution of a step() that raised counts once: the next call finishes it (exchange/contribution.py).
+    A contribution of a step() that raised counts once: the next call finishes it (exchange/mover.py).
     """
 
     NAME: ClassVar[str] = "easgd"

@@ -9,48 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from smb.errors import InvalidArgumentError
+from smb.train.ledger import PIECE_ELEMENTS, Run, Values
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
     from smb.tensors import TensorTable
-    from smb.train.exchange.background_send import Deltas
-    from smb.train.exchange.elastic_force import Difference
-    from smb.train.exchange.snapshot import Snapshot
+    from smb.train.exchange.mover import Mover
     from smb.train.group import Group
 
-Values: TypeAlias = NDArray[np.float32]
-
-PIECE_ELEMENTS = 1 << 22  # 16 MiB: a call's fixed costs do not count, and two of them are little beside a model
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`count` elements that follow each other in a process's vector from `here` on, and in the group's from `there`."""
-
-    here: int
-    there: int
-    count: int
-
-    @property
-    def place(self) -> slice:
-        """Where it is in the process's vector."""
-        return slice(self.here, self.here + self.count)
-
-    def cut(self) -> Iterator[Run]:
-        """Yield its pieces. They end where chunks of the group's buffers do: each is rounded as in a call of all."""
-        here, there, end = self.here, self.there, self.there + self.count
-        while there < end:
-            count = min(end, (there // PIECE_ELEMENTS + 1) * PIECE_ELEMENTS) - there
-            yield Run(here, there, count)
-            here, there = here + count, there + count
+__all__ = ["PIECE_ELEMENTS", "ArrayParameters", "Parameters", "Values", "scratch"]
 
 
 class Parameters(ABC):
@@ -110,11 +83,11 @@ class Parameters(ABC):
 
     def write(self, buffer: Buffer, piece: Values, begin: int) -> list[Future[Any]]:
         """Begin to write what is this process's to write of a piece, by the buffer's wire."""
-        return [buffer.write_async(part, there) for part, there in self.parts(piece, begin)]
+        return [buffer.write_async(part, run.there) for part, run in self.parts(piece, begin)]
 
-    def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, int]]:
-        """Yield what is this process's to write of a piece, and where that is in the group's buffers."""
-        yield piece, self.origin + begin
+    def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, Run]]:
+        """Yield what is this process's to write of a piece, and where that is."""
+        yield piece, Run(begin, self.origin + begin, piece.size)
 
     @property
     def runs(self) -> Sequence[Run]:
@@ -132,18 +105,8 @@ class Parameters(ABC):
         """
         raise InvalidArgumentError(f"{type(self).__name__} can't be cut into parts ({count} elements from {offset} on)")
 
-    # ---- what moves them between the worker and the group's buffers; None: what moves an array
-
-    def snapshot(self, wire: str) -> Snapshot | None:  # noqa: ARG002 - a subclass's to use
-        """Return what rounds need."""
-        return None
-
-    def deltas_to(self, weights: Buffer, sent_bytes: int) -> Deltas | None:  # noqa: ARG002 - a subclass's to use
-        """Return what adds deltas."""
-        return None
-
-    def difference(self, weights: Buffer, arrived: Callable[[], object]) -> Difference | None:  # noqa: ARG002
-        """Return what elastic schemes need."""
+    def mover(self, group: Group, way: str, arrived: Callable[[], object] | None) -> Mover | None:  # noqa: ARG002
+        """Return what moves them between the worker and the group's buffers; None: what moves an array (mover.py)."""
         return None
 
     def seated(self, group: Group) -> None:  # noqa: ARG002 - a subclass's to use

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from smb.errors import InvalidArgumentError
 from smb.train import member_table as t
-from smb.train.exchange.background_send import deltas_of
+from smb.train.exchange.mover import mover_of
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Scheme, is_whole
@@ -110,7 +110,7 @@ class StaleSynchronous(Exchange):
     def __init__(self, group: Group, parameters: Parameters, bound: int | None) -> None:
         self._group = group
         self._bound = bound
-        self._deltas = deltas_of(group.weights, parameters, group.sent_bytes)
+        self._mover = mover_of(group, parameters, FUSED)
         self._clock = group.member.clock
         self._lag = 0  # at the last read
         self._arrived = 0  # contributions, ours among them, when the read began that the next one builds on
@@ -132,13 +132,13 @@ class StaleSynchronous(Exchange):
 
     def restart(self) -> None:
         """Take over the shared model."""
-        self._deltas.restart()
+        self._mover.restart()
         if self._bound is None:
             self._arrived = self._group.table.get(0, _ARRIVED)
 
     def flush(self) -> None:
         """Send what a failed call left unsent, and the clock that was not written."""
-        if self._deltas.finish():
+        if self._mover.finish():
             self._count()
             self._clock += 1
             self._arrived += 1
@@ -162,19 +162,19 @@ class StaleSynchronous(Exchange):
                 group.member.check()
                 others = self._others()
             if refused is None:
-                self._deltas.read()
+                self._mover.read()
         self._lag = behind
         if refused is not None:
             raise refused
 
     def _add(self, staleness: int, *, fetch: bool) -> None:
-        self._deltas.exchange(partial(self._group.check, staleness=staleness), fetch=fetch)
+        self._mover.exchange(partial(self._group.check, staleness=staleness), fetch=fetch)
         self._count()
 
     def _count(self) -> None:
         if self._bound is None:
             self._group.table.add(0, _ARRIVED, 1)
-        self._group.count(self._unsent_samples, self._deltas.moved_bytes())
+        self._group.count(self._unsent_samples, self._mover.moved_bytes())
 
     def _tell(self, bound: int) -> dict[int, int]:
         """Tell the clock, wake who may have waited for it, and return the others' clocks."""

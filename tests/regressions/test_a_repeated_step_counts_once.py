@@ -17,15 +17,15 @@ def test_samples_of_a_step_that_is_made_again(
 ) -> None:
     values = np.zeros(100, np.float32)
     with smb.train.join(connect(), "run", values, scheme) as worker:
-        snapshot = worker._exchange.snapshot  # type: ignore[attr-defined]
-        fetch, failures = snapshot.fetch, [smb.UnavailableError("away"), smb.UnavailableError("away")]
+        mover = worker._exchange.mover  # type: ignore[attr-defined]
+        fetch, failures = mover.fetch, [smb.UnavailableError("away"), smb.UnavailableError("away")]
 
         def fetch_or_not(*arguments: object) -> object:
             if failures:
                 raise failures.pop()
             return fetch(*arguments)
 
-        monkeypatch.setattr(snapshot, "fetch", fetch_or_not)
+        monkeypatch.setattr(mover, "fetch", fetch_or_not)
         values += 1
         for _ in range(2):
             with pytest.raises(smb.UnavailableError, match="away"):

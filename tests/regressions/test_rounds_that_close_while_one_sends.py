@@ -61,7 +61,7 @@ def test_rounds_that_close_before_the_mark(
     """While its delta travels, or between its look for the open round and its mark: it is marked anew."""
     two = _Two(connect, scheme)
     slow_one: Any = two.workers[1]
-    target, name = (slow_one.exchange.snapshot, "send") if place == "sending" else (slow_one._group, "check")
+    target, name = (slow_one.exchange.mover, "write") if place == "sending" else (slow_one._group, "check")
     real = getattr(target, name)
 
     def slow(*arguments: Any, **options: Any) -> Any:

@@ -139,7 +139,7 @@ def record_sent(note: Callable[[Elastic, Values], None], acknowledged: Callable[
     send, finish = Elastic.send, Elastic.finish
 
     def noted_send(self: Elastic, samples: int) -> None:
-        note(self, self._difference.values)
+        note(self, self._mover.difference)
         send(self, samples)
 
     def noted_finish(self: Elastic) -> None:

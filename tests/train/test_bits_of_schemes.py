@@ -19,7 +19,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.torch import overlap as overlap_of
+from smb.overlap import hooks as overlap_of
 from smb.train.scheme import Values
 from tests.conftest import Connect
 from tests.support.exact_steps import SHAPES, SIZE, goal_of, local_step, network, shaped, start

@@ -45,8 +45,7 @@ def _trained(
     for number in order:
         step(number, values[number])
         workers[number].step(samples=2)
-        contribution = workers[number].exchange._elastic._difference._contribution
-        contribution.finish()  # and no more than that: flush() would apply what EASGD owes
+        workers[number].exchange._elastic._mover.wait()  # and no more than that: flush() would apply what EASGD owes
         trace.shared.append(workers[0].shared())
         trace.local.append(values[number].copy())
     assert sum(w.status.samples for w in workers) <= 2 * len(order)
@@ -208,20 +207,20 @@ def test_the_addition_hides_behind_computing(worker: smb.train.Worker, values: V
     reads. Known by events, not by times.
     """
     gate = Gate(worker)
-    contribution = worker.exchange._elastic._difference._contribution
-    finish = contribution.finish
+    mover = worker.exchange._elastic._mover
+    wait = mover.wait
 
-    def noted_finish() -> None:
+    def noted_wait() -> None:
         gate.events.append("waiting")
         gate.let_go()
-        finish()
+        wait()
 
     values += 2
     worker.step()
     gate.await_begun()
     gate.events.append("computing")
     values += 2
-    contribution.finish = noted_finish
+    mover.wait = noted_wait
     worker.step()
     worker.flush()
     assert gate.events[:6] == ["read", "addition begins", "computing", "waiting", "addition ends", "read"]

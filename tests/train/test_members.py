@@ -14,10 +14,11 @@ import pytest
 
 import smb
 import smb.train
-from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.mover import mover_of
 from smb.train.group import Group
 from smb.train.member_table import FIELDS, SLOTS
 from smb.train.parameters import Parameters, Values
+from smb.train.traits import FUSED
 from tests.support.clients import in_process, make_event
 from tests.support.daemons import stop, wait_for
 from tests.support.training import LEASE_S
@@ -38,7 +39,7 @@ class Plain(smb.train.Scheme):
 
 class PlainExchange(smb.train.Exchange):
     def __init__(self, group: Group, parameters: Parameters) -> None:
-        self.group, self.deltas = group, Deltas(group.weights, parameters, group.sent_bytes)
+        self.group, self.deltas = group, mover_of(group, parameters, FUSED)
 
     def step(self, samples: int) -> None:
         self.group.check(self.deltas.take())

@@ -19,7 +19,7 @@ import pytest
 import smb
 import smb.train
 from smb.train import member_table as t
-from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.mover import Mover
 from smb.train.rare.rotation import gap_s, staleness_max
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
@@ -161,16 +161,16 @@ def test_without_a_batch_size_it_is_yours(client: smb.Client) -> None:
 
 def _halts_in_its_turn(messages: Any, address: str, worker: int, workers: int, after: int, lease: float) -> None:
     """As mark_steps, but at its turn after so many updates it tells so, and hangs."""
-    send, sent = Deltas.send, []
+    send, sent = Mover.send, []
 
-    def hang(self: Deltas, *, fetch: bool) -> None:
+    def hang(self: Mover, *, fetch: bool) -> None:
         if len(sent) == after:
             messages.put("in its turn")
             threading.Event().wait()
         sent.append(1)
         send(self, fetch=fetch)
 
-    Deltas.send = hang  # type: ignore[method-assign]
+    Mover.send = hang  # type: ignore[method-assign]
     mark_steps(messages, address, smb.train.R2SP(), worker, workers, lease=lease)
 
 

@@ -13,10 +13,11 @@ import smb
 import smb.torch
 import smb.train
 from smb.tools.demo.recipes import RECIPES
-from smb.train.exchange.background_send import Deltas
+from smb.train.exchange.mover import mover_of
 from smb.train.group import Group
 from smb.train.parameters import Parameters
 from smb.train.scheme import SCHEMES, Exchange, Scheme
+from smb.train.traits import FUSED
 from tests.conftest import Connect
 from tests.support.daemons import wait_for
 
@@ -35,7 +36,7 @@ class Adding(Scheme):
 class _Adding(Exchange):
     def __init__(self, scheme: Adding, group: Group, parameters: Parameters) -> None:
         self._scheme, self._group = scheme, group
-        self._deltas = Deltas(group.weights, parameters, group.sent_bytes)
+        self._deltas = mover_of(group, parameters, FUSED)
         self._steps = 0
 
     def restart(self) -> None:

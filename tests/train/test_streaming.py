@@ -21,8 +21,8 @@ from smb.arrays.dtypes import WIRES
 from smb.feedback import _rounded
 from smb.train import DiLoCo, Guards, RefusedContributionError, fragments
 from smb.train import member_table as t
+from smb.train.exchange.mover import ArrayMover
 from smb.train.exchange.rounds import RoundExchange
-from smb.train.exchange.snapshot import Snapshot
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import Span
 from smb.train.parameters import Parameters
@@ -127,8 +127,10 @@ def test_as_the_reference(connect: Connect, transport: str, scheme: DiLoCo) -> N
 def test_the_model_is_read_once_and_then_by_its_steps(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """With step_wire a worker that misses no round reads a byte for each parameter, and has the model to the bit."""
     read: list[int] = []
-    fetch = Snapshot.fetch
-    monkeypatch.setattr(Snapshot, "fetch", lambda self, weights: (read.append(self.base.size), fetch(self, weights))[1])
+    fetch = ArrayMover.fetch
+    monkeypatch.setattr(
+        ArrayMover, "fetch", lambda self, weights: (read.append(self.fetched.size), fetch(self, weights))[1]
+    )
     values = start()
     with smb.train.join(client, "run", values, DiLoCo(every=1, step_wire="int8"), wire="int4") as worker:
         for step in range(5):
@@ -147,18 +149,18 @@ def test_rounds_that_close_while_a_step_is_read(
     crew = Crew(connect, 2, DiLoCo(every=1, quorum=1, step_wire="int8"))
     for number in (0, 1):
         crew.step(number)
-    fetch, slow = Snapshot.fetch_step, crew.workers[1].exchange
+    fetch, slow = ArrayMover.fetch_step, crew.workers[1].exchange
     assert isinstance(slow, FragmentExchange)
-    overtaken: list[Snapshot] = []
+    overtaken: list[ArrayMover] = []
 
-    def overtake(snapshot: Snapshot, *args: Any) -> None:
-        if snapshot is slow._snapshots[0] and not overtaken:
-            overtaken.append(snapshot)
+    def overtake(mover: ArrayMover, *args: Any) -> None:
+        if mover is slow._movers[0] and not overtaken:
+            overtaken.append(mover)
             for _ in range(meanwhile):
                 crew.step(0)
-        fetch(snapshot, *args)
+        fetch(mover, *args)
 
-    monkeypatch.setattr(Snapshot, "fetch_step", overtake)
+    monkeypatch.setattr(ArrayMover, "fetch_step", overtake)
     crew.step(1)
     assert overtaken
     assert smb.train.status(crew.clients[0], "run").round == 3 + meanwhile
@@ -276,7 +278,7 @@ def test_late_joiner(connect: Connect, step_wire: str) -> None:
         assert joiner.contributions == contributions
     exchange = joiner.exchange
     assert isinstance(exchange, FragmentExchange)
-    assert np.array_equal(np.concatenate([snapshot.base for snapshot in exchange._snapshots]), joiner.shared())
+    assert np.array_equal(np.concatenate([mover.fetched for mover in exchange._movers]), joiner.shared())
     joiner.close()
     crew.close()
 

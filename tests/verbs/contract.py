@@ -201,7 +201,7 @@ LEFT_OUT = {
     "train/test_asp_and_ssp.py": _TRAINING,
     "train/test_bits_of_schemes.py": _TRAINING,
     "train/test_checkpoint.py": "reads and writes buffers by calls that run over verbs",
-    "train/test_contribution.py": _TRAINING,
+    "train/test_mover_of_differences.py": _TRAINING,
     "train/test_deltas.py": _TRAINING,
     "train/test_demo.py": _TRAINING,
     "train/test_elastic_schemes.py": _TRAINING,

@@ -10,26 +10,20 @@ fewer bits, both take d as it arrives, rounded; W_global is read exact.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from smb.errors import InvalidArgumentError
-from smb.feedback import as_sent
 from smb.train import member_table as t
-from smb.train.exchange.contribution import Contribution
-from smb.train.guards import Norm
-from smb.train.parameters import Parameters, Values
+from smb.train.exchange.mover import mover_of
+from smb.train.parameters import Parameters
 from smb.train.scheme import is_number, is_whole
+from smb.train.traits import ELASTIC
 
 if TYPE_CHECKING:
-    from smb.buffer import Buffer
     from smb.train.group import Group
 
 BETA = 0.9  # alpha = beta / p for p workers: the start that its authors propose
 _ARRIVED = t.GROUP_EXTRA  # in the group's row: contributions so far
-_BLOCK = 1 << 16  # elements: two arrays of them stay in a core's cache between two operations
 
 
 def check_settings(scheme: str, alpha: float | None, every: int) -> None:
@@ -45,79 +39,6 @@ def moving_rate(alpha: float | None, workers: int) -> float:
     return BETA / max(1, workers) if alpha is None else alpha
 
 
-def take_difference(values: Values, shared: Values, alpha: float) -> None:
-    """Replace `shared`, float32 (n,), by d = alpha * (values - shared), rounded to float32 after each operation."""
-    rate = np.float32(alpha)
-    for at in range(0, values.size, _BLOCK):
-        block = shared[at : at + _BLOCK]
-        np.subtract(values[at : at + _BLOCK], block, out=block)
-        block *= rate
-
-
-class Difference:
-    """A process's differences with the shared model, and its part in sending them. `values`, float32 (n,)."""
-
-    def __init__(self, weights: Buffer, parameters: Parameters, arrived: Callable[[], object]) -> None:
-        """`arrived` is called in the background when all of one was acknowledged."""
-        self.values: Values = np.empty(parameters.size, np.float32)
-        parameters.hold(self.values)
-        self._weights = weights
-        self._parameters = parameters
-        self._contribution = Contribution(weights, arrived, parameters.runs)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether one was sent that finish() has not seen the end of."""
-        return self._contribution.under_way
-
-    def fetch(self) -> None:
-        """Read the shared model into `values`."""
-        self._parameters.read(self._weights, self.values)
-
-    def form(self, alpha: float) -> Norm:
-        """Make the difference of what was fetched; return what guards look at, of what is this process's to send."""
-        for begin, values in self._parameters.pieces():
-            take_difference(values, self.values[begin : begin + values.size], alpha)
-        if self._weights.wire != "exact":
-            for run in self._parameters.all_runs:
-                for part in run.cut():
-                    piece = self.values[part.place]
-                    piece[:] = as_sent(self._weights, piece, part.there)
-        found = Norm()
-        for run in self._parameters.runs:
-            for part in run.cut():
-                found.add(self.values[part.place])
-        return found
-
-    def start(self) -> None:
-        """Begin to add the difference to the shared model. Does not block."""
-        self._contribution.start(self.values)
-
-    def finish(self) -> None:
-        """Wait until it has arrived: see Contribution.finish."""
-        self._contribution.finish()
-
-    def pay(self) -> None:
-        """Take the difference from the parameters."""
-        self._parameters.subtract(self.values)
-
-    def adopt(self) -> None:
-        """Make the parameters what was fetched."""
-        self._parameters.fill(self.values)
-
-    def abandon(self) -> None:
-        """Wait until nothing is under way, and forget what could not be sent."""
-        self._contribution.abandon()
-
-    def release(self) -> None:
-        """Let go of the memory; nothing is taken any more. With nothing under way."""
-        self.values = np.empty(0, np.float32)
-
-
-def _difference_of(weights: Buffer, parameters: Parameters, arrived: Callable[[], object]) -> Difference:
-    return parameters.difference(weights, arrived) or Difference(weights, parameters, arrived)
-
-
 class Elastic:
     """One worker's differences with the shared model, one at a time: take() it, send() it, finish() it; pay() is the
     worker's own half.
@@ -130,7 +51,7 @@ class Elastic:
     def __init__(self, group: Group, alpha: float | None, parameters: Parameters) -> None:
         self._group = group
         self._alpha = alpha
-        self._difference = _difference_of(group.weights, parameters, self._arrive)
+        self._mover = mover_of(group, parameters, ELASTIC, self._arrive)
         self._seen = 0  # contributions that had arrived before the read
         self._staleness = 0
         self._samples = 0
@@ -140,7 +61,7 @@ class Elastic:
     @property
     def under_way(self) -> bool:
         """Whether one was sent that finish() has not seen the end of."""
-        return self._difference.under_way
+        return self._mover.under_way
 
     def take(self) -> None:
         """Read the shared model, and make d = alpha * (values - shared). Blocks for the read.
@@ -152,8 +73,8 @@ class Elastic:
         if alpha is None:
             alpha = moving_rate(None, self._workers())
         self._seen = group.table.get(0, _ARRIVED)
-        self._difference.fetch()
-        found = self._difference.form(alpha)
+        self._mover.fetch(self._group.weights)
+        found = self._mover.form(alpha)
         since = 0
         if group.guards.staleness_max is not None:
             since = group.table.get(0, _ARRIVED) - self._seen
@@ -161,12 +82,12 @@ class Elastic:
 
     def pay(self) -> None:
         """Take the difference from the worker's values."""
-        self._difference.pay()
+        self._mover.pay()
 
     def restart(self) -> None:
         """Make the parameters the shared model; nothing is under way. If it raises, they are unchanged."""
-        self._difference.fetch()
-        self._difference.adopt()
+        self._mover.fetch(self._group.weights)
+        self._mover.adopt()
 
     def _workers(self) -> int:
         """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we check the
@@ -184,13 +105,13 @@ class Elastic:
     def send(self, samples: int) -> None:
         """Begin to add the difference to the shared model; it rests on so many samples. Does not block."""
         self._samples = samples
-        self._difference.start()
+        self._mover.start()
 
     def finish(self) -> None:
-        """Wait until what was sent has arrived, each element once: see Contribution.finish. Blocks."""
-        if not self._difference.under_way:
+        """Wait until what was sent has arrived, each element once: see Mover.wait. Blocks."""
+        if not self._mover.under_way:
             return
-        self._difference.finish()
+        self._mover.wait()
         member = self._group.member
         member.set(t.STALENESS, self._staleness)
         member.set(t.STALENESS_MAX, max(self._staleness, member.get(t.STALENESS_MAX)))
@@ -198,11 +119,11 @@ class Elastic:
 
     def abandon(self) -> None:
         """Wait until nothing is under way, and forget what could not be sent."""
-        self._difference.abandon()
+        self._mover.abandon()
 
     def release(self) -> None:
         """Let go of the difference; nothing is taken any more. With nothing under way."""
-        self._difference.release()
+        self._mover.release()
 
     def _arrive(self) -> None:
         """In the background, when all of a difference was acknowledged."""

@@ -59,13 +59,13 @@ from smb.lock import Lock
 from smb.train import member_table as t
 from smb.train.exchange.at_once import at_once, begin
 from smb.train.exchange.grace import AUTO, Grace
-from smb.train.exchange.snapshot import snapshot_of
+from smb.train.exchange.mover import mover_of
 from smb.train.group import ATTEMPT, BUILT, Group
 from smb.train.guards import RefusedContributionError
 from smb.train.members import taken
 from smb.train.parameters import Parameters
 from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
-from smb.train.traits import EXACT
+from smb.train.traits import EXACT, ROUNDS
 
 _log = logging.getLogger("smb")
 _COUNTED = t.EXTRA  # of a member: the last round in which its slot's contribution counted, plus 1; 0 for none
@@ -141,7 +141,7 @@ class RoundScheme(Scheme):
 
 
 class RoundExchange(Exchange):
-    """One worker's side. `snapshot` has the weights of round `base_round`, its base; the delta that it has sent lies in
+    """One worker's side. `mover` has the weights of round `base_round`, its base; the delta that it has sent lies in
     its inbox until it is known what became of it."""
 
     def __init__(self, group: Group, parameters: Parameters, scheme: RoundScheme) -> None:
@@ -187,7 +187,7 @@ class RoundExchange(Exchange):
 
     def _remember(self, parameters: Parameters, group: Group) -> None:
         """Make what remembers the weights that were taken over last."""
-        self.snapshot = snapshot_of(parameters, group.weights.wire)
+        self.mover = mover_of(group, parameters, ROUNDS)
 
     def step(self, samples: int) -> None:
         """Contribute at every interval; wait for the round to be closed, unless the scheme does not wait."""
@@ -256,7 +256,7 @@ class RoundExchange(Exchange):
 
     def restart(self) -> None:
         """Take the present weights over."""
-        self.snapshot.forget()
+        self.mover.forget()
         self._take_over()
 
     def flush(self) -> None:
@@ -322,14 +322,14 @@ class RoundExchange(Exchange):
             float(self._samples) if scheme.token_weights else min(1.0, (self._steps + self._kept) / self._interval)
         )
         group.member.check()
-        contribution = self.snapshot.send(self._inbox)
+        contribution = self.mover.write(self._inbox)
         # After the writing, which may take as long as many rounds.
         self._target = self._origin if in_time else group.round
         try:
             group.check(contribution, self._target - self._origin)
         except RefusedContributionError as error:
             self._refused, self._tokens = error, 0.0
-            self.snapshot.forget()
+            self.mover.forget()
         failpoint("train-sent")
         self._sent = self._owing = True
 
@@ -356,14 +356,14 @@ class RoundExchange(Exchange):
             raise refused
 
     def _take_over(self, known: int | None = None) -> None:
-        fetch = self.snapshot.fetch
-        if self.snapshot.by_parts:
+        fetch = self.mover.fetch
+        if self.mover.by_parts:
             # Parts are taken over as they come. If a round is closed meanwhile they are a mix, which counts for
             # nothing: the next contribution is to the round that they began with, and is dropped.
             self._base_round = self._group.read_from(fetch, known=known)
         else:
             self._base_round = self._group.read_by(fetch, known=known, needs_us=self._needed())
-        self.snapshot.adopt()
+        self.mover.adopt()
         self._grace.opened(time.monotonic())
         self._steps = self._samples = self._kept = 0
         self._owing = self._repeated = False

@@ -29,12 +29,12 @@ from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error
 from smb.train import member_table as t
+from smb.train.exchange.mover import ArrayMover
 from smb.train.exchange.rounds import RoundExchange, state_copy
-from smb.train.exchange.snapshot import Snapshot
 from smb.train.group import WIRE_BYTES, Group, wake
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
-from smb.train.traits import EXACT
+from smb.train.traits import EXACT, ROUNDS
 
 if TYPE_CHECKING:
     from smb.train.diloco import DiLoCo
@@ -50,13 +50,13 @@ class FragmentExchange(RoundExchange):
         super().__init__(group, parameters, scheme)
         self._late_counts = False
         self._every, self._delay, self._mix = scheme.every, scheme.delay, scheme.mix
-        self._bases = [0] * len(self._snapshots)
-        self._sent_at = [0] * len(self._snapshots)  # the step after which each was sent last
-        self._since = [0] * len(self._snapshots)  # samples so far when the base was taken over
+        self._bases = [0] * len(self._movers)
+        self._sent_at = [0] * len(self._movers)  # the step after which each was sent last
+        self._since = [0] * len(self._movers)  # samples so far when the base was taken over
         self._all_samples = 0
         self._round = 0  # the open one, when the weights were read last
         self._exchanges = 0
-        self._delta = np.empty(max(snapshot.base.size for snapshot in self._snapshots), np.float32)
+        self._delta = np.empty(max(mover.fetched.size for mover in self._movers), np.float32)
         # Of the exchange that is under way:
         self._job: _Background | None = None
         self._report: _Background | None = None
@@ -67,7 +67,7 @@ class FragmentExchange(RoundExchange):
         self._received = 0.0  # bytes that these took
 
     def _remember(self, parameters: Parameters, group: Group) -> None:
-        self._snapshots = [Snapshot(parameters.part(*span), group.weights.wire) for span in group.spans]
+        self._movers = [ArrayMover(group.weights, parameters.part(*span), ROUNDS) for span in group.spans]
 
     # ---- the caller's thread
 
@@ -82,7 +82,7 @@ class FragmentExchange(RoundExchange):
         self._repeated = True
         if self._job is not None and self._steps >= self._take_at:
             self._take()
-        if self._steps >= (self._exchanges + 1) * self._every // len(self._snapshots):
+        if self._steps >= (self._exchanges + 1) * self._every // len(self._movers):
             self._begin()
             if self._steps >= self._take_at:
                 self._take()
@@ -92,13 +92,13 @@ class FragmentExchange(RoundExchange):
         """Take the present weights over, all of them."""
         self._halt()
         self._job = None
-        for snapshot in self._snapshots:
-            snapshot.forget()
-        number = self._group.read_by(lambda weights: self._fetch(weights, range(len(self._snapshots))))
-        for snapshot in self._snapshots:
-            snapshot.adopt()
-        self._based(range(len(self._snapshots)), number)
-        self._sent_at = [self._steps] * len(self._snapshots)
+        for mover in self._movers:
+            mover.forget()
+        number = self._group.read_by(lambda weights: self._fetch(weights, range(len(self._movers))))
+        for mover in self._movers:
+            mover.adopt()
+        self._based(range(len(self._movers)), number)
+        self._sent_at = [self._steps] * len(self._movers)
         self._samples = 0
         self._repeated = False
 
@@ -135,18 +135,18 @@ class FragmentExchange(RoundExchange):
         """Make the delta of the fragment whose turn it is, and have it sent. One that is refused has no weight: the
         others need not wait for it, and its outcome is taken over at once.
         """
-        group, scheme, count = self._group, self._scheme, len(self._snapshots)
+        group, scheme, count = self._group, self._scheme, len(self._movers)
         group.member.check()
         # The open round. It is the one that we know of if it waits for us: not for who has just joined in it.
         waits = scheme.quorum is None and group.member.clock <= self._round
         target = self._round if waits else group.round
         self._index = target % count
         staleness = (target - self._bases[self._index]) // count
-        snapshot = self._snapshots[self._index]
+        mover = self._movers[self._index]
         self._target, self._origin = target, target - staleness  # in exchanges of this fragment
         samples = self._all_samples - self._since[self._index]
         self._tokens = float(samples) if scheme.token_weights else 1.0
-        contribution = snapshot.take(self._delta[: snapshot.base.size])
+        contribution = mover.draw(self._delta[: mover.fetched.size])
         self._take_at = self._steps + self._delay
         try:
             group.check(contribution, staleness)
@@ -166,10 +166,10 @@ class FragmentExchange(RoundExchange):
         self._job.join()
         if self._job.error is not None:
             raise self._job.error
-        sent = self._snapshots[self._index].base.size
+        sent = self._movers[self._index].fetched.size
         for index in self._read:
-            snapshot = self._snapshots[index]
-            snapshot.merge(self._mix, self._delta[: snapshot.base.size])
+            mover = self._movers[index]
+            mover.merge(self._mix, self._delta[: mover.fetched.size])
         self._based(self._read, self._round)
         self._job, self._read = None, []
         group = self._group
@@ -218,8 +218,8 @@ class FragmentExchange(RoundExchange):
         """Contribute, and read the outcome. Called again, it goes on where it was."""
         if not self._put:
             if self._tokens:
-                snapshot = self._snapshots[self._index]
-                snapshot.put(self._inbox, self._delta[: snapshot.base.size])
+                mover = self._movers[self._index]
+                mover.put(self._inbox, self._delta[: mover.fetched.size])
             failpoint("train-sent")
             self._put = self._sent = True
         if self._sent and not self._settle():
@@ -231,7 +231,7 @@ class FragmentExchange(RoundExchange):
                 lambda weights: self._fetch(weights, behind), known=self._word, needs_us=self._needed()
             )
         self._received = (
-            sum(self._snapshots[index].base.size for index in behind)
+            sum(self._movers[index].fetched.size for index in behind)
             * WIRE_BYTES[self._step_wire if stepped else EXACT]
         )
         self._grace.opened(time.monotonic())
@@ -240,7 +240,7 @@ class FragmentExchange(RoundExchange):
 
     def _fetch(self, weights: Buffer, indices: Iterable[int]) -> None:
         for index in indices:
-            self._snapshots[index].fetch(weights)
+            self._movers[index].fetch(weights)
 
     def _is_step_all(self, behind: list[int]) -> bool:
         """Whether the servers' latest step is all that this worker lacks."""
@@ -251,25 +251,26 @@ class FragmentExchange(RoundExchange):
         """Bring the base on by the servers' step instead of reading it anew. False: a later round of this fragment was
         closed meanwhile, and the base is as it was.
         """
-        index, snapshot = self._index, self._snapshots[self._index]
-        made = 1 - state_copy(self._bases[index], len(self._snapshots))
-        room = self._delta[: snapshot.base.size]  # what it held was written
+        index, mover = self._index, self._movers[self._index]
+        made = 1 - state_copy(self._bases[index], len(self._movers))
+        room = self._delta[: mover.fetched.size]  # what it held was written
 
         def read(_: Buffer) -> None:
-            snapshot.fetch_step(self._steps_made[made], room, self._step_wire)
+            mover.fetch_step(self._steps_made[made], room, self._step_wire)
 
         number = self._group.read_by(read, known=self._word, needs_us=self._needed())
         if self._bases[index] != self._closed_before(number << t.ROUND_SHIFT):
             self._word = number << t.ROUND_SHIFT
             return False
-        snapshot.base += room
+        base = mover.fetched
+        base += room
         self._round = number
         return True
 
     def _closed_before(self, word: int) -> int:
         """Return the last round of the fragment under way that was closed before the open one of `word`."""
         last = (word >> t.ROUND_SHIFT) - 1
-        return last - (last - self._index) % len(self._snapshots)
+        return last - (last - self._index) % len(self._movers)
 
 
 class _Background:

@@ -200,10 +200,10 @@ class HostExchange(Exchange):
     def _exchange(self, due: int) -> None:
         """As root: draw the host's model and the shared one to each other."""
         if self._elastic is None:
-            own = ArrayParameters(self._inner.snapshot.base, "hsgd")
+            own = ArrayParameters(self._inner.mover.fetched, "hsgd")
             self._elastic = Elastic(self._group, self._alpha, own)
             _log.info("training %r: worker %d is root of its host", self._host.name, self._host.member.slot)
-        elastic, model = self._elastic, self._inner.snapshot.base
+        elastic, model = self._elastic, self._inner.mover.fetched
         elastic.finish()
         if self._taken is None:  # else the last call failed in the middle, and this is its repetition
             try:
@@ -243,7 +243,7 @@ class HostExchange(Exchange):
                 ours = rows[host.member.row, t.INCARNATION] == host.member.incarnation
                 if not ours or not _waited_for(rows, due):
                     raise host.member.lost()
-                host.weights.write(self._inner.snapshot.base, fence=fence, wire="exact")
+                host.weights.write(self._inner.mover.fetched, fence=fence, wire="exact")
                 failpoint("hsgd-written")
                 host.table.swap(0, _MET, int(rows[0, _MET]), due)
                 self._told = True

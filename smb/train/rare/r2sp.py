@@ -50,7 +50,7 @@ from smb.errors import (
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.train import member_table as t
-from smb.train.exchange.background_send import deltas_of
+from smb.train.exchange.mover import mover_of
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
@@ -124,7 +124,7 @@ class RoundRobin(Exchange):
         self._group = group
         self._scheme = scheme
         self._me = Member(group.member.slot, group.member.incarnation)
-        self._deltas = deltas_of(group.weights, parameters, group.sent_bytes)
+        self._mover = mover_of(group, parameters, FUSED)
         self._pace = Pace(scheme.warmup)
         self._batch_size = scheme.batch_size
         self._turn: Turn | None = None  # ours, taken, and not handed on
@@ -152,12 +152,12 @@ class RoundRobin(Exchange):
         self._finish()
         self._passer.finish()
         turn = self._take_turn()
-        group, deltas = self._group, self._deltas
+        group, mover = self._group, self._mover
         self._unsent_samples = samples
         try:
-            deltas.exchange(partial(group.check, staleness=max(0, turn.updates - self._updates)), fetch=True)
+            mover.exchange(partial(group.check, staleness=max(0, turn.updates - self._updates)), fetch=True)
         except RefusedContributionError:
-            self._pass_on(turn, updated=deltas.touched)
+            self._pass_on(turn, updated=mover.touched)
             raise
         self._done(turn)
         ended = time.monotonic()
@@ -170,7 +170,7 @@ class RoundRobin(Exchange):
 
     def restart(self) -> None:
         """Take over the shared model."""
-        self._deltas.restart()
+        self._mover.restart()
         self._updates = self._look()[0].updates
         self._ended = time.monotonic()
 
@@ -264,16 +264,16 @@ class RoundRobin(Exchange):
     def _finish(self) -> None:
         """End what a failed call left of our turn."""
         if self._turn is not None:
-            if self._deltas.finish():
+            if self._mover.finish():
                 self._done(self._turn)
             else:
-                self._pass_on(self._turn, updated=self._deltas.touched)
+                self._pass_on(self._turn, updated=self._mover.touched)
 
     def _done(self, turn: Turn) -> None:
         """Our update is in the model."""
         self._updates = turn.updates + 1
         self._pass_on(turn, updated=True)
-        self._group.count(self._unsent_samples, self._deltas.moved_bytes())
+        self._group.count(self._unsent_samples, self._mover.moved_bytes())
         if self._scheme.skip_after is not None:
             self._group.table.write(self._group.member.row, _SKIPPED, np.zeros(1, np.int64))
 

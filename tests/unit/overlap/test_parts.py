@@ -6,13 +6,12 @@ import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 import pytest
 
 from smb.overlap.parts import ByParts, Cut, Flow, Part, _Sending
-from smb.train.parameters import Run, Values
+from smb.train.ledger import Run, Values
 
 SIZE = 40
 
@@ -48,12 +47,6 @@ class Numbers(ByParts):
         raise AssertionError
 
     def keep_exact(self) -> None:
-        raise AssertionError
-
-    def snapshot(self, wire: str) -> Any:
-        raise AssertionError
-
-    def deltas_to(self, weights: Any, sent_bytes: int) -> Any:
         raise AssertionError
 
 
@@ -93,7 +86,7 @@ def test_what_is_done_is_sent_once(seed: int) -> None:
             continue
         shared += theirs
         done += theirs
-        shared += flow.delta
+        shared += flow.due
         flow.unsettled = False
         for part in range(len(flow.cut.pull)):
             if last or random_.random() < 0.7:
@@ -126,7 +119,7 @@ def test_what_comes_is_taken_over_by_parts() -> None:
     parameters.values += 2
     flow.begin()
     flow.make_rest()
-    assert flow.delta.tolist() == [2] * SIZE
+    assert flow.due.tolist() == [2] * SIZE
 
 
 def test_a_step_is_over_when_its_parts_came() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from smb.overlap.parts import Part
 from smb.overlap.plan import Measured, Place, cut_of, plan_of
-from smb.train.parameters import Run
+from smb.train.ledger import Run
 from smb.train.partition import Channel, Layer, Prediction
 from smb.train.traits import FUSED, ROUNDS
 

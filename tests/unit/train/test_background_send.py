@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import smb
-from smb.train.exchange import background_send
-from smb.train.exchange.background_send import Deltas
+from smb.train import ledger as ledger_of
+from smb.train.exchange.mover import ArrayMover
 from smb.train.guards import Norm
-from smb.train.parameters import ArrayParameters, Run
+from smb.train.ledger import Run
+from smb.train.parameters import ArrayParameters
+from smb.train.traits import FUSED
 
 
 class Weights:
@@ -56,9 +58,9 @@ class InRuns(ArrayParameters):
     runs = (Run(0, 0, 6), Run(6, 6, 4))
 
 
-def _setup() -> tuple[Weights, Any, Deltas]:
+def _setup() -> tuple[Weights, Any, ArrayMover]:
     weights, values = Weights(10), np.zeros(10, np.float32)
-    return weights, values, Deltas(weights, ArrayParameters(values, "test"), values.nbytes)  # type: ignore[arg-type]
+    return weights, values, ArrayMover(weights, ArrayParameters(values, "test"), FUSED)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("applied", [None, 0, 4, 10])
@@ -139,7 +141,7 @@ def test_an_interrupt_as_the_call_returned() -> None:
     """Such a one has no account: the delta is there, and is not sent again. What was not begun is sent."""
     weights, values = Weights(10), np.zeros(10, np.float32)
     parameters = InRuns(values, "test")
-    deltas = Deltas(weights, parameters, values.nbytes)  # type: ignore[arg-type]
+    deltas = ArrayMover(weights, parameters, FUSED)  # type: ignore[arg-type]
     values += 3
     deltas.take()
 
@@ -181,27 +183,54 @@ def test_an_interrupt_as_what_is_missing_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("wire", ["exact", "float16"])
-def test_an_interrupt_before_the_first_call(monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
-    """Ctrl-C while the rounding is computed: nothing was sent, and finish sends all of it, with nothing twice."""
+@pytest.mark.parametrize("at", range(1, 4))
+def test_an_interrupt_while_rounding_is_counted(monkeypatch: pytest.MonkeyPatch, wire: str, at: int) -> None:
+    """Ctrl-C as a piece's rounding is computed, after all was sent: finish sends nothing twice, and loses nothing."""
     weights, values = Weights(10), np.zeros(10, np.float32)
     monkeypatch.setattr(Weights, "wire", wire)
-    monkeypatch.setattr(background_send, "as_sent", _rounded)
-    deltas = Deltas(weights, ArrayParameters(values, "test"), values.nbytes)  # type: ignore[arg-type]
+    monkeypatch.setattr(ledger_of, "PIECE_ELEMENTS", 4)  # three pieces
+    monkeypatch.setattr(ledger_of, "as_sent", _rounded)
+    deltas = ArrayMover(weights, ArrayParameters(values, "test"), FUSED)  # type: ignore[arg-type]
     for number in range(3):
         values += np.float32(1.0001)
         deltas.take()
         if number < 2:
             deltas.send(fetch=True)
+    left = at
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return _rounded(*arguments)
+
+    monkeypatch.setattr(ledger_of, "as_sent", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        deltas.send(fetch=True)
+    monkeypatch.setattr(ledger_of, "as_sent", _rounded)
+    assert deltas.finish()
+    assert not deltas.finish()
+    assert np.allclose(weights.values + deltas.difference, 3 * 1.0001, rtol=0, atol=1e-6)
+
+
+def test_an_interrupt_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once a delta is made, and once it is to be sent: all of it is sent later, with nothing twice."""
+    weights, values, deltas = _setup()
+    values += 3
+    deltas.take()
+    values += 1
+    deltas.take()  # the call that was interrupted is made again
     with monkeypatch.context() as patch:
-        patch.setattr(deltas, "_keep_rounding", _interrupt)
+        patch.setattr(deltas.ledger, "add", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             deltas.send(fetch=True)
     assert deltas.finish()
-    left = 0 if deltas._unsent is None else deltas._unsent
-    assert np.allclose(weights.values + left, 3 * 1.0001, rtol=0, atol=1e-6)
+    assert (weights.values == 4).all()
+    assert not deltas.finish()
 
 
-def _interrupt() -> None:
+def _interrupt(_: Any) -> None:
     raise KeyboardInterrupt
 
 

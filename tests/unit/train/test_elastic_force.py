@@ -10,7 +10,8 @@ import torch
 
 from smb.config.parse import TRAIN_HOST_VARIABLE
 from smb.train.elastic import nesterov_step
-from smb.train.exchange.elastic_force import moving_rate, take_difference
+from smb.train.exchange.elastic_force import moving_rate
+from smb.train.exchange.mover import take_difference
 from smb.train.rare.hsgd import host_name
 from tests.support.elastic import gradient
 

@@ -12,10 +12,12 @@ import pytest
 
 import smb
 from smb.feedback import as_sent
-from smb.overlap.parts import Cut, Flow, Part, PartedSnapshot
+from smb.overlap.parts import Cut, Flow, Part, PartsMover
 from smb.train import parameters as parameters_of
-from smb.train.exchange.snapshot import Snapshot
-from smb.train.parameters import ArrayParameters, Run
+from smb.train.exchange.mover import ArrayMover
+from smb.train.ledger import Run
+from smb.train.parameters import ArrayParameters
+from smb.train.traits import ROUNDS
 from tests.unit.overlap.test_parts import SIZE, Numbers
 
 
@@ -82,25 +84,26 @@ def test_what_was_written_counts_once(monkeypatch: pytest.MonkeyPatch, seed: int
     random_ = random.Random(seed)
     numbers = np.random.default_rng(seed)
     shared, inbox, values = Memory("exact", random_), Memory(wire, random_), np.zeros(SIZE, np.float32)
-    snapshot, done = Snapshot(ArrayParameters(values, "test"), wire), np.zeros(SIZE, np.float32)
-    snapshot.fetch(shared)  # type: ignore[arg-type]
-    snapshot.adopt()
+    parameters, done = ArrayParameters(values, "test"), np.zeros(SIZE, np.float32)
+    mover = ArrayMover(inbox, parameters, ROUNDS)  # type: ignore[arg-type]
+    mover.fetch(shared)  # type: ignore[arg-type]
+    mover.adopt()
     for number in range(20):
         mine = numbers.standard_normal(SIZE).astype(np.float32)
         values += mine
         done += mine
         inbox.failing = 0.2 if number < 19 else 0.0
         try:
-            snapshot.send(inbox)  # type: ignore[arg-type]
+            mover.write(inbox)  # type: ignore[arg-type]
             if random_.random() < 2 * inbox.failing:
                 raise smb.UnavailableError("the look at the lease failed, says the test")
         except smb.UnavailableError:
             continue
         shared.values += inbox.values
         for _ in range(random_.randint(1, 2)):  # the second time because the first one was interrupted
-            snapshot.fetch(shared)  # type: ignore[arg-type]
-            snapshot.adopt()
-    left = 0 if snapshot._unsent is None else snapshot._unsent
+            mover.fetch(shared)  # type: ignore[arg-type]
+            mover.adopt()
+    left = 0 if mover.ledger.due is None else mover.ledger.due
     assert np.allclose(shared.values + left, done, rtol=0, atol=2e-5)
     assert wire == "exact" or np.abs(left).max() > 0
 
@@ -119,7 +122,7 @@ def test_parts_that_were_written_count_once(seed: int, wire: str) -> None:
     parts = tuple(Part((run,), 0) for run in runs)
     flow, done = Flow(parameters, Cut(parts, parts)), np.zeros(SIZE, np.float32)
     flow._queue = Queue(inbox)  # type: ignore[assignment]
-    snapshot, owing = PartedSnapshot(flow, wire, lambda: None), False
+    mover, owing = PartsMover(flow, inbox, 0, lambda: None), False  # type: ignore[arg-type]
     for number in range(20):
         mine = numbers.standard_normal(SIZE).astype(np.float32)
         parameters.values += mine
@@ -129,14 +132,14 @@ def test_parts_that_were_written_count_once(seed: int, wire: str) -> None:
         flow.make_rest()
         try:
             if not owing:
-                snapshot.send(inbox)  # type: ignore[arg-type]
+                mover.write(inbox)  # type: ignore[arg-type]
                 if random_.random() < 2 * inbox.failing:
                     raise smb.UnavailableError("the look at the lease failed, says the test")
                 shared.values += inbox.values
                 owing = True
             if random_.random() < inbox.failing:
                 raise smb.UnavailableError("the round could not be settled, says the test")
-            snapshot.fetch(shared)  # type: ignore[arg-type]
+            mover.fetch(shared)  # type: ignore[arg-type]
             owing = False
         except smb.UnavailableError:
             pass
@@ -144,6 +147,6 @@ def test_parts_that_were_written_count_once(seed: int, wire: str) -> None:
         for part in range(len(parts)):
             if flow.wait(part):
                 flow.adopt(part)
-    left = 0 if flow.unsent is None else flow.unsent
+    left = 0 if flow.ledger.rest is None else flow.ledger.rest
     assert not owing
     assert np.allclose(shared.values + left, done, rtol=0, atol=2e-5)

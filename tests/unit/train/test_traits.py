@@ -9,11 +9,11 @@ from typing import ClassVar
 import pytest
 
 from smb.errors import InvalidArgumentError
+from smb.overlap.hooks import check_overlap
 from smb.tools.demo.recipes import recipe
 from smb.tools.plan.model import CALLING, Question, parts_s, rows
 from smb.tools.plan.network import Network
 from smb.tools.plan.spec import make_spec
-from smb.torch.overlap import check_overlap
 from smb.train import BSP, DiLoCo, LocalSGD, Scheme, scheme_of
 from smb.train.scheme import SCHEMES, by_traits
 from smb.train.traits import Traits
