@@ -37,7 +37,8 @@ from typing import ClassVar
 from smb.buffer import Buffer
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorPlace
-from smb.train.exchange.rounds import Outer, RoundExchange, RoundScheme
+from smb.train.exchange.closing import Outer
+from smb.train.exchange.rounds import RoundExchange, RoundScheme
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import FRAGMENTS_MAX, cut
 from smb.train.group import WIRE_BYTES, Group

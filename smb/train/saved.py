@@ -34,7 +34,7 @@ from smb.safetensors import parse_safetensors, safetensors_header
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.rounds import momentum_name, state_copy, step_name
+from smb.train.exchange.closing import momentum_name, state_copy, step_name
 from smb.train.fragments import Span
 from smb.train.guards import Guards
 from smb.train.parameters import PIECE_ELEMENTS

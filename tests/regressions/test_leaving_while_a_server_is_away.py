@@ -13,7 +13,7 @@ import smb.train
 from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
 from smb.train import DiLoCo, WorkUnits, members
-from smb.train.exchange.rounds import RoundExchange
+from smb.train.exchange.closing import Closer
 from tests.conftest import Connect
 
 AWAY = smb.UnavailableError("the server is away")
@@ -126,7 +126,7 @@ def test_a_round_that_fails_says_why(worker: smb.train.Worker, monkeypatch: pyte
         raise smb.TimeoutError("the sum took too long")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RoundExchange, "_build", build)
+        patch.setattr(Closer, "_build", build)
         with pytest.raises(smb.TimeoutError, match="took too long"):
             worker.step()
     assert _is_free(worker, "next")

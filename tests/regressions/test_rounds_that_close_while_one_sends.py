@@ -98,7 +98,8 @@ def test_a_late_one_of_who_leaves_is_marked_anew(connect: Connect, monkeypatch: 
     """Its mark came as the closer had looked already, so its round ended without it; then it left."""
     two = _Two(connect, _async(quorum=1, grace=0.05), count=3)  # the third one does nothing: a round has its grace
     exchange: Any = two.workers[0].exchange
-    real, stepped = exchange._decide, []
+    closer = exchange._closer
+    real, stepped = closer.decide, []
 
     def decide(*arguments: Any) -> None:
         if not stepped:
@@ -106,7 +107,7 @@ def test_a_late_one_of_who_leaves_is_marked_anew(connect: Connect, monkeypatch: 
             two.step(1)
         real(*arguments)
 
-    monkeypatch.setattr(exchange, "_decide", decide)
+    monkeypatch.setattr(closer, "decide", decide)
 
     def step_until(done: Callable[[], bool], what: str) -> None:
         def check() -> bool:

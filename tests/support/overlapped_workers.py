@@ -21,7 +21,7 @@ from smb.overlap import hooks as overlap_of
 from smb.overlap import parts
 from smb.overlap import plan as overlap_plan
 from smb.train import group
-from smb.train.exchange import rounds
+from smb.train.exchange import closing, rounds
 from smb.train.partition import Prediction
 from smb.train.traits import FUSED
 from tests.support.training_judges import mark_of, seen_in
@@ -133,5 +133,5 @@ def _kill_at(point: str, count: int) -> None:
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for module in (rounds, group, parts):
+    for module in (rounds, closing, group, parts):
         module.failpoint = reach  # type: ignore[attr-defined]

@@ -356,7 +356,7 @@ def test_who_was_stopped_before_it_decided_changes_no_later_round(connect: Conne
     for _ in range(t.DECIDED_KEPT + 1):
         crew.step(0)
     before = table.read()[0, t.DECIDED :]
-    exchange._decide(0, seen)
+    exchange._closer.decide(0, seen)
     assert np.array_equal(table.read()[0, t.DECIDED :], before)
     crew.close()
 

@@ -29,8 +29,9 @@ from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error
 from smb.train import member_table as t
+from smb.train.exchange.closing import state_copy
 from smb.train.exchange.mover import ArrayMover
-from smb.train.exchange.rounds import RoundExchange, state_copy
+from smb.train.exchange.rounds import RoundExchange
 from smb.train.group import WIRE_BYTES, Group, wake
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
@@ -232,10 +233,10 @@ class FragmentExchange(RoundExchange):
             )
         self._received = (
             sum(self._movers[index].fetched.size for index in behind)
-            * WIRE_BYTES[self._step_wire if stepped else EXACT]
+            * WIRE_BYTES[self._scheme.step_wires() if stepped else EXACT]
         )
         self._grace.opened(time.monotonic())
-        self._end()
+        self._closer.end()
         self._read = behind
 
     def _fetch(self, weights: Buffer, indices: Iterable[int]) -> None:
@@ -245,7 +246,8 @@ class FragmentExchange(RoundExchange):
     def _is_step_all(self, behind: list[int]) -> bool:
         """Whether the servers' latest step is all that this worker lacks."""
         index = self._index
-        return bool(self._steps_made) and behind == [index] and self._bases[index] == self._closed_before(self._word)
+        one_behind = behind == [index] and self._bases[index] == self._closed_before(self._word)
+        return bool(self._closer.steps_made) and one_behind
 
     def _read_by_step(self) -> bool:
         """Bring the base on by the servers' step instead of reading it anew. False: a later round of this fragment was
@@ -256,7 +258,7 @@ class FragmentExchange(RoundExchange):
         room = self._delta[: mover.fetched.size]  # what it held was written
 
         def read(_: Buffer) -> None:
-            mover.fetch_step(self._steps_made[made], room, self._step_wire)
+            mover.fetch_step(self._closer.steps_made[made], room, self._scheme.step_wires())
 
         number = self._group.read_by(read, known=self._word, needs_us=self._needed())
         if self._bases[index] != self._closed_before(number << t.ROUND_SHIFT):
