@@ -130,8 +130,8 @@ class Overlap:
             self._flow.make_rest()
             if self._learn():
                 # Parts are cut anew only where none is under way. An error is for the next step: this one is done.
-                self._worker.join_step()
-                if not self._worker.failed:
+                self._worker.steps.wait()
+                if not self._worker.steps.failed:
                     self.wait()
                     self._replan()
         else:
@@ -192,7 +192,7 @@ class Overlap:
                     "a module was called between backward() and optimizer.step(): gradient accumulation, several "
                     "losses, a look at the model, or a step that was left out, or failed and was not called again"
                 )
-        if self._pending and self._worker.unfinished:
+        if self._pending and self._worker.steps.unfinished:
             self._again()  # a pass failed here: this is the first module of the next one
         if self._pending:
             if module.training and torch.is_grad_enabled():
@@ -227,8 +227,8 @@ class Overlap:
             try:
                 self._tell_refusal()
                 self._take_all()
-                self._worker.join_step()
-                if not self._worker.lost:
+                self._worker.steps.wait()
+                if not self._worker.steps.lost:
                     self._settle()  # here, so that a step that raises has changed nothing, and may be called again
             except smb.train.RefusedContributionError:
                 self._gradients.forget()  # they are not of the model that the parameters are now
@@ -253,11 +253,11 @@ class Overlap:
 
     def _step_by_parameter(self, parameter: torch.Tensor) -> None:
         """Step the optimizer for one parameter, and make the parts that this completes."""
-        if not self._began and not self._worker.unfinished:
+        if not self._began and not self._worker.steps.unfinished:
             # All of the exchange before came: what is left of it are a few small calls. If they fail, that is for the
             # optimizer's step, as a graph needs the parameters now.
-            self._worker.join_step()
-            if not self._worker.failed:
+            self._worker.steps.wait()
+            if not self._worker.steps.failed:
                 self._take_all()  # of modules that were not called
                 self._settle()
                 self._begin()
@@ -303,10 +303,10 @@ class Overlap:
             if self._flow.wait(number):
                 self._flow.adopt(number)
                 self._pending.discard(number)
-            elif self._worker.lost:
+            elif self._worker.steps.lost:
                 # To join again is for the next step: it changes all parameters, and a graph may need some.
                 self._pending.clear()
-            elif self._worker.under_way:
+            elif self._worker.steps.under_way:
                 self._settle()
             else:  # what was done here is kept, and sent with the next step
                 self._pending.clear()
@@ -317,10 +317,10 @@ class Overlap:
 
     def _settle(self) -> bool:
         """Wait for the exchange under way. True if this worker joined again, with the shared model's parameters."""
-        if not self._worker.under_way:
+        if not self._worker.steps.under_way:
             return False
         try:
-            rejoined = self._worker.settle()
+            rejoined = self._worker.steps.settle()
         except smb.train.RefusedContributionError:
             self._pending.clear()
             raise
@@ -332,13 +332,13 @@ class Overlap:
 
     def _tell_refusal(self) -> None:
         """Take the shared model over after a refusal, where that failed, and raise the refusal."""
-        if self._worker.refused:
+        if self._worker.steps.refused:
             self._recovered()
 
     def _recovered(self) -> bool:
         """Finish what a failed exchange has left. True if this worker joined again."""
         try:
-            if not self._worker.recover():
+            if not self._worker.steps.recover():
                 return False
         except smb.train.RefusedContributionError:
             self._pending.clear()

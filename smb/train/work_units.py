@@ -141,7 +141,7 @@ class WorkUnits:
             epoch, hint = self._ticket = self._ticket or self._draw()
             if epoch >= self._end:
                 if self._worker is not None:
-                    self._worker.come_back()
+                    self._worker.steps.come_back()
                     self._worker.contribute_rest()
                 if at_end is not None:
                     at_end()
@@ -309,7 +309,7 @@ class WorkUnits:
         that comes last finds nobody else to wait for: its round is closed before its unit is done.
         """
         worker, finished = self._worker, False
-        if worker is None or not worker.rests_count:
+        if worker is None or not worker.exchange.rests_count:
             self._finish()
             return self._last(member)
         try:

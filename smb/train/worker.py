@@ -8,8 +8,6 @@ import dataclasses
 import logging
 import operator
 import struct
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -24,13 +22,13 @@ from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFound
 from smb.rpc import control_pb2 as pb
 from smb.spi import session_of
 from smb.train import member_table as t
-from smb.train.group import Group, check_placement, clear, enter, room
-from smb.train.guards import Guards, RefusedContributionError
-from smb.train.members import MembershipLostError
+from smb.train.group import Group, check_placement, clear, enter
+from smb.train.guards import Guards
 from smb.train.parameters import ArrayParameters, Parameters, Values
 from smb.train.progress import ExchangeEvent, Progress, progress_of
 from smb.train.scheme import Exchange, Scheme
 from smb.train.status import WorkerStatus, worker_status
+from smb.train.steps import Steps, there
 
 _log = logging.getLogger("smb")
 _news = logging.getLogger(TRAINING)
@@ -117,16 +115,8 @@ class Worker:
         self._parameters = parameters
         self._closed = False
         self._listeners: list[Callable[[ExchangeEvent], object]] = []
-        self._away = False  # joining again was begun, and is not done
-        self._seated = False  # but we have a slot again
-        self._unsent = 0  # local steps that the last contribute_rest() could not send
-        self._job: _Job | None = None  # a step in the background
-        self._failed = False  # the last step in the background did, and may have left something unsent
-        self._refusal: RefusedContributionError | None = None  # after it the shared model is not taken over yet
         self._looking = t.Table(group.table.buffer)  # with rows of its own: others look while a step is under way
-        parameters.seated(group)
-        with room(group.name, group.scheme, 4 * parameters.size):
-            self._exchange = group.scheme.run(group, parameters)
+        self._steps = Steps(group, parameters, self._tell)
         _open.add(self)
         session_of(group.client).reports[id(self)] = self._report
 
@@ -134,7 +124,7 @@ class Worker:
         """Make the parameters the shared model: the last part of joining. If it fails, they are unchanged; then
         withdraw().
         """
-        self._exchange.restart()
+        self._steps.exchange.restart()
 
     @property
     def name(self) -> str:
@@ -149,17 +139,17 @@ class Worker:
     @property
     def exchange(self) -> Exchange:
         """The scheme's side of this worker, for what a single scheme offers beyond step (its docstring says)."""
-        return self._exchange
+        return self._steps.exchange
 
     @property
     def batch_size(self) -> int | None:
         """How many samples the next local step is to be made of; None if the scheme leaves that to you."""
-        return self._exchange.batch_size
+        return self._steps.exchange.batch_size
 
     @property
     def gradient_scale(self) -> float:
         """The factor for the gradient, or the loss, of the next local step; 1.0 unless batch_size differs."""
-        return self._exchange.gradient_scale
+        return self._steps.exchange.gradient_scale
 
     @property
     def status(self) -> WorkerStatus:
@@ -210,182 +200,28 @@ class Worker:
         """
         self._check_open()
         self._check_samples(samples)
-        with self.there():
-            self._step(samples)
+        self._steps.step(samples)
 
-    def _step(self, samples: int | None) -> None:
-        if self._away:
-            self._rejoin()
-            return
-        self._start_over()
-        job = self._noted(samples)
-        self._run(job)
-        self._ended(job)
-
-    def _noted(self, samples: int | None) -> _Job:
-        """Take note of a step that begins."""
-        self._unsent = 0
-        self._group.member.add(t.STEPS, 1)
-        for group in filter(None, (self._group, self._group.nested)):
-            group.samples_known = samples is not None
-        return _Job(1 if samples is None else samples, time.perf_counter(), self._moved(), self.contributions)
-
-    def _run(self, job: _Job) -> None:
-        try:
-            self._exchange.step(job.samples)
-        except BaseException as error:  # noqa: BLE001 - raised by _ended
-            job.error = error
-        job.seconds = time.perf_counter() - job.started
-
-    def _ended(self, job: _Job) -> None:
-        """Do what follows from how a step ended."""
-        error = job.error
-        if isinstance(error, MembershipLostError):
-            _log.warning("training %r: %s", self.name, error)
-            if self._exchange.EACH_STEP and self.contributions == job.contributions:
-                self._group.member.add(t.DROPPED, 1)
-            self._rejoin()
-        elif isinstance(error, RefusedContributionError):
-            self._refusal = error
-            self._start_over()
-        elif isinstance(error, Error):
-            self._group.member.add(t.STEPS, -1)  # it is called again
-            raise error
-        elif error is not None:
-            raise error
-        if self._listeners and self._moved() > job.moved:
-            self._tell(self._moved() - job.moved, job.seconds)
-
-    def _start_over(self) -> None:
-        """If a contribution was refused, take the shared model over, and raise that. If this fails it is repeated first
-        of all: the exchange may have read a newer model by then, which the parameters are not.
-        """
-        if self._refusal is not None:
-            self._exchange.restart()
-            refusal, self._refusal = self._refusal, None
-            raise refusal
-
-    # ---- a step in the background, for parameters that move by parts (smb/overlap/parts.py)
+    @property
+    def steps(self) -> Steps:
+        """The steps, for what steps in the background (smb/overlap/hooks.py). Raises where this worker has left."""
+        self._check_open()
+        return self._steps
 
     def start(self, samples: int | None, over: Callable[[], object]) -> None:
-        """Begin a step as `step` does, in a thread of its own, which calls `over` last. `settle` ends it: before that
-        no other call but those that look (status, progress, members) is made. Call `recover` before.
-        """
-        self._check_open()
+        """Begin a step as `step` does, in a thread of its own, which calls `over` last: see Steps.start."""
+        steps = self.steps
         self._check_samples(samples)
-        assert self._job is None
-        assert not self._failed
-        job = self._noted(samples)
-
-        def run() -> None:
-            self._run(job)
-            over()
-
-        job.thread = threading.Thread(target=run, name="smb-exchange", daemon=True)
-        job.thread.start()
-        self._job = job
-
-    @property
-    def lost(self) -> bool:
-        """Whether a step in the background has ended because this worker's membership was lost. No call."""
-        return self._job is not None and isinstance(self._job.error, MembershipLostError)
-
-    @property
-    def refused(self) -> bool:
-        """Whether a contribution was refused, and the shared model could not be taken over then; `recover` does. No
-        call.
-        """
-        return self._refusal is not None
-
-    @property
-    def failed(self) -> bool:
-        """Whether a step in the background has failed, as far as is known now; `settle` says how. No call."""
-        return self._job is not None and self._job.error is not None
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a step has failed, as `settle` said, and `recover` was not called. No call."""
-        return self._failed or self._away or self._refusal is not None
-
-    def join_step(self) -> None:
-        """Wait for a step in the background, and leave it to `settle` to say how it ended."""
-        if self._job is not None and self._job.thread is not None:
-            self._job.thread.join()
+        steps.start(samples, over)
 
     @property
     def weights(self) -> Buffer:
         """The group's weights."""
         return self._group.weights
 
-    @property
-    def under_way(self) -> bool:
-        """Whether there is a step in the background that `settle` has not ended."""
-        return self._job is not None
-
-    def settle(self) -> bool:
-        """Wait for a step in the background. Raises what `step` raises, in the same cases, and joins again as that
-        does: then True, and the parameters are the shared model's.
-        """
-        job, self._job = self._job, None
-        if job is None:
-            return False
-        assert job.thread is not None
-        try:
-            job.thread.join()
-        except BaseException:  # Ctrl-C: it is still under way
-            self._job = job
-            raise
-        rejoins = self._group.member.get(t.REJOINS)
-        self._failed = isinstance(job.error, Error) and not isinstance(
-            job.error, (MembershipLostError, RefusedContributionError)
-        )
-        with self.there():
-            self._ended(job)
-        return self._group.member.get(t.REJOINS) != rejoins
-
-    def recover(self) -> bool:
-        """Finish what a step left that failed, so that the next one may begin. Blocks. May raise what `step` raises.
-
-        True if this worker had to join again: the parameters are the shared model's.
-        """
-        self._check_open()
-        with self.there():
-            if self._away:
-                self._rejoin()
-                self._failed = False
-                return True
-            self._start_over()
-            if self._failed:
-                try:
-                    self._exchange.flush()
-                except MembershipLostError as error:
-                    _log.warning("training %r: %s", self.name, error)
-                    self._rejoin()
-                    self._failed = False
-                    return True
-                self._failed = False
-        return False
-
-    def come_back(self) -> None:
-        """Take part again, where an earlier call could not: as it does, and may raise, in `step`."""
-        if self._away:
-            with self.there():
-                self._rejoin()
-
-    def _give_up(self) -> None:
-        """End a step in the background before it is done. Parts that were sent count."""
-        job, self._job = self._job, None
-        if job is None or job.thread is None:
-            return
-        self._group.given_up = True
-        self._parameters.give_up()
-        job.thread.join()
-        self._group.given_up = False
-
-    def _moved(self) -> int:
-        return self._group.member.get(t.BYTES)
-
     def _tell(self, moved: int, seconds: float) -> None:
+        if not self._listeners:
+            return
         member, progress = self._group.member, self.progress
         norm = struct.unpack("<d", struct.pack("<q", member.get(t.NORM)))[0]
         event = ExchangeEvent(member.get(t.STEPS), progress.round, norm, member.get(t.STALENESS), moved, seconds)
@@ -394,41 +230,13 @@ class Worker:
 
     def flush(self) -> None:
         """Finish what is under way in the background, and wait for it."""
-        self._check_open()
-        self.settle()
-        if self._away:
-            return
-        with self.there():
-            try:
-                self._exchange.flush()
-            except MembershipLostError as error:
-                _log.warning("training %r: %s", self.name, error)
-                self._rejoin()
-
-    @property
-    def rests_count(self) -> bool:
-        """Whether contribute_rest contributes to a round that waits for all who are present."""
-        return self._exchange.rests_count
+        self.steps.flush()
 
     def contribute_rest(self) -> None:
         """Contribute the local steps since the last exchange, where the scheme can do so without waiting for others:
         local SGD. close() does it too. Raises as step.
         """
-        self._check_open()
-        if (
-            self._away or self._failed or self._job is not None
-        ):  # schemes that step in the background exchange each step
-            return
-        with self.there():
-            self._start_over()
-            try:
-                self._unsent = max(self._unsent, self._exchange.contribute_rest())
-            except MembershipLostError as error:
-                _log.warning("training %r: %s", self.name, error)
-                self._rejoin()
-            except RefusedContributionError as error:
-                self._refusal = error
-                self._start_over()
+        self.steps.contribute_rest()
 
     def finish(self) -> None:
         """Finish what is under way, and contribute the rest, as far as the scheme can: the first part of close().
@@ -461,31 +269,20 @@ class Worker:
         with self.there():
             self._group.read_by(read)
 
-    @contextlib.contextmanager
-    def there(self) -> Iterator[None]:
+    def there(self) -> contextlib.AbstractContextManager[None]:
         """Say of what is not found in the block that the training was deleted, where that is why."""
-        try:
-            yield
-        except NotFoundError as error:
-            if not self._group.deleted():
-                raise
-            raise NotFoundError(f"training {self.name!r} was deleted") from error
+        return there(self._group)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Take no part while the block runs: nobody waits for this worker. Afterwards it is back as one who joins: its
         values are the present shared model, and what it had not sent is lost.
         """
-        self._check_open()
-        self.settle()
-        with contextlib.suppress(MembershipLostError):  # then we are aside already
-            self._exchange.close()
-        self._away = True  # if leaving fails, too: the exchange is over
-        self._group.leave()
+        self.steps.go()
         try:
             yield
         finally:
-            self._back(self._group.return_)
+            self._steps.return_()
 
     def close(self, *, load: bool = False) -> None:
         """Leave: what was sent counts, the others go on without this worker. Twice does nothing.
@@ -509,20 +306,20 @@ class Worker:
 
     def _leave(self, *, load: bool) -> None:
         self._forget()
-        self._give_up()
+        self._steps.give_up()
         together = self._parameters.in_ranks
         try:
             if load and together:
                 with self.there():
-                    self._exchange.restart()
-            self._tidy(self._exchange.close)
+                    self._steps.exchange.restart()
+            self._tidy(self._steps.exchange.close)
             if load and not together:
-                del self._exchange  # its memory has the model's size
+                del self._steps.exchange  # its memory has the model's size
                 shared: Values = np.empty(self._group.weights.size, np.float32)
                 with self.there():
                     self._group.read(shared)
                 self._parameters.fill(shared)
-            if self._unsent:
+            if self._steps.unsent:
                 _news.info("%s", self._left_out())
         finally:
             last = self._report()
@@ -532,9 +329,9 @@ class Worker:
 
     def _left_out(self) -> str:
         """Return which steps are in no exchange, in a line."""
-        scheme, one = self.scheme, self._unsent == 1
+        scheme, unsent = self.scheme, self._steps.unsent
         most, of = ("up to ", "each fragment's") if len(self._group.spans) > 1 else ("", "the")
-        steps = f"{most}{self._unsent} local step{' is' if one else 's are'}"
+        steps = f"{most}{unsent} local step{' is' if unsent == 1 else 's are'}"
         return (
             f"left training {self.name!r}: {steps} not in its model, those since {of} last exchange; {scheme.NAME} "
             f"exchanges whole rounds of {scheme.interval()} steps"
@@ -559,7 +356,7 @@ class Worker:
         """
         self._forget()
         try:
-            self._exchange.close()
+            self._steps.exchange.close()
         except Error as error:
             _log.warning("training %r: %s", self.name, error)
         return self._group.withdraw()
@@ -618,31 +415,6 @@ class Worker:
             guard=self._group.guard_fired[:_GUARD_MAX],
         )
 
-    def _rejoin(self) -> None:
-        self._exchange.abandon()
-        self._back(self._group.rejoin)
-
-    def _back(self, join: Callable[[], None]) -> None:
-        self._away = True
-        with self._group.setting_up():  # first: nobody waits for us before we have a slot
-            if not self._sits():
-                self._seated = False
-                join()
-                self._parameters.seated(self._group)
-                self._seated = True
-            self._exchange = self._group.scheme.run(self._group, self._parameters)
-        self._exchange.restart()
-        self._away = self._seated = False
-        self._refusal = None
-
-    def _sits(self) -> bool:
-        """Whether an earlier call has taken a slot that is ours still, and could not go on from there."""
-        with contextlib.suppress(MembershipLostError):
-            if self._seated:
-                self._group.member.check()
-                return True
-        return False
-
     def _check_samples(self, samples: int | None) -> None:
         try:
             known = samples is None or operator.index(samples) >= 0
@@ -654,21 +426,6 @@ class Worker:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError(f"the worker has left training {self.name!r}; join again")
-
-
-@dataclasses.dataclass
-class _Job:
-    """A step: how many samples it is of, when it began (time.perf_counter), and how it ended. `moved` and
-    `contributions` are bytes and contributions that had been sent before it.
-    """
-
-    samples: int
-    started: float
-    moved: int
-    contributions: int
-    seconds: float = 0.0
-    error: BaseException | None = None
-    thread: threading.Thread | None = None
 
 
 @atexit.register

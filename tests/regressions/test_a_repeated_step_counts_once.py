@@ -17,7 +17,7 @@ def test_samples_of_a_step_that_is_made_again(
 ) -> None:
     values = np.zeros(100, np.float32)
     with smb.train.join(connect(), "run", values, scheme) as worker:
-        mover = worker._exchange.mover  # type: ignore[attr-defined]
+        mover = worker.exchange.mover  # type: ignore[attr-defined]
         fetch, failures = mover.fetch, [smb.UnavailableError("away"), smb.UnavailableError("away")]
 
         def fetch_or_not(*arguments: object) -> object:

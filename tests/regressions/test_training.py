@@ -306,7 +306,7 @@ def test_a_repeated_step_counts_its_samples_once(connect: Connect, monkeypatch: 
     scheme = BSP(token_weights=True)
     values = [np.zeros(SIZE, np.float32) for _ in range(2)]
     workers = [smb.train.join(connect(), "run", own, scheme) for own in values]
-    inbox = workers[0]._exchange._inbox  # type: ignore[attr-defined]
+    inbox = workers[0].exchange._inbox  # type: ignore[attr-defined]
     with monkeypatch.context() as away:
         away.setattr(inbox, "write", _unavailable, raising=False)
         values[0] += 1
