@@ -94,7 +94,7 @@ class Steps:
                 self._refusal = error
                 self._start_over()
 
-    # ---- one in the background, for parameters that move by parts (exchange/parts.py)
+    # ---- one in the background, for parameters that move by parts (smb/overlap/parts.py)
 
     def start(self, samples: int | None, over: Callable[[], object]) -> None:
         """Begin a step as `step` does, in a thread of its own, which calls `over` last. `settle` ends it: before that
