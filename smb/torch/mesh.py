@@ -362,7 +362,6 @@ class MeshShared(Shared):
         return self._mesh
 
     def _join(self, *arguments: Any) -> None:
-        self._state = None
         with self._mesh.together():
             if self._ranks.speaks:
                 super()._join(*arguments)
@@ -372,7 +371,7 @@ class MeshShared(Shared):
 
     def _take_statistics(self, loaded: bool) -> None:
         """Take the running statistics that the speaker has got, if it has."""
-        values = self._ranks.tell(self._statistics.values if loaded and self._state is not None else None)
+        values = self._ranks.tell(self._statistics.values if loaded and self._mixed.buffer is not None else None)
         if values is not None:
             self._statistics.values[:] = values
             self._statistics.spread()
@@ -391,8 +390,7 @@ class MeshShared(Shared):
             if self._ranks.speaks:
                 for samples in samples_left:  # all but the last one are only counted
                     self.worker.step(samples)
-                self._unmixed = True
-                self._mix_after_exchange()
+                self._mixed.stepped()
 
     def __repr__(self) -> str:
         return f"<smb.torch.MeshShared of training {self._name!r}, rank {self._ranks.rank} of {self._ranks.count}>"
@@ -473,9 +471,9 @@ class MeshShared(Shared):
         with self._mesh.together():
             if self._ranks.speaks:
                 self.worker.look(self._mesh.look)
-                if self._state is not None:
-                    self._settle_mixing()
-                    statistics = self._state.read(wire="exact")
+                if self._mixed.buffer is not None:
+                    self._mixed.settle()
+                    statistics = self._mixed.buffer.read(wire="exact")
         statistics = self._ranks.tell(statistics)
         seen, self._mesh.seen = self._mesh.seen, None
         assert seen is not None

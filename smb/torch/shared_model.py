@@ -30,7 +30,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ import smb
 import smb.train
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.tensors import TensorTable
+from smb.torch.mixed_statistics import STATE, MixedStatistics
 from smb.torch.model_parameters import Entry, ModelParameters
 from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
 from smb.torch.tensor_values import lasting
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from smb.overlap.hooks import Overlap
     from smb.overlap.plan import Plan
 
-STATE = "state"
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
 FROZEN = "smb.torch.frozen"  # in a buffer's metadata: the mark of the maker's frozen parameters
 _JOIN_TTL_S = 30.0
@@ -175,8 +174,7 @@ class Shared:
         self._check = Check(model, optimizer, self._trained.entries, parts.frozen)
         self._trained.verify = self._check
         self._statistics = Statistics(parts.statistics)
-        self._mixing: Future[Any] | None = None
-        self._unmixed = False  # whether there was a step since the statistics were mixed last
+        self._mixed = MixedStatistics(self._statistics, self._collect_statistics)
         self._open = False
         self._client = client
         self._units: smb.train.WorkUnits | None = None  # of batches()
@@ -221,7 +219,7 @@ class Shared:
         # Kept from before joining until the state is there, so that both buffers are of one maker.
         with keeping(self._client.lock(f"{name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies)):
             self._join_locked(name, scheme, settings, parts, options)
-        self._contributions = self.worker.contributions
+        self._mixed.joined()
 
     def _join_locked(
         self,
@@ -232,7 +230,6 @@ class Shared:
         options: dict[str, Any],
     ) -> None:
         client, mark = self._client, mark_of(parts.frozen) if parts.frozen else None
-        self._state: smb.Buffer | None = None
         group, fresh = None, options.pop("fresh")
         if fresh:
             chosen = _scheme(scheme, settings, None)
@@ -254,18 +251,21 @@ class Shared:
             _compare_frozen(self.worker.weights, mark)
             if fresh and not self.worker.made:
                 raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another made it at this moment")
-            self._join_state(client, name)
+            statistics = self._statistics
+            self._mixed.join(
+                client, self.worker, _metadata(statistics), lambda state: _compare(state, statistics.table)
+            )
             self.worker.begin()
-            if self._state is not None:
+            if self._mixed.buffer is not None:
                 self._statistics.spread()
             if self._overlap is not None:
                 self._overlap.attach(self.worker, lambda: self.samples)
             self.worker.announce()
             _say_idle(name, self._trained.entries)
         except BaseException:
-            if self._withdraw() and self._state is not None:
+            if self._withdraw() and self._mixed.buffer is not None:
                 with contextlib.suppress(Error):  # the reason of the failed join matters more
-                    client.delete(self._state, missing_ok=True)
+                    client.delete(self._mixed.buffer, missing_ok=True)
             raise
 
     def _withdraw(self) -> bool:
@@ -355,7 +355,7 @@ class Shared:
     def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
         assert units is not None
         with self.worker.there():
-            return units.take(self._mix_rest)
+            return units.take(self._mixed.mix_rest)
 
     def wait(self) -> None:
         """Wait until the parameters are what the last exchange made of them: for who looks at them between two steps.
@@ -381,9 +381,9 @@ class Shared:
         self._check_open()
         self._check.model()
         values = values_of(self._trained.entries, torch.from_numpy(self.worker.shared()))
-        if self._state is not None:
-            self._settle_mixing()
-            values |= values_of(self._statistics.entries, torch.from_numpy(self._state.read(wire="exact")))
+        if self._mixed.buffer is not None:
+            self._mixed.settle()
+            values |= values_of(self._statistics.entries, torch.from_numpy(self._mixed.buffer.read(wire="exact")))
         return self._state_with(values)
 
     def _state_with(self, values: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class Shared:
         if not self._open:
             return
         try:
-            if self._finish(load=load) and self._state is not None:
+            if self._finish(load=load) and self._mixed.buffer is not None:
                 self._statistics.spread()
         finally:
             self._leave()
@@ -418,12 +418,12 @@ class Shared:
             if self._overlap is not None:
                 self._overlap.finish()
             self.worker.finish()
-            self._mix_rest()
+            self._mixed.mix_rest()
             if load:
                 self._check.model()
                 self.worker.close(load=True)
-                if self._state is not None:
-                    self._state.read(out=self._statistics.values, wire="exact")
+                if self._mixed.buffer is not None:
+                    self._mixed.buffer.read(out=self._statistics.values, wire="exact")
         except NotFoundError as error:
             if not self.worker.deleted:
                 raise
@@ -469,70 +469,12 @@ class Shared:
             return
         else:
             self._overlap.stepped()
-        self._unmixed = True
-        self._mix_after_exchange()
-
-    def _mix_after_exchange(self) -> None:
-        if self._state is not None and self.worker.contributions != self._contributions:
-            self._mix(self._state)
-
-    def _mix_rest(self) -> None:
-        """Mix what is of steps since the last time, and wait for it: at the end of the batches, and of taking part.
-
-        Not by the count of contributions: what becomes of the last one may be known later, by when others have loaded
-        the average.
-        """
-        self._settle_mixing()
-        if self._state is not None and self._unmixed:
-            self._mix(self._state)
-            self._settle_mixing()
+        self._mixed.stepped()
 
     def _collect_statistics(self) -> None:
         self._statistics.collect()
 
-    def _mix(self, state: smb.Buffer) -> None:
-        """After an exchange, begin to add our running statistics to the average; the last time may be under way yet."""
-        if self._mixing is not None and not self._mixing.done():
-            return
-        self._settle_mixing()
-        self._contributions, self._unmixed = self.worker.contributions, False
-        self._collect_statistics()
-        own = self._statistics.values
-        if not np.isfinite(own).all():
-            raise Error(
-                "a floating-point buffer of the model (running statistics?) is not finite: it is not shared, and the "
-                "model computes with it; look at the batches and the step size"
-            )
-        self._mixing = state.accumulate_async(own, op="elastic", scale=1.0 / self.worker.members)
-
-    def _settle_mixing(self) -> None:
-        if self._mixing is not None:
-            mixing, self._mixing = self._mixing, None
-            with self.worker.there():
-                mixing.result()
-
     # ---- coming and going
-
-    def _join_state(self, client: smb.Client, name: str) -> None:
-        """Take running statistics from the group, or be the first to store them. Under the lock."""
-        statistics = self._statistics
-        if not statistics.entries:
-            return
-        self._collect_statistics()
-        metadata = _metadata(statistics)
-        with self.worker.setting_up():
-            self._state = state = client.create(
-                f"{name}/{STATE}",
-                statistics.values.size,
-                metadata=metadata,
-                replicas=self.worker.weights.info.replicas,
-                exist_ok=True,
-            )
-        _compare(state, statistics.table)
-        if state.version:
-            state.read(out=statistics.values)
-        else:  # who made it may have died before it was written
-            state.publish(statistics.values)
 
     def _leave(self) -> None:
         self._open = False
