@@ -57,7 +57,6 @@ class Relays:
                 "name": task.name,
                 "source": task.source,
                 "parents": [[p.end, p.name] for p in task.parents],
-                "ring": task.ring,
                 "id": task.id,
             }
             for task in tasks

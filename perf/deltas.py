@@ -154,7 +154,7 @@ def main() -> None:
         )
     print(
         f"{whole['s'] / deltas['s']:.1f} times as fast; {whole['received'] / deltas['received']:.1f} times fewer bytes "
-        f"received, {whole['sent'] / deltas['sent']:.1f} times fewer sent, anchors included"
+        f"received, {whole['sent'] / deltas['sent']:.1f} times fewer sent, whole states included"
     )
 
 

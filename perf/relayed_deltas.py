@@ -5,7 +5,7 @@
 The trainer, with a memory server, is on one host, and readers beside another memory server are on a second one
 (perf/relays.py; needs root). Both links out are shaped. Runs with one reader and with several, and each with the whole
 states mirrored alone and with the deltas mirrored, too. Bytes are those that the trainer's interface sent, with all
-frames, headers and waits. The first generation, which is whole, is left out, and so are anchors (one in 64).
+frames, headers and waits. The first generation, which is whole, is left out, and so are later whole states (one in 64).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import smb
 import smb.torch
 from perf.deltas import step
 from perf.relays import READY_S, Case, Cluster, line
-from smb.published import DELTAS, GENERATIONS, MIRROR
+from smb.published import LOG, MIRROR
 
 NAME, RELAY = "m", "h0"
 MODULE = "perf.relayed_deltas"
@@ -40,8 +40,8 @@ def train(address: str, mbytes: int, density: float, whole: bool) -> None:
     state = {"w": torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)}
     with smb.connect(address, timeout=600) as client:
         publisher = smb.torch.Publisher(client, NAME, state, deltas=64, versions=3, servers=["trainer"], relays=[RELAY])
-        for end in (GENERATIONS, DELTAS) if whole else ():
-            client.delete(f"{NAME}{end}{MIRROR}{RELAY}")
+        if whole:
+            client.delete(f"{NAME}{LOG}{MIRROR}{RELAY}")
         print(json.dumps({"ready": True}), flush=True)
         for _ in sys.stdin:
             step(random, bits, density)

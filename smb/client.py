@@ -390,9 +390,9 @@ class Client:
         Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
         readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
         one already keep it; one whose memory was lost, as its server came back without, is made anew. Of what is
-        published with deltas= the deltas and their description are mirrored, too, which takes one and a half times a
-        state more; not where a part of them itself lies. Raises NotFoundError, InvalidArgumentError where the buffer is
-        not published (versions=2 or more), and OutOfMemoryError where a server has no room: then none was added.
+        published with deltas= the log is mirrored, too, which takes one and a half times a state more; not where a part
+        of that itself lies. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or
+        more), and OutOfMemoryError where a server has no room: then none was added.
         """
         source = self.open(name)
         with contextlib.suppress(NotFoundError, PermissionDeniedError):
@@ -421,7 +421,7 @@ class Client:
         return sorted(mirror.server for mirror in self.open(name).info.mirrors)
 
     def _beside(self, state: Buffer) -> builtins.list[Buffer]:
-        """Return what lies beside a state with deltas, the ring first; nothing where a part of that is gone."""
+        """Return the log of a state with deltas; nothing where that is gone."""
         try:
             return [self.open(name) for name in beside(state)]
         except NotFoundError:

@@ -44,14 +44,14 @@ class Publication:
         self._calls = calls
         self._asked = calls.arguments.asked("publish")
         self._token = token
-        self._version = version
+        self.version = version
         self._ttl_ms = round(1000 * ttl)
         self.copy = copy
 
     @property
     def turn(self) -> tuple[int, int, int, float]:
         """The words with which another client takes part: Versions.take_part."""
-        return self._token, self._version, self.copy, self._ttl_ms / 1000
+        return self._token, self.version, self.copy, self._ttl_ms / 1000
 
     @contextlib.contextmanager
     def kept(self, is_late: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -92,7 +92,7 @@ class Publication:
     def commit(self, number: int = 0) -> int:
         """Publish it, as the next version or with a higher number, and return that."""
         return (
-            self._calls.paths.homes()[0].ask(self._asked, AskOpcode.PUBLISH, 0, (self._token, self._version, number)).a
+            self._calls.paths.homes()[0].ask(self._asked, AskOpcode.PUBLISH, 0, (self._token, self.version, number)).a
         )
 
     def give_up(self) -> None:

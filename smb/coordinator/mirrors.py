@@ -83,8 +83,7 @@ class Mirrors:
         return heard and state.alive(record.segments[0].server, now)
 
     def _task(self, state: State, source: BufferRecord, mirror: BufferRecord, now: Instant) -> pb.MirrorTask:
-        ring = source.versions == 1
-        task = pb.MirrorTask(name=mirror.name, source=source.name, ring=ring, id=mirror.id)
+        task = pb.MirrorTask(name=mirror.name, source=source.name, id=mirror.id)
         relays = [each for each in state.mirrors(source) if self._is_alive(state, each, now)]
         if mirror not in relays:
             task.parents.add(end=1.0, name=source.name)

@@ -23,7 +23,7 @@ from smb.coordinator.records import BufferRecord, Held, Kind, SegmentRecord, Ser
 from smb.coordinator.replicas import Copy, copies_on
 from smb.coordinator.retention import is_newer
 from smb.errors import NotFoundError
-from smb.published import DELTAS
+from smb.published import LOG
 
 SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
 SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up
@@ -162,7 +162,7 @@ class State:
 
     def mirrors(self, record: BufferRecord) -> list[BufferRecord]:
         """Return the mirrors of a published buffer, those that are ready, by name."""
-        if record.mirror_of or (record.versions < 2 and not record.name.endswith(DELTAS)):
+        if record.mirror_of or (record.versions < 2 and not record.name.endswith(LOG)):
             return []
         found = [each for each in self.buffers.values() if each.mirror_of == record.id and each.ready]
         return sorted(found, key=lambda each: each.name)

@@ -9,9 +9,7 @@ import threading
 from typing import Any
 
 from smb.client import Client, connect
-from smb.published import DELTAS, GENERATIONS
-from smb.relay.mirror import MirrorRelay
-from smb.relay.ring import RingRelay
+from smb.relay.mirror import Relay
 from smb.spi import session_of
 
 _CALL_S = 20.0  # of one piece over a slow link
@@ -23,32 +21,21 @@ Mirror = tuple[str, int]  # name and id: another one may have that name
 
 def main(coordinator: str, server: str) -> None:
     """Fill what the standard input says, until it ends."""
-    relays: dict[Mirror, MirrorRelay | RingRelay] = {}
+    relays: dict[Mirror, Relay] = {}
     with connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
         threading.Thread(target=_report, args=(client, relays), daemon=True).start()
         for line in sys.stdin:
             tasks: dict[Mirror, Any] = {(task["name"], task["id"]): task for task in json.loads(line)}
             for mirror in [each for each in relays if each not in tasks]:
                 relays.pop(mirror).stop()
-            rings: dict[str, RingRelay] = {}  # by the name of what describes generations
             for mirror, task in tasks.items():
-                ring = relays.get(mirror)
-                if ring is None and task["ring"]:
-                    ring = RingRelay(client, server, task["name"], task["source"])
-                if isinstance(ring, RingRelay):
-                    relays[mirror] = ring
-                    rings[task["source"].removesuffix(DELTAS) + GENERATIONS] = ring
-            for mirror, task in tasks.items():
-                beside = rings.get(task["source"])
-                relay = relays.get(mirror) or MirrorRelay(client, server, task["name"], task["source"], beside)
-                if isinstance(relay, MirrorRelay):
-                    relay.ring = beside
-                relay.plan([(end, parent) for end, parent in task["parents"]])
-                relays[mirror] = relay
+                if mirror not in relays:
+                    relays[mirror] = Relay(client, server, task["name"], task["source"])
+                relays[mirror].plan([(end, parent) for end, parent in task["parents"]])
         os._exit(0)  # its threads may be in the middle of calls; the session ends with its lease, the turn with its ttl
 
 
-def _report(client: Client, relays: dict[Mirror, MirrorRelay | RingRelay]) -> None:
+def _report(client: Client, relays: dict[Mirror, Relay]) -> None:
     wait = threading.Event()
     while True:
         wait.wait(_REPORT_S)

@@ -8,9 +8,8 @@ and a bit for each piece. Its own version is counted up with each change, which 
 
 A reader that sees the bit of a piece, reads the piece and finds version and copy unchanged has read that version.
 
-A mirror of a ring of deltas has such words, too (smb/relay/ring.py). Their version is the generation whose delta
-arrives or has arrived. In place of the copy stands the oldest generation whose delta is still there. It is raised
-before the first byte of an older one is overwritten.
+A mirror of a log (smb/relay/publication_log.py) has such words, too. Their version is the generation whose delta
+arrives or has arrived last.
 """
 
 from __future__ import annotations
@@ -74,11 +73,6 @@ class Arrived:
     version: int
     copy: int
     bits: int
-
-    @property
-    def oldest(self) -> int:
-        """Of a ring: the oldest generation whose delta is there."""
-        return self.copy
 
     @staticmethod
     def of(words: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Arrived:

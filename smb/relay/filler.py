@@ -49,21 +49,17 @@ def retries() -> Backoff:
 class Whereabouts(Protocol):
     """Where something lies in a parent."""
 
-    def copy_of(self, has: Arrived) -> int:
-        """Return the copy in which a mirror has what arrives there."""
-
-    def find(self, buffer: Buffer, version: int, has: Arrived | None) -> int:
-        """Return the copy in which all of a version lies, -1 if it is not there. `has`: of a mirror; None of the
-        source."""
+    def find(self, buffer: Buffer, version: int) -> int:
+        """Return the copy in which all of a version lies, in the source or in another mirror; -1 if it is not there."""
 
 
 class Filler:
     """Fills one mirror, one thing at a time. Its `stop` ends what is under way."""
 
-    def __init__(self, client: Client, name: str, source: str, where: Whereabouts) -> None:
+    def __init__(self, client: Client, name: str, source: str) -> None:
         self.name = name
         self.source = source
-        self.where = where
+        self.where: Whereabouts
         self.parents: Sequence[tuple[float, str]] = ((1.0, source),)
         self.stopping = threading.Event()
         self.changed = threading.Condition()  # of `fill`
@@ -89,17 +85,23 @@ class Filler:
         """Return in bytes per second what came from each parent while it came."""
         return dict(self._rates)
 
-    def arrived_bytes(self) -> int:
-        """Return how much there is of what is under way."""
+    def arrived(self) -> float:
+        """Return which share there is of what is under way, from 0 to 1."""
         fill = self.fill
-        return min(fill.bits.bit_count() * fill.pieces.piece_bytes, fill.pieces.nbytes) if fill is not None else 0
+        return fill.bits.bit_count() / max(1, fill.pieces.count) if fill is not None else 0.0
 
     def bring(
-        self, fill: Fill, publication: Publication, words: Buffer, copy: int, renew: Callable[[], None] | None = None
+        self,
+        fill: Fill,
+        where: Whereabouts,
+        publication: Publication,
+        words: Buffer,
+        renew: Callable[[], None],
     ) -> bool:
-        """Write all of it under a publisher's turn; return whether it is there: not if it was stopped. `copy` is that
-        word of what has arrived. `renew` is called now and then. Raises what went wrong.
+        """Write all of it under a publisher's turn; return whether it is there: not if it was stopped. `where` it lies
+        in its parents; `words`: of what has arrived. `renew` is called now and then. Raises what went wrong.
         """
+        self.where, copy = where, publication.copy
         # Before the first byte: from here on nobody takes what is overwritten for what it was.
         words.publish(Arrived(fill.version, copy, 0).to_words(), ttl=TURN_S)
         teller = threading.Thread(target=self._tell, args=(fill, words, copy), daemon=True)
@@ -126,7 +128,7 @@ class Filler:
             self.fill, self.publication = fill, publication
             self.changed.notify_all()
 
-    def _await(self, fill: Fill, renew: Callable[[], None] | None) -> None:
+    def _await(self, fill: Fill, renew: Callable[[], None]) -> None:
         """Return when it is done, failed, or to be stopped."""
         renewed = time.monotonic()
         while fill.active and not self.stopping.is_set():
@@ -134,7 +136,7 @@ class Filler:
                 if fill.active:
                     fill.changed.wait(AGAIN_S)
             now = time.monotonic()
-            if renew is not None and now - renewed > _RENEW_S:
+            if now - renewed > _RENEW_S:
                 renewed = now
                 renew()
 
@@ -199,7 +201,7 @@ class _Feeder:
 
     def _from_source(self, buffer: Buffer, fill: Fill, publication: Publication) -> None:
         where = self._filler.where
-        copy = where.find(buffer, fill.version, None)
+        copy = where.find(buffer, fill.version)
         while fill.wants(self._parent):
             pieces = fill.take(self._parent, lambda _: True, fill.at_once)
             if not pieces:
@@ -208,7 +210,7 @@ class _Feeder:
                 continue
             if copy >= 0:
                 self._read(buffer, copy, fill, pieces)
-            if copy < 0 or where.find(buffer, fill.version, None) != copy:
+            if copy < 0 or where.find(buffer, fill.version) != copy:
                 fill.fail(NotFoundError(f"version {fill.version} of {buffer.name!r} was overwritten on its way"))
                 return
             self._put(fill, publication, pieces)
@@ -220,10 +222,10 @@ class _Feeder:
         seen = self._words.version
         has = arrived.look(self._words)
         while fill.wants(self._parent):
-            copy = where.copy_of(has)
+            copy = has.copy
             pieces = fill.take(self._parent, has.has, fill.at_once) if has.version == fill.version else []
             if not pieces and has.version > fill.version:  # it has gone on, and may still have this one
-                copy = where.find(buffer, fill.version, has)
+                copy = where.find(buffer, fill.version)
                 if copy >= 0:
                     pieces = fill.take(self._parent, lambda _: True, fill.at_once)
             if not pieces:
@@ -235,8 +237,8 @@ class _Feeder:
                 continue
             self._read(buffer, copy, fill, pieces)
             now = arrived.look(self._words)
-            same = (now.version, where.copy_of(now)) == (fill.version, copy)
-            if same or where.find(buffer, fill.version, now) == copy:
+            same = (now.version, now.copy) == (fill.version, copy)
+            if same or where.find(buffer, fill.version) == copy:
                 self._put(fill, publication, pieces)
             else:
                 fill.give_back(pieces)

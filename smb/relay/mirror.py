@@ -1,8 +1,8 @@
-"""A mirror's relay: follows the published buffer, and fills the mirror from wherever the plan says.
+"""The relay of one mirror: follows what is published, and brings it into the mirror from wherever the plan says.
 
-A thread for each mirror waits for versions and has the publisher's turn. A version shows in the mirror with its
-publication there, under the source's number. Of a state with deltas= the mirror of what describes generations does so
-for the ring of deltas, too: a generation shows there once the deltas that it names are in the ring's mirror.
+A thread for each mirror waits for the next number and has the publisher's turn. What is brought shows in the mirror
+with its publication there, under the source's number. Of a buffer with versions that is the latest version. Of the log
+of a state with deltas it is one entry after the other, each once its delta is there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from smb.engine import memory_of
 from smb.errors import (
     Error,
@@ -22,10 +20,10 @@ from smb.errors import (
     TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.relay import arrived
-from smb.relay.arrived import Arrived, Pieces
+from smb.relay.arrived import Pieces
 from smb.relay.fill import Fill
 from smb.relay.filler import TURN_S, Filler, retries
-from smb.relay.ring import RingRelay
+from smb.relay.publication_log import LogEntry, PublicationLog, next_of
 from smb.spi import versions_of
 
 if TYPE_CHECKING:
@@ -33,60 +31,47 @@ if TYPE_CHECKING:
     from smb.call.versions import Publication
     from smb.client import Client
 
-_LOOK_S = 1.0  # how long one wait for a version takes, so that a stop is noticed
+_LOOK_S = 1.0  # how long one wait for the next takes, so that a stop is noticed
 _READERS_S = 30.0  # for how long readers that pin a mirror's versions may delay the next
 
 _log = logging.getLogger("smb")
 
 
-class _Versions:
-    """Whereabouts of versions."""
-
-    def copy_of(self, has: Arrived) -> int:
-        return has.copy
-
-    def find(self, buffer: Buffer, version: int, has: Arrived | None) -> int:  # noqa: ARG002 - as Whereabouts
-        return versions_of(buffer).find(version)[1]
-
-
-class MirrorRelay:
+class Relay:
     """Keeps one mirror filled. `stop` it."""
 
-    def __init__(self, client: Client, server: str, name: str, source: str, ring: RingRelay | None = None) -> None:
-        """`ring`: of the mirror of what describes generations, the ring's beside it."""
+    def __init__(self, client: Client, server: str, name: str, source: str) -> None:
         self.name = name
         self.version = 0  # that is there, whole
-        self.published = 0  # of the source, as last heard
-        self.ring = ring
-        self._filler = Filler(client, name, source, _Versions())
+        self._filler = Filler(client, name, source)
+        self._tail: _VersionTail | _LogTail | None = None
+        self._nbytes = 0
         self._client = client
         self._server = server
         self._backoff = retries()  # since a version arrived
-        self._mirror: Buffer
-        self._words: Buffer
         self._thread = threading.Thread(target=self._run, name=f"relay-{name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin no other version, and leave the one that is under way."""
+        """Begin nothing else, and leave what is under way."""
         self._filler.stop()
 
     def plan(self, parents: Sequence[tuple[float, str]]) -> None:
-        """Take the next version from these."""
+        """Take what is next from these."""
         self._filler.parents = parents
+
+    @property
+    def published(self) -> int:
+        """The source's latest, as last heard."""
+        return self._tail.published if self._tail is not None else 0
 
     def rates(self) -> dict[str, float]:
         """Return in bytes per second what came from each parent while it came."""
         return self._filler.rates()
 
     def arrived_bytes(self) -> int:
-        """Return how much there is of the version that is under way. With a ring's deltas its share of all bytes, in
-        bytes of it."""
-        ring = self.ring
-        wanted_bytes = ring.wanted_bytes if ring is not None else 0  # the relay's thread sets it to 0
-        if ring is not None and wanted_bytes:
-            return int(self._mirror.nbytes * min(1.0, ring.arrived_bytes() / wanted_bytes))
-        return self._filler.arrived_bytes()
+        """Return how much there is of what is under way, as a share of the mirror's bytes."""
+        return int(self._nbytes * self._filler.arrived())
 
     def _run(self) -> None:
         told, stopping = "", self._filler.stopping
@@ -106,41 +91,59 @@ class MirrorRelay:
 
     def _follow(self) -> None:
         source = self._client.open(self._filler.source)
-        self._mirror, self._words = arrived.open_mirror(self._client, self.name, self._server)
-        self.version = self._mirror.version
+        mirror, words = arrived.open_mirror(self._client, self.name, self._server)
+        kind = _LogTail if source.versions == 1 else _VersionTail
+        self._tail = tail = kind(source, words, self._filler)
+        self._nbytes = mirror.nbytes
+        self.version = mirror.version
         while not self._filler.stopping.is_set():
             try:
                 latest = source.wait(self.version + 1, timeout=_LOOK_S)
             except TimeoutError:
                 continue
-            self.published = latest
+            tail.published = latest
             try:
-                self._take(source, latest)
+                self._take(mirror, tail, latest)
                 self._backoff = retries()
             except NotFoundError as error:
                 # If it was only overtaken, what is open is good still: to open it anew takes the coordinator.
-                if versions_of(source).find(latest)[1] >= 0:
+                if not tail.is_overtaken(latest):
                     raise
                 _log.debug("mirror %s: %s", self.name, error)
                 self._filler.stopping.wait(self._backoff.next_s())
 
-    def _take(self, source: Buffer, version: int) -> None:
-        """Fill that version and publish it."""
-        publication = versions_of(self._mirror).begin(TURN_S, TURN_S, _READERS_S)
+    def _take(self, mirror: Buffer, tail: _VersionTail | _LogTail, latest: int) -> None:
+        """Bring what is next, and publish it under the source's number."""
+        publication = versions_of(mirror).begin(TURN_S, TURN_S, _READERS_S)
         committed = False
         try:
-            if self._fill(source, version, publication) and self._bring_deltas(source, version, publication):
-                publication.commit(version)
+            number = tail.bring(self.version, latest, publication)
+            if number:
+                publication.commit(number)
                 committed = True
-                self.version = version
+                self.version = number
         finally:
             if not committed:
                 publication.give_up()
 
-    def _fill(self, source: Buffer, version: int, publication: Publication) -> bool:
+
+class _VersionTail:
+    """What is next of a buffer with versions: the latest."""
+
+    def __init__(self, source: Buffer, words: Buffer, filler: Filler) -> None:
+        """`words`: of what has arrived in the mirror."""
+        self.published = 0
+        self._source = source
+        self._words = words
+        self._filler = filler
+
+    def is_overtaken(self, version: int) -> bool:
+        return versions_of(self._source).find(version)[1] < 0
+
+    def bring(self, _: int, version: int, publication: Publication) -> int:
+        """Have it in the mirror, and return its number; 0 if that was stopped."""
+        source = self._source
         fill = Fill(Pieces.of(source), version, source.name, self._filler.parents)
-        if self.ring is not None:  # small: nobody has to keep it for us
-            return self._filler.bring(fill, publication, self._words, publication.copy, publication.renew)
         with source.pin(version, ttl=TURN_S) as pin:
 
             def renew() -> None:
@@ -149,16 +152,51 @@ class MirrorRelay:
                     pin.renew()
                     self.published = source.version
                 except Error as error:  # overtaken, or not reached: each read looks whether it is still there
-                    _log.debug("mirror %s: %s", self.name, error)
+                    _log.debug("mirror of %s: %s", source.name, error)
 
-            return self._filler.bring(fill, publication, self._words, publication.copy, renew)
+            return version if self._filler.bring(fill, self, publication, self._words, renew) else 0
 
-    def _bring_deltas(self, source: Buffer, version: int, publication: Publication) -> bool:
-        """Have what this generation names brought to the ring beside it."""
-        ring = self.ring
-        if ring is None:
-            return True
-        words = np.empty(self._mirror.size, np.int64)
-        versions_of(self._mirror).read_from(publication.copy, 0, words.size, memory_of(words))
-        with publication.kept():
-            return ring.bring(source, version, words)
+    def find(self, buffer: Buffer, version: int) -> int:
+        """As Whereabouts."""
+        return versions_of(buffer).find(version)[1]
+
+
+class _LogTail:
+    """What is next of a log: the entry after the last one, with its delta. It lies in the mirror where it lies in the
+    source.
+    """
+
+    def __init__(self, source: Buffer, words: Buffer, filler: Filler) -> None:
+        """`words`: of what has arrived in the mirror."""
+        self.published = 0
+        self._log = PublicationLog(source)
+        self._words = words
+        self._filler = filler
+        self._latest = 0  # of the source, when the entry that is being brought was there
+        self._entry: LogEntry
+
+    def is_overtaken(self, generation: int) -> bool:
+        return self._log.buffer.version > generation
+
+    def bring(self, after: int, latest: int, publication: Publication) -> int:
+        """Have what follows generation `after` in the mirror, and return its number; 0 if that was stopped. Raises
+        NotFoundError if the source has overwritten it.
+        """
+        log, source = self._log, self._log.buffer
+        entries = log.entries(source, latest)
+        entry = next_of(entries, after) if entries else None
+        if entry is None:
+            raise NotFoundError(f"generation {latest} of {source.name!r} was overwritten on its way")
+        if entry.nbytes:
+            self._latest, self._entry = latest, entry
+            fill = Fill(log.pieces(entry), entry.generation, source.name, self._filler.parents)
+            if not self._filler.bring(fill, self, publication, self._words, publication.renew):
+                return 0
+        words = entry.to_words()
+        publication.write(log.slot(entry.generation), words.nbytes, memory_of(words))
+        return entry.generation
+
+    def find(self, buffer: Buffer, version: int) -> int:
+        """As Whereabouts: a log has one copy."""
+        entry, known = self._entry, self._latest if buffer.name == self._log.buffer.name else 0
+        return 0 if entry.generation == version and self._log.holds(buffer, entry, known) else -1

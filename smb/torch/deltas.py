@@ -1,15 +1,14 @@
 """Generations as deltas: what changed since the last one, bit for bit, beside whole states now and then.
 
-Three buffers. NAME holds anchors: whole states, by its versions. NAME.deltas is a ring of bytes into which the trainer
-writes one delta after the other. Version g of NAME.generations says what generation g is: the sum of its state, which
-anchor lies before it, and where the deltas from there on are. Its publication is what makes a generation exist.
+Two buffers. NAME holds whole states, by its versions. NAME.log has an entry for each generation, and the deltas
+(smb/relay/publication_log.py). The publication of an entry is what makes its generation exist.
 
-The reader's guarantee. The deltas that version g names stay in the ring while g + 1 and g + 2 are made (_SLACK): they
-are whole if, after they were read, g + 2 was not published. The anchor that it names is read by its version. The sum of
-the state decides in the end: a state that is not what was published is never shown, but read anew.
+A reader takes the entries after the generation that it has, and the deltas that these name. Where those are gone, or
+larger than a state, it begins with the last whole state. The sum of the state decides in the end: a state that is not
+what was published is never shown, but read anew.
 
-A generation whose delta would be large, the first of a trainer's process, and one after a failure, are anchors by
-themselves: published whole, before version g names them.
+A generation whose delta would be large, the first of a trainer's process, and one after a failure, are published whole,
+before their entry.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,9 +26,8 @@ import numpy as np
 from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, memory_of, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
 from smb.pins import PIN_S_MAX
-from smb.published import DELTAS, GENERATIONS, MIRROR
-from smb.relay import arrived
-from smb.relay.generations import ENTRY_WORDS, HEAD_WORDS, Entry, Head
+from smb.published import LOG
+from smb.relay.publication_log import LogEntry, PublicationLog, chain
 from smb.spi import versions_of
 from smb.torch.state_bytes import StateBytes
 
@@ -38,16 +35,13 @@ if TYPE_CHECKING:
     import torch
 
     from smb.buffer import Buffer
+    from smb.call.versions import Publication
     from smb.client import Client
     from smb.relay.nearest import Nearest
 
 DELTAS_MAX = 1024
 _log = logging.getLogger("smb")
-_SLACK = 3  # of the largest delta's size: two that are written ahead, and what the end of the ring leaves empty
-_DELTA_SHARE = 12  # of the ring that one delta may take: what is larger is published whole
-_RING_MIN = 1 << 16
 _SLICE = 1 << 20  # elements that one thread compares at a time
-_HEAD_VERSIONS = 4
 _TURN_S = 10.0  # of a publisher that is killed; a slow one renews it
 _TRIES = 100  # of a reader against publications
 _TRIES_NEAR = 3  # the same at a mirror, before it takes another
@@ -63,62 +57,13 @@ def create(client: Client, made: list[Buffer], name: str, *form: Any, **options:
     return buffer
 
 
-def _make_heads(client: Client, made: list[Buffer], name: str, words: int, placement: Mapping[str, Any]) -> Buffer:
-    """Make the heads beside the states, if their servers were named; open them wherever they are."""
-    servers = placement.get("servers")
-    named = servers if not isinstance(servers, int) else None  # a number of servers is for what is striped
-    replicas = placement.get("replicas")
-    return _create_beside(client, made, name, words, "int64", {"servers": named, "replicas": replicas}, _HEAD_VERSIONS)
-
-
-def _create_beside(
-    client: Client,
-    made: list[Buffer],
-    name: str,
-    size: int,
-    dtype: str,
-    placement: Mapping[str, Any],
-    versions: int = 1,
-) -> Buffer:
-    """Make what lies beside a state, or open it as it was made: an earlier release gave it one copy."""
-    try:
-        buffer = client.create(name, size, dtype, versions=versions, **placement)
-    except AlreadyExistsError:
-        copies = client.open(name).info.replicas
-        if copies < (placement.get("replicas") or 1):
-            _log.warning("%s has one copy, as it was made by an earlier release; delete the state to have two", name)
-        return client.create(name, size, dtype, versions=versions, replicas=copies, exist_ok=True)
-    made.append(buffer)
-    return buffer
-
-
-class Ring:
-    """The buffers beside the anchors, and the head."""
-
-    def __init__(
-        self,
-        client: Client,
-        anchors: Buffer,
-        deltas: int,
-        *,
-        made: list[Buffer] | None = None,
-        timeout: float = 0.0,
-        placement: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`made`: they are made where they are not there, and added to it; else they are opened."""
-        self.anchors = anchors
-        words = HEAD_WORDS + ENTRY_WORDS * 2 * deltas
-        head, ring = anchors.name + GENERATIONS, anchors.name + DELTAS
-        if made is not None:
-            size = max(_RING_MIN, anchors.nbytes * 3 // 2)
-            self.heads = _make_heads(client, made, head, words, placement or {})
-            self.bytes = _create_beside(client, made, ring, size, "uint8", placement or {})
-        else:
-            self.heads, self.bytes = client.open(head, timeout=timeout), client.open(ring, timeout=timeout)
-        if self.heads.size != words or self.heads.versions < 2 or self.bytes.dtype != np.uint8:
-            raise InvalidArgumentError(f"{head!r} and {ring!r} are not what a Publisher with deltas={deltas} makes")
-        self.size = self.bytes.size
-        self.delta_max = self.size // _DELTA_SHARE
+def _log_of(buffer: Buffer, deltas: int, state: Buffer) -> PublicationLog:
+    """Return the log in a buffer. Raises InvalidArgumentError if no Publisher of that state made it."""
+    if buffer.size != PublicationLog.form(deltas, state.nbytes)[0]:
+        raise InvalidArgumentError(
+            f"{buffer.name!r} is not what a Publisher of {state.name!r} with deltas={deltas} makes"
+        )
+    return PublicationLog(buffer)
 
 
 class DeltaWriter:
@@ -127,16 +72,21 @@ class DeltaWriter:
     def __init__(
         self,
         client: Client,
-        anchors: Buffer,
+        wholes: Buffer,
         state: StateBytes,
         deltas: int,
         placement: Mapping[str, Any],
         made: list[Buffer],
     ) -> None:
-        self._ring = Ring(client, anchors, deltas, made=made, placement=placement)
+        """`wholes`: the state's buffer. A log is made where there is none, and added to `made`."""
+        size, metadata = PublicationLog.form(deltas, wholes.nbytes)
+        buffer = create(client, made, wholes.name + LOG, size, "uint8", metadata=metadata, **placement)
+        self._log = _log_of(buffer, deltas, wholes)
+        self._wholes = wholes
         self._state = state
         self._deltas = deltas
-        self._head: Head | None = None  # of what `state` was published as; None: publish it whole
+        self._last: LogEntry | None = None  # what `state` was published as; None: publish it whole
+        self._begin = 0  # where the deltas since the last whole state begin in the ring
         self._delta: bytes | None = None
         self._total = 0
         self.sent_bytes = 0
@@ -144,13 +94,13 @@ class DeltaWriter:
     @property
     def generation(self) -> int:
         """The one published last."""
-        return self._ring.heads.version
+        return self._log.buffer.version
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a state. Afterwards `state` is that."""
         given = list(self._state.pieces(tensors))  # the owners, too: their memory is read below
-        self._delta, head = None, self._head
-        self._head = None  # until it is published
+        self._delta, last = None, self._last
+        self._last = None  # until it is published
         width, base = self._state.width, self._state.bytes.ctypes.data
         slices = [
             (at + offset, address + offset, min(_SLICE * width, nbytes - offset))
@@ -170,112 +120,89 @@ class DeltaWriter:
             with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(slices))) as threads:
                 parts = list(threads.map(compare, slices))
         known = [part for part in parts if part is not None]
-        if head is None or len(known) < len(parts):
+        if last is None or len(known) < len(parts):
             return
         delta = b"".join(part for part, _ in known)
-        if len(delta) <= self._ring.delta_max:
-            self._delta, self._head = delta, head
-            self._total = (head.total + sum(added for _, added in known)) % 2**64
+        if len(delta) <= self._log.delta_max:
+            self._delta, self._last = delta, last
+            self._total = (last.total + sum(added for _, added in known)) % 2**64
 
     def publish(self, asked: str, timeout: float) -> int:
         """Publish what was taken last; return its generation."""
-        head, delta = self._head, self._delta
-        self._head = self._delta = None
+        last, delta = self._last, self._delta
+        self._last = self._delta = None
         self.sent_bytes = 0
-        heads = self._ring.heads
-        # In the turn of a publisher of the heads: another trainer's generation, put there after we have looked, would
-        # be described by our words, and its delta be where ours is.
-        turn = versions_of(heads).begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
+        # In the publisher's turn, which refuses what a trainer of before still writes: its entry and its delta would
+        # lie where ours do.
+        turn = versions_of(self._log.buffer).begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
         with turn.kept():
             try:
                 made = None
-                if head is not None and delta is not None and heads.version == head.generation:
-                    made = self._with_delta(head, delta)
-                made = made or self._whole(asked, timeout)
-                words = made.to_words(heads.size)
-                turn.write(0, heads.nbytes, memory_of(words))
+                if last is not None and delta is not None and turn.version == last.generation + 1:
+                    made = self._with_delta(turn, last, delta)
+                made = made or self._whole(asked, turn.version, timeout)
+                self._send(turn, self._log.slot(made.generation), made.to_words())
             except BaseException:
                 turn.give_up()
                 raise
             turn.commit()
-        self.sent_bytes += heads.nbytes
         return self._finish(asked, made, timeout)
 
-    def _whole(self, asked: str, timeout: float) -> Head:
-        """Publish all of the state, as an anchor for readers to begin with."""
-        latest = Head.read(asked, self._ring.heads, self._ring.size)
-        total = state_sum(self._state.bytes)
-        version = self._publish_anchor(timeout)
-        generation = latest.generation + 1
-        return Head(generation, total, version, generation, total, latest.end)
+    def _send(self, turn: Publication, start: int, content: np.ndarray[Any, Any]) -> None:
+        turn.write(start, content.nbytes, memory_of(content))
+        self.sent_bytes += content.nbytes
 
-    def _with_delta(self, head: Head, delta: bytes) -> Head | None:
-        """Write the delta; None if readers could not come from the anchor to it."""
-        ring, start = self._ring, head.end
-        if start % ring.size + len(delta) > ring.size:
-            start += ring.size - start % ring.size
-        end = start + len(delta)
-        entries = (*head.entries, Entry(head.generation + 1, start, len(delta)))[-2 * self._deltas :]
-        oldest = end + _SLACK * ring.delta_max - ring.size
-        entries = tuple(entry for entry in entries if entry.start >= oldest)
-        made = replace(head, generation=head.generation + 1, total=self._total, end=end, entries=entries)
-        if made.since(made.anchor_generation) is None:
+    def _whole(self, asked: str, generation: int, timeout: float) -> LogEntry:
+        """Publish all of the state, for readers to begin with."""
+        before = self._log.entries(self._log.buffer, generation - 1, generation - 2) if generation > 1 else ()
+        if generation > 1 and not before:
+            raise Error(f"{asked}: the log's last entry makes no sense: no Publisher wrote it")
+        end = before[-1].end if before else 0
+        total = state_sum(self._state.bytes)
+        version = self._publish_whole(timeout)
+        self._begin = end
+        return LogEntry(generation, end, 0, total, generation, version, total)
+
+    def _with_delta(self, turn: Publication, last: LogEntry, delta: bytes) -> LogEntry | None:
+        """Write the delta; None if readers could not come from the last whole state to it."""
+        log = self._log
+        place = log.next_place(last.end, len(delta))
+        made = replace(last, generation=turn.version, place=place, nbytes=len(delta), total=self._total)
+        if made.generation - made.whole_generation > log.kept or made.end - self._begin > log.room:
             return None
         if delta:
-            ring.bytes.write(np.frombuffer(delta, np.uint8), start % ring.size)
-            self.sent_bytes += len(delta)
+            self._send(turn, log.place(made), np.frombuffer(delta, np.uint8))
         return made
 
-    def _finish(self, asked: str, made: Head, timeout: float) -> int:
-        if made.generation - made.anchor_generation >= self._deltas or self._is_far(made):
+    def _finish(self, asked: str, made: LogEntry, timeout: float) -> int:
+        far = made.end - self._begin > self._log.room // 2
+        if made.generation - made.whole_generation >= self._deltas or far:
             # Named by the next generation: until then readers begin with the one before.
             try:
-                version = self._publish_anchor(timeout)
-                made = replace(made, anchor=version, anchor_generation=made.generation, anchor_total=made.total)
+                version = self._publish_whole(timeout)
+                made = replace(made, whole_generation=made.generation, whole_version=version, whole_total=made.total)
+                self._begin = made.end
             except Error as error:  # the generation is there; the next one tries again
-                _log.warning("%s: generation %d has no anchor yet: %s", asked, made.generation, error)
-        self._head = made
+                _log.warning("%s: generation %d is not there whole yet: %s", asked, made.generation, error)
+        self._last = made
         return made.generation
 
-    def _is_far(self, made: Head) -> bool:
-        """Whether the deltas since the anchor have half of the room that there is for them."""
-        room = self._ring.size - _SLACK * self._ring.delta_max
-        return sum(e.nbytes for e in made.entries if e.generation > made.anchor_generation) > room // 2
-
-    def _publish_anchor(self, timeout: float) -> int:
+    def _publish_whole(self, timeout: float) -> int:
         self.sent_bytes += self._state.nbytes
-        return self._ring.anchors.publish(self._state.elements, timeout=timeout)
-
-
-class _NearRing:
-    """A mirror of the ring, and what has arrived there."""
-
-    def __init__(self, client: Client, ring: str, heads: Buffer) -> None:
-        """`heads`: the mirror beside it. Raises NotFoundError if there is no such ring."""
-        (place,) = heads.layout.segments
-        self.heads = heads
-        self.bytes = client.open(f"{ring}{MIRROR}{place.server}")
-        self._words = client.open(self.bytes.name + arrived.SUFFIX)
-
-    def entries(self, wanted: list[Entry], source: Buffer) -> list[Entry]:
-        """Return which of these are there now. `source`: of what it is a mirror."""
-        has = arrived.look(self._words) if wanted else None
-        return [entry for entry in wanted if has is not None and entry.is_in(source, has)]
+        return self._wholes.publish(self._state.elements, timeout=timeout)
 
 
 class DeltaReader:
     """A follower's side: brings a state from the generation that it is to the latest. One thread at a time."""
 
     def __init__(
-        self, client: Client, anchors: Buffer, nearest: Nearest, state: StateBytes, deltas: int, timeout: float
+        self, client: Client, wholes: Buffer, nearest: Nearest, state: StateBytes, deltas: int, timeout: float
     ) -> None:
-        """`nearest`: of the anchors and their mirrors. Deltas and heads are read from the nearest, too."""
-        self._client = client
-        self._ring = Ring(client, anchors, deltas, timeout=timeout)
-        self._anchors = nearest
-        self._anchors_name = anchors.name
-        self._heads = nearest.beside(self._ring.heads)
-        self._near: _NearRing | None = None
+        """`nearest`: of the state's buffer and its mirrors. The log is read from the nearest, too."""
+        self._log = _log_of(client.open(wholes.name + LOG, timeout=timeout), deltas, wholes)
+        self._wholes = nearest
+        self._name = wholes.name
+        self._logs = nearest.beside(self._log.buffer)
         self._state = state
         self.generation = 0  # that `state` is
         self._returned = 0  # by the last read: mirrors that have not come so far are not read
@@ -285,17 +212,17 @@ class DeltaReader:
     @property
     def latest(self) -> int:
         """The one published last."""
-        return self._ring.heads.version
+        return self._log.buffer.version
 
     @property
     def mirror_name(self) -> str:
         """The state's mirror on the server from which generations come now; "" if from the source. For any thread."""
-        name = self._heads.mirror_name
-        return self._anchors_name + name.removeprefix(self._ring.heads.name) if name else ""
+        name = self._logs.mirror_name
+        return self._name + name.removeprefix(self._log.buffer.name) if name else ""
 
     def wait(self, generation: int, timeout: float | None) -> int:
         """As Buffer.wait: until the nearest mirror has it, too."""
-        return self._heads.wait(generation, timeout)
+        return self._logs.wait(generation, timeout)
 
     def read(self, asked: str, wanted: int | None = None) -> int:
         """Make the state the latest generation of the nearest, or the one that is wanted, and return that; 0 before the
@@ -303,85 +230,70 @@ class DeltaReader:
         is not there.
         """
         self.received_bytes = 0
-        self._returned = self._heads.read(partial(self._read_from, asked), self._returned, wanted)
+        self._returned = self._logs.read(partial(self._read_from, asked), self._returned, wanted)
         return self._returned
 
-    def _read_from(self, asked: str, heads: Buffer, wanted: int | None) -> int:
-        """As read, from what describes generations or a mirror of it."""
-        mirrored = heads is not self._ring.heads
-        for _ in range(_TRIES_NEAR if mirrored else _TRIES):
-            head = Head.read(asked, heads, self._ring.size, wanted)
-            if head.generation == 0 or head.generation == self.generation:
-                return head.generation
-            if wanted is not None and not mirrored and heads.version >= wanted + 2:
-                raise NotFoundError(f"{asked}: generation {wanted} is over: with deltas= the last two can be read")
-            chain = head.since(self.generation) if self.generation else None
-            if chain is None or sum(entry.nbytes for entry in chain) >= self._state.nbytes:
-                self.generation = 0
-                chain = head.since(head.anchor_generation)
-                if chain is None or not self._read_anchor(head):
-                    continue
-            if self._apply(head, chain, self._ring_near(heads) if mirrored else None):
+    def _read_from(self, asked: str, source: Buffer, wanted: int | None) -> int:
+        """As read, from the log or a mirror of it."""
+        for _ in range(_TRIES if source is self._log.buffer else _TRIES_NEAR):
+            latest = source.version
+            if latest < (wanted or 0):
+                raise NotFoundError(f"{asked}: generation {wanted} is not published yet: the latest is {latest}")
+            to = latest if wanted is None else wanted
+            if to in (0, self.generation):
+                return to
+            since = self.generation if self.generation < to else 0
+            entries = self._log.entries(source, latest, since)
+            deltas = chain(entries, since, to) if since else None
+            if deltas is None or sum(entry.nbytes for entry in deltas) >= self._state.nbytes:
+                if since:
+                    entries = self._log.entries(source, latest)
+                if not entries:
+                    continue  # later ones have gone over them
+                deltas = self._begin(entries, to)
+                if deltas is None and to < latest:
+                    raise NotFoundError(f"{asked}: generation {wanted} is over: no whole state before it is there")
+            if deltas is not None and self._apply(source, latest, entries, deltas, to):
                 return self.generation
         raise UnavailableError(f"{asked}: again and again a publication overtook it, or what was read was not what was "
                                f"published; the state is as it was, or empty: read again")  # fmt: skip
 
-    def _ring_near(self, heads: Buffer) -> _NearRing | None:
-        """Return the ring beside a mirror; None if it has none, or that is being made."""
-        if self._near is None or self._near.heads is not heads:
-            self._near = None
-            with suppress(NotFoundError):
-                self._near = _NearRing(self._client, self._ring.bytes.name, heads)
-        return self._near
-
-    def _read_anchor(self, head: Head) -> bool:
+    def _begin(self, entries: tuple[LogEntry, ...], to: int) -> tuple[LogEntry, ...] | None:
+        """Read the last whole state before a generation; return the deltas from there on. None: one of them is gone."""
+        wanted = next((entry for entry in entries if entry.generation == to), None)
+        deltas = chain(entries, wanted.whole_generation, to) if wanted is not None else None
+        if wanted is None or deltas is None:
+            return None
+        self.generation = 0
         try:
-            self._anchors.read(self._state.read, 0, head.anchor)
-        except NotFoundError:  # overwritten: a later head names another
-            return False
+            self._wholes.read(self._state.read, 0, wanted.whole_version)
+        except NotFoundError:  # overwritten: a later entry names another
+            return None
         self.received_bytes += self._state.nbytes
         self._total = state_sum(self._state.bytes)
-        if self._total != head.anchor_total:
-            return False
-        self.generation = head.anchor_generation
-        return True
+        if self._total != wanted.whole_total:
+            return None
+        self.generation = wanted.whole_generation
+        return deltas
 
-    def _apply(self, head: Head, chain: tuple[Entry, ...], near: _NearRing | None) -> bool:
-        """Bring the state to the head's generation. False: it is none, or as it was."""
-        deltas = self._read_deltas(head, chain, near)
-        if deltas is None:
+    def _apply(
+        self, source: Buffer, latest: int, entries: tuple[LogEntry, ...], deltas: tuple[LogEntry, ...], to: int
+    ) -> bool:
+        """Bring the state to that generation. False: it is none, or as it was."""
+        read = [np.empty(entry.nbytes, np.uint8) for entry in deltas]
+        for entry, delta in zip(deltas, read, strict=True):
+            if delta.size:
+                source.read(self._log.place(entry), delta.size, out=delta)
+                self.received_bytes += delta.size
+        if deltas and not self._log.holds(source, deltas[0], latest):
             return False  # they may be overwritten; the state is as it was
+        wanted = next(entry.total for entry in entries if entry.generation == to)
         self.generation = 0  # until all is applied and the sum is right
         total: int | None = self._total
-        for delta in deltas:
+        for delta in read:
             if delta.size and total is not None:
                 total = delta_apply(self._state.width, self._state.bytes, delta, total)
-        if total != head.total:
+        if total != wanted:
             return False
-        self.generation, self._total = head.generation, total
+        self.generation, self._total = to, total
         return True
-
-    def _read_deltas(
-        self, head: Head, chain: tuple[Entry, ...], near: _NearRing | None
-    ) -> list[np.ndarray[Any, Any]] | None:
-        """Read them from the mirror near here, and from the source what is not there; None if some may be overwritten
-        there, too."""
-        deltas = {entry: np.empty(entry.nbytes, np.uint8) for entry in chain}
-        missing = [entry for entry in chain if entry.nbytes]
-        if near is not None and missing:
-            try:
-                there = near.entries(missing, self._ring.bytes)
-                self._read_entries(near.bytes, there, deltas)
-                there = near.entries(there, self._ring.bytes)  # those that still are were so all the time
-                missing = [entry for entry in missing if entry not in there]
-            except NotFoundError:  # stopped, and perhaps made anew
-                self._near = None
-        self._read_entries(self._ring.bytes, missing, deltas)
-        if missing and self._ring.heads.version >= head.generation + 2:
-            return None
-        return list(deltas.values())
-
-    def _read_entries(self, ring: Buffer, entries: list[Entry], deltas: dict[Entry, np.ndarray[Any, Any]]) -> None:
-        for entry in entries:
-            ring.read(entry.start % self._ring.size, entry.nbytes, out=deltas[entry])
-            self.received_bytes += entry.nbytes

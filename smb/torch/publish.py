@@ -20,7 +20,7 @@ import torch
 from smb.call.published_states import PUBLISHER, READER
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX, Pin
-from smb.published import ABOUT
+from smb.published import ABOUT, LOG_FORMAT
 from smb.relay.nearest import Nearest
 from smb.spi import session_of
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
@@ -94,8 +94,7 @@ class Publisher:
 
     deltas=16 publishes what changed since the last generation, bit for bit, and the whole state every 16th time, or
     sooner where much changes. That is for states of which a step changes few bits, as with bfloat16; what is published
-    stays exact. It takes one further buffer of one and a half times the state's size, and two names beside this one
-    (`.deltas`, `.generations`).
+    stays exact. It takes one further buffer of one and a half times the state's size, beside this one (`.log`).
 
     `mesh` is of a model that is sharded over several ranks (FSDP2, tensor parallel): every rank makes the Publisher and
     publishes as the others do, and writes its own shards. Where the state has DTensors and no mesh is given, the ranks
@@ -163,6 +162,8 @@ class Publisher:
         if ranks is not None:
             check_same(asked, ranks, forms)
         about = {"deltas": deltas, "tied": self._tied, "part": names is not None}
+        if deltas:
+            about["log"] = LOG_FORMAT
         options["metadata"] = {**(options.get("metadata") or {}), ABOUT: about}
         placement = {key: value for key, value in options.items() if key in ("servers", "stripe", "replicas")}
         made: list[Buffer] = []
@@ -171,7 +172,8 @@ class Publisher:
             with _agreed(ranks):
                 if ranks is None or ranks.speaks:
                     self.buffer = create(client, made, name, tensors=forms, versions=versions, **options)
-                    if (found := _about(self.buffer)) != about:
+                    found = _about(asked, self.buffer)
+                    if found != about:
                         raise InvalidArgumentError(
                             f"{asked}: it exists, published with {_told(found)}, not {_told(about)}; do as before, or "
                             f"delete it"
@@ -326,7 +328,7 @@ class Follower:
         self.buffer = buffer
         self.generation = 0
         self._nearest = Nearest(client, buffer, near)
-        self._about = _about(buffer)
+        self._about = _about(asked, buffer)
         deltas = self._about["deltas"]
         self._memory: StateBytes | PartBytes
         self._reader: DeltaReader | None = None
@@ -583,10 +585,18 @@ def _placed_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _about(buffer: Buffer) -> dict[str, Any]:
-    """Return how a state is published: of one from before there was a choice, as then."""
+def _about(asked: str, buffer: Buffer) -> dict[str, Any]:
+    """Return how a state is published: of one from before there was a choice, as then. Raises InvalidArgumentError for
+    deltas in another form than ours.
+    """
     stored = buffer.metadata.get(ABOUT, {})
-    return {"deltas": 0, "tied": {}, "part": False, **(stored if isinstance(stored, dict) else {})}
+    about = {"deltas": 0, "tied": {}, "part": False, **(stored if isinstance(stored, dict) else {})}
+    if about["deltas"] and about.get("log") != LOG_FORMAT:
+        raise InvalidArgumentError(
+            f"{asked}: another release published it with deltas=, in a form that this one does not read: delete it "
+            f"with what lies beside it (smb ls --all), and publish anew"
+        )
+    return about
 
 
 def _give_up(client: Client, made: Sequence[Buffer]) -> None:

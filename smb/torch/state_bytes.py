@@ -43,7 +43,7 @@ class _Memory:
 
 
 class StateBytes(_Memory):
-    """A whole state: bytes, filled up to whole words, and as what the buffer of anchors takes."""
+    """A whole state: bytes, filled up to whole words, and as what its buffer takes."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.nbytes = buffer.nbytes

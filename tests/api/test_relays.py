@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import smb
 from smb.relay.arrived import PIECES_MAX, Arrived, Pieces, bits_of
 from smb.relay.fill import Fill
-from smb.relay.mirror import MirrorRelay
+from smb.relay.mirror import Relay
 from smb.tools.cli.main import app
 from tests.support import second_copy
 from tests.support.daemons import DEADLINE_S, relay_of, running_daemons, tidy, wait_for
@@ -148,7 +148,7 @@ def test_a_mirror_that_was_overtaken_goes_on_without_the_coordinator(monkeypatch
         mirror = has(client, "server-1", 1)
         process = relay_of(cluster.servers[1])
         os.kill(process, signal.SIGSTOP)
-        relay = MirrorRelay(relays, "server-1", mirror.name, SOURCE)
+        relay = Relay(relays, "server-1", mirror.name, SOURCE)
         try:
             wait_for(lambda: relay.version == 1, "the relay", DEADLINE_S)
             source.publish(generation(2))

@@ -115,7 +115,7 @@ def test_who_may_not_read_the_source_gets_nothing(source: smb.Buffer, connect_as
 
 
 def test_deltas_by_way_of_mirrors(connect_as: Any) -> None:
-    """A state with deltas=, its description and its deltas are mirrored with its namespace's rights; a reader of it
+    """A state with deltas=, and its log, are mirrored with its namespace's rights; a reader of it
     follows to the bit, and another memory server opens none of it."""
     trainer, reader = connect_as("of-team", timeout=DEADLINE_S), connect_as("reader-of-team", transport=FAR)
     rogue = connect_as("server-2", timeout=20.0)
@@ -127,12 +127,10 @@ def test_deltas_by_way_of_mirrors(connect_as: Any) -> None:
     for number in range(1, 7):
         bits[number * 1000 : number * 1100] += number
         assert publisher.publish() == number
-        for end in (".deltas", ".generations"):
-            reader.open(f"team/steps{end}.mirror.server-1")
-        assert reader.open("team/steps.generations.mirror.server-1").wait(number, timeout=DEADLINE_S) == number
+        assert reader.open("team/steps.log.mirror.server-1").wait(number, timeout=DEADLINE_S) == number
         assert torch.equal(follower.state_dict()["w"], bits)
         assert follower.generation == number
-    for name in ("team/steps", "team/steps.deltas", "team/steps.deltas.mirror.server-1"):
+    for name in ("team/steps", "team/steps.log", "team/steps.log.mirror.server-1"):
         with pytest.raises(smb.PermissionDeniedError, match=r"server-2.*opens its own mirrors"):
             rogue.open(name)
 

@@ -13,6 +13,8 @@ import torch
 
 import smb
 import smb.torch
+from smb.published import ABOUT
+from smb.relay.publication_log import PublicationLog
 from tests.conftest import Connect
 from tests.support.clients import in_process
 from tests.support.commands import run_here
@@ -65,7 +67,7 @@ def test_stat_tells_the_generation(connect: Connect, capsys: pytest.CaptureFixtu
     smb.torch.publish(client, "plain", state_of(1))
     assert "version 1\n" in run_smb(capsys, client, "stat", "plain")[1]
     assert "generation" not in json.loads(run_smb(capsys, client, "stat", "plain", "--json")[1])
-    client.delete("w.generations")
+    client.delete("w.log")
     assert "generation unknown" in run_smb(capsys, client, "stat", "w")[1]
 
 
@@ -82,65 +84,65 @@ def test_a_state_with_deltas_keeps_its_name(connect: Connect) -> None:
 
 
 def test_ls_counts_what_lies_beside_a_state(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
-    """`smb ls` shows a state once; with --all also its deltas, generations and mirrors. Buffers that only have such
-    names are shown.
+    """`smb ls` shows a state once; with --all also its log and mirrors. Buffers that only have such names are
+    shown.
     """
     client = connect()
     smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"], relays=["server-1"]).publish()
-    mirrors = [f"w{end}.mirror.server-1" for end in (".deltas", ".generations", "")]
+    mirrors = [f"w{end}.mirror.server-1" for end in (".log", "")]
     words = {f"{mirror}.arrived" for mirror in mirrors}
     wait_for(lambda: words <= {info.name for info in client.list()}, "the relays' words")
-    for name in ("v", "v.deltas", "v.generations", "u.mirror.server-1", "u.deltas"):
+    for name in ("v", "v.log", "u.mirror.server-1", "u.log"):
         client.create(name, 4)
+    client.create("u", 4, versions=2)
 
     def shown(*options: str) -> list[str]:
         return [line.split()[0] for line in run_smb(capsys, client, "ls", *options)[1].splitlines()[1:] if line]
 
-    plain = ["u.deltas", "u.mirror.server-1", "v", "v.deltas", "v.generations"]
+    plain = ["u", "u.log", "u.mirror.server-1", "v", "v.log"]
     assert shown() == [*plain, "w", "and"]
-    assert "and 8 buffers of published states" in run_smb(capsys, client, "ls")[1]
-    beside = sorted(["w.deltas", "w.generations", *mirrors, *words])
+    assert "and 5 buffers of published states" in run_smb(capsys, client, "ls")[1]
+    beside = sorted(["w.log", *mirrors, *words])
     assert shown("--all") == [*plain, "w", *beside]
     listed = json.loads(run_smb(capsys, client, "ls", "--json")[1])
     assert [each["name"] for each in listed] == [*plain, "w", *beside]
     client.delete("w")
-    assert shown() == [*plain, "w.deltas", "w.generations", "and"]
+    assert shown() == [*plain, "w.log", "and"]
 
 
 def test_what_lies_beside_a_state_has_no_mirrors(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
-    """A state's generations or deltas are mirrored with it: alone it is refused, and names the state. A buffer that
-    only has such a name can have mirrors.
+    """A state's log is mirrored with it: alone it is refused, and names the state. A buffer that only has such a name
+    can have mirrors.
     """
     client = connect()
     smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"]).publish()
-    for beside in ("w.generations", "w.deltas"):
-        code, _, said = run_smb(capsys, client, "relay", beside, "--auto")
-        assert code == 1
-        assert f"relay of {beside!r}: it belongs to the published state 'w'; mirror that" in said
+    code, _, said = run_smb(capsys, client, "relay", "w.log", "--auto")
+    assert code == 1
+    assert "relay of 'w.log': it belongs to the published state 'w'; mirror that" in said
     assert len(client.relay("w")) == 2
     client.create("v", 4)
-    for name in ("v.generations", "u.generations"):
+    for name in ("v.log", "u.log"):
         client.create(name, 4, versions=2, servers=["server-0"])
         assert len(client.relay(name)) == 2
 
 
 def test_rm_deletes_a_state_with_what_lies_beside_it(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
-    """`smb rm` of a state deletes its deltas and generations too, and says so, also where a part is gone; a part alone
+    """`smb rm` of a state deletes its deltas too, and says so, also where a part is gone; a part alone
     can be deleted, and buffers that only have such names stay.
     """
     client = connect()
-    client.create("plain.deltas", 4)
+    client.create("plain.log", 4)
     client.create("plain", 4)
-    for gone in ("", "w.deltas", "w.generations"):
+    for gone in ("", "w.log"):
         smb.torch.Publisher(client, "w", state_of(0), deltas=4).publish()
         if gone:
             assert run_smb(capsys, client, "rm", gone) == (0, "", "")
             assert "w" in [info.name for info in client.list()]
         code, said, _ = run_smb(capsys, client, "rm", "w")
-        assert (code, said) == (0, "published state 'w' is deleted, with its deltas and generations\n")
-        assert [info.name for info in client.list()] == ["plain", "plain.deltas"]
+        assert (code, said) == (0, "published state 'w' is deleted, with its deltas\n")
+        assert [info.name for info in client.list()] == ["plain", "plain.log"]
     assert run_smb(capsys, client, "rm", "plain") == (0, "", "")
-    assert [info.name for info in client.list()] == ["plain.deltas"]
+    assert [info.name for info in client.list()] == ["plain.log"]
     assert run_smb(capsys, client, "rm", "w")[0] == 1
     assert run_smb(capsys, client, "rm", "w", "--missing-ok") == (0, "", "")
 
@@ -243,8 +245,8 @@ def test_damage_is_never_shown(client: smb.Client, connect: Connect) -> None:
     publisher.publish(state_of(1))
     assert equal(reader.state_dict(), state_of(1))
     publisher.publish(state_of(2))
-    ring = client.open("w.deltas")
-    ring.write(np.full(ring.size, 255, np.uint8))
+    log = PublicationLog(client.open("w.log"))
+    log.buffer.write(np.full(log.size, 255, np.uint8), log.start)
     with pytest.raises(smb.UnavailableError, match="was not what was published"):
         reader.state_dict()
     for number in range(3, 12):
@@ -353,3 +355,19 @@ def test_rounded_parts_and_ties(client: smb.Client, connect: Connect) -> None:
         del untied["1.weight"]
         with pytest.raises(smb.InvalidArgumentError, match=r"1.weight is missing"):
             rounded.publish(untied)
+
+
+def test_a_state_of_before_is_refused(client: smb.Client, connect: Connect) -> None:
+    """Deltas in the form of an earlier release: trainers and readers are told to publish anew, and nothing is lost."""
+    stored = {"deltas": 4, "tied": {}, "part": False}
+    tensors = {name: (tuple(each.shape), each.dtype) for name, each in state_of(0).items()}
+    client.create("w", tensors=tensors, versions=2, metadata={ABOUT: stored})
+    for call in (
+        lambda: smb.torch.Publisher(client, "w", state_of(0), deltas=4),
+        lambda: smb.torch.follow(connect(), "w"),
+    ):
+        with pytest.raises(smb.InvalidArgumentError, match=r"another release published it .*, and publish anew"):
+            call()
+    assert [info.name for info in client.list()] == ["w"]
+    client.delete("w")
+    assert smb.torch.Publisher(client, "w", state_of(0), deltas=4).publish() == 1

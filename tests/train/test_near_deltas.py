@@ -18,9 +18,7 @@ from smb.buffer import Buffer
 from smb.call.versions import Versions
 from smb.relay import arrived
 from smb.relay import nearest as module
-from smb.relay.arrived import Arrived
-from smb.relay.generations import Entry, Head
-from smb.relay.ring import missing_of
+from smb.relay.publication_log import LogEntry, PublicationLog, chain, next_of
 from tests.support.commands import run_here
 from tests.support.daemons import DEADLINE_S, relay_of, tidy, wait_for
 from tests.support.transports import FAR
@@ -28,7 +26,7 @@ from tests.support.transports import FAR
 ELEMENTS = 400_000
 NAME = "steps"
 NEAR = "server-1"
-BESIDE = ("", ".deltas", ".generations")
+BESIDE = ("", ".log")
 LONG = os.environ.get("SMB_LONG") == "1"
 
 
@@ -71,7 +69,7 @@ def read_from(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def near(*ends: str) -> set[str]:
-    return {f"{NAME}{end}.mirror.{NEAR}" for end in ends} | {f"{NAME}.deltas.mirror.{NEAR}{arrived.SUFFIX}"}
+    return {f"{NAME}{end}.mirror.{NEAR}" for end in ends}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,7 @@ def publisher_of(trainer: smb.Client, *relays: str, deltas: int = 4) -> smb.torc
 
 def has_come(trainer: smb.Client, number: int, server: str = NEAR) -> None:
     """Wait until a mirror has that generation, and the coordinator knows that it lives."""
-    trainer.open(f"{NAME}.generations.mirror.{server}").wait(number, timeout=DEADLINE_S)
+    trainer.open(f"{NAME}.log.mirror.{server}").wait(number, timeout=DEADLINE_S)
 
     def lives() -> bool:
         mirrors = [mirror for end in BESIDE for mirror in trainer.open(NAME + end).info.mirrors]
@@ -124,12 +122,12 @@ def test_deltas_and_whole_states_come_from_the_nearest(
         assert check(early) == number
         assert number == 1 or early.received_bytes < publisher.buffer.nbytes // 10
         assert read_from <= near(*BESIDE)
-        assert number == 1 or near(".deltas") <= read_from
+        assert number == 1 or near(".log") <= read_from
     assert early.source == f"{NAME}.mirror.{NEAR}"
     read_from.clear()
     late = follow()
     assert check(late) == 7
-    assert near("", ".deltas") <= read_from <= near(*BESIDE)
+    assert near("", ".log") <= read_from <= near(*BESIDE)
     cluster.servers[1].kill()
     publisher.publish(state(8))
     for follower in (early, late, follow()):
@@ -165,9 +163,8 @@ def test_a_mirror_that_lags(
     relay = relay_of(cluster.servers[1])
     os.kill(relay, signal.SIGSTOP)
     try:
-        ring = publisher._writer._ring  # type: ignore[attr-defined]
         number = 3
-        while ring.anchors.version < 4:
+        while publisher.buffer.version < 4:
             number += 1
             publisher.publish(state(number))
         assert check(early) == 3
@@ -176,8 +173,8 @@ def test_a_mirror_that_lags(
         os.kill(relay, signal.SIGCONT)
     has_come(trainer, number)
     # Whole states come by themselves.
-    trainer.open(f"{NAME}.mirror.{NEAR}").wait(ring.anchors.version, timeout=DEADLINE_S)
-    # It brought the deltas since the last whole state, unless it had heard of one in between: others are the source's.
+    trainer.open(f"{NAME}.mirror.{NEAR}").wait(publisher.buffer.version, timeout=DEADLINE_S)
+    # It brought the deltas since the last whole state, unless it had heard of one in between.
     assert check(slow) == check(early) == number
     # The next generation names that whole state. This one names the one before, which may be the source's alone.
     number = publisher.publish(state(number + 1))
@@ -190,14 +187,14 @@ def test_a_mirror_that_lags(
     assert early.wait(timeout=DEADLINE_S) == number + 1
     read_from.clear()
     assert check(early) == number + 1
-    assert read_from == near(".deltas", ".generations")
+    assert read_from == near(".log")
 
 
 def test_what_was_overwritten_in_a_mirror_is_not_taken_from_there(
     cluster: smb.LocalCluster, trainer: smb.Client, follow: Callable[[], smb.torch.Follower], read_from: set[str]
 ) -> None:
-    """A reader that finds, after it read a delta, that the mirror went over it takes it from the source. Where the
-    mirror does not say so the sum does, and the reader takes all from the source."""
+    """A reader that finds, time and again, that the mirror has gone over a delta since takes it from the source. Where
+    the mirror does not say so the sum does, and the reader takes all from the source."""
     publisher = publisher_of(trainer)
     first, second = follow(), follow()
     publisher.publish(state(1))
@@ -207,27 +204,25 @@ def test_what_was_overwritten_in_a_mirror_is_not_taken_from_there(
     has_come(trainer, 2)
     os.kill(relay := relay_of(cluster.servers[1]), signal.SIGSTOP)
     try:
-        mirror = trainer.open(f"{NAME}.deltas.mirror.{NEAR}")
-        words = trainer.open(mirror.name + arrived.SUFFIX)
-        true = arrived.look(words)
-        read_from.clear()
-        assert (true.version, true.oldest) == (2, 2)
-        mirror.write(np.full(mirror.size, 255, np.uint8))
-        looks: list[int] = []
+        mirror = trainer.open(f"{NAME}.log.mirror.{NEAR}")
+        log = PublicationLog(mirror)
+        mirror.write(np.full(log.size, 255, np.uint8), log.start)
+        looks: list[str] = []
 
-        def look(of: Buffer) -> Arrived:
-            looks.append(1)  # at the second one it has gone on
-            return true if len(looks) == 1 else Arrived(4, 4, 0)
+        def holds(_: PublicationLog, of: Buffer, *__: Any) -> bool:
+            looks.append(of.name)
+            return of.name == f"{NAME}.log"
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(arrived, "look", look)
+            patch.setattr(PublicationLog, "holds", holds)
+            read_from.clear()
             assert check(first) == 2
-        assert len(looks) == 2
-        assert f"{NAME}.deltas" in read_from
-        assert f"{NAME}.generations" not in read_from
+        assert set(looks[:-1]) == {mirror.name}
+        assert looks[-1] == f"{NAME}.log"
+        assert read_from == {mirror.name, f"{NAME}.log"}
         read_from.clear()
         assert check(second) == 2  # and nothing says that it was overwritten
-        assert {f"{NAME}.deltas", f"{NAME}.generations", mirror.name} <= read_from
+        assert {f"{NAME}.log", mirror.name} <= read_from
     finally:
         os.kill(relay, signal.SIGCONT)
 
@@ -248,12 +243,12 @@ def test_relays_feed_each_other_with_deltas_and_one_is_killed(
         for server in servers:
             has_come(trainer, number, server)
         assert reader.wait(timeout=DEADLINE_S) == check(reader) == number
-        for mirror in trainer.open(f"{NAME}.deltas").info.mirrors:
-            relayed.update(mirror.server for parent in mirror.feeds if parent != f"{NAME}.deltas")
+        for mirror in trainer.open(f"{NAME}.log").info.mirrors:
+            relayed.update(mirror.server for parent in mirror.feeds if parent != f"{NAME}.log")
         return len(relayed) >= 2
 
     wait_for(fed_by_others, "relays that feed each other with deltas", DEADLINE_S)
-    words = trainer.open(f"{NAME}.deltas.mirror.{NEAR}{arrived.SUFFIX}")
+    words = trainer.open(f"{NAME}.log.mirror.{NEAR}{arrived.SUFFIX}")
     for _ in range(3 if LONG else 1):
         begun = words.version + 1
         number = publisher.publish(state(number + 1))
@@ -272,7 +267,7 @@ def test_commands_show_and_remove_mirrors_of_deltas(
     trainer: smb.Client, capsys: pytest.CaptureFixture[str], read_from: set[str]
 ) -> None:
     """`smb ls` folds them, `smb relay` and `smb stat` show the generation and who feeds deltas, `--stop` and `smb rm`
-    leave none; a server on which a part of them lies has none; of a ring alone none can be made."""
+    leave none; a server on which a part of them lies has none; of a log alone none can be made."""
 
     def said(*arguments: str) -> str:
         code, out, err = run_here(capsys, *arguments, "-c", trainer.address)
@@ -285,7 +280,7 @@ def test_commands_show_and_remove_mirrors_of_deltas(
         has_come(trainer, number)
     listed = said("ls")
     assert NEAR + arrived.SUFFIX not in listed
-    assert "and 8 buffers of published states" in listed
+    assert "and 5 buffers of published states" in listed
     number = 2
 
     def has_rates() -> bool:
@@ -304,55 +299,68 @@ def test_commands_show_and_remove_mirrors_of_deltas(
         assert "DELTAS ON" in shown
         assert "the source" in shown.partition("DELTAS ON")[2]
     (mirror,) = json.loads(said("stat", NAME, "--json"))["mirrors"]
-    assert (mirror["generation"], list(mirror["delta_feeds"])) == (number, [f"{NAME}.deltas"])
+    assert (mirror["generation"], list(mirror["delta_feeds"])) == (number, [f"{NAME}.log"])
     assert "has no mirrors" in said("relay", NAME, "--stop")
     assert sorted(info.name for info in trainer.list()) == [NAME + end for end in BESIDE]
     assert trainer.relay(NAME, [NEAR]) == [NEAR]
-    trainer.delete(f"{NAME}.deltas.mirror.{NEAR}")
+    trainer.delete(f"{NAME}.log.mirror.{NEAR}")
     assert trainer.relay(NAME, [NEAR]) == [NEAR]  # what is missing
-    assert f"{NAME}.deltas.mirror.{NEAR}" in [info.name for info in trainer.list()]
+    assert f"{NAME}.log.mirror.{NEAR}" in [info.name for info in trainer.list()]
     has_come(trainer, number)
     said("rm", NAME)
     assert trainer.list() == []
     smb.torch.Publisher(trainer, NAME, state(0), deltas=4, servers=["server-0", "server-1"], relays=[NEAR, "server-2"])
     made = [info.name for info in trainer.list() if info.mirror_of]
-    assert made == sorted([*(f"{NAME}.mirror.{each}" for each in (NEAR, "server-2")), *(
-        f"{NAME}{end}.mirror.server-2" for end in (".deltas", ".generations"))])  # fmt: skip
+    assert made == sorted([*(f"{NAME}.mirror.{each}" for each in (NEAR, "server-2")),
+        f"{NAME}.log.mirror.server-2"])  # fmt: skip
     trainer.create("plain", 8, "uint8", versions=2)
-    trainer.create("plain.deltas", 8, "uint8", servers=["server-0"])
+    trainer.create("plain.log", 8, "uint8", servers=["server-0"])
     with pytest.raises(smb.InvalidArgumentError, match="not published"):
-        trainer.relay("plain.deltas", [NEAR])
+        trainer.relay("plain.log", [NEAR])
 
 
-def test_what_a_mirror_lacks_is_what_the_generation_names() -> None:
-    """The pure part: what is brought, and the oldest that stays, for a mirror that is new, goes on, lags or was killed
-    in the middle."""
+def test_what_a_mirror_takes_next() -> None:
+    """The pure part: what entries are there, and which one is brought, for a mirror that is new, goes on or lags."""
 
-    class Ring:
-        size = 1 << 20
+    class Log:
+        name = "w.log"
+        versions = 1
+        dtype = np.dtype(np.uint8)
+        size, metadata = PublicationLog.form(4, 1 << 20)
 
         class layout:  # noqa: N801 - as Buffer's
             chunk_bytes = 4096
 
-    ring: Any = Ring()
-    entries = tuple(Entry(number, 10_000 * number, 10_000) for number in range(5, 11))  # of three pieces each
-    head = Head(10, anchor=3, anchor_generation=7, end=110_000, entries=entries)
-    assert Head.of("t", head.to_words(80), 10, ring.size) == head
-    with pytest.raises(smb.Error, match="of 10"):
-        Head.of("t", head.to_words(80), 9, ring.size)
+    buffer: Any = Log()
+    log = PublicationLog(buffer)
+
+    def lies(generation: int, whole: int = 7, place: int = 0) -> LogEntry:
+        return LogEntry(generation, place or 10_000 * generation, 10_000, 2**64 - generation, whole, 3, 2**63)
+
+    entries = tuple(lies(number, whole=3 if number <= 7 else 7) for number in range(5, 11))  # of three pieces each
+    slots = np.zeros((log.slots, 8), np.int64)
+    for entry in entries:
+        slots[entry.generation % log.slots] = entry.to_words()
+    assert log.known(slots, 1, 10) == entries
+    assert log.known(slots, 7, 10) == entries[2:]
+    assert log.known(slots, 1, 9) == entries[:-1]
+    assert log.known(slots, 1, 11) == ()
     with pytest.raises(smb.Error, match="can't have"):
-        Head.of("t", head.to_words(80), 10, 9_999)
+        LogEntry.of(entries[0].to_words(), 5, 9_999)
+    slots[0, 1] = 1  # another format: of generation 10
+    with pytest.raises(smb.Error, match="entry of generation 10 makes no sense"):
+        log.known(slots, 1, 10)
+    slots[0] = lies(10, place=10_000 * 6 + log.room).to_words()  # the ring went round
+    assert [entry.generation for entry in log.known(slots, 1, 10)] == [7, 8, 9, 10]
+    assert chain(entries, 7, 10) == entries[3:]
+    assert chain(entries, 3, 10) is None
+    assert chain((*entries[:4], lies(9, whole=9), entries[5]), 7, 10) is None
 
-    def lacks(version: int, oldest: int, bits: int) -> tuple[list[int], int]:
-        missing, stays = missing_of(head, ring, Arrived(version, oldest, bits))
-        return [entry.generation for entry in missing], stays
-
-    assert lacks(0, 0, 0) == ([8, 9, 10], 8)  # new: since the whole state
-    assert lacks(9, 2, 0b111) == ([10], 5)
-    assert lacks(9, 6, 0b101) == ([9, 10], 6)  # killed in the middle of 9
-    assert lacks(6, 2, 0b111) == ([7, 8, 9, 10], 5)
-    assert lacks(3, 2, 0b111) == ([8, 9, 10], 8)  # 4 is gone
-    assert lacks(10, 8, 0b111) == ([], 8)
-    assert lacks(5, 5, 0b011) == ([8, 9, 10], 8)
-    assert missing_of(Head(4, anchor_generation=4), ring, Arrived(3, 1, 0)) == ((), 0)
-    assert [Entry(1, start, 0).is_in(ring, Arrived(1, 1, 0)) for start in (0, 7)] == [True, True]
+    taken = next_of(entries, 0)  # new: since the whole state
+    assert taken == LogEntry(7, 80_000, 0, 2**63, 7, 3, 2**63)
+    assert [next_of(entries, after) for after in range(4, 10)] == list(entries)
+    assert next_of(entries, 3) == taken  # 4 is gone
+    assert next_of(entries[4:], 3) is None  # so is 8
+    whole = LogEntry(11, 110_000, 0, 1, 11, 4, 1)
+    assert {next_of((*entries, whole), after) for after in (0, 3, 9, 10)} == {whole}
+    assert next_of((*entries, whole, lies(12, whole=11)), 11) == lies(12, whole=11)

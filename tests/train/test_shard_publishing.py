@@ -156,7 +156,8 @@ def test_parts_are_of_one_generation(connect: Connect) -> None:
 
 
 def test_a_generation_that_was_asked_for(connect: Connect) -> None:
-    """With deltas, too, a reader may name the latest but one; an older one is refused, and the state goes on."""
+    """A reader may name the latest but one, and with deltas any to which a whole state and deltas lead; one that is
+    over is refused, and the state goes on."""
     for deltas in (0, 4):
         state = {"w": torch.arange(60_000, dtype=torch.float32)}
         trainer = smb.torch.Publisher(connect(), f"w{deltas}", state, deltas=deltas, versions=3)
@@ -168,7 +169,14 @@ def test_a_generation_that_was_asked_for(connect: Connect) -> None:
             if number > 1:
                 assert float(follower.state_dict(generation=number - 1)["w"][number]) == number
                 assert follower.generation == number - 1
-        for wrong in (3, 9):
+        if deltas:  # of generation 1 and of 5 the whole states are there
+            for number in (3, 7):
+                assert float(follower.state_dict(generation=number)["w"][number]) == -1.0
+                assert float(follower.state_dict(generation=number)["w"][number + 1]) == number + 1
+            for number in (9, 10, 11, 12, 13):
+                state["w"][number] = -1.0
+                trainer.publish()
+        for wrong in (3, 14):
             with pytest.raises(smb.NotFoundError):
                 follower.state_dict(generation=wrong)
         with pytest.raises(smb.InvalidArgumentError, match="generation=0"):

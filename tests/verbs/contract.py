@@ -175,6 +175,7 @@ LEFT_OUT = {
     "regressions/test_outcomes.py": _ELSEWHERE,
     "regressions/test_overlapping_views.py": "is about shared memory",
     "regressions/test_default_device.py": _TRAINING,
+    "regressions/test_deltas_of_a_stopped_trainer.py": _TRAINING,
     "regressions/test_deferred_once.py": "is about shared memory",
     "regressions/test_no_copy_of_what_is_lost.py": _ELSEWHERE,
     "regressions/test_a_list_that_was_old.py": _ELSEWHERE,

@@ -37,7 +37,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.ground import Ground
-from smb.published import DELTAS
+from smb.published import LOG, LOG_FORMAT
 from smb.security.roles import namespace_of
 
 
@@ -211,7 +211,7 @@ def _mirroring(state: State, creation: Creation) -> Creation:
         )
     if source.mirror_of:
         raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')
-    if source.versions < 2 and not _is_ring(state, source):
+    if source.versions < 2 and not _is_log(state, source):
         raise InvalidArgumentError(
             f'{creation.asked}: "{source.name}" is not published: it has one copy; only what was created with '
             f"versions=2 or more, as a Publisher does, can have mirrors"
@@ -228,12 +228,12 @@ def _mirroring(state: State, creation: Creation) -> Creation:
     )
 
 
-def _is_ring(state: State, record: BufferRecord) -> bool:
-    """Whether it has the deltas of a published state: its mirrors are filled generation by generation."""
-    of = state.find(Kind.BUFFER, record.name.removesuffix(DELTAS)) if record.name.endswith(DELTAS) else None
+def _is_log(state: State, record: BufferRecord) -> bool:
+    """Whether it is the log of a published state: its mirrors are filled generation by generation."""
+    of = state.find(Kind.BUFFER, record.name.removesuffix(LOG)) if record.name.endswith(LOG) else None
     if of is None or of.versions < 2 or of.mirror_of:
         return False
-    return bool((published_as(of.metadata) or {}).get("deltas"))
+    return (published_as(of.metadata) or {}).get("log") == LOG_FORMAT
 
 
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:

@@ -61,14 +61,16 @@ def ls(
 
 def _beside_states(buffers: list[BufferInfo]) -> set[str]:
     """Return the names of what lies beside published states."""
-    from smb.published import DELTAS, GENERATIONS
+    from smb.published import LOG
     from smb.relay.arrived import SUFFIX
+    from smb.relay.publication_log import PublicationLog
 
     names = {buffer.name for buffer in buffers}
     found = {buffer.name for buffer in buffers if buffer.mirror_of}
     found |= {mirror + SUFFIX for mirror in found if mirror + SUFFIX in names}
+    plain = {buffer.name: buffer for buffer in buffers if buffer.versions == 1 and buffer.dtype.name == "uint8"}
     for buffer in buffers:
-        beside = {buffer.name + DELTAS, buffer.name + GENERATIONS}
-        if buffer.versions > 1 and beside <= names:
-            found |= beside
+        log = plain.get(buffer.name + LOG)
+        if buffer.versions > 1 and log is not None and PublicationLog.may_be(log.nbytes, buffer.nbytes):
+            found.add(log.name)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,22 +71,18 @@ def _why_none(client: Client, name: str) -> str:
 
 @dataclass(frozen=True)
 class Mirrored:
-    """A published buffer with its mirrors, `published` last (None if nobody knows), and `feeds` of each, by server."""
+    """A published buffer with its mirrors, and what was `published` last (None if nobody knows)."""
 
     buffer: Buffer
     published: int | None
-    feeds: Mapping[str, Mapping[str, float]]
     lost: frozenset[str] = frozenset()  # servers that came back without their mirror's memory
 
 
 def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> tuple[Mirrored, ...]:
-    """Return a published buffer, and of a state with deltas what describes generations, fed as its deltas are."""
+    """Return a published buffer, and of a state with deltas its log."""
     from smb.errors import NotFoundError
     from smb.published import beside
     from smb.tools.cli.describe import version_of
-
-    def feeds_of(fed: Buffer) -> dict[str, Mapping[str, float]]:
-        return {mirror.server: mirror.feeds for mirror in fed.info.mirrors}
 
     if not buffer.info.mirrors:
         return ()
@@ -95,14 +91,11 @@ def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> t
         with suppress(NotFoundError):  # stopped meanwhile
             if client.open(mirror.name).info.lost:
                 lost.add(mirror.server)
-    found = [Mirrored(buffer, version_of(buffer, servers), feeds_of(buffer), frozenset(lost))]
-    try:
-        others = [client.open(name) for name in beside(buffer)]
-    except NotFoundError:  # a part of it is gone
-        return tuple(found)
-    if others:
-        ring, heads = others
-        found.append(Mirrored(heads, version_of(heads, servers), feeds_of(ring)))
+    found = [Mirrored(buffer, version_of(buffer, servers), frozenset(lost))]
+    for name in beside(buffer):
+        with suppress(NotFoundError):  # that part of it is gone
+            log = client.open(name)
+            found.append(Mirrored(log, version_of(log, servers)))
     return tuple(found)
 
 
@@ -125,10 +118,11 @@ def mirrors_json(all_mirrored: Sequence[Mirrored]) -> list[dict[str, Any]]:
         for mirror in states.buffer.info.mirrors
     ]
     for each in deltas:
-        there = {mirror.server: mirror.version for mirror in each.buffer.info.mirrors}
+        there = {mirror.server: mirror for mirror in each.buffer.info.mirrors}
         for mirror in found:
-            mirror["generation"] = there.get(mirror["server"])
-            mirror["delta_feeds"] = dict(each.feeds.get(mirror["server"], {}))
+            log = there.get(mirror["server"])
+            mirror["generation"] = log.version if log is not None else None
+            mirror["delta_feeds"] = dict(log.feeds) if log is not None else {}
     return found
 
 
@@ -148,13 +142,13 @@ def show_mirrors(name: str, all_mirrored: Sequence[Mirrored]) -> None:
 def _show(shown: Mirrored, title: str, number: str) -> None:
     from smb.config.parse import format_bytes
 
-    buffer, feeds_of = shown.buffer, shown.feeds
+    buffer = shown.buffer
     servers = [mirror.server for mirror in buffer.info.mirrors]
     rows = table(title, "ZONE", "STATE", number, "ARRIVING", "FED BY", right=(number, "ARRIVING"))
     for mirror in buffer.info.mirrors:
         behind = None if shown.published is None else shown.published - mirror.version
         lag = ", lag unknown" if behind is None else f", {behind} behind" if behind > 0 else ""
-        feeds = sorted(feeds_of.get(mirror.server, {}).items(), key=lambda feed: -feed[1])
+        feeds = sorted(mirror.feeds.items(), key=lambda feed: -feed[1])
         rows.add_row(
             mirror.server,
             mirror.zone or "-",

@@ -23,8 +23,8 @@ def rm(
 ) -> None:
     """Delete buffers.
 
-    With all that is in them; a published state goes with its deltas and generations. Stops at the first that can't be
-    deleted. Buffers of a training are refused: `smb train rm` deletes the whole training.
+    With all that is in them; a published state goes with its deltas. Stops at the first that can't be deleted. Buffers
+    of a training are refused: `smb train rm` deletes the whole training.
 
     Example: smb rm weights
     """
@@ -39,7 +39,7 @@ def rm(
             for each in (*beside, name):  # the state last: what is left of one that failed is found by it
                 client.delete(each, missing_ok=missing_ok or each != name)
             if beside:
-                console().print(f"published state {name!r} is deleted, with its deltas and generations")
+                console().print(f"published state {name!r} is deleted, with its deltas")
 
 
 def _beside(client: Client, name: str) -> tuple[str, ...]:

@@ -80,14 +80,14 @@ def _moving_with(client: Client, buffer: Buffer) -> list[str]:
 def _generation(client: Client, state: Buffer, servers: list[ServerInfo]) -> int | None:
     """Return the generation of a state with deltas that was published last, None if nobody says."""
     from smb.errors import Error
-    from smb.published import GENERATIONS
+    from smb.published import LOG
     from smb.tools.cli.describe import version_of
 
     try:
-        heads = client.open(state.name + GENERATIONS)
+        log = client.open(state.name + LOG)
     except Error:
         return None
-    return version_of(heads, servers)
+    return version_of(log, servers)
 
 
 def _published(buffer: Buffer, version: int | None, generation: int | None) -> str:

@@ -74,18 +74,10 @@ MODELS = (
         ("WORDS_LATE", "NOT_LOOKED_AT", "BIT_EARLY"),
     ),
     Model(
-        "ring",
+        "log",
         ("LAST=6",),
         ("LAST=7", "CRASHES=2"),
-        (
-            "OLD_RULE",
-            "OLDEST_LATE",
-            "HALF_TAKEN_FOR_WHOLE",
-            "LITTLE_SLACK",
-            "OLDEST_STAYS",
-            "SOURCE_NOT_LOOKED_AT",
-            "COMMITTED_EARLY",
-        ),
+        ("GAP_UNSAID", "GAP_FORGOTTEN", "LITTLE_SLACK", "NOT_LOOKED_AT", "SOURCE_NOT_LOOKED_AT", "COMMITTED_EARLY"),
     ),
     Model(
         "copies",
@@ -126,7 +118,12 @@ MODELS = (
             "MOVED_EARLY",
         ),
     ),
-    Model("ring", ("FORWARD", "LAST=5", "DEATHS=0"), ("FORWARD", "LAST=6"), ("NOT_LOOKED_AT",)),
+    Model(
+        "log",
+        ("FORWARD", "LAST=6", "DEATHS=0", "CRASHES=0"),
+        ("FORWARD", "LAST=6"),
+        ("NOT_LOOKED_AT", "WORDS_LATE"),
+    ),
 )
 
 

@@ -18,7 +18,7 @@ from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import BufferRecord, Kind
 from smb.coordinator.state import ARRIVED
 from smb.coordinator.validate import Creation, check_creation
-from smb.published import ABOUT, DELTAS, GENERATIONS, MIRROR
+from smb.published import ABOUT, LOG, LOG_FORMAT, MIRROR
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import pack
 from tests.engine.model.test_coordinator_machine import SERVERS, CoordinatorMachine
@@ -26,9 +26,9 @@ from tests.fault.long import LIMIT_S, times
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
-SOURCES = st.sampled_from(["s", "s", f"s{DELTAS}", f"s{GENERATIONS}", "v", f"v{DELTAS}", f"s{MIRROR}b"])
-STATE = pack(json.dumps({ABOUT: {"deltas": 16}}))
-ENDS = ("", DELTAS, GENERATIONS)
+SOURCES = st.sampled_from(["s", "s", f"s{LOG}", f"s{LOG}", "v", f"v{LOG}", f"s{MIRROR}b"])
+STATE = pack(json.dumps({ABOUT: {"deltas": 16, "log": LOG_FORMAT}}))
+ENDS = ("", LOG)
 
 
 class MirrorsMachine(CoordinatorMachine):
@@ -40,14 +40,14 @@ class MirrorsMachine(CoordinatorMachine):
     def __init__(self) -> None:
         super().__init__()
         self.publish(True, "a")
-        for name, versions in (("v", 2), (f"v{DELTAS}", 1)):  # one without deltas, beside a buffer of such a name
+        for name, versions in (("v", 2), (f"v{LOG}", 1)):  # one without deltas, beside a buffer of such a name
             self.make(Creation(name, (64,), "uint8", server_names=("a",), versions=versions))
 
     @rule(deltas=st.booleans(), server=SERVERS)
     def publish(self, deltas: bool, server: str) -> None:
         """A Publisher makes its buffers, where they are not there."""
         self.serve()
-        for end, versions in zip(ENDS, (2, 1, 2), strict=True) if deltas else [("", 2)]:
+        for end, versions in zip(ENDS, (2, 1), strict=True) if deltas else [("", 2)]:
             metadata = STATE if deltas and not end else b""
             self.make(Creation(f"s{end}", (64,), "uint8", server_names=(server,), versions=versions, metadata=metadata))
 
@@ -122,7 +122,7 @@ class MirrorsMachine(CoordinatorMachine):
             assert source.ready
             assert not source.mirror_of
             assert (record.shape, record.dtype, record.versions) == (source.shape, source.dtype, source.versions)
-            assert source.versions > 1 or source.name == f"s{DELTAS}", "nobody publishes there"
+            assert source.versions > 1 or source.name == f"s{LOG}", "nobody publishes there"
             assert {segment.server for segment in source.segments} != {record.segments[0].server}
             assert record in self.state.mirrors(source)
 
@@ -132,7 +132,7 @@ class MirrorsMachine(CoordinatorMachine):
         assert tasks.keys() == {record.name for record in self.mirrors_here()}
         for name, task in tasks.items():
             record = self.state.buffers[name]
-            assert (task.id, task.ring) == (record.id, record.versions == 1)
+            assert task.id == record.id
             assert task.parents[-1] == pb.Parent(end=1.0, name=task.source)
 
     def mirrors_here(self) -> list[BufferRecord]:

@@ -92,8 +92,7 @@ def test_nothing_is_written_after_the_end() -> None:
 def test_rates_outlast_a_delta_without_changes() -> None:
     """Nothing came, so nothing is known anew; of a parent that gave nothing of what came nothing is known any more."""
     client: Any = None
-    where: Any = None
-    filler = Filler(client, "mirror", "source", where)
+    filler = Filler(client, "mirror", "source")
     for measured, told in (
         ({"source": 4.0, "b": 1.0}, {"source": 4.0, "b": 1.0}),
         ({}, {"source": 4.0, "b": 1.0}),

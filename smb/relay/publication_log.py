@@ -1,0 +1,221 @@
+"""The log of a state with deltas=: what each generation is, and where its delta lies (docs/decisions/0042).
+
+NAME.log is one buffer of bytes with one copy. It begins with slots of 64 bytes: the entry of generation g lies in slot
+g modulo their number. A ring follows, in which each delta lies behind the one before. Generation g exists once version
+g of the buffer is published. Its entry was written before that, and stays for as long as the slots last.
+
+A delta that is in reach of entry g stays in the ring while g + 1 and g + 2 are written. So what was read from the ring
+is whole if it is in reach of an entry that was published when the read had ended.
+
+A mirror of a log has the same places, and takes one entry after the other, each once its delta is there. Where some
+between are gone it goes on with an entry that says no more than that there is a whole state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from smb.errors import Error, InvalidArgumentError
+from smb.relay.arrived import Pieces
+
+if TYPE_CHECKING:
+    from smb.buffer import Buffer
+
+KEY = "smb.log"  # in the log's metadata: how many slots it has
+ENTRY_BYTES = 64
+_WORDS = ENTRY_BYTES // 8
+_FORMAT = 2  # 1 was a description of each generation, with all deltas that it needs
+_RING_STARTS = 4096  # a multiple of it, so that pieces of deltas begin with chunks
+_RING_MIN = 1 << 16
+_DELTA_SHARE = 12  # of the ring that one delta may take: what is larger is published whole
+_SLACK = 3  # of the largest delta's size: two that are written ahead, and what the end of the ring leaves empty
+_AHEAD = 2  # slots that are written ahead
+
+Slots = np.ndarray[Any, np.dtype[np.int64]]  # (slots, words)
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One generation. `place` is where its delta begins in the ring, counted on without end; `total` the sum of its
+    state. `whole_generation` is the last generation up to it that is also there whole, as `whole_version` of the
+    state's buffer.
+    """
+
+    generation: int
+    place: int
+    nbytes: int
+    total: int
+    whole_generation: int
+    whole_version: int
+    whole_total: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was published whole, and has no delta."""
+        return self.whole_generation == self.generation
+
+    @property
+    def end(self) -> int:
+        """Where the next delta may begin."""
+        return self.place + self.nbytes
+
+    def to_words(self) -> np.ndarray[Any, Any]:
+        """Return what lies in its slot."""
+        words = np.zeros(_WORDS, np.int64)
+        words[:4] = self.generation, _FORMAT, self.place, self.nbytes
+        words[5:7] = self.whole_generation, self.whole_version
+        words.view(np.uint64)[[4, 7]] = self.total, self.whole_total
+        return words
+
+    @classmethod
+    def of(cls, words: np.ndarray[Any, Any], generation: int, ring_bytes: int) -> LogEntry | None:
+        """Read what `to_words` wrote; None if it is of another generation. Raises Error if it makes no sense."""
+        if words[0] != generation:
+            return None
+        unsigned = words.view(np.uint64)
+        entry = cls(
+            generation, int(words[2]), int(words[3]), int(unsigned[4]), int(words[5]), int(words[6]), int(unsigned[7])
+        )
+        if words[1] != _FORMAT or not 1 <= entry.whole_generation <= generation:
+            raise Error(f"the log's entry of generation {generation} makes no sense; no Publisher wrote it")
+        if entry.place < 0 or not 0 <= entry.nbytes <= ring_bytes:
+            raise Error(f"the log's entry of generation {generation} names bytes that its delta can't have")
+        return entry
+
+
+class PublicationLog:
+    """How a log is laid out, from its buffer; and what lies in it, or in a mirror of it."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        """Raises InvalidArgumentError if it is no log."""
+        about = buffer.metadata.get(KEY)
+        slots = about.get("slots") if isinstance(about, Mapping) else None
+        self.buffer = buffer
+        if type(slots) is not int or slots <= _AHEAD or buffer.versions != 1 or buffer.dtype != np.uint8:
+            raise InvalidArgumentError(f"{buffer.name!r} is no log of a published state")
+        self.slots = slots
+        self.start = _ring_start(slots)
+        self.size = buffer.size - self.start
+        if self.size < _RING_MIN:
+            raise InvalidArgumentError(f"{buffer.name!r} is too small for a log of a published state")
+        self.delta_max = self.size // _DELTA_SHARE
+
+    @staticmethod
+    def form(deltas: int, state_bytes: int) -> tuple[int, dict[str, Any]]:
+        """Return the bytes and the metadata of a log for a state that is published whole every so many deltas."""
+        slots = 2 * deltas + _AHEAD
+        return _ring_start(slots) + _ring_bytes(state_bytes), {KEY: {"slots": slots}}
+
+    @staticmethod
+    def may_be(nbytes: int, state_bytes: int) -> bool:
+        """Whether a log of some state of that size takes so many bytes."""
+        start = nbytes - _ring_bytes(state_bytes)
+        return start > 0 and start % _RING_STARTS == 0
+
+    @property
+    def room(self) -> int:
+        """Bytes of deltas that are in reach at least."""
+        return self.size - _SLACK * self.delta_max
+
+    @property
+    def kept(self) -> int:
+        """How many of the last entries are in reach at most."""
+        return self.slots - _AHEAD
+
+    def slot(self, generation: int) -> int:
+        """Return the first byte of that generation's entry."""
+        return generation % self.slots * ENTRY_BYTES
+
+    def place(self, entry: LogEntry) -> int:
+        """Return the first byte of its delta."""
+        return self.start + entry.place % self.size
+
+    def next_place(self, end: int, nbytes: int) -> int:
+        """Return where a delta lies in one row that comes behind `end`."""
+        left = self.size - end % self.size
+        return end if nbytes <= left else end + left
+
+    def pieces(self, entry: LogEntry) -> Pieces:
+        """Return how its delta is cut on its way through relays; alike for everybody."""
+        cut = Pieces.cut(entry.nbytes, self.buffer.layout.chunk_bytes)
+        return Pieces(entry.nbytes, cut, self.place(entry), entry.generation)
+
+    def read_slots(self, of: Buffer, first: int, last: int) -> Slots:
+        """Read the entries of these generations from the log or a mirror of it; what else is in the slots is 0."""
+        found = np.zeros((self.slots, _WORDS), np.int64)
+        flat = found.reshape(-1).view(np.uint8)
+        if last - first + 1 >= self.slots:
+            of.read(0, flat.size, out=flat)
+            return found
+        begin, end = self.slot(first), self.slot(last) + ENTRY_BYTES
+        for low, high in [(begin, end)] if begin < end else [(begin, flat.size), (0, end)]:
+            of.read(low, high - low, out=flat[low:high])
+        return found
+
+    def entries(self, of: Buffer, last: int, since: int = 0) -> tuple[LogEntry, ...]:
+        """Return what `known` does of the entries after `since` up to `last`, read from the log or a mirror of it."""
+        first = max(since, last - self.kept) + 1
+        return self.known(self.read_slots(of, first, last), first, last)
+
+    def known(self, slots: Slots, first: int, last: int) -> tuple[LogEntry, ...]:
+        """Return the entries from `first` to `last` that follow each other up to `last` and are in reach of it; none if
+        later ones have gone over that. Raises Error if one makes no sense.
+        """
+        found: list[LogEntry] = []
+        for generation in range(last, max(first, last - self.kept + 1, 1) - 1, -1):
+            entry = LogEntry.of(slots[generation % self.slots], generation, self.size)
+            if entry is None or (found and not self._reaches(found[0], entry)):
+                break
+            found.append(entry)
+        return tuple(reversed(found))
+
+    def _reaches(self, last: LogEntry, entry: LogEntry) -> bool:
+        return entry.place >= last.end - self.room
+
+    def holds(self, of: Buffer, entry: LogEntry, known: int = 0) -> bool:
+        """Whether the log, or a mirror of it, has had the delta of an entry until now. `known`: a generation that was
+        there before, of which the entry was in reach.
+        """
+        latest = of.version
+        if known and latest < known + _AHEAD:
+            return True
+        return self.entries(of, latest, entry.generation - 1)[:1] == (entry,)
+
+
+def next_of(entries: Sequence[LogEntry], after: int) -> LogEntry | None:
+    """Return what a mirror takes next that has come to generation `after`: the entry that follows, or, where that is
+    gone or leads no further, one of the last whole state. None: what follows that is gone, too. Pure.
+    """
+    last = entries[-1]
+    if after:
+        wholes = [entry for entry in entries if entry.is_whole and entry.generation > after]
+        if wholes:
+            return wholes[-1]
+        if entries[0].generation <= after + 1:
+            return next(entry for entry in entries if entry.generation == after + 1)
+    if last.is_whole:
+        return last
+    first = next((entry for entry in entries if entry.generation == last.whole_generation + 1), None)
+    if first is None:
+        return None
+    whole, total = last.whole_generation, last.whole_total
+    return LogEntry(whole, first.place, 0, total, whole, last.whole_version, total)
+
+
+def chain(entries: Sequence[LogEntry], since: int, to: int) -> tuple[LogEntry, ...] | None:
+    """Return the deltas from one generation to another; None if some are not there."""
+    found = tuple(entry for entry in entries if since < entry.generation <= to)
+    unbroken = [entry.generation for entry in found] == list(range(since + 1, to + 1))
+    return found if unbroken and not any(entry.is_whole for entry in found) else None
+
+
+def _ring_bytes(state_bytes: int) -> int:
+    return max(_RING_MIN, state_bytes * 3 // 2)
+
+
+def _ring_start(slots: int) -> int:
+    return -(-slots * ENTRY_BYTES // _RING_STARTS) * _RING_STARTS
