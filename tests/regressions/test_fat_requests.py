@@ -4,6 +4,7 @@ more when its session had ended.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -11,10 +12,10 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -25,10 +26,12 @@ from google.protobuf.message_factory import GetMessageClass
 
 from smb import errors
 from smb.coordinator import limits, service
+from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
 from smb.coordinator.records import SessionRecord
 from smb.coordinator.state import State, load
 from smb.coordinator.steps import step
+from smb.coordinator.store import SqliteStore
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import check_bounds
 from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
@@ -271,14 +274,30 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
     assert state_mib(daemons) < state + MORE_MIB
 
 
-def test_opens_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opens_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that would wait beside too many of its certificate is refused; one that does not wait is answered."""
-    seen = service.CoordinatorService.__new__(service.CoordinatorService)
-    seen._opens_waiting = Counter({"": 2})
     monkeypatch.setattr(service, "OPENS_WAITING_MAX", 2)
-    waiting = seen._opens_wait(service.Kind.BUFFER, "w", 1.0)
-    with pytest.raises(errors.OutOfMemoryError, match="2 opens with this certificate wait already"):
-        waiting.send(None)
+    nothing, no_context = [cast(Any, None)] * 8, cast(Any, None)
+
+    async def work() -> None:
+        seen = service.CoordinatorService(await CommitLog.open(SqliteStore(tmp_path), 1), *nothing)
+
+        def opening(timeout_ms: int) -> Coroutine[Any, Any, pb.Buffer]:
+            return seen.OpenBuffer(pb.OpenBufferRequest(name="w", timeout_ms=timeout_ms), no_context)
+
+        waiting = [asyncio.ensure_future(opening(60_000)) for _ in range(2)]
+        await asyncio.wait(waiting, timeout=0)
+        with pytest.raises(errors.OutOfMemoryError, match="2 opens with this certificate wait already"):
+            await opening(60_000)
+        with pytest.raises(errors.NotFoundError):
+            await opening(0)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        with pytest.raises(errors.NotFoundError, match=r"within 0\.001 s"):
+            await opening(1)
+        waiting[1].cancel()
+
+    asyncio.run(work())
 
 
 def test_a_memory_server_asks_too(place: tuple[Daemons, Path]) -> None:

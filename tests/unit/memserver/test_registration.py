@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
 
-from memserver.registrant import RETRY_FIRST_S, Identity, Registrant, Turn
+from memserver import registration
+from memserver.registrant import Identity, Registrant, Turn
 from memserver.registration import Registration
 from memserver.stamps import Stamp, Stamps
 from smb.rpc import control_pb2 as pb
+from tests.support.daemons import wait_for
 
 IDENTITY = Identity("a", 1, "127.0.0.1:1", "127.0.0.1:2", "", "", 1)
 
@@ -49,21 +52,17 @@ def test_the_engine_hears_whether_it_was_told_of_every_ended_session(forgotten: 
 
 def test_a_fault_does_not_end_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its thread ended at a file that was being replaced, and the server was lost to everybody."""
-    ours = Registration.__new__(Registration)
-    ours._registrant = registrant(empty())
-    looks = iter([FileNotFoundError("key.pem"), None])
-
-    def connect_again() -> None:
-        if (fault := next(looks)) is not None:
-            raise fault
-
-    monkeypatch.setattr(ours, "_connect_again", connect_again)
-    ours._stub = Mock(RegisterServer=Mock(return_value=pb.RegisterServerReply(lease_ms=3000)))
-    assert ours._turn() == RETRY_FIRST_S
-    assert not ours.connected()
+    credentials, reply = Mock(), pb.RegisterServerReply(lease_ms=3000)
+    looks = chain([FileNotFoundError("key.pem")], repeat(credentials))
+    monkeypatch.setattr(registration, "Current", Mock(return_value=Mock(now=Mock(side_effect=looks))))
+    monkeypatch.setattr(registration, "channel", Mock())
+    monkeypatch.setattr(
+        registration, "CoordinatorStub", Mock(return_value=Mock(RegisterServer=Mock(return_value=reply)))
+    )
+    ours = Registration(registrant(empty()), credentials)
+    wait_for(ours.connected, "registration")
+    ours.close()
     assert "key.pem" in caplog.text
-    assert ours._turn() == 1.0
-    assert ours.connected()
 
 
 @pytest.mark.parametrize("same_run", [False, True])

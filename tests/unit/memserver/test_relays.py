@@ -10,6 +10,7 @@ import pytest
 
 from memserver import relays
 from memserver.relays import Relays
+from smb.rpc import control_pb2 as pb
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(
@@ -18,19 +19,17 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     """Out of descriptors for a moment: the thread ended, and no mirror was filled until the server's restart."""
     for pause in ("_AGAIN_FIRST_S", "_AGAIN_MAX_S"):
         monkeypatch.setattr(relays, pause, 0.001)
-    ours = Relays.__new__(Relays)
-    ours._command, ours._variables, ours._wanted = ["relay"], {}, "tasks"
-    ours._stop, ours._changed, ours._lock = threading.Event(), threading.Event(), threading.Lock()
-    ours._changed.set()
-    started: list[Any] = []
+    tries, twice = [], threading.Event()
 
     def popen(command: Any, **_: Any) -> Any:
-        started.append(command)
-        if len(started) == 2:
-            ours._stop.set()
+        tries.append(command)
+        if len(tries) == 2:
+            twice.set()
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    ours._run()
-    assert len(started) == 2
+    ours = Relays("127.0.0.1:1", "server")
+    ours.take([pb.MirrorTask(name="m", source="s", id=1)])
+    assert twice.wait(30)
+    ours.close()
     assert "cannot be started: [Errno 24] Too many open files" in caplog.text
