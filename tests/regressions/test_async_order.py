@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import smb
+from tests.conftest import Connect
 
 _BATCHES, _WRITES, _ELEMENTS = 60, 20, 65536
 _PATIENCE_S = 60.0
@@ -169,10 +170,9 @@ futures = [buffer.write_async(value) for value in values]
 """
 
 
-def test_a_program_that_ends_has_its_calls_done() -> None:
+def test_a_program_that_ends_has_its_calls_done(cluster: smb.LocalCluster, connect: Connect) -> None:
     """Those that waited for their turn, too: no thread can be started for them any more."""
-    with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, timeout=60) as client:
-        buffer = client.create("w", 1 << 21, "int64")
-        command = [sys.executable, "-c", _ENDS_AT_ONCE, cluster.address]
-        subprocess.run(command, check=True, timeout=60)
-        assert (buffer.read() == 19).all()
+    buffer = connect(timeout=60).create("w", 1 << 21, "int64")
+    command = [sys.executable, "-c", _ENDS_AT_ONCE, cluster.address]
+    subprocess.run(command, check=True, timeout=60)
+    assert (buffer.read() == 19).all()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import smb
+from tests.conftest import Connect
 
 _COUNT = 1 << 16  # elements: a chunk of float32, two of int64
 _SMALL = ((1, 7), (13, 101), (1000, 1003), (3000, 5001))  # elements, and from where
@@ -28,25 +29,21 @@ def _changes(buffer: smb.Buffer, states: list[np.ndarray[Any, Any]]) -> Iterator
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_an_element_is_the_old_or_the_new_one(transport: str) -> None:
+def test_an_element_is_the_old_or_the_new_one(connect: Connect, transport: str) -> None:
     """Looks at a view while another client changes all of it, by large and small writes and additions that replace."""
-    with (
-        smb.LocalCluster(servers=1, capacity="64MiB") as cluster,
-        smb.connect(cluster.address, transport="shm") as looking,
-        smb.connect(cluster.address, transport=transport) as changing,
-    ):
-        for dtype in ("int64", "float32", "float16"):
-            bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
-            low, high = bits.type(0), bits.type(np.iinfo(bits).max)  # of any mixture some bytes differ from both
-            view = looking.create(f"x-{dtype}", _COUNT, dtype).view().view(bits)
-            changes = _changes(
-                changing.open(f"x-{dtype}"), [np.full(_COUNT, each, bits).view(dtype) for each in (low, high)]
-            )
-            for _ in range(30):
-                begun = [change() for change in islice(changes, 28)]
-                while not all(each.done() for each in begun):
-                    seen = view.copy()
-                    mixed = (seen != low) & (seen != high)
-                    assert not mixed.any(), (dtype, seen[mixed])
-                for each in begun:
-                    each.result()
+    looking, changing = connect("shm"), connect(transport)
+    for dtype in ("int64", "float32", "float16"):
+        bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+        low, high = bits.type(0), bits.type(np.iinfo(bits).max)  # of any mixture some bytes differ from both
+        view = looking.create(f"x-{dtype}", _COUNT, dtype, servers=["server-0"]).view().view(bits)
+        changes = _changes(
+            changing.open(f"x-{dtype}"), [np.full(_COUNT, each, bits).view(dtype) for each in (low, high)]
+        )
+        for _ in range(30):
+            begun = [change() for change in islice(changes, 28)]
+            while not all(each.done() for each in begun):
+                seen = view.copy()
+                mixed = (seen != low) & (seen != high)
+                assert not mixed.any(), (dtype, seen[mixed])
+            for each in begun:
+                each.result()

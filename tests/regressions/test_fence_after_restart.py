@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import smb
-from tests.support.transports import FAR, SLOWNESS
+from tests.support.transports import EACH_WAY, SLOWNESS
 
 
-@pytest.mark.parametrize("transport", ["shm", "auto", FAR])
+@pytest.mark.parametrize("transport", EACH_WAY)
 def test_a_fenced_change_finds_the_server_that_was_restarted(transport: str) -> None:
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,

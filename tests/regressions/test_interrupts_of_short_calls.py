@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import smb
+from tests.conftest import Connect
 
 _COUNT = 1 << 18
 _CAUGHT = 4
@@ -48,46 +49,43 @@ def _calls(client: smb.Client, buffer: smb.Buffer, ones: np.ndarray[Any, Any]) -
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_it_has_the_calls_outcome_and_is_settled(transport: str) -> None:
+def test_it_has_the_calls_outcome_and_is_settled(connect: Connect, transport: str) -> None:
     """Adds under a timer whose handler raises, by each way of adding: what settle leaves out counts, once."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("handlers run on the main thread")
     print("seed", _SEED)
     draws = random.Random(_SEED)
-    with (
-        smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
-        smb.connect(cluster.address, transport=transport) as client,
-    ):
-        buffer, ones = client.create("x", _COUNT, "int64"), np.ones(_COUNT, np.int64)
-        before = signal.signal(signal.SIGALRM, _raise)
-        try:
-            for name, call in _calls(client, buffer, ones).items():
-                lasts = min(_seconds(call) for _ in range(5))  # of this machine: the handler is to come in between
-                buffer.fill(0)
-                wanted, caught = np.zeros(_COUNT, np.int64), 0
-                for _ in range(_TRIES):
-                    error: Any = None
+    client = connect(transport)
+    buffer, ones = client.create("x", _COUNT, "int64"), np.ones(_COUNT, np.int64)
+    before = signal.signal(signal.SIGALRM, _raise)
+    try:
+        for name, call in _calls(client, buffer, ones).items():
+            lasts = min(_seconds(call) for _ in range(5))  # of this machine: the handler is to come in between
+            buffer.fill(0)
+            wanted, caught = np.zeros(_COUNT, np.int64), 0
+            for _ in range(_TRIES):
+                error: Any = None
+                try:
                     try:
-                        try:
-                            signal.setitimer(signal.ITIMER_REAL, 1e-6 + draws.random() * lasts)
-                            call()
-                        finally:
-                            signal.setitimer(signal.ITIMER_REAL, 0)
-                    except _StopError as raised:
-                        error = raised
-                    wanted += 1
-                    if error is None:
-                        continue
-                    found = buffer.read()
-                    if not hasattr(error, "outcome"):  # raised before the call, or after it had returned
-                        wanted = found.copy()
-                        continue
-                    for part in buffer.settle(error):
-                        wanted[part.start : part.stop] -= 1
-                    assert (found == wanted).all(), (name, error.outcome)
-                    caught += 1
-                    if caught == _CAUGHT:
-                        break
-                assert caught == _CAUGHT, (name, caught)
-        finally:
-            signal.signal(signal.SIGALRM, before)
+                        signal.setitimer(signal.ITIMER_REAL, 1e-6 + draws.random() * lasts)
+                        call()
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except _StopError as raised:
+                    error = raised
+                wanted += 1
+                if error is None:
+                    continue
+                found = buffer.read()
+                if not hasattr(error, "outcome"):  # raised before the call, or after it had returned
+                    wanted = found.copy()
+                    continue
+                for part in buffer.settle(error):
+                    wanted[part.start : part.stop] -= 1
+                assert (found == wanted).all(), (name, error.outcome)
+                caught += 1
+                if caught == _CAUGHT:
+                    break
+            assert caught == _CAUGHT, (name, caught)
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-import smb
 from smb.config.conditions import condition, event
+from tests.conftest import Connect
 from tests.support.transports import SLOWNESS
 
 _INTERRUPTS = 200  # gRPC left one taken after some tens
@@ -60,13 +60,10 @@ def _done_by_another(call: Callable[[], object]) -> bool:
     return bool(done)
 
 
-def test_another_thread_still_reaches_the_coordinator() -> None:
+def test_another_thread_still_reaches_the_coordinator(connect: Connect) -> None:
     """Interrupts questions of the main thread to the coordinator; then another thread asks one."""
-    with (
-        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
-        smb.connect(cluster.address) as client,
-        _handler() as draws,
-    ):
+    client = connect()
+    with _handler() as draws:
         for _ in range(_INTERRUPTS):
             _interrupt(client.servers, 1e-5 + draws.random() * 0.0015)
         assert _done_by_another(client.servers)

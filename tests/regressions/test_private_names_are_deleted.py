@@ -13,51 +13,48 @@ import pytest
 
 import smb
 from smb.files.namespace import Tree
+from tests.conftest import Connect
 
 
-def test_what_could_not_be_deleted_is_deleted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_deleted_is_deleted_later(monkeypatch: pytest.MonkeyPatch, connect: Connect) -> None:
     """The coordinator is away from the rename on; the tree is closed once it is back."""
 
     def away(*_: object, **__: object) -> None:
         raise smb.UnavailableError("the coordinator is away")
 
-    with (
-        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
-        smb.connect(cluster.address) as client,
-    ):
-        tree = Tree(client)
-        file = tree.open("file", os.O_RDWR | os.O_CREAT)
-        file.write(0, np.frombuffer(b"bytes", np.uint8))
-        with monkeypatch.context() as patched:
-            for name in ("rename", "displace", "delete"):
-                patched.setattr(client, name, away)
-            with pytest.raises(OSError, match="away"):
-                file.flush()
-        assert [info.name for info in client.list()]
-        tree.end_hidden()
-        assert not [info.name for info in client.list()]
+    client = connect()
+    tree = Tree(client)
+    file = tree.open("file", os.O_RDWR | os.O_CREAT)
+    file.write(0, np.frombuffer(b"bytes", np.uint8))
+    with monkeypatch.context() as patched:
+        for name in ("rename", "displace", "delete"):
+            patched.setattr(client, name, away)
+        with pytest.raises(OSError, match="away"):
+            file.flush()
+    assert [info.name for info in client.list()]
+    tree.end_hidden()
+    assert not [info.name for info in client.list()]
 
 
-def test_what_was_written_in_place_is_closed_without_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_written_in_place_is_closed_without_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, connect: Connect
+) -> None:
     """Each close asked for all names, for the time of the change alone, and held up all other files meanwhile."""
 
     def away(*_: object, **__: object) -> None:
         raise smb.UnavailableError("the coordinator is away")
 
-    with (
-        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
-        smb.connect(cluster.address) as client,
-    ):
-        client.create("w", 10, "uint8").fill(1)
-        tree = Tree(client)
-        before = tree.status("w").modified
-        file = tree.open("w", os.O_RDWR)
-        file.write(3, np.array([7], np.uint8))
-        with monkeypatch.context() as patched:
-            patched.setattr(tree._catalogue, "listing", away)
-            file.close()
-        assert tree.status("w").modified > before
-        assert client.open("w").read(3, 1)[0] == 7
+    client = connect()
+    client.create("w", 10, "uint8").fill(1)
+    tree = Tree(client)
+    before = tree.status("w").modified
+    file = tree.open("w", os.O_RDWR)
+    file.write(3, np.array([7], np.uint8))
+    with monkeypatch.context() as patched:
+        patched.setattr(tree._catalogue, "listing", away)
+        file.close()
+    assert tree.status("w").modified > before
+    assert client.open("w").read(3, 1)[0] == 7
 
 
 @pytest.mark.parametrize(
@@ -73,42 +70,39 @@ def test_what_was_written_in_place_is_closed_without_the_coordinator(monkeypatch
     ],
 )
 def test_the_coordinator_is_waited_for_where_no_other_file_waits(
-    monkeypatch: pytest.MonkeyPatch, call: str, fresh_s: float
+    monkeypatch: pytest.MonkeyPatch, connect: Connect, call: str, fresh_s: float
 ) -> None:
     """Calls asked it under the lock of all files, so that all others waited, too; and a file that is open lost its name
     where hiding it failed.
     """
     held: list[bool] = []
-    with (
-        smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
-        smb.connect(cluster.address) as client,
-    ):
-        client.create("w", 10, "uint8").fill(1)
-        tree = Tree(client)
-        file = tree.open("w", os.O_RDWR)
-        node: Any = tree._nodes["w"]
-        locks: tuple[Any, ...] = tree._lock, node.lock
+    client = connect()
+    client.create("w", 10, "uint8").fill(1)
+    tree = Tree(client)
+    file = tree.open("w", os.O_RDWR)
+    node: Any = tree._nodes["w"]
+    locks: tuple[Any, ...] = tree._lock, node.lock
 
-        def away(*_: object, **__: object) -> None:
-            held.append(any(lock._is_owned() for lock in locks))
-            raise smb.UnavailableError("the coordinator is away")
+    def away(*_: object, **__: object) -> None:
+        held.append(any(lock._is_owned() for lock in locks))
+        raise smb.UnavailableError("the coordinator is away")
 
-        calls: dict[str, Callable[[], object]] = {
-            "remove": lambda: tree.remove("w"),
-            "make_folder": lambda: tree.make_folder("folder"),
-            "hide": lambda: tree.hide("w", "alias"),
-            "set_modified": lambda: tree.set_modified("w", 1),
-            "write": lambda: file.write(10, np.zeros(1, np.uint8)),
-            "truncate": lambda: file.truncate(20),
-        }
-        with monkeypatch.context() as patched:
-            patched.setattr("smb.files.catalogue.FRESH_S", fresh_s)
-            patched.setattr("smb.files.catalogue._SERVERS_FRESH_S", 0.0)
-            for name in ("list", "servers"):
-                patched.setattr(client, name, away)
-            with pytest.raises(OSError, match="away"):
-                calls[call]()
-        assert held == [False]
-        assert tree._nodes == {"w": node}
-        calls[call]()
-        file.close()
+    calls: dict[str, Callable[[], object]] = {
+        "remove": lambda: tree.remove("w"),
+        "make_folder": lambda: tree.make_folder("folder"),
+        "hide": lambda: tree.hide("w", "alias"),
+        "set_modified": lambda: tree.set_modified("w", 1),
+        "write": lambda: file.write(10, np.zeros(1, np.uint8)),
+        "truncate": lambda: file.truncate(20),
+    }
+    with monkeypatch.context() as patched:
+        patched.setattr("smb.files.catalogue.FRESH_S", fresh_s)
+        patched.setattr("smb.files.catalogue._SERVERS_FRESH_S", 0.0)
+        for name in ("list", "servers"):
+            patched.setattr(client, name, away)
+        with pytest.raises(OSError, match="away"):
+            calls[call]()
+    assert held == [False]
+    assert tree._nodes == {"w": node}
+    calls[call]()
+    file.close()
