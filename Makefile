@@ -58,10 +58,11 @@ test:
 	@$(MAKE) --no-print-directory pytest
 endif
 
-# Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files.
+# Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files,
+# and which go to one process as a whole.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n : 8)))
 pytest: $(VENV)/test-installed packages
-	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 12 $(TESTS), \
+	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 12 $(TESTS), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
 # Debian's, one after the other: each holds the package manager's lock. libssl before them, as the C tests have it installed, too.

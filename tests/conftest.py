@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -128,6 +130,30 @@ def pytest_collection_finish() -> None:
 @hypothesis.given(hypothesis.strategies.none())
 def _first_example(nothing: None) -> None:
     assert nothing is None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadscope a process gets one test after the other, or a whole file if its tests share a fixture: each
+    process would make its own.
+    """
+    if config.option.dist != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByTest(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if _shares_a_fixture(config.rootpath / file) else nodeid
+
+    return ByTest(config, log)
+
+
+@functools.cache
+def _shares_a_fixture(file: Path) -> bool:
+    """Whether a fixture of the file, or of a conftest.py that is not this one, lives as long as the file's tests."""
+    places = [file, *(folder / "conftest.py" for folder in file.parents if Path(__file__).parent in folder.parents)]
+    return any(place.exists() and 'scope="module"' in place.read_text() for place in places)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
