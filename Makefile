@@ -37,7 +37,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak soak-short nftables matrix matrix-short c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -46,23 +46,31 @@ demo: $(VENV)/demo-installed
 ifdef LATEST
 test:
 	@rm -rf build/newest
-	@$(MAKE) --no-print-directory lint soak-short pytest LATEST= CONSTRAINTS= VENV=build/newest
+	@$(MAKE) --no-print-directory lint soak pytest MINUTES=0.75 TESTS=tests LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
-# Installing takes one processor and the network, and the C tests need nothing of it: all at once. The plain build's C
-# tests are the sanitized ones' without the checkers: `make c-test` has all three. Then four that keep one processor busy
-# each, the longest first.
+# Installing takes one processor and the network, and the C tests need nothing of it: all at once. Then what keeps one
+# processor busy each, the longest first.
 test:
-	@$(MAKE) --no-print-directory --jobs=$$(($$(nproc) + 1)) --output-sync=target $(VENV)/test-installed packages c-test BUILDS="asan tsan"
-	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target matrix-short soak-short lint fuzz-short simulate-short
+	@$(MAKE) --no-print-directory --jobs=$$(($$(nproc) + 1)) --output-sync=target $(VENV)/test-installed packages c-test BUILDS=$(CHECKER)
+	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target lint simulate-short fuzz-short
 	@$(MAKE) --no-print-directory pytest
 endif
+
+# The C tests' checkers take turns, by the last digit of HEAD's hash: address and undefined-behaviour checks, thread checks.
+# The night has both, and the plain build.
+CHECKER = $(if $(filter 1 3 5 7 9 b d f,$(shell git rev-parse HEAD 2>/dev/null | tail -c 2)),tsan,asan)
+
+# Tests of tools and of prose, and models of the protocols: not by every commit, but by `make long` (and `make model`).
+NIGHTLY := tests/unit/support tests/unit/perf tests/unit/docs/test_documentation.py tests/simulator \
+	tests/engine/model/test_models.py tests/ops/test_netlab.py tests/ops/deploy/test_wheel.py
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files,
 # and which go to one process as a whole.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n : 8)))
 pytest: $(VENV)/test-installed packages
-	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 12 $(TESTS), \
+	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 12 \
+		$(or $(TESTS),$(NIGHTLY:%=--ignore=%)), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
 # Debian's, one after the other: each holds the package manager's lock. libssl before them, as the C tests have it installed, too.
@@ -87,10 +95,6 @@ format-c: $(VENV)/test-installed
 # MATRIX=--help: which, and with what.
 matrix: $(VENV)/test-installed
 	$(BIN)/python -m tests.matrix $(MATRIX)
-
-# The oldest and the newest beside the one in use, without PyTorch, which is gigabytes for some.
-matrix-short: $(VENV)/test-installed
-	@$(call step,$(BIN)/python -m tests.matrix --short, another Python than $(BIN)/python. All of them: make matrix)
 
 # Newer versions of everything into tests/constraints.txt, one solution for every Python from 3.10 on.
 lock: $(VENV)/test-installed
@@ -125,11 +129,13 @@ verbs: $(VENV)/test-installed
 fault: $(VENV)/test-installed etcd-server nftables spin
 	SMB_LONG=1 $(BIN)/pytest --numprocesses $(shell nproc) --dist worksteal -rP $(or $(TESTS),tests/fault tests/engine/model)
 
-# The tests of other folders that are longer with SMB_LONG, or run with it alone. One of them: make long TESTS=tests/train/test_demo.py
+# The tests of other folders that are longer with SMB_LONG, or run with it alone, and those that CI does not run. One of them:
+# make long TESTS=tests/train/test_demo.py
 LONGER := '\b(SMB_)?LONG\b|fault\.long|device_cases|support\.kernels'
 long:
-	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$$(grep -rlE $(LONGER) --include='test_*.py' \
-		$(addprefix tests/,unit api train files ops security regressions) | sort | tr '\n' ' '))"
+	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$$({ find $(NIGHTLY) -name 'test_*.py'; \
+		grep -rlE $(LONGER) --include='test_*.py' $(addprefix tests/,unit api train files ops security regressions); } | \
+		sort -u | tr '\n' ' '))"
 
 # From one seed on, the same in every run.
 simulate-short: $(VENV)/test-installed
@@ -263,10 +269,6 @@ MINUTES ?= 60
 soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(SOAK)
-
-# Its short form, a part of `make test`. Its clients and daemons want a processor: not beside the other tests, which take all.
-soak-short: $(VENV)/test-installed packages
-	@$(call step,$(BIN)/python -m tests.soak --minutes 0.75, the soak. Again: as its first line says)
 
 # nftables, which cuts a network. Without it, or without the right to change it, that fault is named as not done.
 nftables:

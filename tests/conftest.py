@@ -37,7 +37,6 @@ LONG_FILES = (
     "api/test_examples.py",
     "ops/test_cli.py",
     "train/test_demo.py",
-    "unit/support/test_builds.py",
     "train/test_frameworks.py",
     "train/test_overlap.py",
     "train/test_streaming.py",
@@ -47,7 +46,6 @@ LONG_FILES = (
     "train/test_meshes.py",
     "train/test_publish.py",
     "fault/test_coordinator_kills.py",
-    "engine/model/test_models.py",
 )
 
 _shared: list[smb.LocalCluster] = []  # the cluster of this worker, once there is one

@@ -3,7 +3,7 @@
 Each Python gets an environment: unit tests, frames, public API, one training. Each instruction set gets the tests of
 the kernels and of the public API.
 
-    python -m tests.matrix [--short | --oldest] [--torch] [PYTHON ...]
+    python -m tests.matrix [--oldest] [--torch] [PYTHON ...]
 
 Sources are copied, so that no build meets another. tests/constraints.txt has the versions; with --oldest they are the
 lowest that pyproject.toml allows, on the oldest Python. Ends with a table, and with 0 only if everything passed.
@@ -27,7 +27,6 @@ from smb.engine import isa_names
 from tests.support.trees import ROOT, copy_sources
 
 OLDEST = (3, 10)  # as requires-python in pyproject.toml
-NEWEST = (3, 14)  # of docs/platforms.md: a newer one may have no packages yet, and is none of --short's
 WORK = ROOT / "build" / "matrix"
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
 EXTRAS = "certs,dev,fsspec"
@@ -42,10 +41,7 @@ SAME_EVERYWHERE = (
     "perf/test_digits.py",
     "perf/test_peers.py",
 )
-# --short leaves to the Python in use what is in C alone, and what is of this repository and not of the package.
-FRAMES = "tests/engine/wire"
-NOT_IN_SHORT = ("engine/test_kernels.py", "docs", "perf", "support")
-TESTS = ("tests/unit", FRAMES, "tests/api/test_calls.py")
+TESTS = ("tests/unit", "tests/engine/wire", "tests/api/test_calls.py")
 COMPUTING = ("tests/unit/engine", "tests/unit/call/test_optimizer_rules.py", TESTS[-1])
 WORKERS = str(min(8, len(os.sched_getaffinity(0))))
 ASK = """
@@ -205,16 +201,14 @@ def try_python(python: Python, options: argparse.Namespace) -> Row:
     def steps(trial: Trial) -> None:
         install(trial)
         trial.row.versions = trial.call("versions", [tool, "-c", VERSIONS], 60).strip()
-        if not options.short and not options.oldest:
+        if not options.oldest:
             # Without PyTorch its classes are Any, which everything else is strict about.
             lax = [] if options.torch else [f"--{flag}" for flag in LAX_WITHOUT_TORCH]
             trial.call("types", [tool, "-m", "mypy", *lax], 600)
             trial.row.results["types"] = "passed"
-        left_out = [f"tests/unit/{file}" for file in (*SAME_EVERYWHERE, *(NOT_IN_SHORT if options.short else ()))]
+        left_out = [f"tests/unit/{file}" for file in SAME_EVERYWHERE]
         left_out += [] if options.torch else needs_torch(tree)
         for place in TESTS:
-            if place == FRAMES and options.short:
-                continue
             trial.test(place, *(f"--ignore={path}" for path in left_out))
         trial.call("training", [tool, "examples/numpy_only.py"], 300)
         trial.row.results["training"] = "passed"
@@ -254,7 +248,6 @@ def show(rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="interpreters; default: all that are found")
-    parser.add_argument("--short", action="store_true", help="the oldest and the newest beside this one, and less")
     parser.add_argument("--oldest", action="store_true", help="the lowest versions allowed, on the oldest Python")
     parser.add_argument(
         "--torch", action="store_true", help="PyTorch too, and what needs it: gigabytes for each Python"
@@ -273,20 +266,12 @@ def main() -> int:
         return 1
     if options.oldest:
         usable = usable[:1]
-    if options.short:
-        usable = [
-            python for python in usable if python.version[:2] != sys.version_info[:2] and python.version[:2] <= NEWEST
-        ]
-        usable = sorted({*usable[:1], *usable[-1:]})
-        if not usable:
-            print("no other Python is here")
-            return 0
     if importlib.util.find_spec("uv") is None:
         raise SystemExit("uv is missing: make test installs it")
     # Installing takes one processor; more than two at once would want their memory.
     with ThreadPoolExecutor(2) as pool:
         rows = list(pool.map(lambda python: try_python(python, options), usable))
-    if not options.short and not options.oldest and not options.pythons:
+    if not options.oldest and not options.pythons:
         rows += [try_isa(isa) for isa in isa_names()]
     show(rows)
     return int(any(row.failed for row in rows))

@@ -49,7 +49,7 @@ class Form:
 
 
 FORMS = (
-    Form("test", "test", 50, 25),
+    Form("test", "test", 24, 12),
     Form("latest", "test LATEST=1", 60, 30),
     Form("matrix", "matrix", 30, 14),
     Form("sanitized", "sanitized", 46, 23),
@@ -60,7 +60,7 @@ FORMS = (
     Form("model", "model", 21, 10),
     Form("simulate", "simulate SECONDS={most_s} SEED={seed}", 60, 5),
     Form("fault", "fault", 78, 39),
-    Form("long", "long", 60, 30),
+    Form("long", "long", 75, 36),
     Form("soak", "soak MINUTES={half_min} SEED={seed}", 40, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SEED={seed} SOAK=--etcd", 26, 10),
     Form("verbs", "verbs", 42, 20),

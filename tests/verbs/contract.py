@@ -1,6 +1,6 @@
 """The tests of every transport that `make verbs` also runs over verbs, and those that it does not, with the reason.
 
-Files of tests/{api,engine,fault,files,ops,regressions,train}; tests/unit/support/test_verbs_contract.py sees that none
+Files of tests/{api,engine,fault,files,ops,regressions,train}; tests/unit/test_verbs_contract.py sees that none
 is forgotten.
 """
 

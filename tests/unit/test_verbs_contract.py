@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.verbs.contract import LEFT_OUT, OVER_VERBS
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 
 
 def test_each_file_runs_over_verbs_or_says_why_not() -> None:
