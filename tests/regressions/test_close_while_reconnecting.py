@@ -77,17 +77,27 @@ def test_nothing_is_at_work_once_close_returns(transport: str) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     draw, failures, begun = random.Random(seed), [], 0
-    with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, transport=transport) as first:
+    with (
+        smb.LocalCluster(servers=1) as cluster,
+        smb.connect(cluster.address, transport=transport) as first,
+        contextlib.ExitStack() as failed,  # a client that stays would disturb other tests
+    ):
         place = first.create("w", COUNT, "int64").layout.segments[0]
         port = int(place.address.rpartition(":")[2])
         first.close()
         for _ in range(ROUNDS):
             client = smb.connect(cluster.address, transport=transport, timeout=20)
+            failed.callback(client.close)
             buffer = client.open("w")
             lock = buffer.lock(ttl=60).acquire() if transport == "shm" else None
             caller = threading.Thread(target=call_until_closed, args=(buffer, lock, failures))
             caller.start()
-            wait_for(lambda: break_connections(port, place.unix_path), "connection")
+
+            def breaks(caller: threading.Thread = caller) -> int:
+                assert caller.is_alive(), failures
+                return break_connections(port, place.unix_path)
+
+            wait_for(breaks, "connection")
             for _ in range(draw.randrange(3)):
                 break_connections(port, place.unix_path)
             if draw.random() < 0.5:

@@ -14,12 +14,12 @@ def test_a_create_that_is_made_again_finds_its_own(monkeypatch: pytest.MonkeyPat
     """Each that must be the first has a number of its own: its answer may be lost, and the next run then has it."""
     asked: list[Any] = []
 
-    def call(_self: Coordinator, _method: str, request: Any, _timeout: float) -> pb.Buffer:
+    def call(_method: str, request: Any, _timeout: float) -> pb.Buffer:
         asked.append(request)
         return pb.Buffer()
 
-    monkeypatch.setattr(Coordinator, "_call", call)
     coordinator = Coordinator("127.0.0.1:1")
+    monkeypatch.setattr(coordinator, "_call", call)
     for exist_ok in (False, False, True):
         coordinator.create_buffer(pb.CreateBufferRequest(name="w", exist_ok=exist_ok), 1.0)
     coordinator.close()
