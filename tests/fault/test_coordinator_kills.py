@@ -29,7 +29,7 @@ from tests.fault.test_drain import MOVING, MOVING_ONE
 from tests.fault.test_elastic_kills import HSGD
 from tests.fault.test_train_kills import CLOSING, SENT
 from tests.support.clients import add_forever, make_event, spawn
-from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
+from tests.support.daemons import Daemon, Daemons, running_daemons, stopped, wait_for
 from tests.support.memory_server import coordinator_stub
 
 MIB = 1 << 20
@@ -200,12 +200,8 @@ def rename(cluster: Cluster) -> Outcome:
 
 def create_in_vain(cluster: Cluster) -> Outcome:
     """One server is stopped, so it makes its segment when the creation was given up long ago."""
-    process = cluster.running[VICTIM].process
-    process.send_signal(signal.SIGSTOP)
-    try:
+    with stopped(cluster.running[VICTIM].pid):
         assert not attempt(cluster.create)
-    finally:
-        process.send_signal(signal.SIGCONT)
     return Outcome(present=False)
 
 

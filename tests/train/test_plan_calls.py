@@ -43,7 +43,9 @@ def operations(client: smb.Client) -> float:
     ids=[*SCHEMES, "step"],
 )
 def test_calls_of_an_exchange(client: smb.Client, scheme: str, settings: dict[str, Any]) -> None:
-    """Of one worker alone. R2SP's turn goes in the background, at times of its own; renewals come in between."""
+    """Of one worker alone. R2SP's turn goes in the background, at times of its own. Renewals of leases come in between,
+    on a busy machine often: the least of three counts has the fewest.
+    """
     values = np.zeros(1000, np.float32)
     name = f"calls-{scheme}-{len(settings)}"
     rule = smb.train.scheme_of(scheme, settings)
@@ -52,10 +54,12 @@ def test_calls_of_an_exchange(client: smb.Client, scheme: str, settings: dict[st
             values += 1e-3
             worker.step(samples=1)
         worker.flush()
-        before = operations(client)
-        for _ in range(STEPS):
-            values += 1e-3
-            worker.step(samples=1)
-        worker.flush()
-        found = (operations(client) - before) / STEPS
-    assert found == pytest.approx(rule.traits.calls, abs=1.0)
+        found = []
+        for _ in range(3):
+            before = operations(client)
+            for _ in range(STEPS):
+                values += 1e-3
+                worker.step(samples=1)
+            worker.flush()
+            found.append((operations(client) - before) / STEPS)
+    assert min(found) == pytest.approx(rule.traits.calls, abs=1.0)
