@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from smb.tools.cli import main as cli
+from tests.support import stem
 
 COMMAND = (sys.executable, "-m", "smb.tools.cli.main")
 _TIMEOUT_S = 60.0
@@ -21,9 +23,18 @@ def run_smb(
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SMB_")}
     environment |= ({"SMB_COORDINATOR": coordinator} if coordinator else {}) | (variables or {})
     command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env={"COLUMNS": "200"} | environment
-    )
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = stem.launch(command, {"COLUMNS": "200"} | environment, out, err=err, new_session=False)
+        try:
+            code = process.wait(_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode())
+    return subprocess.CompletedProcess(command, code, *said)
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

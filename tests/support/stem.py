@@ -3,13 +3,14 @@
 A stem is a child of the tests' process: a Python that imports the daemons' modules, and then forks for each daemon that
 is to run. The fork goes on as `python -m MODULE` does: a process of its own, with arguments, environment, output and
 session of its own. In /proc its start is the stem's. `launch` starts a program where the environment, or
-what else a program inherits, is not that of a stem.
+what else a program inherits, is not that of a stem. The other commands of `smb` are started so, too.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -32,11 +33,12 @@ MODULES = ("memserver", "smb.tools.cli.main")
 IMPORTED = ("memserver.cli", "smb.tools.cli.main", "smb.tools.cli.coordinator", "smb.coordinator.process")
 SAFE = python_m()  # how the product starts a module
 _MESSAGE_BYTES = 1 << 17
-_STEMS_MAX = 2
-_DESCRIPTORS_MAX = 4  # the output, and what a daemon holds
+_STEMS_MAX = 4
+_DESCRIPTORS_MAX = 5  # the output, that for errors, and what a daemon holds
 _POLL_S = 0.005
-_FREE = (OWNER_VARIABLE, "SMB_COORDINATOR", "PYTEST_CURRENT_TEST")  # variables that are read when they are needed
-_NEVER = {"SMB_FAILPOINT", "SMB_ENGINE_FAILPOINT"}  # each such daemon is another one
+_POINT = ("SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED")
+_FREE = (OWNER_VARIABLE, "SMB_COORDINATOR", "PYTEST_CURRENT_TEST", *_POINT)  # variables that are read when needed
+_NEVER = {"SMB_ENGINE_FAILPOINT"}  # each such daemon is another one
 
 
 def launch(
@@ -44,15 +46,18 @@ def launch(
     environment: Mapping[str, str],
     out: IO[bytes],
     *,
+    err: IO[bytes] | None = None,
     cwd: str | None = None,
     new_session: bool = True,
     held: Sequence[int] = (),
 ) -> subprocess.Popen[bytes] | Forked:
-    """Start `python -m MODULE ARGUMENT ...`, a daemon, with its output to a file; `held` are open in it, too."""
+    """Start `python -m MODULE ARGUMENT ...` with its output to a file, and errors to that or another one; `held` are
+    open in it, too.
+    """
     stem = _stem_for(command, environment, cwd)
     if stem is None:
-        return program(command, environment, out, cwd=cwd, new_session=new_session, held=held)
-    return stem.fork(command, environment, out, new_session, held)
+        return program(command, environment, out, err=err, cwd=cwd, new_session=new_session, held=held)
+    return stem.fork(command, environment, out, err or out, new_session, held)
 
 
 def program(
@@ -60,13 +65,14 @@ def program(
     environment: Mapping[str, str],
     out: IO[bytes],
     *,
+    err: IO[bytes] | None = None,
     cwd: str | None = None,
     new_session: bool = True,
     held: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """As launch, with a new program in any case."""
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, cwd=cwd,
+        command, stdin=subprocess.DEVNULL, stdout=out, stderr=err or out, env=environment, cwd=cwd,
         start_new_session=new_session, pass_fds=held,
     )  # fmt: skip
 
@@ -133,11 +139,12 @@ class _Stem:
         command: Sequence[str],
         environment: Mapping[str, str],
         out: IO[bytes],
+        err: IO[bytes],
         new_session: bool,
         held: Sequence[int],
     ) -> Forked:
         request = {"words": _words(command), "environment": dict(environment), "session": new_session}
-        return Forked(self, self.ask(request, out.fileno(), *held)["pid"], command)
+        return Forked(self, self.ask(request, out.fileno(), err.fileno(), *held)["pid"], command)
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> dict[str, Any]:
         """Send a request; return the answer."""
@@ -232,7 +239,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
                 if pid == 0:
                     closing.pop_all()
                     requests.close()
-                    request["out"] = descriptors[0]
+                    request["outputs"] = descriptors[:2]
                     return request
                 answer = {"pid": pid}
         requests.send(json.dumps({**answer, "number": request["number"]}).encode())
@@ -242,9 +249,9 @@ def _become(request: dict[str, Any]) -> None:
     """Be what `python -m` would have made."""
     if request["session"]:
         os.setsid()
-    for number in (1, 2):
-        os.dup2(request["out"], number)
-    os.close(request["out"])
+    for number, descriptor in enumerate(request["outputs"], 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -253,12 +260,21 @@ def _become(request: dict[str, Any]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def _arm_late() -> None:
+    """Have failpoints armed in the fork, whose variables say which."""
+    from smb.daemon import failpoint
+
+    armed = functools.cache(lambda: failpoint.arm(os.environ))
+    failpoint.failpoint = lambda name: armed()(name)
+
+
 def _main() -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path.cwd())  # as -m has it, not this file's directory
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts threads, which no fork has
     descriptor, *modules = sys.argv[1:]
+    _arm_late()
     for module in modules:
         __import__(module)
     for module in MODULES:

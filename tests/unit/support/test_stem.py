@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,12 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import pytest
 
+from smb.rpc import control_pb2 as pb
 from tests.support import stem
 from tests.support.daemons import wait_for
+from tests.support.memory_server import coordinator_stub
 
 Start = Callable[..., "subprocess.Popen[bytes] | stem.Forked"]
 COORDINATOR = ("coordinator", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
@@ -97,14 +102,33 @@ def test_a_fork_is_a_process_of_its_own(start: Start, tmp_path: Path) -> None:
 
 
 def test_other_circumstances_are_those_of_a_program(start: Start) -> None:
-    """A failpoint, a variable that counts, and modules that are no daemon's; who owns a daemon does not count."""
-    for variable in ("SMB_FAILPOINT", "SMB_ENGINE_FAILPOINT"):
-        assert not any(isinstance(start("--version", **{variable: "none"}), stem.Forked) for _ in range(2))
+    """The engine's failpoint, a variable that counts, and modules that are no daemon's; who owns a daemon does not
+    count.
+    """
+    assert not any(isinstance(start("--version", SMB_ENGINE_FAILPOINT="none"), stem.Forked) for _ in range(2))
     assert not isinstance(start("--version"), stem.Forked)
     assert isinstance(start("--version", SMB_OWNER_PID="1"), stem.Forked)
     assert not isinstance(start("--version", PYTHONHASHSEED="1"), stem.Forked)
     assert stem._stem_for([sys.executable, "-m", "json.tool"], os.environ, None) is None
     assert stem._stem_for(["ip", "netns", "exec", "x"], os.environ, None) is None
+
+
+def test_a_fork_reaches_the_failpoint_of_its_own_variables(start: Start, tmp_path: Path) -> None:
+    """One is killed where its variables say; the next one, which has none, starts."""
+    point = {"SMB_FAILPOINT": "coordinator.session.opened", "SMB_FAILPOINTS_ALLOWED": "1"}
+    start("--version")
+    for variables in (point, {}):
+        ready = tmp_path / f"ready{len(variables)}"
+        state = str(tmp_path / f"state{len(variables)}")
+        process = start(*COORDINATOR, "--state", state, "--ready-file", str(ready), **variables)
+        assert isinstance(process, stem.Forked)
+        wait_for(ready.exists, "a coordinator")
+        with coordinator_stub(json.loads(ready.read_text())["address"]) as stub, suppress(grpc.RpcError):
+            stub.OpenSession(pb.OpenSessionRequest(), timeout=20)
+        if variables:
+            assert process.wait(20) == -signal.SIGKILL
+        else:
+            assert process.poll() is None
 
 
 def test_an_answer_that_nobody_took_is_not_the_next_ones(start: Start) -> None:
