@@ -47,6 +47,7 @@ def test_an_optimizer_on_the_servers() -> None:
     assert np.abs(learnt - truth).max() < 0.2
 
 
+# More than 5 s: seventeen processes start.
 def test_one_trainer_and_sixteen_readers() -> None:
     """Every reader saw whole generations only (it checks each), the last one included."""
     *readers, trainer = run_example("trainer_to_readers.py")
@@ -55,6 +56,7 @@ def test_one_trainer_and_sixteen_readers() -> None:
     assert trainer.startswith("the trainer published 50 generations")
 
 
+# More than 5 s: processes import PyTorch, and a policy is trained until the task is learnt.
 def test_rollouts_of_a_policy_that_is_learning() -> None:
     """The trainer learns the task from samples that are a few generations old at most; a worker that leaves and one
     that comes instead have both given some."""
@@ -77,6 +79,7 @@ def test_training_with_numpy_alone() -> None:
     assert float(last.removeprefix("test accuracy ")) > 0.9
 
 
+# More than 5 s: two trainings, long enough for the speeds of workers to be measured.
 def test_unequal_workers_get_unequal_batches() -> None:
     """The slow worker's batches shrink to about a third of the others' (how long an iteration then takes is not looked
     at: this machine does other things too)."""
@@ -102,6 +105,7 @@ def test_diloco_goes_on_while_workers_are_killed() -> None:
     assert accuracy[-1] > 0.85
 
 
+# More than 5 s: two processes import PyTorch and transformers.
 def test_fine_tuning_in_small() -> None:
     """The transformer's code, with a small model of random weights: two processes, frozen embeddings, both finish."""
     lines = run_example("fine_tuning.py", "--small", "--steps", "10")
@@ -126,6 +130,7 @@ def test_the_real_transformer_is_read_right(monkeypatch: pytest.MonkeyPatch) -> 
     assert float(one @ other) == pytest.approx(-0.1050, abs=1e-3)
 
 
+# More than 5 s: programs that import PyTorch train, alone and together.
 def test_a_stock_script_becomes_a_shared_one(cluster: smb.LocalCluster, connect: Connect) -> None:
     """stock_shared.py is stock.py with three lines more and one instead of another, the README shows just these, and
     processes that run it divide the batches of one training."""
@@ -156,6 +161,7 @@ def test_a_stock_script_becomes_a_shared_one(cluster: smb.LocalCluster, connect:
 
 
 @pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="four processes import PyTorch; SMB_LONG=1 runs it")
+# More than 5 s: two launchers and four ranks import PyTorch.
 def test_torchrun_on_two_hosts(cluster: smb.LocalCluster, connect: Connect) -> None:
     """Two torchruns of two processes each are two members of one training, and divide its rows."""
     environment = os.environ | {"SMB_COORDINATOR": cluster.address, "OMP_NUM_THREADS": "1"}

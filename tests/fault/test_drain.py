@@ -190,6 +190,7 @@ def test_a_process_stands_still(tmp_path: Path, what: str, replicas: int) -> Non
         assert pool.end() == (second_copy.SEGMENTS if replicas == 2 else 0)
 
 
+# More than 5 s: four servers start, two of them again, and the coordinator twice.
 def test_the_other_copy_is_lost_and_nobody_knows(tmp_path: Path) -> None:
     """A coordinator that has just started takes every server for alive. It does not drop the last copy for that."""
     with running_daemons(tmp_path) as daemons:
@@ -210,6 +211,7 @@ def test_the_other_copy_is_lost_and_nobody_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+# More than 5 s: clients write all the while, and what they did is judged at the end.
 def test_the_coordinator_is_killed_while_it_moves_a_copy(tmp_path: Path, replicas: int) -> None:
     """At each step: what was stored goes on, and work does all the while."""
     points = (
@@ -292,6 +294,7 @@ def test_an_idle_client_calls_while_the_coordinator_is_away(tmp_path: Path) -> N
             assert (buffer.read() == 2).all()
 
 
+# More than 5 s: the build with failpoints, whose daemons are programs; it is compiled if nobody has yet.
 def test_a_server_dies_while_it_gates_a_segment(tmp_path: Path) -> None:
     """Its memory says that the segment is gated, and its file is that of one that has no copies yet: it serves nobody
     before it has heard of its role, and goes on.

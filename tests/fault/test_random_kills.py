@@ -22,6 +22,7 @@ ROUNDS = times(5, 200)
 
 
 @pytest.mark.parametrize("ways", [(FAR, FAR), ("shm", "shm"), (FAR, "shm")], ids="+".join)
+# More than 5 s: kills come at random: some tens are needed until one hits in the middle.
 def test_kills_under_two_clients(tmp_path: Path, ways: tuple[str, ...]) -> None:
     """Two clients add to lanes of their own and a common one; a server dies at a random moment and comes back, on the
     same port or another, again and again.

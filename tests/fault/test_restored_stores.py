@@ -185,6 +185,7 @@ def drill(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Drill]:
 ALL = (ONE, TWO, *(f"{kind}-{server}" for kind in ("one", "two") for server in SERVERS))
 
 
+# More than 5 s: a server is drained and taken back, and a second cluster starts from the backup.
 def test_after_drains(drill: Drill) -> None:
     """Every buffer lies elsewhere by now; each is recognised where it is."""
     saved = drill.save()

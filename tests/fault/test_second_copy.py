@@ -148,12 +148,14 @@ def test_a_host_dies(tmp_path: Path, ways: tuple[str, ...]) -> None:
     print(f"{ROUNDS} hosts died; work went on within {longest:.2f} s")
 
 
+# More than 5 s: each host in turn is away for a lease, and copied to again.
 def test_each_host_dies_in_turn_with_credentials(tmp_path: Path, certificates: Path) -> None:
     """The same where servers feed each other inside TLS, and tokens are of an epoch and expire meanwhile."""
     each_host_dies(tmp_path, times(1, 20), certificates)
 
 
 @pytest.mark.parametrize("rounds", [1, *([20] if LONG else [])])
+# More than 5 s: each host in turn is away for a lease, and copied to again.
 def test_each_host_dies_in_turn(tmp_path: Path, rounds: int) -> None:
     """Lost copies are made anew while clients work: then any other host may die. Nothing is lost, doubled or stale."""
     each_host_dies(tmp_path, rounds)

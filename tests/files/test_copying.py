@@ -399,6 +399,7 @@ def test_copies_between_clusters(client: smb.Client) -> None:
         assert [info.name for info in there.list()] == ["d/copy"]
 
 
+# More than 5 s: a dozen commands, and a cluster beside the shared one.
 def test_the_commands(
     cluster: smb.LocalCluster, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -464,6 +464,7 @@ def test_a_server_killed_under_a_cp_harms_nothing(
     assert client.open("w").read().tobytes() == data
 
 
+# More than 5 s: mounts and unmounts by programs of their own, as users do.
 def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Client, tmp_path: Path) -> None:
     """It returns when the files are there; a mount that was killed is taken away by the next; umount ends one; what
     can't be mounted is an error that says why."""

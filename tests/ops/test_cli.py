@@ -39,6 +39,7 @@ def stat_here(capsys: pytest.CaptureFixture[str], cluster: smb.LocalCluster, *ar
     return out
 
 
+# More than 5 s: eight commands one after the other.
 def test_a_buffer_from_creation_to_deletion(cluster: smb.LocalCluster) -> None:
     """create makes a buffer that clients can use, ls and stat show it with its placement, rm deletes it."""
     name = "cli/" + "long-name-" * 15

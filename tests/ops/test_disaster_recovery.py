@@ -57,6 +57,7 @@ class Operator:
         return self.types(self._blocks[block])
 
 
+# More than 5 s: runs the commands of the page one by one, as programs, with restarts in between.
 def test_the_page_works_as_it_is_written(tmp_path: Path) -> None:
     """A backup, a creation, a drain, then the restore. What moved is there; what is new is quarantined, freed by
     hand, and its memory is free again.

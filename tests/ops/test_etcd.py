@@ -276,6 +276,7 @@ def test_a_full_etcd_refuses_what_adds(daemons: Daemons) -> None:
                 assert one.health(0)["leadership"] == "leader"
 
 
+# More than 5 s: a real etcd starts, and coordinators on it and beside it.
 def test_records_move_to_etcd_and_back(etcd: EtcdCluster, daemons: Daemons) -> None:
     """Every record is there afterwards; the old place is served no more; a place in use is refused."""
     state = f"etcd://{etcd.addresses}/moved"

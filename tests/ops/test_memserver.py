@@ -253,6 +253,7 @@ def test_a_second_server_of_a_name_is_refused(
     create(coordinator)
 
 
+# More than 5 s: thirteen starts, one for each thing that cannot be.
 def test_a_start_that_cannot_be_says_why_in_one_line(daemons: Daemons, tmp_path: Path) -> None:
     """Sizes, directories, names and ports that cannot be had: exit code 1, one line, no traceback, no file."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -59,6 +59,7 @@ def files(cluster: smb.LocalCluster) -> int:
     return len(list(cluster.memory_directory.rglob("*.segment")))
 
 
+# More than 5 s: some hundred names, one after the other, and then a lease until the last are freed.
 def test_names_that_were_used_once_are_freed(cluster: smb.LocalCluster) -> None:
     """All of them, with their memory, on the server and in the coordinator's books; a buffer stays."""
     with smb.connect(cluster.address) as client:

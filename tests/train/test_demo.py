@@ -35,6 +35,7 @@ def _threads() -> object:
     ("number", "scheme"),
     [pytest.param(number, scheme, marks=[] if scheme in USUAL else AT_NIGHT) for number, scheme in enumerate(RECIPES)],
 )
+# More than 5 s: seconds of training by four processes, each of which imports PyTorch.
 def test_short_form_learns(number: int, scheme: str) -> None:
     """By every scheme, processes that share a striped buffer learn to 0.90 in seconds although one is killed and one
     comes late; schemes take turns with the transports."""
@@ -64,6 +65,7 @@ def test_short_form_learns(number: int, scheme: str) -> None:
     assert result.curve[-1].seconds > killed_at
 
 
+# More than 5 s: a whole short training, by four processes that import PyTorch.
 def test_a_worker_is_killed_however_late_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for that, where the others are done meanwhile."""
     kill_and_join = run._SharedTraining._kill_and_join
@@ -77,6 +79,7 @@ def test_a_worker_is_killed_however_late_somebody_looks(monkeypatch: pytest.Monk
     assert ("worker-2", "killed") in {(event.worker, event.what) for event in result.events}
 
 
+# More than 5 s: trains twice, together and alone, in processes that import PyTorch and draw by matplotlib.
 def test_command_reports_and_exits_by_accuracy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -129,6 +132,7 @@ def test_command_passes_the_scheme_and_its_settings_on(
     assert len(given) == 1
 
 
+# More than 5 s: the command as a program: it, its workers and its daemons start, and draw a picture.
 def test_interrupted_in_the_middle_it_leaves_the_plot_alone(tmp_path: Path) -> None:
     """Ctrl-C, even pressed twice, ends workers and daemons and frees the memory; the plot has what there was so far,
     and "stopped" is said; exit code 130, no traceback.
@@ -179,6 +183,7 @@ def test_a_worker_that_fails_is_heard(tmp_path: Path) -> None:
     assert worker.process.returncode == 1
 
 
+# More than 5 s: the workers fail where a real one would: once PyTorch is imported.
 def test_all_workers_failing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """When no worker can train, the demo raises smb.Error with what the first one said, instead of waiting."""
     start = Fleet.start

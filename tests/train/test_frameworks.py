@@ -70,6 +70,7 @@ def arguments(transformers: Any, path: Path, **options: Any) -> Any:
     ],
     ids=["plain", "accumulation-and-clipping", "bf16-and-checkpointing", "adafactor"],
 )
+# More than 5 s: transformers is imported, and its Trainer trains a model several times to be compared.
 def test_trainer(
     transformers: Any, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:

@@ -140,6 +140,7 @@ def test_slices(connect: Connect) -> None:
         smb.torch.follow(client, "d", placements={"big": (slice(None), slice(None))})
 
 
+# More than 5 s: some forty generations, each read in 400 short parts over the network.
 def test_parts_are_of_one_generation(connect: Connect) -> None:
     """A reader of many short parts, over the network, beside a trainer at full rate: never of two generations."""
     trainer = smb.torch.Publisher(connect(), "w", {"w": torch.zeros(400, 300)}, versions=2)

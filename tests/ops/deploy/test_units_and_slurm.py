@@ -222,6 +222,7 @@ def test_a_slurm_job_has_a_cluster_of_its_own(tmp_path: Path) -> None:
 
 
 @needs_etcd
+# More than 5 s: the job by its script, as programs: coordinators, servers, and the command itself.
 def test_a_slurm_job_with_two_coordinators(tmp_path: Path) -> None:
     """With etcd a coordinator on each of two nodes, both in the program's list: one leads, one stands by."""
     with running_etcd() as etcd:
