@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w+) ?([\w.]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+# More than 5 s: all commands of the page one after the other, as programs.
 def test_the_quickstart_works_as_it_is_written(tmp_path: Path) -> None:
     """All its commands but the installation, in order in one shell that stops at the first failure, with a free port in
     place of 7070: the sum is what it says, and no daemon stays.
