@@ -35,7 +35,6 @@ LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
 APART_S = 10.0  # nor is one server's copy made on another that it did not reach: users wait for each attempt
 BOUND_S = 60.0  # a segment that can't move is not asked about again for so long
-LACKING_TIMES, LACKING_S = 3, 10.0  # a source that did not confirm a group so often lacks some of it: it rests so long
 CONFIRM_PAUSE_S = 0.2  # nor one that did not confirm its own: it hears of its role by the answer to its renewal
 
 _log = logging.getLogger("coordinator")
@@ -58,7 +57,6 @@ class CopyMaker:
         self._avoided_until: dict[str, float] = {}
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
         self._said: dict[int, str] = {}  # by group: the last warning
-        self._unconfirmed: dict[int, tuple[int, float]] = {}  # groups that their source did not confirm: times, since
         self._bound: dict[int, float] = {}  # segments of which their servers said that they can't move; until when
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
         self._making: set[tuple[str, int]] = set()  # servers, and segments of copies that have not begun
@@ -68,24 +66,16 @@ class CopyMaker:
         return self._bound.keys()
 
     def resting(self) -> Collection[int]:
-        """Groups of which no copy is begun just now: their source lacks one of their segments, as it has told, or as it
-        seems.
-        """
-        now, state = self._commit_log.now().monotonic, self._commit_log.state
-        seem = (
-            group
-            for group, (times, since) in self._unconfirmed.items()
-            if times >= LACKING_TIMES and now < since + LACKING_S
-        )
+        """Groups of which no copy is begun: their source has told that it lacks one of their segments."""
+        state = self._commit_log.state
         if not any(state.missing.values()):
-            return frozenset(seem)
-        told = (
+            return frozenset()
+        return frozenset(
             group_of(segment)
             for record in state.buffers.values()
             for segment in record.segments
             if not segment.backup and segment.id in state.missing.get(segment.server, ())
         )
-        return frozenset((*seem, *told))
 
     def making_anywhere(self) -> frozenset[tuple[str, int]]:
         """Servers, and the segments that each is being asked to make, for copies that have not begun."""
@@ -133,7 +123,7 @@ class CopyMaker:
         records = [record for record in state.buffers.values() if drained or self._moves or record.movable]
         if not drained and not self._moves and not any(map(_wants, records)):
             self._without_room, self._bound = frozenset(), {}
-            self._said, self._unconfirmed = {}, {}
+            self._said = {}
             return
         self._bound = {number: until for number, until in self._bound.items() if until > now.monotonic}
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
@@ -148,6 +138,7 @@ class CopyMaker:
         pool = state.pool(now)
         self._moves = still_wanted(self._moves, records, pool, self._bound)
         self._say_without_room(records, pool)
+        self._say_lacking(records)
         await asyncio.gather(
             *(
                 self._begin(wish)
@@ -211,15 +202,6 @@ class CopyMaker:
         doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
         text = f"no {doing} of a segment of {wish.record.title} for now: {error}"
         group = group_of(wish.segment)
-        if asked == wish.source and len(wish.members) > 1:
-            # At first the source may just not have heard of its role.
-            times = self._unconfirmed.get(group, (0, 0.0))[0] + 1
-            self._unconfirmed[group] = (times, self._commit_log.now().monotonic)
-            if times >= LACKING_TIMES:
-                titles = ", ".join(sorted(record.title for record, _ in wish.members))
-                text += (
-                    f"; {titles} move together, and have one copy as long as {asked} lacks one of them: delete that one"
-                )
         _log.log(logging.DEBUG if self._said.get(group) == text else logging.WARNING, "%s", text)
         self._said[group] = text
         self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
@@ -261,7 +243,6 @@ class CopyMaker:
                 asked = wish.source
                 await self._confirm(wish, wish.source)
             committed = await self._commit_log.commit(begun)
-            self._unconfirmed.pop(group_of(wish.segment), None)
         except Error as error:
             self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
             await self._give_room_back(wish, server, epoch)
@@ -295,6 +276,23 @@ class CopyMaker:
         if server is None:
             raise NotFoundError(f'memory server "{name}" is not known any more')
         await self._servers.take_roles(server, messages)
+
+    def _say_lacking(self, records: list[BufferRecord]) -> None:
+        """Say what keeps buffers from a second copy whose memory is there: they move together with one that is lost."""
+        groups, missing = Groups(records), self._commit_log.state.missing
+        for record in records:
+            for segment in record.segments if record.ready else ():
+                if segment.backup or segment.id not in missing.get(segment.server, ()):
+                    continue
+                members = groups.members(record, segment)
+                titles = ", ".join(sorted(of.title for of, _ in members))
+                text = (
+                    f"{titles} move together, and have one copy as long as {segment.server} lacks {record.title}: "
+                    f"delete that one"
+                )
+                if len(members) > 1 and self._said.get(group_of(segment)) != text:
+                    _log.warning("%s", text)
+                    self._said[group_of(segment)] = text
 
     def _say_without_room(self, records: list[BufferRecord], pool: Pool) -> None:
         groups = Groups(records)
