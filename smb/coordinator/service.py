@@ -265,10 +265,13 @@ class CoordinatorService(CoordinatorServicer):
         """Return the registration with what the server says of segments that only its list or only the records have.
 
         Its list may be older than the records, as copies were made since: so nothing is missing because it is not in
-        the list. Raises UnavailableError if the server does not answer.
+        the list. Nor is what is being made now: the server may make it after it has answered. Raises UnavailableError
+        if the server does not answer.
         """
         state, name = self._commit_log.state, event.server.name
-        here = {copy.id for record in state.buffers.values() for copy in record.copies if copy.server == name}
+        copies = [(record, copy) for record in state.buffers.values() for copy in record.copies if copy.server == name]
+        here = {copy.id for _, copy in copies}
+        due = {copy.id for record, copy in copies if record.ready}
         asked = here ^ event.held.keys()
         known = state.servers.get(name)
         restarted = known is None or known.instance_id != event.server.instance_id
@@ -282,14 +285,14 @@ class CoordinatorService(CoordinatorServicer):
             beside = max(0, event.server.used_bytes - state.allocation(name).nbytes)
             first = min(event.held.keys() - here, default=None)
             held = {number: replace(each, nbytes=beside * (number == first)) for number, each in event.held.items()}
-            return replace(event, held=held, missing=frozenset(here - held.keys()))
+            return replace(event, held=held, missing=frozenset(due - held.keys()))
         if look.run is not Run.ALIVE:
             raise UnavailableError(
                 f'memory server "{name}" at {event.server.control_address} cannot be asked what it holds; it is to '
                 f"register again"
             )
         held = {**{number: each for number, each in event.held.items() if number not in asked}, **look.held}
-        return replace(event, held=held, missing=frozenset(asked & here - held.keys()))
+        return replace(event, held=held, missing=frozenset(asked & due - held.keys()))
 
     async def _look_at_others(self, event: ServerRegistered) -> frozenset[str]:
         """Look now at the servers that decide on this one's copies: a lease says what was seconds ago.

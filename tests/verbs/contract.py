@@ -181,6 +181,7 @@ LEFT_OUT = {
     "regressions/test_a_list_that_was_old.py": _ELSEWHERE,
     "regressions/test_own_random_numbers.py": _ELSEWHERE,
     "regressions/test_room_in_place_of_an_old_copy.py": _ELSEWHERE,
+    "regressions/test_lost_while_it_was_made.py": _ELSEWHERE,
     "regressions/test_pid_namespaces.py": "is about shared memory",
     "regressions/test_power_failures_at_the_coordinator.py": _ELSEWHERE,
     "regressions/test_private_names_are_deleted.py": _ELSEWHERE,
