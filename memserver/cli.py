@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from memserver.daemon import Options, default_name, run
+from memserver.daemon import ServerOptions, default_name, run
 from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS, variables_of
 from smb.daemon.process import clear_ready_file, start_log
@@ -58,7 +58,7 @@ def memserver(
         clear_ready_file(ready_file)
         start_log(log_level)
         run(
-            Options(
+            ServerOptions(
                 coordinator=coordinator,
                 listen=listen,
                 capacity_bytes=parse_bytes(capacity),

@@ -45,10 +45,10 @@ from smb.rpc.client_tokens import RIGHT_WRITE
 from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
 from smb.security.bond import bond_of_caller
 from smb.security.credentials import Credentials, Current, add_port
-from smb.security.roles import Callers, Guard, certificate_of
+from smb.security.roles import Callers, RoleInterceptor, certificate_of
 
 if TYPE_CHECKING:
-    from memserver.rdma_target import Place, Rdma
+    from memserver.rdma_target import RdmaTarget, ReachableMemory
 
 THREADS = 4  # creations of large segments must not keep drops waiting
 STOP_GRACE_S = 5.0  # a segment that is being made is finished
@@ -74,7 +74,7 @@ class ControlService(MemoryServerServicer):
     def __init__(
         self,
         segments: Segments,
-        rdma: Rdma,
+        rdma: RdmaTarget,
         replication: Replication,
         stamps: Stamps,
         check_proof: CheckProof | None = None,
@@ -260,7 +260,7 @@ class ControlServer:
         host: str,
         port: int,
         segments: Segments,
-        rdma: Rdma,
+        rdma: RdmaTarget,
         replication: Replication,
         stamps: Stamps,
         credentials: Credentials | None = None,
@@ -269,7 +269,7 @@ class ControlServer:
         """Listen and serve; port 0: a free one; check_proof goes with credentials. Raises UnavailableError."""
         guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()]
         if credentials is not None:
-            guards.append(Guard(Callers(Current(credentials))))
+            guards.append(RoleInterceptor(Callers(Current(credentials))))
         pool = ThreadPoolExecutor(THREADS, "control")
         self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
         service = ControlService(segments, rdma, replication, stamps, check_proof)
@@ -284,7 +284,7 @@ class ControlServer:
         self._server.stop(STOP_GRACE_S).wait()
 
 
-def _remote(place: Place) -> pb.RemoteMemory:
+def _remote(place: ReachableMemory) -> pb.RemoteMemory:
     return pb.RemoteMemory(address=place.address, key=place.key, nbytes=place.nbytes)
 
 

@@ -28,9 +28,9 @@ from memserver.control import ControlServer
 from memserver.earlier_memory import take_in
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import LastLook, load_of
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from memserver.metrics import EngineMetrics, Life, RelayMetrics
-from memserver.rdma_target import Rdma, settings_of
+from memserver.rdma_target import RdmaTarget, settings_of
 from memserver.recovery import recover
 from memserver.registrant import Identity, MissingNames, Registrant
 from memserver.registration import Registration
@@ -66,7 +66,7 @@ _log = logging.getLogger("memserver")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ServerOptions:
     """The options of `smb-memserver`."""
 
     coordinator: str
@@ -94,7 +94,7 @@ def default_name() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "server"
 
 
-def run(options: Options) -> None:
+def run(options: ServerOptions) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. Blocks; main thread only. Raises smb.errors.Error if it cannot start."""
     _check(options)
     # A connection and a segment take a descriptor each, and the usual soft limit is 1024.
@@ -146,7 +146,7 @@ class _StopSignals:
         self._tell.close()
 
 
-def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segments:
+def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) -> Segments:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     if options.credentials is not None:
@@ -154,7 +154,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     host, port = parse_address(options.listen)
     numeric = _numeric(host)  # an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)
-    place = Place(take_memory_directory(options.memory_dir), options.name)
+    place = MemoryDirectory(take_memory_directory(options.memory_dir), options.name)
     leaving.callback(place.close)
     take_in(place)
     place.check_capacity(options.capacity_bytes)
@@ -177,7 +177,7 @@ def _start(options: Options, leaving: ExitStack, failures: list[Error]) -> Segme
     data_port = engine.listen_tcp(numeric, port)
     engine.listen_unix(place.socket_path)
     verbs = None if options.data_tls == tls.ON or options.verbs is None else settings_of(options.verbs)
-    rdma = Rdma(engine, instance_id, verbs)
+    rdma = RdmaTarget(engine, instance_id, verbs)
     if options.data_tls == tls.ON:
         rdma.why_not = "its data goes over TLS alone (--data-tls on), and RDMA encrypts nothing"
     leaving.callback(rdma.close)
@@ -279,7 +279,7 @@ def _feed_watchdog(served: Segments, interval_s: float, stop: threading.Event) -
 class _Health:
     """The answer of /healthz. Serving without the coordinator is healthy: data goes on."""
 
-    def __init__(self, options: Options, address: str, segments: Segments, life: Life) -> None:
+    def __init__(self, options: ServerOptions, address: str, segments: Segments, life: Life) -> None:
         self._options = options
         self._address = address
         self._segments = segments
@@ -312,7 +312,7 @@ class _Health:
         }
 
 
-def _check(options: Options) -> None:
+def _check(options: ServerOptions) -> None:
     if not _NAME.fullmatch(options.name):
         raise InvalidArgumentError(f'--name "{options.name}": use 1 to 64 characters of A-Z a-z 0-9 . _ -')
     if options.capacity_bytes <= 0:

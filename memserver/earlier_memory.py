@@ -15,7 +15,7 @@ import stat
 from contextlib import closing
 from pathlib import Path
 
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from smb.daemon.own_files import fault_at
 from smb.daemon.private_directory import directory_fault, is_private_name
 from smb.errors import AlreadyExistsError, Error, UnavailableError
@@ -23,7 +23,7 @@ from smb.errors import AlreadyExistsError, Error, UnavailableError
 _log = logging.getLogger("memserver")
 
 
-def take_in(place: Place) -> None:
+def take_in(place: MemoryDirectory) -> None:
     """Move the files of this server's name from the directory around a private one into that.
 
     Raises AlreadyExistsError if a server of an earlier release runs there, UnavailableError if a file is in both places
@@ -47,7 +47,7 @@ def take_in(place: Place) -> None:
     if not ours:
         return
     try:
-        with closing(Place(around, place.name, serves=False)) as earlier:
+        with closing(MemoryDirectory(around, place.name, serves=False)) as earlier:
             _move(ours, place)
             for path in earlier.segment_files()[1]:
                 if not fault_at(path):
@@ -71,7 +71,7 @@ def _files(around: Path, name: str) -> dict[Path, str]:
     return {path: fault_at(path, stat.S_ISLNK if path.suffix == ".stamps" else stat.S_ISREG) for path in there}
 
 
-def _move(paths: list[Path], place: Place) -> None:
+def _move(paths: list[Path], place: MemoryDirectory) -> None:
     both = [path for path in paths if os.path.lexists(place.directory / path.name)]
     if both:
         raise UnavailableError(f"{both[0].name} is in {both[0].parent} and in {place.directory}")
@@ -79,7 +79,7 @@ def _move(paths: list[Path], place: Place) -> None:
         path.rename(place.directory / path.name)  # nobody else writes there, so nothing is replaced
 
 
-def _by_hand(place: Place, around: Path) -> str:
+def _by_hand(place: MemoryDirectory, around: Path) -> str:
     return (
         f"So what earlier runs of this server left in {around} was not moved to {place.directory}, where this one has "
         f"its memory; all of it is kept. Where both directories have a file, remove the one that does not count. Then, "

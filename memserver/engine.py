@@ -57,7 +57,7 @@ class SegmentForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class FoundSegment:
     """A segment that is here, as its file says it. See struct smb_held in csrc/smb/server.h."""
 
     id: int
@@ -438,7 +438,7 @@ class Engine:
         lib.smb_server_feed_why(self._server, segment_id, why)
         return str(ffi.string(why).decode())
 
-    def held(self) -> dict[int, Held]:
+    def held(self) -> dict[int, FoundSegment]:
         """Return all segments that are here, by id."""
         most, found = 0, 64
         while found > most:
@@ -447,7 +447,7 @@ class Engine:
             found = lib.smb_server_held(self._server, raw, most)
         return {each.id: _held(each) for each in raw[0:found]}
 
-    def holds(self, segment_id: int) -> Held | None:
+    def holds(self, segment_id: int) -> FoundSegment | None:
         """Return one of them; None if it is not here."""
         raw = ffi.new("struct smb_held *")
         if lib.smb_server_holds(self._server, segment_id, raw) == lib.SMB_NOT_FOUND:
@@ -572,9 +572,9 @@ def _shares(read: Callable[[Any, Any, int], int], server: Any) -> dict[int, Shar
     return shares
 
 
-def _held(raw: Any) -> Held:
+def _held(raw: Any) -> FoundSegment:
     whole = {lib.SMB_COPY_BEGUN: False, lib.SMB_COPY_WHOLE: True}.get(raw.copy)
-    return Held(int(raw.id), int(raw.file_bytes), int(raw.epoch), whole, int(raw.role))
+    return FoundSegment(int(raw.id), int(raw.file_bytes), int(raw.epoch), whole, int(raw.role))
 
 
 def _check(status: int, what: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from memserver.denials import DeniedRequests
 from memserver.engine import Engine, Share
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from memserver.usage_by_client import Names
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.rpc import control_pb2 as pb
@@ -41,7 +41,7 @@ class Shortage:
             self._logged = turned_away_total
 
 
-class Busy:
+class BusiestMeter:
     """The load since the last look, of each segment or session: the busiest of them."""
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class LastLook:
 
     def __init__(self, clients: Names, buffers: Names) -> None:
         self.clients, self.buffers, self.denied = clients, buffers, DeniedRequests()
-        self.shortage, self.segments, self.sessions = Shortage(), Busy(), Busy()
+        self.shortage, self.segments, self.sessions = Shortage(), BusiestMeter(), BusiestMeter()
 
 
-def load_of(engine: Engine, place: Place, last: LastLook, limit: MemoryLimit | None = None) -> pb.ServerLoad:
+def load_of(engine: Engine, place: MemoryDirectory, last: LastLook, limit: MemoryLimit | None = None) -> pb.ServerLoad:
     """Return the counters since the start, what is held and waits now, and who was busy since the last time."""
     counters = engine.counters()
     last.shortage.look(counters.turned_away_total)
@@ -114,7 +114,7 @@ def load_of(engine: Engine, place: Place, last: LastLook, limit: MemoryLimit | N
     )
 
 
-def _free_bytes(place: Place, limit: MemoryLimit | None) -> int:
+def _free_bytes(place: MemoryDirectory, limit: MemoryLimit | None) -> int:
     """Return how much a create may take, at least 1: 0 says that nobody knows."""
     try:
         found = os.statvfs(place.directory)

@@ -26,7 +26,7 @@ SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux has 108 bytes, the last of them
 _log = logging.getLogger("memserver")
 
 
-class Place:
+class MemoryDirectory:
     """The files of one server name in one directory, ours as long as we hold the lock file. `close` it."""
 
     def __init__(self, directory: Path, name: str, *, serves: bool = True) -> None:

@@ -27,7 +27,7 @@ from memserver.engine import CHUNK_BYTES_MAX, Engine, HeldSegment, NotReadyError
 from memserver.threads import begin
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
 from smb.rpc import control_pb2 as pb
-from smb.transport.verbs.progress_thread import Progress
+from smb.transport.verbs.progress_thread import ProgressThread
 from smb.transport.verbs.queue_pair import (
     FRAME_BYTES,
     MESSAGE_BYTES,
@@ -36,7 +36,7 @@ from smb.transport.verbs.queue_pair import (
     Domain,
     End,
     NoDeviceError,
-    Queue,
+    QueuePair,
     Region,
     Settings,
 )
@@ -50,7 +50,7 @@ _log = logging.getLogger("memserver")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReachableMemory:
     """Memory that a session may reach."""
 
     address: int
@@ -62,8 +62,8 @@ class Place:
 class Opened:
     """A segment's keys."""
 
-    data: Place
-    states: Place
+    data: ReachableMemory
+    states: ReachableMemory
     sequence_at: int
     chunk_bytes: int
     dtype: int
@@ -84,7 +84,7 @@ class _Peer:
         try:
             for address in self._slots.addresses:
                 self._regions.append(domain.register(address, CHUNK_BYTES_MAX, read=True, write=True))
-            self.queue = Queue(domain)
+            self.queue = QueuePair(domain)
             try:
                 self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             except BaseException:
@@ -101,9 +101,9 @@ class _Peer:
             self.close()
             raise
 
-    def slots(self) -> list[Place]:
+    def slots(self) -> list[ReachableMemory]:
         """Return where the client puts payloads."""
-        return [Place(region.address, region.remote_key, region.nbytes) for region in self._regions]
+        return [ReachableMemory(region.address, region.remote_key, region.nbytes) for region in self._regions]
 
     def queue_fd(self) -> int:
         """See Relay."""
@@ -233,7 +233,7 @@ def settings_of(variables: Mapping[str, str]) -> Settings:
     return Settings.of(variables)
 
 
-class Rdma:
+class RdmaTarget:
     """All sessions with RDMA. Methods may be called from any thread and block for some milliseconds."""
 
     def __init__(
@@ -248,7 +248,7 @@ class Rdma:
         self._engine = engine
         self._lock = threading.Lock()
         self._sessions: dict[int, _Session] = {}
-        self._progress: Progress | None = None
+        self._progress: ProgressThread | None = None
         self._device: Device | None = None
         self.why_not = "RDMA is switched off at this server (--verbs off)"
         if settings is None:
@@ -262,7 +262,7 @@ class Rdma:
             self.why_not = ""
             _log.info("RDMA by %s", self._device)
 
-    def connect(self, session_id: int, client: End | pb.VerbsEnd) -> tuple[End, list[Place]]:
+    def connect(self, session_id: int, client: End | pb.VerbsEnd) -> tuple[End, list[ReachableMemory]]:
         """Make the session's connection to the client's end, ending one that it had.
 
         Raises UnavailableError if there is no device, or it refuses, InvalidArgumentError, OutOfMemoryError.
@@ -326,8 +326,8 @@ class Rdma:
         if form.epoch != epoch:
             raise InvalidArgumentError(f"segment {segment_id:016x} is of epoch {form.epoch}, not {epoch}")
         return Opened(
-            Place(held.address, known.data.remote_key, form.nbytes),
-            Place(held.states_address, known.states.remote_key, held.states_bytes),
+            ReachableMemory(held.address, known.data.remote_key, form.nbytes),
+            ReachableMemory(held.states_address, known.states.remote_key, held.states_bytes),
             held.sequence_at,
             form.chunk_bytes,
             form.dtype,
@@ -427,10 +427,10 @@ class Rdma:
                 session = self._sessions[session_id] = _Session(Domain(self._device))
             return session
 
-    def _moving(self) -> Progress:
+    def _moving(self) -> ProgressThread:
         with self._lock:
             if self._progress is None:
-                self._progress = Progress("rdma")
+                self._progress = ProgressThread("rdma")
             return self._progress
 
     def _end(self, session: _Session) -> None:

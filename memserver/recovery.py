@@ -7,7 +7,7 @@ import logging
 import time
 
 from memserver.engine import Engine, Recovery
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from memserver.metrics import Life
 from memserver.segments import Segments
 from smb.config.parse import format_bytes
@@ -17,7 +17,7 @@ from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryEr
 _log = logging.getLogger("memserver")
 
 
-def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: int) -> Life:
+def recover(engine: Engine, place: MemoryDirectory, segments: Segments, capacity_bytes: int) -> Life:
     """Adopt every segment's file of this server's name. A file that is none is reported and left where it is. Returns
     what was found, for metrics.
 
@@ -57,7 +57,7 @@ def recover(engine: Engine, place: Place, segments: Segments, capacity_bytes: in
     )
 
 
-def _recover_journal(engine: Engine, place: Place) -> Recovery:
+def _recover_journal(engine: Engine, place: MemoryDirectory) -> Recovery:
     """Finish the changes that a kill interrupted. Clients that come back learn that the changes were made."""
     found = engine.open_journal(place.journal_path)
     if found.journal_lost:

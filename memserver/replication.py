@@ -54,7 +54,7 @@ def connect(address: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class ServerOutside:
     """The clocks, threads and connections that it has from outside."""
 
     now: Callable[[], float] = time.monotonic
@@ -72,13 +72,13 @@ class Replication:
         copy_rate: int = 0,
         shown: Callable[[], Tls | None] | None = None,
         on_role: Callable[[int, int], None] = lambda *_: None,
-        outside: Outside | None = None,
+        outside: ServerOutside | None = None,
     ) -> None:
         """`copy_rate`: bytes per second that new copies take; 0: as many as the network does. `shown`: returns what is
         shown to backups, inside TLS; None: there are no credentials, or data goes without TLS. `on_role`: a segment has
         a role, in that epoch. `outside` None: this host's.
         """
-        self._outside = outside or Outside()
+        self._outside = outside or ServerOutside()
         self._told_at = -math.inf
         self._engine = engine
         self._shown = shown

@@ -8,11 +8,11 @@ gives no reason, and cannot end it.
 
 from __future__ import annotations
 
-from memserver.engine import Held
+from memserver.engine import FoundSegment
 from smb.ground import Ground
 
 
-def why_not(held: Held, ground: Ground, epoch: int, *, quarantined: bool) -> str:
+def why_not(held: FoundSegment, ground: Ground, epoch: int, *, quarantined: bool) -> str:
     """Return why this segment must stay; empty if it may go. `epoch`: of the whole copy elsewhere, if SUPERSEDED."""
     if ground in (Ground.DELETED, Ground.FORGOTTEN):
         return ""

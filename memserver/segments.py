@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from memserver.engine import Engine, Held, SegmentForm
-from memserver.memory_dir import Place
+from memserver.engine import Engine, FoundSegment, SegmentForm
+from memserver.memory_dir import MemoryDirectory
 from memserver.retention import why_not
 from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
@@ -35,7 +35,9 @@ _log = logging.getLogger("memserver")
 class Segments:
     """The segments that are held, by id."""
 
-    def __init__(self, engine: Engine, place: Place, capacity_bytes: int, limit: MemoryLimit | None = None) -> None:
+    def __init__(
+        self, engine: Engine, place: MemoryDirectory, capacity_bytes: int, limit: MemoryLimit | None = None
+    ) -> None:
         """`limit` None: there is none, or the directory's pages do not count against it."""
         self._limit = limit
         self._making_bytes = 0  # of the segments that are being made
@@ -199,7 +201,7 @@ class Segments:
             if held is not None and held.epoch == epoch:
                 self.take_up(segment_id)
 
-    def inventory(self) -> dict[int, tuple[Held, bool]]:
+    def inventory(self) -> dict[int, tuple[FoundSegment, bool]]:
         """Return what is held now, by id, and whether it is in quarantine."""
         found = self._engine.held()
         with self._lock:

@@ -24,7 +24,7 @@ STAMPS_MAX = 16  # terms since the last registration; there is more than one onl
 _log = logging.getLogger("memserver")
 
 
-class Stamp(NamedTuple):
+class ServerStamp(NamedTuple):
     """See StoreStamp in control.proto."""
 
     cluster: int
@@ -35,10 +35,10 @@ class Stamp(NamedTuple):
 class Kept(Protocol):
     """Where stamps outlive the daemon."""
 
-    def read(self) -> tuple[Stamp, ...]:
+    def read(self) -> tuple[ServerStamp, ...]:
         """Return what was kept last."""
 
-    def keep(self, stamps: tuple[Stamp, ...]) -> None:
+    def keep(self, stamps: tuple[ServerStamp, ...]) -> None:
         """Keep these in place of those before, all or none of them."""
 
 
@@ -48,11 +48,11 @@ class StampsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self) -> tuple[Stamp, ...]:
+    def read(self) -> tuple[ServerStamp, ...]:
         """Return what an earlier run left there."""
         return _read(self._path)
 
-    def keep(self, stamps: tuple[Stamp, ...]) -> None:
+    def keep(self, stamps: tuple[ServerStamp, ...]) -> None:
         """Put these there, by one rename."""
         text = ",".join(f"{cluster:x}.{term:x}.{sequence:x}" for cluster, term, sequence in stamps)
         fresh = self._path.with_suffix(".stamps_new")
@@ -70,12 +70,12 @@ class Stamps:
         self._lock = threading.Lock()
         self._stamps = kept.read()
 
-    def told(self) -> tuple[Stamp, ...]:
+    def told(self) -> tuple[ServerStamp, ...]:
         """Return them."""
         with self._lock:
             return self._stamps
 
-    def learn(self, stamp: Stamp) -> None:
+    def learn(self, stamp: ServerStamp) -> None:
         """Take a stamp before the change that comes with it."""
         with self._lock:
             others = tuple(each for each in self._stamps if each[:2] != stamp[:2])
@@ -84,16 +84,16 @@ class Stamps:
                 return
             if len(others) >= STAMPS_MAX:
                 # No store has term 0: what is forgotten here must not make an older store look new enough.
-                others = (Stamp(stamp.cluster, 0, 0), *others[2:])
+                others = (ServerStamp(stamp.cluster, 0, 0), *others[2:])
             self._keep((*others, stamp))
 
-    def replace(self, stamp: Stamp) -> None:
+    def replace(self, stamp: ServerStamp) -> None:
         """Take the stamp of a coordinator that has judged all that is here by the former ones."""
         with self._lock:
             if self._stamps != (stamp,):
                 self._keep((stamp,))
 
-    def _keep(self, stamps: tuple[Stamp, ...]) -> None:
+    def _keep(self, stamps: tuple[ServerStamp, ...]) -> None:
         self._kept.keep(stamps)
         self._stamps = stamps
 
@@ -111,13 +111,13 @@ def _text(path: Path) -> str:
         os.close(link)
 
 
-def _read(path: Path) -> tuple[Stamp, ...]:
+def _read(path: Path) -> tuple[ServerStamp, ...]:
     try:
         text = _text(path)
     except OSError:
         return ()
     try:
         found = [[int(number, 16) for number in each.split(".")] for each in text.split(",")]
-        return tuple(Stamp(cluster, term, sequence) for cluster, term, sequence in found)
+        return tuple(ServerStamp(cluster, term, sequence) for cluster, term, sequence in found)
     except ValueError:
-        return (Stamp(0, 0, 0),)  # of no store
+        return (ServerStamp(0, 0, 0),)  # of no store

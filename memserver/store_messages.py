@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from memserver.engine import Held
-from memserver.stamps import Stamp
+from memserver.engine import FoundSegment
+from memserver.stamps import ServerStamp
 from smb.rpc import control_pb2 as pb
 
 WHOLE, PRIMARY, BACKUP, QUARANTINED, UNKNOWN = 1, 2, 4, 8, 16
 _ROLES = {0: 0, 1: PRIMARY, 2: BACKUP}
 
 
-def inventory_message(held: Held, quarantined: bool) -> pb.HeldSegment:
+def inventory_message(held: FoundSegment, quarantined: bool) -> pb.HeldSegment:
     """Return a segment as the coordinator hears of it."""
     flags = {True: WHOLE, False: 0, None: UNKNOWN}[held.whole] | _ROLES[held.role] | (QUARANTINED if quarantined else 0)
     return pb.HeldSegment(id=held.id, epoch=held.epoch, flags=flags, file_bytes=held.file_bytes)
 
 
-def stamp_message(stamp: Stamp) -> pb.StoreStamp:
+def stamp_message(stamp: ServerStamp) -> pb.StoreStamp:
     """Return the message."""
     return pb.StoreStamp(cluster=stamp.cluster, term=stamp.term, sequence=stamp.sequence)
 
 
-def stamp_of(message: pb.StoreStamp) -> Stamp:
+def stamp_of(message: pb.StoreStamp) -> ServerStamp:
     """Return the stamp."""
-    return Stamp(message.cluster, message.term, message.sequence)
+    return ServerStamp(message.cluster, message.term, message.sequence)

@@ -13,8 +13,8 @@ from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import (
     USER_LOCK,
     Home,
-    MovedError,
     NotInTimeError,
+    SegmentMovedError,
     outcome_unknown,
     raise_fences,
     wait_ms,
@@ -174,8 +174,8 @@ class Lock:
         try:
             try:
                 self._home.finish(asked, pending, 0.0)
-            except (MovedError, NotFoundError) as error:
-                if self._home.named and not isinstance(error, MovedError):
+            except (SegmentMovedError, NotFoundError) as error:
+                if self._home.named and not isinstance(error, SegmentMovedError):
                     raise
                 self._home.ask(asked, AskOpcode.RENEW, USER_LOCK, (token, self._ttl_ms))  # goes where it is
         except LockLostError:

@@ -26,7 +26,7 @@ class _Here(threading.local):
 here = _Here()
 
 
-class Caller(Protocol):
+class CallingDispatcher(Protocol):
     """The dispatcher whose call it is."""
 
     @property
@@ -38,7 +38,7 @@ class Caller(Protocol):
         """The buffer's."""
 
 
-def outcome_of_change(calls: Caller, failed: Outcome, nbytes: int, wait_ms: int) -> CallOutcome:
+def outcome_of_change(calls: CallingDispatcher, failed: Outcome, nbytes: int, wait_ms: int) -> CallOutcome:
     """Return the outcome of a change of so many bytes that was sent: known now, or learnt within that time."""
     if failed.unknown is None:
         return UNKNOWN
@@ -50,7 +50,7 @@ def outcome_of_change(calls: Caller, failed: Outcome, nbytes: int, wait_ms: int)
 
 
 def account_interrupt(
-    calls: Caller, error: BaseException, request: Request, done: Outcome | int | None, *, touched: bool
+    calls: CallingDispatcher, error: BaseException, request: Request, done: Outcome | int | None, *, touched: bool
 ) -> None:
     """Say in what a signal's handler raised what became of the call that it ended. `done`: how the engine's part of the
     call ended; None: it did not begin.
@@ -71,7 +71,9 @@ def account_interrupt(
     failed.smb_account = Failed(calls, calls.arguments.elements(request), None if ended is None else ended.unknown)
 
 
-def account_outside(calls: Caller, error: BaseException, before: Request | None, asked: range | None) -> None:
+def account_outside(
+    calls: CallingDispatcher, error: BaseException, before: Request | None, asked: range | None
+) -> None:
     """Do the same for what was raised before a call began, or after it had returned. `before`: what this thread had
     finished before; `asked`: the elements of the call, None if they are not known.
     """
@@ -85,7 +87,9 @@ def account_outside(calls: Caller, error: BaseException, before: Request | None,
         failed.outcome, failed.smb_account = NOT_APPLIED, Failed(calls, asked)
 
 
-def account_later(calls: Caller, error: BaseException, future: Future[Any] | None, asked: range | None) -> None:
+def account_later(
+    calls: CallingDispatcher, error: BaseException, future: Future[Any] | None, asked: range | None
+) -> None:
     """Do the same for what was raised while an async call was made. `future`: None if the engine has no such call."""
     failed: Any = error
     if getattr(error, "smb_account", None) is not None or asked is None:
@@ -95,7 +99,12 @@ def account_later(calls: Caller, error: BaseException, future: Future[Any] | Non
 
 
 def account_part(
-    calls: Caller, error: BaseException, request: Request, left: list[range], change: Request | None, what: str
+    calls: CallingDispatcher,
+    error: BaseException,
+    request: Request,
+    left: list[range],
+    change: Request | None,
+    what: str,
 ) -> None:
     """Say of a call that failed at left[0] what it means for all of it. All but `left` was applied. `change`: the last
     one that was begun, of left[0] unless a handler raised after it; `what`: of the call, for people.

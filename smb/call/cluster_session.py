@@ -32,7 +32,7 @@ from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from smb.security.credentials import Credentials
 from smb.transport.base import Deadline, SegmentPath, SegmentPlace
 from smb.transport.choose import MakesRdma, choose, choose_gated, choose_waits, for_each, make_transports
-from smb.transport.connector import Whereabouts
+from smb.transport.connector import ServerAddress
 from smb.transport.reconnect import Links, Outages, refused
 from smb.transport.tcp import Tcp
 from smb.transport.tls import ClientTls
@@ -224,7 +224,7 @@ def _told(reports: dict[object, Callable[[], pb.TrainingReport]]) -> dict[object
     return dict(said[:_REPORTS_MAX])
 
 
-def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | None:
+def _locate(session: weakref.ref[ClusterSession], server: str) -> ServerAddress | None:
     """Ask the coordinator where a memory server is now. Raises NotFoundError if no segment is there any more."""
     ours = session()
     if ours is None:
@@ -236,7 +236,7 @@ def _locate(session: weakref.ref[ClusterSession], server: str) -> Whereabouts | 
         return None
     for found in servers:
         if found.name == server and found.segment_count:
-            return Whereabouts(
+            return ServerAddress(
                 found.data_address, found.unix_path, found.instance_id, found.control_address, found.data_tls
             )
     raise NotFoundError(f"memory server {server} has no segment any more")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from smb.buffer_info import BufferInfo
-from smb.call.optimizer_rules import Rule
+from smb.call.optimizer_rules import OptimizerRule
 from smb.errors import InvalidArgumentError
 from smb.layout import Layout
 
@@ -42,7 +42,7 @@ def check_beside(asked: str, target: Operand, other: Operand) -> None:
         )
 
 
-def check_step(asked: str, rule: Rule, weights: Operand, gradient: Operand, state: Sequence[Operand]) -> None:
+def check_step(asked: str, rule: OptimizerRule, weights: Operand, gradient: Operand, state: Sequence[Operand]) -> None:
     """Raise InvalidArgumentError unless a step of the rule can change weights and state as one."""
     for other in (gradient, *state):
         check_beside(asked, weights, other)

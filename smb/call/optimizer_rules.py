@@ -14,7 +14,7 @@ _STEP_MAX = 2**53  # beyond it a float64 has not every whole number
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class OptimizerRule:
     """One optimizer. `number` travels in frames, `states` names its state, `hyper` has the defaults of its numbers,
     None if one must be given.
     """
@@ -28,27 +28,27 @@ class Rule:
 _GRADIENT: dict[str, float | None] = {"lr": None, "scale": 1.0, "weight_decay": 0.0}
 _ADAM: dict[str, float | None] = {**_GRADIENT, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "step": None}
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, OptimizerRule] = {
     rule.name: rule
     for rule in (
-        Rule("sgd", 1, (), _GRADIENT),
-        Rule("momentum", 2, ("m",), {**_GRADIENT, "mu": None}),
-        Rule("nesterov", 3, ("m",), {**_GRADIENT, "mu": None}),
-        Rule("adam", 4, ("m", "v"), _ADAM),
-        Rule("adamw", 5, ("m", "v"), {**_ADAM, "weight_decay": 0.01}),
-        Rule("elastic", 6, (), {"alpha": None}),
+        OptimizerRule("sgd", 1, (), _GRADIENT),
+        OptimizerRule("momentum", 2, ("m",), {**_GRADIENT, "mu": None}),
+        OptimizerRule("nesterov", 3, ("m",), {**_GRADIENT, "mu": None}),
+        OptimizerRule("adam", 4, ("m", "v"), _ADAM),
+        OptimizerRule("adamw", 5, ("m", "v"), {**_ADAM, "weight_decay": 0.01}),
+        OptimizerRule("elastic", 6, (), {"alpha": None}),
     )
 }
 
 
-def rule_of(name: str, asked: str) -> Rule:
+def rule_of(name: str, asked: str) -> OptimizerRule:
     """Return the rule of a name. InvalidArgumentError, for what was `asked`, where there is none."""
     if not isinstance(name, str) or name not in RULES:
         raise InvalidArgumentError(f"{asked}: there is no rule {name!r}; there are {', '.join(RULES)}")
     return RULES[name]
 
 
-def hyper_of(rule: Rule, given: Mapping[str, float], asked: str) -> dict[str, float]:
+def hyper_of(rule: OptimizerRule, given: Mapping[str, float], asked: str) -> dict[str, float]:
     """Return all numbers of a rule by name. InvalidArgumentError if one is missing, unknown or out of its range."""
     strange = [name for name in given if name not in rule.hyper]
     missing = [name for name, default in rule.hyper.items() if default is None and name not in given]

@@ -12,7 +12,7 @@ import numpy as np
 
 from smb import engine
 from smb.arrays.dtypes import OPS
-from smb.call.accounts import Caller, account_part, here
+from smb.call.accounts import CallingDispatcher, account_part, here
 from smb.engine import NOWHERE, Opcode, Request
 from smb.transport.base import Deadline
 
@@ -55,7 +55,7 @@ def cut(part: range, most: int) -> Iterator[range]:
         start = stop
 
 
-def do_rest(calls: Caller, request: Request, left: list[range], call: Callable[[Request], int]) -> int:
+def do_rest(calls: CallingDispatcher, request: Request, left: list[range], call: Callable[[Request], int]) -> int:
     """Do what is left of a change: its servers sent it away, as they are reached in another way by now, or others have
     the segments. The rest of it was applied. `call` does one part.
     """
@@ -74,7 +74,7 @@ def do_rest(calls: Caller, request: Request, left: list[range], call: Callable[[
 
 
 def bring(
-    calls: Caller,
+    calls: CallingDispatcher,
     request: Request,
     sources: Sequence[Source],
     parts: list[range],
@@ -120,7 +120,9 @@ def _read_for(source: Source, read: Request, deadline: Deadline) -> Any:
     return memory
 
 
-def _sum_of(calls: Caller, request: Request, sources: Sequence[Source], read: Request, deadline: Deadline) -> Any:
+def _sum_of(
+    calls: CallingDispatcher, request: Request, sources: Sequence[Source], read: Request, deadline: Deadline
+) -> Any:
     """Return memory with the sum of several sources, computed as servers do it."""
     number, count = calls.arguments.dtype.number, read.nbytes // calls.arguments.itemsize
     total = engine.memory_of(np.empty(read.nbytes, np.uint8))

@@ -67,7 +67,7 @@ def outcome_unknown(error: BaseException) -> None:
         interrupt.outcome = UNKNOWN
 
 
-class MovedError(UnavailableError):
+class SegmentMovedError(UnavailableError):
     """The server does not answer for the segment: it may have moved."""
 
 
@@ -85,7 +85,7 @@ class _Refused(NamedTuple):
 # A request that was not sent is one whose segment may be elsewhere.
 _STATUSES: Mapping[type[Error], Status] = {
     PermissionDeniedError: Status.DENIED,
-    MovedError: Status.STALE_EPOCH,
+    SegmentMovedError: Status.STALE_EPOCH,
     NotFoundError: Status.NOT_FOUND,
 }
 
@@ -129,13 +129,15 @@ class Home:
             try:
                 left = None if wait is None else max(0.0, wait - passed_s)
                 return self._ask(asked, opcode, argument, _words_after(opcode, words, passed_s), left)
-            except (PermissionDeniedError, MovedError, NotFoundError) as error:  # nothing was done
+            except (PermissionDeniedError, SegmentMovedError, NotFoundError) as error:  # nothing was done
                 if opcode is AskOpcode.AWAIT_BARRIER and isinstance(error, NotFoundError):  # with who had arrived
                     raise BrokenBarrierError(
                         f"{asked}: {self._where()} does not have it any more: it was idle, or its memory was lost; "
                         f"the next round starts clean"
                     ) from error
-                if isinstance(error, MovedError) and time.monotonic() - began > _TURN_MS / 1000:  # it has waited there
+                if (
+                    isinstance(error, SegmentMovedError) and time.monotonic() - began > _TURN_MS / 1000
+                ):  # it has waited there
                     backoff = pauses(Deadline(self._client.timeout))
                 action = self._recover(asked, error, backoff, reopened=reopened)
                 if action is Action.FAIL:
@@ -342,7 +344,7 @@ class Home:
             case Status.NOT_FOUND:
                 return NotFoundError(f"{asked}: {self._where()} does not have it (any more): it was deleted")
             case Status.STALE_EPOCH:
-                return MovedError(f"{asked}: {self._where()} does not answer for it any more; nothing was done")
+                return SegmentMovedError(f"{asked}: {self._where()} does not answer for it any more; nothing was done")
             case Status.INVALID:
                 return InvalidArgumentError(f"{asked}: {self._where()} refused it as invalid")
             case Status.DENIED:
@@ -352,7 +354,7 @@ class Home:
             case Status.DISCONNECTED | Status.LINK_LOST:
                 lost = f"{asked}: the connection to {self._where()} was lost"
                 if not reply.sent:
-                    return MovedError(f"{lost}; nothing was done", outcome=NOT_APPLIED)
+                    return SegmentMovedError(f"{lost}; nothing was done", outcome=NOT_APPLIED)
                 return UnavailableError(f"{lost}; outcome unknown", outcome=UNKNOWN)
             case Status.OUT_OF_MEMORY:
                 return OutOfMemoryError(
@@ -374,7 +376,7 @@ def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> No
         for home, pending in pending_requests:
             try:
                 home.finish(asked, pending, 0.0)
-            except (PermissionDeniedError, MovedError, NotFoundError):
+            except (PermissionDeniedError, SegmentMovedError, NotFoundError):
                 home.ask(asked, AskOpcode.FENCE, lock, (token,))  # which gets a newer token, or goes where it is
     finally:
         for _, pending in pending_requests:

@@ -78,7 +78,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSetting:
     """A setting's value as text, and where it stands: a variable's name, or FILE:LINE."""
 
     text: str
@@ -309,10 +309,10 @@ _TABLE = (
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _TABLE}
 
 # The values that `use_file` put into the environment, by variable.
-_put: dict[str, Found] = {}
+_put: dict[str, FoundSetting] = {}
 
 
-def find(name: str) -> Found | None:
+def find(name: str) -> FoundSetting | None:
     """Return what is in force for a setting such as "client.transport", or None: its default.
 
     Its variable, or else the file that SMB_CONFIG names. An empty variable counts as none. Raises
@@ -322,7 +322,7 @@ def find(name: str) -> Found | None:
     text = os.environ.get(setting.variable)
     if text:
         put = _put.get(setting.variable)
-        found: Found | None = put if put and put.text == text else Found(text, setting.variable)
+        found: FoundSetting | None = put if put and put.text == text else FoundSetting(text, setting.variable)
     else:
         path = os.environ.get(CONFIG_VARIABLE)
         found = read_file(Path(path)).get(name) if path else None
@@ -371,7 +371,7 @@ def use_file(path: Path) -> None:
             _put[variable] = found
 
 
-def read_file(path: Path) -> dict[str, Found]:
+def read_file(path: Path) -> dict[str, FoundSetting]:
     """Return the settings in a file, by name. Raises InvalidArgumentError: FILE:LINE, what is wrong, what would do."""
     try:
         text = read_text(path, SETTINGS_BYTES_MAX)
@@ -390,7 +390,7 @@ def read_file(path: Path) -> dict[str, Found]:
         what = shortened(re.sub(r"\s*\(at [^)]*\)", "", str(error)))
         raise InvalidArgumentError(f"{path}:{line}: {what}") from None
     lines = _Lines(text)
-    settings: dict[str, Found] = {}
+    settings: dict[str, FoundSetting] = {}
     for section, table in tables.items():
         where = f"{path}:{lines.of(section)}"
         if section not in SECTIONS:
@@ -405,7 +405,7 @@ def read_file(path: Path) -> dict[str, Found]:
                 raise InvalidArgumentError(
                     f'{where}: [{section}] has no setting "{shortened(key)}"; {_known(key, keys)}'
                 )
-            settings[setting.name] = Found(_text(setting, value, where), where)
+            settings[setting.name] = FoundSetting(_text(setting, value, where), where)
     return settings
 
 
@@ -440,7 +440,7 @@ def _text(setting: Setting, value: Any, where: str) -> str:
     return text
 
 
-def _shown(setting: Setting, found: Found) -> str:
+def _shown(setting: Setting, found: FoundSetting) -> str:
     variable = found.where == setting.variable
     return f"{found.where}={found.text}" if variable else f"{found.where}: {setting.key} = {found.text!r}"
 

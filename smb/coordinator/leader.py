@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from smb.coordinator import watched
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.copy_maker import CopyMaker
-from smb.coordinator.dashboard.server import Dashboard
+from smb.coordinator.dashboard.server import DashboardServer
 from smb.coordinator.events import Event, Instant, SaveBuffer, TellEnded, Ticked, UnexplainedJudged
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
@@ -23,7 +23,7 @@ from smb.coordinator.idle_names import IdleNames
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import LeaseMetrics, StateMetrics, targets
 from smb.coordinator.mirrors import Mirrors
-from smb.coordinator.options import Options
+from smb.coordinator.options import CoordinatorOptions
 from smb.coordinator.outside import Outside
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
@@ -31,7 +31,7 @@ from smb.coordinator.service import CoordinatorService
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import State
 from smb.coordinator.store import DeposedError, Store, StoreError
-from smb.coordinator.token_issuer import Tokens
+from smb.coordinator.token_issuer import TokenIssuer
 from smb.daemon.process import Answer
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
@@ -46,7 +46,7 @@ class Around:
     """The parts that stay over changes of the leader: the front of the port, the log lines and the counters of this
     process."""
 
-    options: Options
+    options: CoordinatorOptions
     front: Front
     health: Health
     registry: CollectorRegistry
@@ -56,7 +56,7 @@ class Around:
 
 
 @dataclass(slots=True)
-class Shown:
+class ShownLeader:
     """The source of the pages: it changes with the leader."""
 
     leading: Leading | None = None
@@ -80,7 +80,7 @@ class Leading:
         Raises StoreError, DeposedError.
         """
         options, outside = around.options, around.outside
-        tokens = None if options.credentials is None else await Tokens.open(store, options.token_lifetime_s)
+        tokens = None if options.credentials is None else await TokenIssuer.open(store, options.token_lifetime_s)
         begun = outside.now().monotonic
         commit_log = await CommitLog.open(
             store,
@@ -98,7 +98,7 @@ class Leading:
         around.registry.register(state_metrics)
         leaving.callback(around.registry.unregister, state_metrics)
         mirrors = Mirrors()
-        dashboard = Dashboard(
+        dashboard = DashboardServer(
             lambda: (commit_log.state, commit_log.now()),
             lambda: (around.health.store_error, around.health.state_free_bytes()),
             around.front.address,

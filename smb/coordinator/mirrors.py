@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from smb.coordinator.events import Instant
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import SERVER_LEASE_S, State
-from smb.coordinator.trees import Node, parents_of, plan
+from smb.coordinator.trees import TreeNode, parents_of, plan
 from smb.rpc import control_pb2 as pb
 
 _BEGINS_S = 15.0  # a relay's start, at most: until then readers take it for one that will tell
@@ -109,9 +109,9 @@ class Mirrors:
         return {name: measured[name] if name in known else unit * weight for name, weight in weights.items()}
 
 
-def _node(state: State, record: BufferRecord, rate: float) -> Node:
+def _node(state: State, record: BufferRecord, rate: float) -> TreeNode:
     server = state.servers.get(record.segments[0].server)
-    return Node(record.name, rate, server.zone if server is not None else "")
+    return TreeNode(record.name, rate, server.zone if server is not None else "")
 
 
 def _weight(state: State, record: BufferRecord) -> float:

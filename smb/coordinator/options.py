@@ -21,7 +21,7 @@ SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # below, a client on a
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CoordinatorOptions:
     """The options of `smb coordinator`."""
 
     listen: str

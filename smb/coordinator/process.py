@@ -16,9 +16,9 @@ from smb.config.host_address import reachable
 from smb.config.parse import format_address, parse_address
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
-from smb.coordinator.leader import Around, Leading, Shown, cancel, end_if_failed
+from smb.coordinator.leader import Around, Leading, ShownLeader, cancel, end_if_failed
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
-from smb.coordinator.options import ETCD, Options
+from smb.coordinator.options import ETCD, CoordinatorOptions
 from smb.coordinator.rpc_interceptor import Answers
 from smb.coordinator.store import open_store
 from smb.daemon.process import (
@@ -46,12 +46,12 @@ _PATHS = b"There is / (the page for people), /api/state, /metrics, /targets, /he
 _log = logging.getLogger("coordinator")
 
 
-def run(options: Options) -> None:
+def run(options: CoordinatorOptions) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. Blocks; main thread only. Raises smb.errors.Error if it cannot start."""
     asyncio.run(_serve(options))
 
 
-async def _serve(options: Options) -> None:
+async def _serve(options: CoordinatorOptions) -> None:
     stop = asyncio.Event()
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -62,7 +62,7 @@ async def _serve(options: Options) -> None:
         notify("STOPPING=1")
 
 
-async def _start(options: Options, leaving: AsyncExitStack) -> None:
+async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
     """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
     end_with_owner()
     if options.credentials is not None or options.etcd_credentials is not None:
@@ -79,7 +79,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(store.close)
     registry = CollectorRegistry()
     call_metrics = CallMetrics(registry)
-    shown = Shown()
+    shown = ShownLeader()
     front = Front()
 
     def answered(method: str, code: grpc.StatusCode, seconds: float) -> None:
@@ -137,7 +137,7 @@ async def _start(options: Options, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(cancel, asyncio.create_task(_feed_watchdog(interval_s, health)))
 
 
-async def _stop_answering(server: grpc.aio.Server, shown: Shown, front: Front) -> None:
+async def _stop_answering(server: grpc.aio.Server, shown: ShownLeader, front: Front) -> None:
     front.stop_keeping()
     if shown.leading is not None:
         shown.leading.commit_log.stop_waiting()

@@ -18,7 +18,7 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.groups import Groups
-from smb.coordinator.memserver_client import MemoryServers, Run
+from smb.coordinator.memserver_client import MemoryServers, RunState
 from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
@@ -77,17 +77,17 @@ class RoleChanges:
         """Take note that this run of a server is dead, if it is. A run of a version that does not name itself is taken
         for alive as long as somebody answers at its address.
         """
-        return await self.look(server) is Run.DEAD
+        return await self.look(server) is RunState.DEAD
 
-    async def look(self, server: ServerRecord) -> Run:
+    async def look(self, server: ServerRecord) -> RunState:
         """Look at this run of a server now. If it is dead, its lease has ended before this returns.
 
         One that this coordinator does not reach counts as alive once it has renewed since that was seen first.
         """
         run = (await self._servers.look(server)).run
-        if run is Run.DEAD:
+        if run is RunState.DEAD:
             await self._commit_log.commit(ServerDied(server.name, server.instance_id))
-        if run is not Run.MUTE:
+        if run is not RunState.MUTE:
             self._silent_since.pop(server.name, None)
             return run
         now = self._commit_log.now().monotonic
@@ -96,7 +96,7 @@ class RoleChanges:
             since = now
             self._silent_since[server.name] = (server.instance_id, since)
         renewed = self._commit_log.state.server_leases.ends.get(server.name, 0.0) > since + SERVER_LEASE_S
-        return Run.ALIVE if renewed else Run.MUTE
+        return RunState.ALIVE if renewed else RunState.MUTE
 
     async def silent_survivors(self) -> frozenset[str]:
         """Look at the servers that are to go on alone, as those of the other copies are gone; return those of which
@@ -105,7 +105,7 @@ class RoleChanges:
         state, now = self._commit_log.state, self._commit_log.now()
         names = sorted(survivors(state, now))
         runs = await asyncio.gather(*(self.look(state.servers[name]) for name in names))
-        return frozenset(name for name, run in zip(names, runs, strict=True) if run is Run.MUTE)
+        return frozenset(name for name, run in zip(names, runs, strict=True) if run is RunState.MUTE)
 
     async def look_at_holders(self, segment_ids: Collection[int]) -> frozenset[str]:
         """Look at the servers that the records name for these segments, before others are told to drop theirs. Return
@@ -118,7 +118,7 @@ class RoleChanges:
         }
         alive = [state.servers[name] for name in sorted(named) if name in state.servers and state.alive(name, now)]
         runs = await asyncio.gather(*map(self.look, alive))
-        return frozenset(server.name for server, run in zip(alive, runs, strict=True) if run is Run.MUTE)
+        return frozenset(server.name for server, run in zip(alive, runs, strict=True) if run is RunState.MUTE)
 
     async def mark_contested(self) -> None:
         """Have all who hold a segment mark it as quarantined, if some server has a newer copy than the records know.
@@ -161,7 +161,7 @@ class RoleChanges:
         if not segment_ids or not state.heard(server, self._commit_log.now()):
             return frozenset()
         look = await self._servers.look(state.servers[server], segment_ids)
-        if look.run is Run.UNNAMED:
+        if look.run is RunState.UNNAMED:
             return segment_ids
         return frozenset(number for number, held in look.held.items() if held.whole and held.primary)
 

@@ -36,7 +36,7 @@ from smb.coordinator.events import (
     SessionClosed,
     SessionRenewed,
 )
-from smb.coordinator.memserver_client import MemoryServers, Run
+from smb.coordinator.memserver_client import MemoryServers, RunState
 from smb.coordinator.messages import (
     add_quarantined,
     buffer_message,
@@ -63,7 +63,7 @@ from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.steps.copies import backups_of
 from smb.coordinator.steps.creation import made_before
 from smb.coordinator.store import StoreError
-from smb.coordinator.token_issuer import Tokens
+from smb.coordinator.token_issuer import TokenIssuer
 from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import copies_to_come
 from smb.coordinator.watched import Overview, Watch
@@ -139,7 +139,7 @@ class CoordinatorService(CoordinatorServicer):
         overview: Overview,
         mirrors: Mirrors,
         shared: pb.SharedSettings | None = None,
-        tokens: Tokens | None = None,
+        tokens: TokenIssuer | None = None,
         outside: Outside | None = None,
     ) -> None:
         """`tokens`: with credentials. `outside` None: this host's."""
@@ -250,12 +250,12 @@ class CoordinatorService(CoordinatorServicer):
         look = await self._servers.look(rival)
         # A server of before does not say which run it is; at its own address it is the one that registers.
         same_place = rival.control_address == event.server.control_address
-        if look.run is Run.ALIVE or (look.run is Run.UNNAMED and not same_place):
+        if look.run is RunState.ALIVE or (look.run is RunState.UNNAMED and not same_place):
             raise AlreadyExistsError(
                 f'a memory server "{rival.name}" runs already at {rival.data_address}; '
                 f"give this one another --name, or stop that one"
             )
-        if look.run is Run.MUTE:
+        if look.run is RunState.MUTE:
             raise UnavailableError(
                 f'the former run of memory server "{rival.name}", at {rival.data_address}, is silent, and its lease '
                 f"runs for at most {SERVER_LEASE_S:.0f} s; this one is to register again"
@@ -280,13 +280,13 @@ class CoordinatorService(CoordinatorServicer):
         if not asked:
             return event
         look = await self._servers.look(event.server, asked)
-        if look.run is Run.UNNAMED:  # a server of before: its list is all that there is
+        if look.run is RunState.UNNAMED:  # a server of before: its list is all that there is
             # Nor does it say how large what the records do not have is: it counts in one sum.
             beside = max(0, event.server.used_bytes - state.allocation(name).nbytes)
             first = min(event.held.keys() - here, default=None)
             held = {number: replace(each, nbytes=beside * (number == first)) for number, each in event.held.items()}
             return replace(event, held=held, missing=frozenset(due - held.keys()))
-        if look.run is not Run.ALIVE:
+        if look.run is not RunState.ALIVE:
             raise UnavailableError(
                 f'memory server "{name}" at {event.server.control_address} cannot be asked what it holds; it is to '
                 f"register again"
@@ -304,7 +304,7 @@ class CoordinatorService(CoordinatorServicer):
         known = state.servers.get(name)
         if known is not None and known.instance_id != event.server.instance_id:
             for peer in backups_of(state, name):
-                if state.alive(peer, now) and await self._roles.look(state.servers[peer]) is Run.MUTE:
+                if state.alive(peer, now) and await self._roles.look(state.servers[peer]) is RunState.MUTE:
                     raise UnavailableError(
                         f'memory server "{name}" was started anew, and "{peer}" with other copies of its segments is '
                         f"silent; it is to register again"

@@ -26,7 +26,7 @@ _KEY = "access/root"
 _BYTES = 32
 
 
-class Tokens:
+class TokenIssuer:
     """Makes them."""
 
     def __init__(self, root: bytes, lifetime_s: float = LIFETIME_S, clock: Callable[[], float] = time.time) -> None:
@@ -40,13 +40,13 @@ class Tokens:
         self._clock = clock
 
     @staticmethod
-    async def open(store: Store, lifetime_s: float = LIFETIME_S) -> Tokens:
+    async def open(store: Store, lifetime_s: float = LIFETIME_S) -> TokenIssuer:
         """Read the root from the store, or make one."""
         text = (await store.load()).get(_KEY)
         if text is None:
             text = secrets.token_hex(_BYTES)
             await store.change({_KEY: text})
-        return Tokens(bytes.fromhex(text), lifetime_s)
+        return TokenIssuer(bytes.fromhex(text), lifetime_s)
 
     def session_secret(self, session_id: int) -> bytes:
         """Return what the session's client proves itself with."""

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """A server: how fast it sends, in whatever unit all are given, and its zone."""
 
     name: str
@@ -26,7 +26,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class RelayTree:
     """For a share of the bytes: from whom each relay takes them. The shares of all trees are 1 together."""
 
     share: float
@@ -37,20 +37,20 @@ class Tree:
 _Cuts = tuple[tuple[float, str | None], ...]
 
 
-def plan(source: Node, relays: Sequence[Node]) -> tuple[Tree, ...]:
+def plan(source: TreeNode, relays: Sequence[TreeNode]) -> tuple[RelayTree, ...]:
     """Return the trees. Rates are more than 0, names differ."""
-    zones: dict[str, list[Node]] = {}
+    zones: dict[str, list[TreeNode]] = {}
     for relay in relays:
         zones.setdefault(relay.zone, []).append(relay)
     near = zones.pop(source.zone, [])
     home = _cuts(_shares(source.rate, near))
-    between = _cuts(_shares(source.rate, [Node(zone, sum(r.rate for r in zones[zone])) for zone in zones]))
+    between = _cuts(_shares(source.rate, [TreeNode(zone, sum(r.rate for r in zones[zone])) for zone in zones]))
     # By one relay of each zone every byte comes in, by faster ones more of them.
     entries = {zone: _cuts({relay.name: relay.rate for relay in members}) for zone, members in zones.items()}
     ends = {end for end, _ in home}
     for low, high in pairwise((0.0, *(end for end, _ in between))):
         ends |= {low + (high - low) * end for cuts in entries.values() for end, _ in cuts} | {high}
-    trees: list[Tree] = []
+    trees: list[RelayTree] = []
     for low, high in pairwise(sorted({0.0, *ends})):
         if high - low > 1e-9:
             middle = (low + high) / 2
@@ -60,11 +60,11 @@ def plan(source: Node, relays: Sequence[Node]) -> tuple[Tree, ...]:
             for zone, members in zones.items():
                 feeder = source.name if first is None or first == zone else gates[first]
                 parents |= _star(feeder, members, gates[zone])
-            trees.append(Tree(high - low, parents))
+            trees.append(RelayTree(high - low, parents))
     return _joined(trees)
 
 
-def parents_of(trees: Iterable[Tree], relay: str) -> tuple[tuple[float, str], ...]:
+def parents_of(trees: Iterable[RelayTree], relay: str) -> tuple[tuple[float, str], ...]:
     """Return from whom the relay takes what: where each range of [0, 1) ends, and its parent there."""
     found: list[tuple[float, str]] = []
     end = 0.0
@@ -76,7 +76,7 @@ def parents_of(trees: Iterable[Tree], relay: str) -> tuple[tuple[float, str], ..
     return tuple(found)
 
 
-def _shares(rate: float, relays: Sequence[Node]) -> dict[str | None, float]:
+def _shares(rate: float, relays: Sequence[TreeNode]) -> dict[str | None, float]:
     """Return which share of the bytes each brings in, None: which all take directly."""
     count, most = len(relays), sum(relay.rate for relay in relays)
     if count < 2:
@@ -107,15 +107,15 @@ def _within(cuts: _Cuts, place: float) -> float:
     return (place - low) / (high - low)
 
 
-def _star(feeder: str, members: Sequence[Node], gate: str | None) -> dict[str, str]:
+def _star(feeder: str, members: Sequence[TreeNode], gate: str | None) -> dict[str, str]:
     return {m.name: feeder if gate is None or m.name == gate else gate for m in members}
 
 
-def _joined(trees: Sequence[Tree]) -> tuple[Tree, ...]:
+def _joined(trees: Sequence[RelayTree]) -> tuple[RelayTree, ...]:
     """Join neighbours that are the same."""
-    joined: list[Tree] = []
+    joined: list[RelayTree] = []
     for tree in trees:
         if joined and joined[-1].parents == tree.parents:
-            tree = Tree(joined.pop().share + tree.share, tree.parents)
+            tree = RelayTree(joined.pop().share + tree.share, tree.parents)
         joined.append(tree)
     return tuple(joined)

@@ -28,7 +28,7 @@ _FILES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """One control group with a limit."""
 
     directory: Path
@@ -73,9 +73,9 @@ class MemoryLimit:
             )
 
 
-def _groups(root: Path) -> tuple[Group, ...]:
+def _groups(root: Path) -> tuple[ControlGroup, ...]:
     """Return those with a limit, of the hierarchy that has the memory controller."""
-    found: list[Group] = []
+    found: list[ControlGroup] = []
     for version, mounted_root, mounted_at in _mounts(root):
         path = _own_path(root, version)
         if path is None:
@@ -89,7 +89,7 @@ def _groups(root: Path) -> tuple[Group, ...]:
         while True:
             limit = _limit(at, version)
             if limit is not None:
-                found.append(Group(at, version, limit))
+                found.append(ControlGroup(at, version, limit))
             if at == top:
                 break
             at = at.parent

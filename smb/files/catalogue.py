@@ -11,7 +11,7 @@ from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import Error, NotFoundError
-from smb.files.formats import View, forms_of, may_be_empty, path_in, view_of
+from smb.files.formats import FileView, forms_of, may_be_empty, path_in, view_of
 from smb.files.names import Form, is_long, is_private, name_of, path_of
 
 FRESH_S = 1.0  # how long other clients' buffers may go unseen, and gone ones be shown; what is opened is asked for anew
@@ -159,7 +159,7 @@ class Catalogue:
         table = self.known(info).table if len(info.shape) == 1 else None
         return forms_of(info.dtype, info.shape, table or None)
 
-    def view(self, info: BufferInfo, form: Form) -> View | None:
+    def view(self, info: BufferInfo, form: Form) -> FileView | None:
         """Return a buffer's bytes in a form; None if it has none. Raises NotFoundError."""
         if form is not Form.SAFETENSORS and not may_be_empty(info.dtype, info.shape):
             return view_of(form, info.dtype, info.shape, None, {})

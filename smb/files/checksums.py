@@ -19,7 +19,7 @@ from smb.buffer import Buffer
 from smb.config.limits import CHECKSUMS_BYTES_MAX
 from smb.config.untrusted import open_regular, parse_json, read_opened, read_text, shortened
 from smb.errors import Error, InvalidArgumentError
-from smb.files.formats import Plan
+from smb.files.formats import FilePlan
 
 BLOCK_BYTES = 16 << 20  # read while the one before is written
 _KEPT_NOWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENXIO)
@@ -70,7 +70,7 @@ class Sums:
             raise InvalidArgumentError(f"they are not what a snapshot writes: {shortened(error)}") from None
 
 
-class State:
+class RestoreProgress:
     """How far a restore has come, in a file that is this process's alone. If the file takes no more, only the state
     until then is known.
     """
@@ -82,7 +82,7 @@ class State:
         self._file = file
         self._full = False
 
-    def tag(self, buffer: Buffer, plan: Plan) -> str:
+    def tag(self, buffer: Buffer, plan: FilePlan) -> str:
         """Return what is the same while the same buffer is made of the same file."""
         form = f"{plan.dtype} {plan.shape} {plan.tensors} {plan.metadata} {plan.view.nbytes}"
         return f"{buffer.info.id:x} {hashlib.sha256(form.encode()).hexdigest()[:24]}"
@@ -126,7 +126,7 @@ class State:
 
 
 @contextmanager
-def state_of(path: Path, target: str) -> Iterator[State | None]:
+def state_of(path: Path, target: str) -> Iterator[RestoreProgress | None]:
     """Give the state of restoring a file to a target, beside the file; None if its directory takes none, or something
     else has its name there: a link, or another user's file. Raises Error if another process is at it.
     """
@@ -147,7 +147,7 @@ def state_of(path: Path, target: str) -> Iterator[State | None]:
                 raise Error(f"restore of {path}: another process is at it, with the same target") from None
             if not _is_at(file, at):  # the other one ended between these two steps
                 continue
-            state = State(at, file, key)
+            state = RestoreProgress(at, file, key)
             try:
                 yield state
             finally:

@@ -10,7 +10,7 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.errors import LockLostError
 from smb.files.error_codes import refuse
-from smb.files.formats import View
+from smb.files.formats import FileView
 
 Octets = np.ndarray[Any, np.dtype[np.uint8]]  # one-dimensional, contiguous
 _SNAPSHOT_TRIES = 5
@@ -86,7 +86,7 @@ class BufferBytes:
 class Live:
     """The buffer as it is: reads and writes are done at its servers, and done when they return."""
 
-    def __init__(self, buffer: Buffer, view: View) -> None:
+    def __init__(self, buffer: Buffer, view: FileView) -> None:
         self.buffer = buffer
         self.nbytes = view.nbytes
         self._view = view
@@ -157,7 +157,7 @@ class Frozen:
 class FrozenFile:
     """A file on a Frozen."""
 
-    def __init__(self, frozen: Frozen, view: View, *, by_version: bool = False) -> None:
+    def __init__(self, frozen: Frozen, view: FileView, *, by_version: bool = False) -> None:
         """`by_version`: its path says the version, so all that open that path read the same."""
         self.buffer = frozen.buffer
         self.by_version = by_version

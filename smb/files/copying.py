@@ -37,9 +37,9 @@ from smb.errors import (
     TimeoutError,  # noqa: A004 - smb's
     UnavailableError,
 )
-from smb.files.checksums import BLOCK_BYTES, State, Sums, state_of
+from smb.files.checksums import BLOCK_BYTES, RestoreProgress, Sums, state_of
 from smb.files.contents import Live, Octets, Reads
-from smb.files.formats import Plan, View, header_bytes, plan_of, view_of
+from smb.files.formats import FilePlan, FileView, header_bytes, plan_of, view_of
 from smb.files.names import Form
 from smb.files.temporary_names import create, private_name, sweep
 from smb.spi import LOST, crc32c
@@ -148,7 +148,7 @@ def copy_buffer(
             _log.info("copy of %r: the servers make none, so its bytes travel through here (%s)", name, error)
         else:
             return _named(target, made, new_name, replace)
-    plan = Plan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
+    plan = FilePlan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
         return _into_buffer(target, Live(buffer, view), plan, new_name, replace, replicas, progress, least)
     with buffer.pin(ttl=_PIN_S) as pin:
@@ -180,7 +180,7 @@ class LocalFile:
 class _Pinned:
     """One version of a buffer, while it is pinned."""
 
-    def __init__(self, pin: Any, buffer: Buffer, view: View) -> None:
+    def __init__(self, pin: Any, buffer: Buffer, view: FileView) -> None:
         self.nbytes = view.nbytes
         self._pin, self._buffer, self._view = pin, buffer, view
 
@@ -248,7 +248,7 @@ def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
             yield waiting.result()
 
 
-def _read_into_file(buffer: Buffer, view: View, part: Path, path: Path, progress: Progress, *, lock: bool) -> None:
+def _read_into_file(buffer: Buffer, view: FileView, part: Path, path: Path, progress: Progress, *, lock: bool) -> None:
     """Write a buffer that goes on changing into a file, under its lock if that is wanted."""
     what = secrets.token_hex()  # of no other snapshot: blocks of different times are no state of the buffer
     if not lock:
@@ -354,7 +354,7 @@ def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
     return copy
 
 
-def _plan(file_name: str, name: str, source: Reads) -> Plan:
+def _plan(file_name: str, name: str, source: Reads) -> FilePlan:
     suffix = next((form.value for form in (Form.NPY, Form.SAFETENSORS) if file_name.endswith(form.value)), "")
     head = np.empty(min(16, source.nbytes), np.uint8)
     source.read_into(0, head)
@@ -364,7 +364,7 @@ def _plan(file_name: str, name: str, source: Reads) -> Plan:
 
 
 @contextmanager
-def _made(client: Client, plan: Plan, wanted: str, copies: int, asked: int | None) -> Iterator[Buffer]:
+def _made(client: Client, plan: FilePlan, wanted: str, copies: int, asked: int | None) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
     private = private_name(wanted)
     with _told_how_many(copies, asked):
@@ -377,7 +377,7 @@ def _made(client: Client, plan: Plan, wanted: str, copies: int, asked: int | Non
 
 
 def _into_buffer(
-    client: Client, source: Reads, plan: Plan, name: str, replace: bool, replicas: int | None, progress: Progress,
+    client: Client, source: Reads, plan: FilePlan, name: str, replace: bool, replicas: int | None, progress: Progress,
     least: int = 1,
 ) -> Buffer:  # fmt: skip
     with _made(client, plan, name, _copies(client, name, replace, replicas, least), replicas) as buffer:
@@ -390,8 +390,8 @@ def _into_buffer(
 
 
 def _restored(
-    client: Client, source: Reads, plan: Plan, name: str, replace: bool, replicas: int | None, progress: Progress,
-    state: State,
+    client: Client, source: Reads, plan: FilePlan, name: str, replace: bool, replicas: int | None, progress: Progress,
+    state: RestoreProgress,
 ) -> Buffer:  # fmt: skip
     """Make a buffer of a file, going on where the one before was interrupted."""
     private = private_name(name, f"restore-{state.key}")

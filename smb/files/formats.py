@@ -39,7 +39,7 @@ _NPY_HEADER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileExtent:
     """`length` bytes of a file from byte `at`: of the buffer from its byte `start`, or `header`."""
 
     at: int
@@ -49,13 +49,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class FileView:
     """A file's pieces, in their order, without gaps."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileExtent, ...]
     nbytes: int
 
-    def parts(self, offset: int, length: int) -> Iterator[tuple[int, int, Piece, int]]:
+    def parts(self, offset: int, length: int) -> Iterator[tuple[int, int, FileExtent, int]]:
         """Give (from, to, piece, offset in the piece) for all of a range of the file, from and to counted from the
         range's start. Bytes past the file's end are left out.
         """
@@ -67,11 +67,11 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FilePlan:
     """The buffer that a file becomes: dtype and shape, or tensors; where the file's bytes lie in it."""
 
     name: str
-    view: View
+    view: FileView
     dtype: str = "uint8"
     shape: tuple[int, ...] = ()
     tensors: TensorTable | None = None
@@ -87,11 +87,11 @@ def forms_of(dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | 
 
 def view_of(
     form: Form, dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | None, metadata: Mapping[str, Any]
-) -> View | None:
+) -> FileView | None:
     """Return the view of such a buffer in that form; None if it has none."""
     nbytes = math.prod(shape) * dtype.itemsize
     if form is Form.RAW and may_be_empty(dtype, shape) and _of_file(metadata).items() >= EMPTY.items():
-        return View((), 0)
+        return FileView((), 0)
     if form is Form.RAW:
         return _with_header(b"", [(0, nbytes)])
     if form is Form.NPY:
@@ -109,7 +109,7 @@ def path_in(metadata: Mapping[str, Any]) -> str | None:
     return path_of(name) if isinstance(name, str) else None
 
 
-def named(plan: Plan) -> Plan:
+def named(plan: FilePlan) -> FilePlan:
     """Return the plan with its path in the metadata where the name can't say it."""
     if not is_long(name_of(plan.name)):
         return plan
@@ -134,12 +134,12 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def plan_of(path: str, head: bytes, nbytes: int) -> Plan:
+def plan_of(path: str, head: bytes, nbytes: int) -> FilePlan:
     """Return what a new file of `nbytes` bytes, which begins with `head`, becomes: a typed buffer where that shows the
     same bytes, else one of bytes under its whole name. `head` is at least header_bytes() long, or the whole file.
     """
     if nbytes == 0:
-        return Plan(path, View((), 0), shape=(1,), metadata={FILES_KEY: EMPTY})
+        return FilePlan(path, FileView((), 0), shape=(1,), metadata={FILES_KEY: EMPTY})
     plan = None
     if path.endswith(Form.NPY.value) and not path.endswith("/" + Form.NPY.value):
         plan = _npy_plan(path[: -len(Form.NPY.value)], head)
@@ -150,9 +150,9 @@ def plan_of(path: str, head: bytes, nbytes: int) -> Plan:
     return plain_plan(path, nbytes)
 
 
-def plain_plan(path: str, nbytes: int) -> Plan:
+def plain_plan(path: str, nbytes: int) -> FilePlan:
     """Return the buffer of bytes that a file of at least one becomes under its whole name."""
-    return Plan(path, _with_header(b"", [(0, nbytes)]), shape=(nbytes,))
+    return FilePlan(path, _with_header(b"", [(0, nbytes)]), shape=(nbytes,))
 
 
 def header_bytes(head: bytes) -> int:
@@ -163,7 +163,7 @@ def header_bytes(head: bytes) -> int:
     return 8 + size if 0 < size <= HEADER_BYTES_MAX and head[8:9] == b"{" else 16
 
 
-def _npy_plan(name: str, head: bytes) -> Plan | None:
+def _npy_plan(name: str, head: bytes) -> FilePlan | None:
     size = int.from_bytes(head[8:10], "little")
     if not head.startswith(b"\x93NUMPY\1\0") or (found := _NPY_HEADER.fullmatch(head, 10, 10 + size)) is None:
         return None
@@ -176,10 +176,10 @@ def _npy_plan(name: str, head: bytes) -> Plan | None:
         return None
     # As the buffer has it: of another byte order the header is another one, and the file is kept as bytes.
     view = view_of(Form.NPY, DTYPES[dtype.name].numpy, shape, None, {})
-    return Plan(name, view, dtype.name, shape) if view is not None else None
+    return FilePlan(name, view, dtype.name, shape) if view is not None else None
 
 
-def _safetensors_plan(name: str, head: bytes) -> Plan | None:
+def _safetensors_plan(name: str, head: bytes) -> FilePlan | None:
     try:
         table, own, _ = parse_safetensors(head)
     except InvalidArgumentError:
@@ -190,18 +190,18 @@ def _safetensors_plan(name: str, head: bytes) -> Plan | None:
     except InvalidArgumentError:  # more than a buffer can carry
         return None
     view = view_of(Form.SAFETENSORS, table.dtype, (table.size,), table, metadata)
-    return Plan(name, view, tensors=table, metadata=metadata) if view is not None else None
+    return FilePlan(name, view, tensors=table, metadata=metadata) if view is not None else None
 
 
-def _with_header(header: bytes, ranges: list[tuple[int, int]]) -> View:
+def _with_header(header: bytes, ranges: list[tuple[int, int]]) -> FileView:
     """Return the view of a header and then these (start, length) of the buffer, neighbours joined."""
-    pieces = [Piece(0, len(header), header=header)] if header else []
+    pieces = [FileExtent(0, len(header), header=header)] if header else []
     end = len(header)
     for start, length in ranges:
         last = pieces[-1] if pieces and not pieces[-1].header else None
         if last is not None and last.start + last.length == start:
-            pieces[-1] = Piece(last.at, last.length + length, last.start)
+            pieces[-1] = FileExtent(last.at, last.length + length, last.start)
         elif length:
-            pieces.append(Piece(end, length, start))
+            pieces.append(FileExtent(end, length, start))
         end += length
-    return View(tuple(pieces), end)
+    return FileView(tuple(pieces), end)

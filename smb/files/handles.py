@@ -16,10 +16,10 @@ from smb.files.error_codes import as_os_errors, os_error, refuse
 from smb.files.staged_file import StagedFile
 
 if TYPE_CHECKING:
-    from smb.files.namespace import Tree
+    from smb.files.namespace import NameTree
 
 
-class Node:
+class FileNode:
     """A file that is open, or a staged file that is not a buffer yet. All handles of one path share it."""
 
     def __init__(self, path: str, content: Live | StagedFile, modified: int) -> None:
@@ -50,7 +50,7 @@ class Node:
 class OpenFile:
     """One opening of a file. Thread-safe. Made by Tree.open; close it."""
 
-    def __init__(self, tree: Tree, node: Node | None, frozen: FrozenFile | None, flags: int, path: str) -> None:
+    def __init__(self, tree: NameTree, node: FileNode | None, frozen: FrozenFile | None, flags: int, path: str) -> None:
         self._tree = tree
         self._path = path
         self._node = node
@@ -87,7 +87,7 @@ class OpenFile:
         if not self.readable:
             raise refuse(errno.EBADF, "the file is open for writing alone")
         while True:
-            content = self._frozen or cast(Node, self._node).content
+            content = self._frozen or cast(FileNode, self._node).content
             try:
                 return content.read_into(offset, out)
             except Error as error:  # no context manager: this is the path that must be fast

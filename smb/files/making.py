@@ -23,9 +23,9 @@ from smb.files import formats
 from smb.files.catalogue import Catalogue
 from smb.files.contents import FrozenFile, Live, Octets, Reads
 from smb.files.error_codes import refuse
-from smb.files.formats import Plan, View, header_bytes, plain_plan, plan_of
-from smb.files.handles import Node
-from smb.files.names import Form, Shown, is_long, listed_as, name_of
+from smb.files.formats import FilePlan, FileView, header_bytes, plain_plan, plan_of
+from smb.files.handles import FileNode
+from smb.files.names import Form, ShownBuffer, is_long, listed_as, name_of
 from smb.files.staged_file import StagedFile
 from smb.files.temporary_names import create, private_name
 from smb.spi import note_name
@@ -35,12 +35,12 @@ _log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundForm:
     """The target of a path: one form of a buffer."""
 
-    shown: Shown
+    shown: ShownBuffer
     info: BufferInfo
-    view: View
+    view: FileView
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Copied:
 
     buffer: Buffer
     name: str
-    plan: Plan
+    plan: FilePlan
     state: tuple[int, int]
 
 
@@ -75,13 +75,13 @@ class Maker:
             forms = (Form.RAW,)
         return listed_as(path, forms, buffers, folders)
 
-    def is_listed(self, found: Found, path: str) -> bool:
+    def is_listed(self, found: FoundForm, path: str) -> bool:
         """Whether that is the path by which it is listed."""
         listing = self._catalogue.listing()
         folders = listing.folders | self._folders
         return self.listed(found.shown.name, found.info, listing.infos, folders) == path
 
-    def plan(self, path: str, source: Reads) -> Plan:
+    def plan(self, path: str, source: Reads) -> FilePlan:
         """Return the buffer that a file becomes by its path: one of bytes where another file is in the way."""
         plan = plan_of(path, _head(source, header_bytes(_head(source, 16))), source.nbytes)
         if plan.name != path and not self.is_free(plan.name, path):
@@ -96,7 +96,7 @@ class Maker:
         info = listing.infos.get(target)
         return info is None or self.listed(target, info, listing.infos, listing.folders | self._folders) == path
 
-    def filled(self, source: Reads, plan: Plan, before: BufferInfo | None = None) -> Buffer:
+    def filled(self, source: Reads, plan: FilePlan, before: BufferInfo | None = None) -> Buffer:
         """Make a buffer with all of a file in it, under a private name. It has as many copies as the file had
         before, or as the one whose place it takes; a new file, as many as new ones get.
         """
@@ -129,7 +129,7 @@ class Maker:
                 self._dropped.append(name)
                 return
 
-    def named(self, buffer: Buffer, plan: Plan, there: Found | None, victim: Node | None) -> Live:
+    def named(self, buffer: Buffer, plan: FilePlan, there: FoundForm | None, victim: FileNode | None) -> Live:
         """Give such a buffer its own name. It is not opened by that: the name may be another client's by then."""
         name = buffer.name
         try:
@@ -141,7 +141,7 @@ class Maker:
         self._catalogue.add(plan.name, buffer)
         return Live(buffer, plan.view)
 
-    def take_away(self, found: Found, node: Node | None, *, whichever: bool = False) -> None:
+    def take_away(self, found: FoundForm, node: FileNode | None, *, whichever: bool = False) -> None:
         """Delete a file's buffer, or give it a private name while somebody here has it open. With `whichever` that of
         its name, if another client has put another one there since. Raises NotFoundError.
         """
@@ -158,7 +158,7 @@ class Maker:
         self._catalogue.remove(found.shown.name)
         self._modified.pop(found.info.id, None)
 
-    def put(self, name: str, target: str, there: Found | None, victim: Node | None) -> None:
+    def put(self, name: str, target: str, there: FoundForm | None, victim: FileNode | None) -> None:
         """Give a buffer its path, in place of the file that is there: in one step, unless that one is of a buffer with
         another path.
         """
@@ -177,7 +177,7 @@ class Maker:
         if there is not None:
             self._modified.pop(there.info.id, None)
 
-    def plan_anew(self, found: Found, target: str, new_path: str) -> Plan | None:
+    def plan_anew(self, found: FoundForm, target: str, new_path: str) -> FilePlan | None:
         """Return the buffer that is to be made of a file at its new path; None if the one that it is gets the name
         `target`. The buffer is made anew in three cases: its new path makes it an array or tensors; its name is too
         long for a rename; another file there would lose its own form.
@@ -193,14 +193,14 @@ class Maker:
         plan = self.plan(new_path, Live(self._catalogue.open(found.shown.name), found.view))
         return plan if must or plan.name != new_path else None
 
-    def state(self, found: Found, node: Node | None) -> tuple[int, int]:
+    def state(self, found: FoundForm, node: FileNode | None) -> tuple[int, int]:
         """Return what is another one once a file was replaced, or written to by way of this process."""
         modified = self._modified.get(found.info.id, 0)
         return found.info.id, max(modified, node.written if node is not None else 0)
 
     def made_anew(
-        self, found: Found, node: Node | None, plan: Plan, copied: Copied | None, there: Found | None,
-        victim: Node | None,
+        self, found: FoundForm, node: FileNode | None, plan: FilePlan, copied: Copied | None, there: FoundForm | None,
+        victim: FileNode | None,
     ) -> Live | None:  # fmt: skip
         """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
         a second one for the old. None if there is no room for two.
@@ -224,7 +224,7 @@ class Maker:
         return live
 
 
-def is_open(node: Node | None) -> TypeGuard[Node]:
+def is_open(node: FileNode | None) -> TypeGuard[FileNode]:
     """Whether somebody has a buffer's own bytes open."""
     return node is not None and bool(node.handles) and isinstance(node.content, Live)
 

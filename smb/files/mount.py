@@ -29,7 +29,7 @@ from smb.errors import Error
 from smb.files.contents import Octets
 from smb.files.error_codes import refuse
 from smb.files.handles import OpenFile
-from smb.files.namespace import Status, Tree
+from smb.files.namespace import FileStatus, NameTree
 
 READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request of each
 _BLOCK_BYTES = 4096
@@ -47,7 +47,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
     flag_nullpath_ok = True  # a file that was removed has no path while it is open
     flag_nopath = True
 
-    def __init__(self, tree: Tree, umask: int, on_ready: Callable[[], None]) -> None:
+    def __init__(self, tree: NameTree, umask: int, on_ready: Callable[[], None]) -> None:
         self._tree = tree
         self._file_mode = stat.S_IFREG | (0o666 & ~umask)
         self._folder_mode = stat.S_IFDIR | (0o777 & ~umask)
@@ -72,11 +72,11 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
     def getattr(self, path: str | None, fh: Any = None) -> dict[str, Any]:
         """See stat(2)."""
         file = self._files.get(fh.fh) if fh is not None else None
-        status = Status(file.nbytes, file.modified) if file is not None else self._tree.status(_plain(path))
+        status = FileStatus(file.nbytes, file.modified) if file is not None else self._tree.status(_plain(path))
         name = path[1:] if path is not None else file.path if file is not None else None
         return self._attributes(status, None if name is None else self._modes.get(name))
 
-    def _attributes(self, status: Status, rights: int | None) -> dict[str, Any]:
+    def _attributes(self, status: FileStatus, rights: int | None) -> dict[str, Any]:
         modified = self._begun if status.directory else status.modified
         mode = self._folder_mode if status.directory else self._file_mode
         if rights is not None:
@@ -367,7 +367,7 @@ def serve(
     """Mount, and serve until somebody unmounts it or a signal ends this process. Blocks; calls `on_ready` once it is
     there. Raises Error if it can't be mounted.
     """
-    tree = Tree(client, staged_files, replicas=replicas)
+    tree = NameTree(client, staged_files, replicas=replicas)
     tree.sweep()
 
     mounted = threading.Event()

@@ -38,7 +38,7 @@ class Form(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownBuffer:
     """The meaning of a path: a buffer, by its own path. `version` is None for the buffer as it is now."""
 
     name: str
@@ -51,7 +51,7 @@ class Shown:
         return f"{self.name}{'' if self.version is None else f'@{self.version}'}{self.form.value}"
 
 
-def meanings(path: str) -> tuple[Shown, ...]:
+def meanings(path: str) -> tuple[ShownBuffer, ...]:
     """Return what a path (no leading slash) may mean, the first that exists is it: a buffer of exactly that path before
     a form of another one.
     """
@@ -60,11 +60,11 @@ def meanings(path: str) -> tuple[Shown, ...]:
         return ()
     name, version, suffix = match["name"], match["version"], match["suffix"] or ""
     if name.endswith("/"):
-        return (Shown(path),)
-    whole = (Shown(path), Shown(path[: -len(suffix)], Form(suffix))) if suffix else (Shown(path),)
+        return (ShownBuffer(path),)
+    whole = (ShownBuffer(path), ShownBuffer(path[: -len(suffix)], Form(suffix))) if suffix else (ShownBuffer(path),)
     if version == "raw":  # where a directory has the plain name
-        return whole if suffix else (*whole, Shown(name))
-    return whole if version is None else (*whole, Shown(name, Form(suffix), int(version)))
+        return whole if suffix else (*whole, ShownBuffer(name))
+    return whole if version is None else (*whole, ShownBuffer(name, Form(suffix), int(version)))
 
 
 def listed_as(path: str, forms: Iterable[Form], buffers: Container[str], folders: Container[str]) -> str:

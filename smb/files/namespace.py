@@ -25,11 +25,11 @@ from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.files.catalogue import Catalogue
 from smb.files.contents import Frozen, FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, refuse
-from smb.files.handles import Node, OpenFile
-from smb.files.making import Copied, Found, Maker, copy_all, draw
+from smb.files.handles import FileNode, OpenFile
+from smb.files.making import Copied, FoundForm, Maker, copy_all, draw
 from smb.files.names import (
     PRIVATE,
-    Shown,
+    ShownBuffer,
     entries,
     escaped,
     is_long,
@@ -48,7 +48,7 @@ _log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class FileStatus:
     """The answer to stat. `modified` is ns since 1970: of the last change by this process, else of its creation."""
 
     nbytes: int
@@ -62,7 +62,7 @@ class _Hidden:
     buffer that another process puts there meanwhile has another `buffer_id`.
     """
 
-    def __init__(self, node: Node | None, buffer_id: int, end: Callable[[_Hidden], None]) -> None:
+    def __init__(self, node: FileNode | None, buffer_id: int, end: Callable[[_Hidden], None]) -> None:
         self.node = node
         self.buffer_id = buffer_id
         self.timer = threading.Timer(_HIDDEN_S, end, (self,))
@@ -70,7 +70,7 @@ class _Hidden:
         self.timer.start()
 
 
-class Tree:
+class NameTree:
     """The files of a client's cluster. Thread-safe.
 
     `staged files` is a directory of this host for files that are being made. With make_folders a new file makes the
@@ -85,32 +85,32 @@ class Tree:
         self._staged_files = staged_files
         self._catalogue = Catalogue(client)
         self._lock = threading.RLock()
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, FileNode] = {}
         self._folders: set[str] = set()  # made with mkdir, or left empty: no buffer is below them
         self._modified: dict[int, int] = {}  # by the buffer's id: a name may be another client's since
         self._hidden: dict[str, _Hidden] = {}
-        self._aliases: dict[str, Status] = {}
+        self._aliases: dict[str, FileStatus] = {}
         self._maker = Maker(client, self._catalogue, self._folders, self._modified, replicas)
         self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
 
     # ---- looking
 
-    def status(self, path: str) -> Status:
+    def status(self, path: str) -> FileStatus:
         """Return what is at a path. ENOENT."""
         with as_os_errors():
             node = self._nodes.get(path)
             if node is not None:
-                return Status(node.content.nbytes, node.modified)
+                return FileStatus(node.content.nbytes, node.modified)
             if path in self._aliases:
                 return self._aliases[path]
             if self._is_folder(path):
-                return Status(0, 0, directory=True)
+                return FileStatus(0, 0, directory=True)
             found = self._look(path)
             if found is None or found.info.id in self._hidden_ids():  # and stays so: it may be about to be replaced
                 raise self._none(path)
             modified = self._modified.get(found.info.id, round(1e9 * found.info.created))
-            return Status(found.view.nbytes, modified, version=found.shown.version)
+            return FileStatus(found.view.nbytes, modified, version=found.shown.version)
 
     def list(self, path: str) -> builtins.list[tuple[str, bool]]:
         """Return (name, whether it is a directory) of all in a directory, sorted. ENOENT, ENOTDIR."""
@@ -137,7 +137,7 @@ class Tree:
                     shown.setdefault(staged.rpartition("/")[2], False)
             return sorted(shown.items())
 
-    def buffer(self, path: str) -> tuple[Buffer, Shown]:
+    def buffer(self, path: str) -> tuple[Buffer, ShownBuffer]:
         """Return the buffer that a path shows, and how. ENOENT; EISDIR; ENODATA for a file that is none yet."""
         with as_os_errors():
             node = self._nodes.get(path)
@@ -179,7 +179,7 @@ class Tree:
                 node.handles += 1
                 return OpenFile(self, node, None, flags, path)
 
-    def _opened(self, path: str, flags: int, *, truncate: bool) -> Node:
+    def _opened(self, path: str, flags: int, *, truncate: bool) -> FileNode:
         node = self._nodes.get(path)
         known = node.content if node is not None and not node.removed else None
         if isinstance(known, Live) and not self._is_current(path, known.buffer.info.id):
@@ -203,11 +203,11 @@ class Tree:
             found is not None and found.info.id == buffer_id and self._catalogue.is_current(found.shown.name, buffer_id)
         )
 
-    def _node(self, path: str, found: Found | None, truncate: bool) -> Node:
+    def _node(self, path: str, found: FoundForm | None, truncate: bool) -> FileNode:
         now = time.time_ns()
         if found is None:
             self._check_new(path)
-            node = Node(path, StagedFile(self._staged_files), now)
+            node = FileNode(path, StagedFile(self._staged_files), now)
             node.changed = True
             return node
         buffer = self._catalogue.open(found.shown.name)
@@ -215,7 +215,7 @@ class Tree:
         if view is None:
             raise refuse(errno.ENOENT, path)
         modified = self._modified.get(buffer.info.id, round(1e9 * buffer.info.created))
-        node = Node(path, Live(buffer, view), modified)
+        node = FileNode(path, Live(buffer, view), modified)
         node.base_bytes = view.nbytes
         if truncate:
             node.content, node.changed, node.modified = StagedFile(self._staged_files), True, now
@@ -240,7 +240,7 @@ class Tree:
             if shown.version is not None and shown.name in infos and infos[shown.name].versions > 1:
                 raise refuse(errno.EACCES, f"{path!r} would be version {shown.version} of {shown.name!r}")
 
-    def _frozen_file(self, found: Found) -> FrozenFile:
+    def _frozen_file(self, found: FoundForm) -> FrozenFile:
         buffer = self._catalogue.open(found.shown.name)
         if buffer.versions == 1:
             raise refuse(errno.ENOENT, f"buffer {buffer.name!r} keeps no versions: it was created with versions=1")
@@ -321,7 +321,7 @@ class Tree:
             with self._asked(path):
                 self._hide(path, alias, status)
 
-    def _hide(self, path: str, alias: str, status: Status) -> None:
+    def _hide(self, path: str, alias: str, status: FileStatus) -> None:
         node = self._nodes.pop(path, None)
         with nullcontext() if node is None else node.lock:  # as for remove
             found = self._find(path)
@@ -362,7 +362,7 @@ class Tree:
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
 
-    def _unhide(self, path: str) -> Node | None:
+    def _unhide(self, path: str) -> FileNode | None:
         hidden = self._hidden.pop(path)
         hidden.timer.cancel()
         return hidden.node
@@ -419,7 +419,7 @@ class Tree:
             self._keep_folder(path)
 
     def _rename_file(
-        self, found: Found, node: Node | None, new_path: str, there: Found | None, victim: Node | None,
+        self, found: FoundForm, node: FileNode | None, new_path: str, there: FoundForm | None, victim: FileNode | None,
         copied: Copied | None,
     ) -> None:  # fmt: skip
         form, old = found.shown.form, found.shown.name
@@ -523,14 +523,14 @@ class Tree:
 
     # ---- for OpenFile
 
-    def ask_for_room(self, node: Node, nbytes: int) -> None:
+    def ask_for_room(self, node: FileNode, nbytes: int) -> None:
         """Ask the coordinator what a file needs to know before it grows; before its lock is taken, on which the tree's
         may wait.
         """
         if nbytes > max(node.base_bytes, node.content.nbytes):
             self._catalogue.space()
 
-    def write_node(self, node: Node, offset: int, data: Octets) -> None:
+    def write_node(self, node: FileNode, offset: int, data: Octets) -> None:
         """Write into a file that may have to grow for it."""
         with node.lock:
             end = offset + data.size
@@ -549,7 +549,7 @@ class Tree:
             node.note_written(offset, end)
             node.modified = node.written = time.time_ns()
 
-    def truncate_node(self, node: Node, nbytes: int) -> None:
+    def truncate_node(self, node: FileNode, nbytes: int) -> None:
         """Set a file's size."""
         self.ask_for_room(node, nbytes)
         with node.lock:
@@ -569,7 +569,7 @@ class Tree:
             node.changed = True
             node.modified = time.time_ns()
 
-    def commit(self, node: Node, *, empty: bool = False) -> None:
+    def commit(self, node: FileNode, *, empty: bool = False) -> None:
         """Make a staged file a buffer: that of its name where it has the same size, else a new one in its place. One
         without a byte only if `empty`: a shell closes copies of its descriptor before a program writes to it.
         """
@@ -605,14 +605,14 @@ class Tree:
             node.base_bytes = live.nbytes
             self._modified[live.buffer.info.id] = node.modified
 
-    def discard_node(self, node: Node) -> None:
+    def discard_node(self, node: FileNode) -> None:
         """Forget a staged file that is not in the cluster."""
         with self._lock, node.lock:
             if node.changed:
                 self._nodes.pop(node.path, None)
                 node.removed = True
 
-    def close_node(self, node: Node) -> None:
+    def close_node(self, node: FileNode) -> None:
         """One handle less. A staged file that could not become a buffer is given up with the last one."""
         with as_os_errors(), self._lock:
             node.handles -= 1
@@ -632,19 +632,19 @@ class Tree:
                 if displaced:
                     self._maker.drop(displaced)
 
-    def _note_modified(self, node: Node) -> None:
+    def _note_modified(self, node: FileNode) -> None:
         """Of what was written in place nothing is asked: the coordinator may be away, and all others wait meanwhile."""
         if isinstance(node.content, Live):
             self._modified[node.content.buffer.info.id] = node.modified
         elif (found := self._find(node.path)) is not None:
             self._modified[found.info.id] = node.modified
 
-    def _detach(self, node: Node, source: Live | FrozenFile) -> None:
+    def _detach(self, node: FileNode, source: Live | FrozenFile) -> None:
         staged = StagedFile(self._staged_files)
         draw(source, staged, source.nbytes)
         node.content = staged
 
-    def _check_room(self, node: Node, nbytes: int) -> None:
+    def _check_room(self, node: FileNode, nbytes: int) -> None:
         if nbytes > node.base_bytes and nbytes > self._catalogue.space()[1]:
             raise refuse(errno.ENOSPC, f"{node.path!r}: the memory servers have no room for {nbytes} bytes")
 
@@ -659,13 +659,13 @@ class Tree:
         with self._lock:
             yield
 
-    def _find(self, path: str) -> Found | None:
+    def _find(self, path: str) -> FoundForm | None:
         """Return what a path shows, once what is hidden there is gone."""
         if path in self._hidden:
             self._end_hidden(path, self._hidden[path])
         return self._look(path)
 
-    def _look(self, path: str) -> Found | None:
+    def _look(self, path: str) -> FoundForm | None:
         if not path or is_private(path):
             return None
         escaped(path)  # refuses what is too long
@@ -678,10 +678,10 @@ class Tree:
                     continue
                 view = self._catalogue.view(info, one.form)
                 if view is not None:
-                    return Found(one, info, view)
+                    return FoundForm(one, info, view)
         return None
 
-    def _found(self, path: str) -> Found:
+    def _found(self, path: str) -> FoundForm:
         found = self._find(path)
         if found is None:
             raise self._none(path)

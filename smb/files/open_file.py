@@ -17,7 +17,7 @@ from smb.errors import InvalidArgumentError
 from smb.files.contents import Octets
 from smb.files.error_codes import refuse
 from smb.files.handles import OpenFile
-from smb.files.namespace import Tree
+from smb.files.namespace import NameTree
 
 SCHEME = "softmem://"
 _OPENINGS_MAX = 5  # of a path that is replaced again and again before anything of it is read
@@ -68,7 +68,7 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
         raise InvalidArgumentError(f"open_file {name!r}: the client is of {client.address}; leave one out")
     try:
         return BufferFile(
-            Tree(client, make_folders=True).open(path, flags), name, mode, own, append=bool(flags & os.O_APPEND)
+            NameTree(client, make_folders=True).open(path, flags), name, mode, own, append=bool(flags & os.O_APPEND)
         )
     except BaseException:
         if own is not None:

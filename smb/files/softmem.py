@@ -24,7 +24,7 @@ from fsspec import AbstractFileSystem
 
 import smb.client
 from smb.files.error_codes import refuse
-from smb.files.namespace import Tree
+from smb.files.namespace import NameTree
 from smb.files.open_file import SCHEME, BufferFile, split_url
 
 _BUFFER_BYTES = 1 << 20  # of a file object; larger reads and writes go straight to the servers
@@ -56,17 +56,17 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         self._coordinator = coordinator
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._tree: Tree | None = None
+        self._tree: NameTree | None = None
         self._pid = 0
 
     @property
-    def namespace(self) -> Tree:
+    def namespace(self) -> NameTree:
         """The files of the cluster; connects at first use in a process. (`tree` is a method of fsspec's.)"""
         with self._lock:
             if self._tree is None or self._pid != os.getpid():
                 client = smb.client.connect(self._coordinator, timeout=self._timeout)
                 weakref.finalize(self, client.close)
-                self._tree, self._pid = Tree(client, make_folders=True), os.getpid()
+                self._tree, self._pid = NameTree(client, make_folders=True), os.getpid()
             return self._tree
 
     @classmethod
@@ -245,7 +245,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
 class _Deferred:
     """A file of a transaction: it is written under another name, and gets its own when the transaction ends."""
 
-    def __init__(self, tree: Tree, path: str, mode: str, former: _Deferred | None = None) -> None:
+    def __init__(self, tree: NameTree, path: str, mode: str, former: _Deferred | None = None) -> None:
         """Make it ready for opening with `flags`: with the file's bytes, where the mode keeps them. `former`: the same
         file, as the transaction has left it so far. Raises OSError as the mode says.
         """

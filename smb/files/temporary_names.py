@@ -19,7 +19,7 @@ from smb.client import Client
 from smb.config.backoff import Backoff
 from smb.config.boot import boot_id
 from smb.errors import Error, UnavailableError
-from smb.files.formats import Plan
+from smb.files.formats import FilePlan
 from smb.files.names import PRIVATE, private_of
 
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.1, 0.5
@@ -35,7 +35,7 @@ def private_name(name: str, rest: str = "") -> str:
     return f"{private_of(name)}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
 
 
-def create(client: Client, name: str, plan: Plan, replicas: int = 1) -> Buffer:
+def create(client: Client, name: str, plan: FilePlan, replicas: int = 1) -> Buffer:
     """Make the buffer that a file becomes, under a name that nobody else uses. If servers are away, it waits for them
     as calls on buffers do, for the client's timeout. Raises as Client.create.
     """

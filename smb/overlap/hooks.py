@@ -31,7 +31,7 @@ from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError
 from smb.overlap.part_parameters import PartParameters
 from smb.overlap.pass_clock import PassClock
-from smb.overlap.plan import Measured, Place, Plan, plan_of
+from smb.overlap.plan import ExchangePlan, LayerPlace, Measured, plan_of
 from smb.overlap.step_by_parameter import StepByParameter, refused
 from smb.train.ledger import Run
 from smb.train.partition import OVERLAPS
@@ -85,12 +85,14 @@ class Overlap:
         # Learned in the first steps: modules in the order of their first call, and the parameters that each needs.
         self._called: dict[torch.nn.Module, None] = {}
         self._needed: dict[torch.nn.Module, list[torch.Tensor]] = {}
-        self._places: list[Place] = []
+        self._places: list[LayerPlace] = []
         self._layer: dict[torch.Tensor, int] = {}
         self._measured: Measured | None = None
-        self.plan: Plan | None = None  # by which exchanges go; None while the first steps are measured
+        self.plan: ExchangePlan | None = None  # by which exchanges go; None while the first steps are measured
         self._steps = 0  # exchanged
-        self._compared: Plan | None = None  # a plan as long as it is compared with none; self.plan is one of both
+        self._compared: ExchangePlan | None = (
+            None  # a plan as long as it is compared with none; self.plan is one of both
+        )
         self._next_at = 0  # the step after which to look at the plan
         self._stepped_at = 0.0  # when the last step was over
         # The parts, by module and by parameter.
@@ -411,7 +413,7 @@ class Overlap:
         self._trained.recut()
         self._index()
 
-    def _planned(self, measured: Measured, overlap: str) -> Plan:
+    def _planned(self, measured: Measured, overlap: str) -> ExchangePlan:
         exchange = self._worker.scheme.traits.way
         return plan_of(self._places, measured.layers(), measured.channel(), exchange, measured.closing_s(), overlap)
 
@@ -443,7 +445,7 @@ class Overlap:
         runs = sorted((self._runs[each] for each in parameters), key=lambda run: run.here)
         for each in parameters:
             self._layer[each] = len(self._places)
-        self._places.append(Place(tuple(runs)))
+        self._places.append(LayerPlace(tuple(runs)))
 
     @property
     def _layer_of_module(self) -> dict[torch.nn.Module, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from smb.overlap.parts import ByParts, Cut, Flow, Part, PartsMover
-from smb.torch.model_parameters import ModelParameters, Piece
+from smb.torch.model_parameters import ModelParameters, VectorSlice
 from smb.train.exchange.mover import Mover
 from smb.train.group import Group
 from smb.train.ledger import Run, Values
@@ -20,7 +20,7 @@ class PartParameters(ModelParameters, ByParts):
         self, tensors: Mapping[tuple[str, ...], torch.Tensor], verify: Callable[[], None] | None = None
     ) -> None:
         super().__init__(tensors, verify)
-        self._plans: dict[Part, tuple[Piece, ...]] = {}
+        self._plans: dict[Part, tuple[VectorSlice, ...]] = {}
         whole = (Part((Run(0, 0, self.size),), 0),)
         self.flow = Flow(self, Cut(whole, whole))
         self._group: Group | None = None
@@ -53,7 +53,7 @@ class PartParameters(ModelParameters, ByParts):
         """Forget the pieces of parts that are not used any more."""
         self._plans.clear()
 
-    def _plan_of(self, part: Part) -> tuple[Piece, ...]:
+    def _plan_of(self, part: Part) -> tuple[VectorSlice, ...]:
         found = self._plans.get(part)
         if found is None:
             found = tuple(piece for run in part.runs for piece in self.pieces_of(run.here, run.here + run.count))

@@ -20,7 +20,7 @@ _RATE_MAX, _START_MIN = 1e12, 1e-7  # bytes a second, seconds: what clocks can t
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerPlace:
     """Where a layer's parameters lie in the vector; ascending, apart from each other."""
 
     runs: tuple[Run, ...]
@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """How to exchange: the prediction that was picked, the one of today's exchange without overlap, the parts."""
 
     chosen: Prediction
@@ -57,22 +57,22 @@ def _shown(rate: float) -> str:
     return f"{rate / 1e6:.1f} MB/s" if rate < _RATE_MAX else "no limit"
 
 
-def whole(places: Sequence[Place]) -> Cut:
+def whole(places: Sequence[LayerPlace]) -> Cut:
     """Return the cut without parts: all in one."""
     part = (_part(places, 0),)
     return Cut(part, part)
 
 
-def plan_of(places: Sequence[Place], layers: Sequence[Layer], channel: Channel, exchange: str, closing_s: float,
-         overlap: str) -> Plan:  # fmt: skip
+def plan_of(places: Sequence[LayerPlace], layers: Sequence[Layer], channel: Channel, exchange: str, closing_s: float,
+         overlap: str) -> ExchangePlan:  # fmt: skip
     """Return the best plan with at most this overlap. Places and layers are in the order of the forward pass."""
     predictions = predict(layers, channel, exchange, closing_s)
     without = pick(predictions, "none")
     chosen = pick(predictions, overlap)
-    return Plan(chosen, without, cut_of(places, chosen, exchange), tuple(layers), channel)
+    return ExchangePlan(chosen, without, cut_of(places, chosen, exchange), tuple(layers), channel)
 
 
-def cut_of(places: Sequence[Place], chosen: Prediction, exchange: str) -> Cut:
+def cut_of(places: Sequence[LayerPlace], chosen: Prediction, exchange: str) -> Cut:
     """Return the parts of a schedule."""
     if chosen.overlap == "none":
         return whole(places)
@@ -88,7 +88,7 @@ def cut_of(places: Sequence[Place], chosen: Prediction, exchange: str) -> Cut:
     return Cut(pushes or every, pulls or every, 1)
 
 
-def _of_runs(places: Sequence[Place], sizes: Iterable[int], *, backward: bool) -> Iterable[Part]:
+def _of_runs(places: Sequence[LayerPlace], sizes: Iterable[int], *, backward: bool) -> Iterable[Part]:
     """Messages of whole layers, one after the other: in backward order the first one has the last layers."""
     order = list(range(len(places)))[:: -1 if backward else 1]
     at = 0
@@ -98,7 +98,7 @@ def _of_runs(places: Sequence[Place], sizes: Iterable[int], *, backward: bool) -
         at += size
 
 
-def _slices(places: Sequence[Place], slice_bytes: int) -> Iterable[Part]:
+def _slices(places: Sequence[LayerPlace], slice_bytes: int) -> Iterable[Part]:
     """Each layer by itself, cut by size; the earlier the layer, the more urgent."""
     most = max(1, slice_bytes // 4)
     for number, place in enumerate(places):
@@ -116,7 +116,7 @@ def _slices(places: Sequence[Place], slice_bytes: int) -> Iterable[Part]:
             yield Part(tuple(taken), -number)
 
 
-def _part(places: Sequence[Place], urgency: int) -> Part:
+def _part(places: Sequence[LayerPlace], urgency: int) -> Part:
     """All of some layers: runs that follow each other are one, over what lies between two tensors, too."""
     found: list[Run] = []
     for run in sorted((run for place in places for run in place.runs), key=lambda run: run.here):
@@ -135,7 +135,7 @@ GAP_ELEMENTS = 16  # tensors lie at multiples of 64 bytes (smb/tensors.py): fewe
 class Measured:
     """The last steps' times, by layer, and what the link did. Medians count: one step that was disturbed does not."""
 
-    def __init__(self, places: Sequence[Place], start_s: float, gap_s: float) -> None:
+    def __init__(self, places: Sequence[LayerPlace], start_s: float, gap_s: float) -> None:
         self._places = places
         self._start_s = max(start_s, _START_MIN)
         self._gap_s = min(max(gap_s, 0.0), self._start_s)
@@ -202,6 +202,6 @@ class Measured:
         """Return how long a round takes to close."""
         return statistics.median(self._closing) if self._closing else 0.0
 
-    def outdated(self, made: Plan) -> bool:
+    def outdated(self, made: ExchangePlan) -> bool:
         """Whether these measurements have moved from those that a plan was made with."""
         return outdated(made.layers, made.channel, self.layers(), self.channel())

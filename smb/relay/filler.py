@@ -46,7 +46,7 @@ def retries() -> Backoff:
     return Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
 
 
-class Whereabouts(Protocol):
+class VersionFinder(Protocol):
     """Where something lies in a parent."""
 
     def find(self, buffer: Buffer, version: int) -> int:
@@ -59,7 +59,7 @@ class Filler:
     def __init__(self, client: Client, name: str, source: str) -> None:
         self.name = name
         self.source = source
-        self.where: Whereabouts
+        self.where: VersionFinder
         self.parents: Sequence[tuple[float, str]] = ((1.0, source),)
         self.stopping = threading.Event()
         self.changed = threading.Condition()  # of `fill`
@@ -93,7 +93,7 @@ class Filler:
     def bring(
         self,
         fill: Fill,
-        where: Whereabouts,
+        where: VersionFinder,
         publication: Publication,
         words: Buffer,
         renew: Callable[[], None],

@@ -157,7 +157,7 @@ class _VersionTail:
             return version if self._filler.bring(fill, self, publication, self._words, renew) else 0
 
     def find(self, buffer: Buffer, version: int) -> int:
-        """As Whereabouts."""
+        """As VersionFinder."""
         return versions_of(buffer).find(version)[1]
 
 
@@ -197,6 +197,6 @@ class _LogTail:
         return entry.generation
 
     def find(self, buffer: Buffer, version: int) -> int:
-        """As Whereabouts: a log has one copy."""
+        """As VersionFinder: a log has one copy."""
         entry, known = self._entry, self._latest if buffer.name == self._log.buffer.name else 0
         return 0 if entry.generation == version and self._log.holds(buffer, entry, known) else -1

@@ -40,7 +40,7 @@ class _Opened:
     backoff: Backoff = field(default_factory=lambda: Backoff(_RETRY_FIRST_S, _RETRY_MAX_S))
 
 
-class Tokens:
+class ClientTokens:
     """All tokens of a client."""
 
     def __init__(self, open_again: Callable[[pb.Kind, str, int], pb.Buffer]) -> None:

@@ -20,8 +20,8 @@ from smb import errors
 from smb.config.backoff import Backoff
 from smb.config.parse import parse_address, parse_addresses
 from smb.rpc import control_pb2 as pb
-from smb.rpc.client_tokens import Tokens
-from smb.rpc.peers import MovedError, Peers
+from smb.rpc.client_tokens import ClientTokens
+from smb.rpc.peers import LeaderMovedError, Peers
 from smb.security.believed import was_not_sent
 from smb.security.credentials import COORDINATOR_NAME, Credentials, belief
 
@@ -127,7 +127,7 @@ class Coordinator:
         self._peers = Peers(self._addresses, credentials)
         self._session_id, self._session_secret = 0, b""
         self._answered = False  # so there is one at the address, and if it is away it comes back
-        self.tokens = Tokens(self._open_again)
+        self.tokens = ClientTokens(self._open_again)
 
     def close(self) -> None:
         """Close all channels; calls in progress fail."""
@@ -279,7 +279,7 @@ class Coordinator:
                 answer = self._peers.ask(peer, method, request, left_s, min(_PATIENCE_S, left_s / 2), term)
                 self._answered = True
                 return answer
-            except MovedError:
+            except LeaderMovedError:
                 failure = self._lost(isinstance(request, _CHANGES))
                 may_repeat = repeatable
             # gRPC's own tracebacks, chained, are 30 lines that say no more.

@@ -33,7 +33,7 @@ _LOOK_PART = 0.1  # of the time that it has waited already: very many may wait f
 _PROBE_S = 1.0
 
 
-class MovedError(Exception):
+class LeaderMovedError(Exception):
     """Another coordinator leads: the one that was asked does not answer any more."""
 
 
@@ -108,7 +108,7 @@ class Peers:
 
     def ask(self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float, term: str) -> Any:
         """Return the answer to a call. One that stands by may keep it for `patience_s`, if the leader of that `term` is
-        the last one that it knows. Raises grpc.RpcError; and MovedError once another one leads while it waits.
+        the last one that it knows. Raises grpc.RpcError; and LeaderMovedError once another one leads while it waits.
         """
         return aside(lambda: self._ask(peer, method, request, timeout, patience_s, term))
 
@@ -133,7 +133,7 @@ class Peers:
                     raise ValueError("the channel was closed") from None  # as a call that begins then
                 except grpc.FutureTimeoutError:
                     if other is not None:
-                        raise MovedError from None
+                        raise LeaderMovedError from None
                 else:
                     if failure is not None:
                         raise failure

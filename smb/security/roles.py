@@ -81,7 +81,7 @@ def namespace_of(buffer: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Permission:
     """The permission to call an RPC. `names`: fields of its request that name buffers, each of the caller's namespaces.
     `own`: its field `name` must be the caller's own.
     """
@@ -95,29 +95,29 @@ _USERS = frozenset({Role.CLIENT, Role.READER, Role.OPERATOR})
 _WRITERS = frozenset({Role.CLIENT, Role.OPERATOR})
 # Relays of mirrors show the certificate of their memory server: smb/coordinator/relay_access.py says what they reach.
 _RELAYS = frozenset({Role.SERVER})
-_SERVER = Rule(frozenset({Role.SERVER}), own=True)
-_COORDINATOR = Rule(frozenset({Role.COORDINATOR}))
+_SERVER = Permission(frozenset({Role.SERVER}), own=True)
+_COORDINATOR = Permission(frozenset({Role.COORDINATOR}))
 
 # tests/security fails where an RPC of control.proto is not here.
-RULES: Mapping[str, Rule] = {
-    "/smb.v1.Coordinator/OpenSession": Rule(_USERS | _RELAYS),
-    "/smb.v1.Coordinator/RenewSession": Rule(_USERS | _RELAYS),
-    "/smb.v1.Coordinator/CloseSession": Rule(_USERS | _RELAYS),
+RULES: Mapping[str, Permission] = {
+    "/smb.v1.Coordinator/OpenSession": Permission(_USERS | _RELAYS),
+    "/smb.v1.Coordinator/RenewSession": Permission(_USERS | _RELAYS),
+    "/smb.v1.Coordinator/CloseSession": Permission(_USERS | _RELAYS),
     "/smb.v1.Coordinator/RegisterServer": _SERVER,
     "/smb.v1.Coordinator/RenewServer": _SERVER,
     "/smb.v1.Coordinator/LeaveServer": _SERVER,
-    "/smb.v1.Coordinator/CreateBuffer": Rule(_WRITERS | _RELAYS, names=("name", "like", "mirror_of")),
-    "/smb.v1.Coordinator/OpenBuffer": Rule(_USERS | _RELAYS, names=("name",)),
-    "/smb.v1.Coordinator/ListBuffers": Rule(_USERS),  # the answer has those of the caller's namespaces
-    "/smb.v1.Coordinator/DeleteBuffer": Rule(_WRITERS | _RELAYS, names=("name",)),
-    "/smb.v1.Coordinator/RenameBuffer": Rule(_WRITERS, names=("name", "new_name", "displaced_name")),
-    "/smb.v1.Coordinator/ListServers": Rule(_USERS),
-    "/smb.v1.Coordinator/DrainServer": Rule(frozenset({Role.OPERATOR})),
-    "/smb.v1.Coordinator/ForgetSegments": Rule(frozenset({Role.OPERATOR})),
-    "/smb.v1.Coordinator/Rebalance": Rule(frozenset({Role.OPERATOR})),
-    "/smb.v1.Coordinator/Overview": Rule(_USERS),  # of who is limited to namespaces nobody: it shows them all
-    "/smb.v1.Coordinator/LockHolder": Rule(_WRITERS, names=("name",)),
-    "/smb.v1.Coordinator/Leader": Rule(_USERS | _RELAYS),
+    "/smb.v1.Coordinator/CreateBuffer": Permission(_WRITERS | _RELAYS, names=("name", "like", "mirror_of")),
+    "/smb.v1.Coordinator/OpenBuffer": Permission(_USERS | _RELAYS, names=("name",)),
+    "/smb.v1.Coordinator/ListBuffers": Permission(_USERS),  # the answer has those of the caller's namespaces
+    "/smb.v1.Coordinator/DeleteBuffer": Permission(_WRITERS | _RELAYS, names=("name",)),
+    "/smb.v1.Coordinator/RenameBuffer": Permission(_WRITERS, names=("name", "new_name", "displaced_name")),
+    "/smb.v1.Coordinator/ListServers": Permission(_USERS),
+    "/smb.v1.Coordinator/DrainServer": Permission(frozenset({Role.OPERATOR})),
+    "/smb.v1.Coordinator/ForgetSegments": Permission(frozenset({Role.OPERATOR})),
+    "/smb.v1.Coordinator/Rebalance": Permission(frozenset({Role.OPERATOR})),
+    "/smb.v1.Coordinator/Overview": Permission(_USERS),  # of who is limited to namespaces nobody: it shows them all
+    "/smb.v1.Coordinator/LockHolder": Permission(_WRITERS, names=("name",)),
+    "/smb.v1.Coordinator/Leader": Permission(_USERS | _RELAYS),
     "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/DeleteSegment": _COORDINATOR,
     "/smb.v1.MemoryServer/EndSessions": _COORDINATOR,
@@ -125,9 +125,9 @@ RULES: Mapping[str, Rule] = {
     "/smb.v1.MemoryServer/RetireSegments": _COORDINATOR,
     "/smb.v1.MemoryServer/Inventory": _COORDINATOR,
     # With the proof of a token too, which says of which session, and of which segments what: memserver/control.py.
-    "/smb.v1.MemoryServer/ConnectVerbs": Rule(_USERS | _RELAYS),
-    "/smb.v1.MemoryServer/OpenSegmentVerbs": Rule(_USERS | _RELAYS),
-    "/smb.v1.MemoryServer/CloseVerbs": Rule(_USERS | _RELAYS),
+    "/smb.v1.MemoryServer/ConnectVerbs": Permission(_USERS | _RELAYS),
+    "/smb.v1.MemoryServer/OpenSegmentVerbs": Permission(_USERS | _RELAYS),
+    "/smb.v1.MemoryServer/CloseVerbs": Permission(_USERS | _RELAYS),
 }
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
@@ -220,7 +220,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Call: TypeAlias = Callable[[Any, Any], Any]
 
 
-class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]
+class RoleInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Asks the rules before every call of a threaded server."""
 
     def __init__(self, callers: Callers) -> None:

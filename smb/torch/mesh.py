@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import smb.train
 from smb.errors import Error, InvalidArgumentError, NotFoundError, UnavailableError
-from smb.torch.model_tensors import Check, Parts, Statistics, parts_of
+from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of
 from smb.torch.ranks import Ranks, keeps_alike
 from smb.torch.shards import ShardParameters
 from smb.torch.shared_model import Shared, values_of
@@ -339,7 +339,7 @@ class MeshShared(Shared):
                 raise InvalidArgumentError(f"smb.torch.join with mesh=: buffer {sharded[0]!r} is sharded")
             self._shards = ShardParameters(parts.trained)
             self._mesh = MeshParameters(client, self._ranks, self._shards, Statistics(parts.statistics))
-            self._shards.verify = Check(model, optimizer, self._shards.given, parts.frozen)
+            self._shards.verify = ModelCheck(model, optimizer, self._shards.given, parts.frozen)
         self._shards.meet(self._ranks)
         if self._ranks.speaks and self._ranks.count > 1 and not _steps_alike(model, mesh):
             _log.warning(

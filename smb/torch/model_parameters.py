@@ -33,7 +33,7 @@ _BLOCK = 1 << 19
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor's place in a vector: `names` are all it has in the state_dict (tied ones have several; the first one is
     in the table), `offset` and `count` are in elements.
     """
@@ -67,7 +67,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Piece:
+class VectorSlice:
     """Elements [begin, begin + count) of the vector, and the tensors in it; `gaps` are nobody's, and zero."""
 
     begin: int
@@ -112,7 +112,7 @@ class ModelParameters(Parameters):
         self._locked: set[int] = set()  # addresses of arrays that devices copy from by themselves
         self._on_device: bool | None = None  # whether deltas are made there; None: not measured yet
 
-    def pieces_of(self, begin: int, end: int) -> tuple[Piece, ...]:
+    def pieces_of(self, begin: int, end: int) -> tuple[VectorSlice, ...]:
         """Return the pieces by which a range of the vector is moved."""
         return tuple(_pieces(self.entries, begin, end))
 
@@ -133,7 +133,7 @@ class ModelParameters(Parameters):
             self.verify()
         yield from self.deltas_of(self._plan, base)
 
-    def deltas_of(self, plan: Sequence[Piece], base: Values) -> Iterator[tuple[int, Values]]:
+    def deltas_of(self, plan: Sequence[VectorSlice], base: Values) -> Iterator[tuple[int, Values]]:
         """Yield the same of some pieces."""
         if self._on_device is None and self._devices:
             self._on_device = self._device_is_faster(base)
@@ -156,7 +156,7 @@ class ModelParameters(Parameters):
         return seconds[3] < seconds[2]
 
     def _deltas(
-        self, base: Values, *, on_device: bool, plan: Sequence[Piece] | None = None
+        self, base: Values, *, on_device: bool, plan: Sequence[VectorSlice] | None = None
     ) -> Iterator[tuple[int, Values]]:
         whole = torch.from_numpy(base)
         for piece, found, room in self._walk(
@@ -177,7 +177,7 @@ class ModelParameters(Parameters):
         """Copy, rounded to nearest, ties to even."""
         self.fill_pieces(self._plan, values)
 
-    def fill_pieces(self, plan: Sequence[Piece], values: Values) -> None:
+    def fill_pieces(self, plan: Sequence[VectorSlice], values: Values) -> None:
         """Copy some pieces of `values`, (n,)."""
         self._put(plan, torch.from_numpy(values), _set)
 
@@ -221,8 +221,8 @@ class ModelParameters(Parameters):
         return {entry.tensor.device for entry in self.entries} - {_HOST}
 
     def _walk(
-        self, plan: Sequence[Piece], *, residuals: bool = True, base: torch.Tensor | None = None
-    ) -> Iterator[tuple[Piece, list[_Found], torch.Tensor]]:
+        self, plan: Sequence[VectorSlice], *, residuals: bool = True, base: torch.Tensor | None = None
+    ) -> Iterator[tuple[VectorSlice, list[_Found], torch.Tensor]]:
         """Yield each piece, what is in it, in host memory, and room for the float32 values that it becomes. The piece
         after it is on its way meanwhile. With `base` what is on a device comes as its delta, float32.
         """
@@ -275,7 +275,7 @@ class ModelParameters(Parameters):
                 room[count:].copy_(rest, non_blocking=True)
         return part, room[:count], None if rest is None else room[count:]
 
-    def _put(self, plan: Sequence[Piece], vector: torch.Tensor, change: _Change) -> None:
+    def _put(self, plan: Sequence[VectorSlice], vector: torch.Tensor, change: _Change) -> None:
         """Change the parameters by a float32 vector, piece by piece, each on its own device."""
         staging = self._staging
         straight = vector.data_ptr() in self._locked
@@ -293,7 +293,7 @@ class ModelParameters(Parameters):
 
     def _put_pieces(
         self,
-        plan: Sequence[Piece],
+        plan: Sequence[VectorSlice],
         vector: torch.Tensor,
         change: _Change,
         last: Mapping[int, _Part],
@@ -348,7 +348,7 @@ def _let_go(locked: set[int], address: int, unlock: Callable[[], object]) -> Non
 class _Flat:
     """Tensors in one dimension. One that is not contiguous is copied for as long as its parts come."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[TensorEntry]) -> None:
         self._entries = entries
         self._copied = -1
         self._copy: torch.Tensor | None = None
@@ -386,7 +386,7 @@ def _subtract(target: torch.Tensor, given: torch.Tensor, residual: torch.Tensor 
         residual.copy_(exact - target.float())
 
 
-def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTable, tuple[Entry, ...]]:
+def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTable, tuple[TensorEntry, ...]]:
     """Lay tensors out as float32, under their first names."""
     if not tensors:
         return TensorTable({}), ()
@@ -398,10 +398,10 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
             )
     table = TensorTable.of({names[0]: (tuple(tensor.shape), "float32") for names, tensor in tensors.items()})
     places = zip(tensors.items(), table.values(), strict=True)
-    return table, tuple(Entry(names, tensor, place.offset // 4) for (names, tensor), place in places)
+    return table, tuple(TensorEntry(names, tensor, place.offset // 4) for (names, tensor), place in places)
 
 
-def _pieces(entries: Sequence[Entry], start: int, stop: int) -> Iterator[Piece]:
+def _pieces(entries: Sequence[TensorEntry], start: int, stop: int) -> Iterator[VectorSlice]:
     first = 0
     for begin in range(start, stop, PIECE_ELEMENTS):
         end = min(begin + PIECE_ELEMENTS, stop)
@@ -421,7 +421,7 @@ def _pieces(entries: Sequence[Entry], start: int, stop: int) -> Iterator[Piece]:
             at = part.here.stop
         if at < end - begin:
             gaps.append(slice(at, end - begin))
-        yield Piece(begin, end - begin, tuple(parts), tuple(gaps))
+        yield VectorSlice(begin, end - begin, tuple(parts), tuple(gaps))
 
 
 def check(name: str, parameter: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from smb.errors import Error, InvalidArgumentError
-from smb.torch.model_parameters import Entry, check, check_apart, lay_out
+from smb.torch.model_parameters import TensorEntry, check, check_apart, lay_out
 from smb.torch.pieces import is_sharded, local_of
 from smb.torch.tensor_values import changing, is_extra_state, lasting, plain
 from smb.train.parameters import Values
@@ -126,12 +126,12 @@ class Statistics:
                 entry.tensor.detach().copy_(entry.of(self.vector))
 
 
-class Check:
+class ModelCheck:
     """Check what must hold of a joined model whenever it exchanges. It takes as long as there are tensors, not
     elements."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, entries: tuple[Entry, ...], frozen: Named
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, entries: tuple[TensorEntry, ...], frozen: Named
     ) -> None:
         self._model = model
         self._optimizer = optimizer

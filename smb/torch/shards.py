@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
-from smb.torch.model_parameters import Entry, ModelParameters, check, lay_out
+from smb.torch.model_parameters import ModelParameters, TensorEntry, check, lay_out
 from smb.torch.pieces import Piece, local_of, piece_of, runs_of
 from smb.train.ledger import Run, Values
 
@@ -46,7 +46,7 @@ class ShardParameters(ModelParameters):
         self.place(local)
         # The tensors as the model has them, at their places in the group.
         self.given = tuple(
-            Entry(names, tensor, place.offset // 4)
+            TensorEntry(names, tensor, place.offset // 4)
             for (names, tensor), place in zip(tensors.items(), self.whole.values(), strict=True)
         )
         self.pieces_here: list[Piece | None] = [piece_of(names[0], tensor) for names, tensor in tensors.items()]
@@ -98,7 +98,7 @@ class ShardParameters(ModelParameters):
     def refresh(self) -> None:
         """Take the shards where they are now: FSDP2 may have moved them."""
         self.entries = tuple(
-            Entry(entry.names, local_of(tensor), entry.offset)
+            TensorEntry(entry.names, local_of(tensor), entry.offset)
             for entry, tensor in zip(self.entries, self._tensors.values(), strict=True)
         )
 
@@ -143,7 +143,7 @@ class ShardParameters(ModelParameters):
                 weights.write(part, run.there, wire="exact")
 
 
-def _runs(entry: Entry, piece: Piece | None, shape: tuple[int, ...], start: int) -> Iterator[Run]:
+def _runs(entry: TensorEntry, piece: Piece | None, shape: tuple[int, ...], start: int) -> Iterator[Run]:
     """Where a shard lies in the group's vector, in which its whole tensor begins at `start`."""
     for run in runs_of(piece, shape) if piece is not None else ():
         yield Run(entry.offset + run.here, start + run.there, run.count)

@@ -41,15 +41,15 @@ import smb.train
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.tensors import TensorTable
 from smb.torch.mixed_statistics import STATE, MixedStatistics
-from smb.torch.model_parameters import Entry, ModelParameters
-from smb.torch.model_tensors import Check, Parts, Statistics, mark_of, parts_of, plain_name
+from smb.torch.model_parameters import ModelParameters, TensorEntry
+from smb.torch.model_tensors import ModelCheck, Parts, Statistics, mark_of, parts_of, plain_name
 from smb.torch.tensor_values import lasting
 from smb.train.group import clear, copies_of, keeping, view
 from smb.train.worker import take_part
 
 if TYPE_CHECKING:
     from smb.overlap.hooks import Overlap
-    from smb.overlap.plan import Plan
+    from smb.overlap.plan import ExchangePlan
 
 TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
 FROZEN = "smb.torch.frozen"  # in a buffer's metadata: the mark of the maker's frozen parameters
@@ -171,7 +171,7 @@ class Shared:
         parts = self._parts(model, optimizer)
         self._asked_overlap: str = options.pop("overlap", "none")
         self._trained = self._parameters(parts)
-        self._check = Check(model, optimizer, self._trained.entries, parts.frozen)
+        self._check = ModelCheck(model, optimizer, self._trained.entries, parts.frozen)
         self._trained.verify = self._check
         self._statistics = Statistics(parts.statistics)
         self._mixed = MixedStatistics(self._statistics, self._collect_statistics)
@@ -367,7 +367,7 @@ class Shared:
             self._overlap.wait()
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> ExchangePlan | None:
         """How exchanges hide behind the passes; None without overlap=, and until the first steps were measured."""
         return None if self._overlap is None else self._overlap.plan
 
@@ -590,7 +590,7 @@ def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:
         )
 
 
-def _say_idle(name: str, entries: Sequence[Entry]) -> None:
+def _say_idle(name: str, entries: Sequence[TensorEntry]) -> None:
     """Say it where the optimizer has parameters that don't train."""
     idle = sum(entry.count for entry in entries if not entry.tensor.requires_grad)
     if idle:
@@ -617,7 +617,7 @@ def _shape(table: TensorTable, name: str) -> str:
     return f"float32{list(table[name].shape)}" if name in table else "not there (or, of a trained one, frozen)"
 
 
-def values_of(entries: Iterable[Entry], vector: torch.Tensor) -> dict[str, torch.Tensor]:
+def values_of(entries: Iterable[TensorEntry], vector: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors of a vector under all their names, in the model's dtypes; tied names get the same tensor."""
     found: dict[str, torch.Tensor] = {}
     for entry in entries:

@@ -46,7 +46,7 @@ from smb.spi import session_of
 from smb.train import member_table as t
 from smb.train import members
 from smb.train.exchange.at_once import is_remote
-from smb.train.guards import Guard, Guards, Norm, RefusedContributionError
+from smb.train.guards import Guards, Norm, RefusedContributionError, WorkerGuards
 from smb.train.members import Member
 from smb.train.parameters import Parameters
 from smb.train.scheme import Json, Scheme, Span, Values, scheme_of
@@ -101,7 +101,7 @@ class Group:
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
         self.unneeded: list[str] = []  # buffers that nobody needs once we have left
         self._names: set[str] = set()  # names of buffers
-        self._guard = Guard(self.guards)
+        self._guard = WorkerGuards(self.guards)
         self.guard_fired = ""  # what the last refusal said
         self._seen = 0  # the tick's version, as far as we have looked
         self.given_up = False  # written by the thread that closes the worker, read by the one that exchanges

@@ -53,7 +53,7 @@ class Guards:
         return dataclasses.asdict(self)
 
 
-class Guard:
+class WorkerGuards:
     """The guards at work for one worker."""
 
     def __init__(self, guards: Guards) -> None:

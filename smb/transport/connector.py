@@ -19,7 +19,7 @@ _log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class ServerAddress:
     """Where a server is now, as the coordinator knows it."""
 
     address: str
@@ -37,7 +37,7 @@ class Connector:
         self._tls = tls
         self._answered: dict[str, str] = {}  # by a server's address, which may be a name: the numeric one that answers
 
-    def connect(self, server: str, where: Whereabouts, lane: int, deadline: Deadline) -> tuple[Link, int]:
+    def connect(self, server: str, where: ServerAddress, lane: int, deadline: Deadline) -> tuple[Link, int]:
         """Connect to the server at the address of its name that answers. A name's other addresses may be of nobody, or
         of another one: if none answers as the run that is wanted, the first answer is returned, or its failure raised.
         """

@@ -15,9 +15,9 @@ from typing import Protocol
 from smb.config.backoff import Backoff
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, UnavailableError
-from smb.rpc.client_tokens import Tokens
+from smb.rpc.client_tokens import ClientTokens
 from smb.transport.base import Deadline, SegmentPlace, is_here
-from smb.transport.connector import ATTEMPT_MS, Connector, Whereabouts
+from smb.transport.connector import ATTEMPT_MS, Connector, ServerAddress
 
 PAUSE_FIRST_S = 0.01
 PAUSE_MAX_S = 0.25
@@ -28,10 +28,12 @@ _UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
 class Dialer(Protocol):
     """Makes connections of a lane that are neither TCP nor Unix."""
 
-    def dial(self, server: str, where: Whereabouts, lane: int, timeout_ms: int) -> tuple[Link, int]:
+    def dial(self, server: str, where: ServerAddress, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """Return a link and the server's instance. Raises EngineError, NoPathError."""
 
-    def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
+    def redial(
+        self, link: Link, server: str, where: ServerAddress, accept_instance: int, timeout_ms: int
+    ) -> int | None:
         """Give the link a new connection and return the server's instance; None: it should have one over TCP.
 
         Raises EngineError, UnavailableError: not now.
@@ -44,13 +46,13 @@ class Means:
 
     client: EngineClient
     connector: Connector
-    tokens: Tokens
-    locate: Callable[[str], Whereabouts | None]
+    tokens: ClientTokens
+    locate: Callable[[str], ServerAddress | None]
     locate_copies: Callable[[SegmentPlace], SegmentPlace | None]
     dialers: dict[int, Dialer] = field(default_factory=dict)
 
 
-class Entry(ABC):
+class LinkEntry(ABC):
     """One link of the table."""
 
     level = logging.DEBUG  # at which outages are logged
@@ -90,12 +92,12 @@ class Entry(ABC):
         return False
 
 
-class ServerEntry(Entry):
+class ServerEntry(LinkEntry):
     """A link to a server."""
 
     level = logging.INFO
 
-    def __init__(self, means: Means, server: str, lane: int, where: Whereabouts) -> None:
+    def __init__(self, means: Means, server: str, lane: int, where: ServerAddress) -> None:
         super().__init__(means, lane)
         self._server = server
         self.where = where
@@ -150,7 +152,7 @@ class ServerEntry(Entry):
         return self._means.connector.resume(link, self._server, where.address, where.tls, self._known)
 
 
-class SegmentEntry(Entry):
+class SegmentEntry(LinkEntry):
     """The link to a segment that has two copies: to whichever server has the primary."""
 
     def __init__(self, means: Means, place: SegmentPlace, lane: int, may_be_local: bool) -> None:
@@ -247,9 +249,9 @@ class SegmentEntry(Entry):
         return time.monotonic() - self._resumed_at <= SENT_AWAY_S
 
 
-def whereabouts(place: SegmentPlace) -> Whereabouts:
+def whereabouts(place: SegmentPlace) -> ServerAddress:
     """Return where the server of a segment is."""
-    return Whereabouts(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
+    return ServerAddress(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
 
 
 def _check_run(server: str, at: str, answered: int, known: int) -> None:

@@ -24,15 +24,15 @@ from smb.config.conditions import event
 from smb.daemon.metric_names import OUTAGE_EDGES
 from smb.engine import LANES_FURTHER_MAX, EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, NotFoundError, PermissionDeniedError, TransportError, UnavailableError
-from smb.rpc.client_tokens import Tokens
+from smb.rpc.client_tokens import ClientTokens
 from smb.transport.base import Deadline, SegmentPlace, at_once
-from smb.transport.connector import Connector, Whereabouts
+from smb.transport.connector import Connector, ServerAddress
 from smb.transport.link_entries import (
     PAUSE_FIRST_S,
     PAUSE_MAX_S,
     SENT_AWAY_S,
     Dialer,
-    Entry,
+    LinkEntry,
     Means,
     SegmentEntry,
     ServerEntry,
@@ -64,7 +64,7 @@ class Outages:
     sum_s: float
 
 
-_Found = TypeVar("_Found", bound=Entry)
+_Found = TypeVar("_Found", bound=LinkEntry)
 
 
 class Links:
@@ -74,8 +74,8 @@ class Links:
     def __init__(
         self,
         client: EngineClient,
-        locate: Callable[[str], Whereabouts | None],
-        tokens: Tokens,
+        locate: Callable[[str], ServerAddress | None],
+        tokens: ClientTokens,
         tls: ClientTls,
         locate_copies: Callable[[SegmentPlace], SegmentPlace | None] = lambda place: place,
     ) -> None:
@@ -88,7 +88,7 @@ class Links:
         self._means = Means(client, Connector(client, tls), tokens, locate, locate_copies)
         self._lock = threading.Lock()
         # By server and lane; by segment, and whether for what waits.
-        self._table: dict[tuple[str | int, int], Entry] = {}
+        self._table: dict[tuple[str | int, int], LinkEntry] = {}
         self._last_lane = int(Lane.OF_SEGMENTS) - 1
         self._threads: set[threading.Thread] = set()  # `smb-links`, once something is reached, and each `smb-resume`
         self._closing = event()
@@ -296,7 +296,7 @@ class Links:
         finally:
             link.let_go()
 
-    def _find(self, link_id: int) -> tuple[Entry, Link] | None:
+    def _find(self, link_id: int) -> tuple[LinkEntry, Link] | None:
         """Return a link and its entry. No other link is kept from its end. The caller holds the lock."""
         for entry in self._table.values():
             link = entry.link()
@@ -304,7 +304,7 @@ class Links:
                 return entry, link
         return None
 
-    def _resume(self, entry: Entry, link: Link, first_time: bool) -> bool:
+    def _resume(self, entry: LinkEntry, link: Link, first_time: bool) -> bool:
         """Return whether it has a connection now."""
         begun = time.monotonic()
         if first_time:
@@ -338,7 +338,7 @@ class Links:
                 return False
         return False
 
-    def _goes_on(self, entry: Entry, error: Error) -> bool:
+    def _goes_on(self, entry: LinkEntry, error: Error) -> bool:
         """Take note of an attempt that failed; return whether there is sense in another one."""
         status = error.status if isinstance(error, EngineError) else None
         if status is Status.SESSION_ENDED:

@@ -199,11 +199,11 @@ def test_a_restore_is_one_processes(client: smb.Client, tmp_path: Path) -> None:
 def killed_at_its_very_end(client: smb.Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the file to "w", up to where only the state is still to be taken away."""
 
-    def stop(_self: sums.State) -> None:
+    def stop(_self: sums.RestoreProgress) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(sums.State, "end", stop)
+        patched.setattr(sums.RestoreProgress, "end", stop)
         with pytest.raises(KeyboardInterrupt):
             copying.restore(client, path, "w")
 

@@ -25,7 +25,7 @@ from smb.files import open_file as opened
 from smb.files import staged_file as staged
 from smb.files.contents import BufferBytes, Octets
 from smb.files.handles import OpenFile
-from smb.files.namespace import Tree
+from smb.files.namespace import NameTree
 from smb.files.open_file import BufferFile
 from smb.files.softmem import SoftmemFileSystem
 from tests.conftest import Connect
@@ -351,7 +351,7 @@ def test_a_draft_without_room_on_this_host(client: smb.Client, monkeypatch: pyte
 
 def test_names_change_in_one_step(client: smb.Client, connect: Connect) -> None:
     """A file that is renamed over another one replaces it; who had that open reads on; folders move as a whole."""
-    tree, other = Tree(client, make_folders=True), Tree(connect("tcp"))
+    tree, other = NameTree(client, make_folders=True), NameTree(connect("tcp"))
     for name, text in (("run/old", b"old"), ("run/new", b"newer")):
         file = tree.open(name, os.O_WRONLY | os.O_CREAT)
         file.write(0, np.frombuffer(text, np.uint8))
@@ -377,7 +377,7 @@ def test_names_change_in_one_step(client: smb.Client, connect: Connect) -> None:
 
 def test_what_is_written_while_a_rename_copies_is_kept(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that becomes an array by its new path is copied while its writers go on; nothing of theirs is lost."""
-    tree = Tree(client)
+    tree = NameTree(client)
     data = io.BytesIO()
     np.save(data, np.zeros(1000))
     file = tree.open("w.tmp", os.O_RDWR | os.O_CREAT)

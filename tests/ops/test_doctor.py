@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import smb
 from smb.config.settings import SETTINGS, private_memory
 from smb.tools.cli.main import app
-from smb.tools.doctor import Finding, State, look_at_cluster, look_at_machine
+from smb.tools.doctor import Finding, Severity, look_at_cluster, look_at_machine
 
 SHM = Path("/dev/shm")
 
@@ -56,14 +56,14 @@ def test_memory_servers_ask_for_large_pages(tmp_path: Path) -> None:
     """From Linux 6.1 on they need not be allowed."""
     shmem = {"sys__kernel__mm__transparent_hugepage__shmem_enabled": "always within_size advise [never] deny force"}
     (finding,) = looked(machine(tmp_path, proc__sys__kernel__osrelease="6.1.0-13-amd64", **shmem), "huge pages")
-    assert (finding.state, "memory servers ask for them" in finding.found) == (State.OK, True)
+    assert (finding.state, "memory servers ask for them" in finding.found) == (Severity.OK, True)
 
 
 def test_a_good_machine_needs_no_change(tmp_path: Path) -> None:
     """Everything as it should be: no problem, no advice of ours, and a network interface that is down is left out."""
     memory = Path(private_memory())
     found = [f for f in look_at_machine(memory, "1MiB", machine(tmp_path)) if f.check not in ("open files", "memlock")]
-    assert [finding for finding in found if finding.state is not State.OK] == []
+    assert [finding for finding in found if finding.state is not Severity.OK] == []
     assert [finding.found for finding in found if finding.check == "MTU"] == ["eth0: MTU 9000, 100 Gb/s"]
 
 
@@ -82,7 +82,7 @@ def test_a_good_machine_needs_no_change(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_could_be_faster_is_advice(tmp_path: Path, texts: dict[str, str], check: str, change: str) -> None:
     """Small buffers, small packets on a fast link, small pages: each is told with the command that changes it."""
-    advised = [finding for finding in looked(machine(tmp_path, **texts), check) if finding.state is State.ADVICE]
+    advised = [finding for finding in looked(machine(tmp_path, **texts), check) if finding.state is Severity.ADVICE]
     assert [change in finding.change for finding in advised] == [True]
 
 
@@ -92,31 +92,31 @@ def test_a_memory_directory_that_will_not_do(tmp_path: Path) -> None:
     """
     root = machine(tmp_path / "machine")
 
-    def state(memory_dir: Path, capacity: str | None = None) -> State:
+    def state(memory_dir: Path, capacity: str | None = None) -> Severity:
         (finding,) = looked(root, "memory directory", memory_dir, capacity)
-        assert finding.state is State.OK or finding.change
+        assert finding.state is Severity.OK or finding.change
         return finding.state
 
-    assert state(tmp_path / "nowhere") is State.PROBLEM
-    assert state(Path("/proc")) is State.PROBLEM
-    assert state(SHM, "1MiB") is State.PROBLEM
+    assert state(tmp_path / "nowhere") is Severity.PROBLEM
+    assert state(Path("/proc")) is Severity.PROBLEM
+    assert state(SHM, "1MiB") is Severity.PROBLEM
     with tempfile.TemporaryDirectory(prefix="smb-doctor-", dir=SHM) as directory:
         for memory in (Path(directory), Path(private_memory(directory))):
-            assert state(memory, "1MiB") is State.OK
-            assert state(memory, "900TiB") is State.PROBLEM
-            assert state(memory, f"{shutil.disk_usage(SHM).free + (1 << 20)}") in (State.ADVICE, State.PROBLEM)
+            assert state(memory, "1MiB") is Severity.OK
+            assert state(memory, "900TiB") is Severity.PROBLEM
+            assert state(memory, f"{shutil.disk_usage(SHM).free + (1 << 20)}") in (Severity.ADVICE, Severity.PROBLEM)
         Path(directory).chmod(0o770)
-        assert state(Path(directory), "1MiB") is State.PROBLEM
+        assert state(Path(directory), "1MiB") is Severity.PROBLEM
         Path(private_memory(directory)).touch()
-        assert state(Path(private_memory(directory)), "1MiB") is State.PROBLEM
+        assert state(Path(private_memory(directory)), "1MiB") is Severity.PROBLEM
 
 
 def test_a_machine_without_rdma_is_fine_unless_verbs_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No device: nothing to change; a problem where SMB_TRANSPORT asks for verbs and that exists here."""
     root = machine(tmp_path)
-    assert [finding.state for finding in looked(root, "RDMA")] == [State.OK]
+    assert [finding.state for finding in looked(root, "RDMA")] == [Severity.OK]
     monkeypatch.setattr("smb.tools.doctor.machine.text_of", {"client.transport": "verbs"}.get)
-    assert State.PROBLEM in [finding.state for finding in looked(root, "RDMA")]
+    assert Severity.PROBLEM in [finding.state for finding in looked(root, "RDMA")]
 
 
 @contextmanager
@@ -175,6 +175,6 @@ def test_a_coordinator_that_does_not_answer_is_a_finding() -> None:
     with refusing() as nobody:
         for address in (nobody, "nonsense"):
             (finding,) = look_at_cluster(address, timeout=0.5)
-            assert finding.state is State.PROBLEM
+            assert finding.state is Severity.PROBLEM
             assert finding.change
     assert doctor("--capacity", "some")[0] == 2

@@ -20,7 +20,7 @@ from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.idle_names import IdleNames
 from smb.coordinator.leases import Leases
 from smb.coordinator.memserver_client import MemoryServers
-from smb.coordinator.process import Options
+from smb.coordinator.process import CoordinatorOptions
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.lab_ca import Holder, make_set
@@ -208,7 +208,9 @@ def test_names_come_back_where_tokens_are_asked_for(tmp_path: Path) -> None:
 
 def test_names_that_are_freed_before_a_lease_ends_are_refused(tmp_path: Path) -> None:
     """Names would be freed under clients that may still come back: the coordinator says so, and does not start."""
-    options = Options("127.0.0.1:0", str(tmp_path / "state"), "127.0.0.1:0", session_lease_s=10.0, idle_names_s=9.9)
+    options = CoordinatorOptions(
+        "127.0.0.1:0", str(tmp_path / "state"), "127.0.0.1:0", session_lease_s=10.0, idle_names_s=9.9
+    )
     with pytest.raises(smb.InvalidArgumentError, match=r"--idle-names 9\.9: use at least --session-lease, 10 seconds"):
         asyncio.run(process._start(options, AsyncExitStack()))
     assert not (tmp_path / "state").exists()

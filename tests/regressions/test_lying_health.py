@@ -18,7 +18,7 @@ import pytest
 
 from smb.coordinator import health, process
 from smb.coordinator.dashboard import diagnosis as problems
-from smb.coordinator.dashboard.history import RECENT_S, Watch
+from smb.coordinator.dashboard.history import RECENT_S, EventWatch
 from smb.coordinator.events import Instant
 from smb.coordinator.state import State
 from smb.coordinator.store import SqliteStore
@@ -34,7 +34,7 @@ class Running:
         self.loop = asyncio.new_event_loop()
         self._ready = directory / "ready"
         self._stop = asyncio.Event()
-        self._options = process.Options("127.0.0.1:0", str(directory / "state"), "127.0.0.1:0", self._ready)
+        self._options = process.CoordinatorOptions("127.0.0.1:0", str(directory / "state"), "127.0.0.1:0", self._ready)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         wait_for(self._ready.exists, "coordinator")
@@ -137,7 +137,7 @@ def test_a_store_that_fails_is_alive_but_not_ready(running: Running, monkeypatch
 
 def test_the_page_tells_of_failed_calls_and_of_little_room() -> None:
     """Calls that failed inside the coordinator are told for a minute; a disk that is nearly full as long as it is."""
-    watch, now = Watch(Instant(0.0, 0.0)), Instant(100.0, 100.0)
+    watch, now = EventWatch(Instant(0.0, 0.0)), Instant(100.0, 100.0)
     watch.failed("CreateBuffer", now)
     watch.failed("CreateBuffer", now)
     watch.failed("DeleteBuffer", now)

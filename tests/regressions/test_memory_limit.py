@@ -17,12 +17,12 @@ import pytest
 import smb
 from memserver.engine import Engine, SegmentForm
 from memserver.load import LastLook, load_of
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from memserver.segments import Segments
 from memserver.usage_by_client import Names
 from smb import errors
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
-from smb.tools.doctor import Finding, State, look_at_machine
+from smb.tools.doctor import Finding, Severity, look_at_machine
 from tests.support import stem
 from tests.support.daemons import Daemons, running_daemons, wait_for
 
@@ -96,7 +96,7 @@ def test_segments_that_are_made_at_once_count_together(tmp_path: Path) -> None:
     root = machine(tmp_path / "machine", V2, "/", "/", {"": (str(HEADROOM_BYTES + 3 * MIB), 0, 0)})
     (tmp_path / "memory").mkdir()
     with ExitStack() as leaving:
-        place = Place(tmp_path / "memory", "a")
+        place = MemoryDirectory(tmp_path / "memory", "a")
         leaving.callback(place.close)
         engine = Engine(1, 1, 16 * MIB)
         leaving.callback(engine.close)
@@ -133,7 +133,7 @@ def test_no_room_is_told_as_such(tmp_path: Path, used: int | None, told: int) ->
         (root / "sys/fs/cgroup/memory.stat").unlink()
     (tmp_path / "memory").mkdir()
     with ExitStack() as leaving:
-        place = Place(tmp_path / "memory", "a")
+        place = MemoryDirectory(tmp_path / "memory", "a")
         leaving.callback(place.close)
         engine = Engine(1, 1, 16 * MIB)
         leaving.callback(engine.close)
@@ -148,13 +148,13 @@ def look(root: Path, capacity: str | None) -> Finding:
 def test_the_doctor_looks_at_the_limit(tmp_path: Path) -> None:
     """A capacity that does not fit below it is a problem, the default one advice, as perhaps no server runs here."""
     root = machine(tmp_path, V2, "/", "/", {"": (str(512 * MIB), 100 * MIB, 0)})
-    assert look(root, "256MiB").state is State.OK
-    assert look(root, None).state is State.ADVICE
+    assert look(root, "256MiB").state is Severity.OK
+    assert look(root, None).state is Severity.ADVICE
     found = look(root, "500MiB")
-    assert found.state is State.PROBLEM
+    assert found.state is Severity.PROBLEM
     assert found.found == "512 MiB, 412 MiB of it left; --capacity is 500 MiB"
     assert "offer less than 480 MiB" in found.change
-    assert look(tmp_path / "nothing", "1TiB").state is State.OK
+    assert look(tmp_path / "nothing", "1TiB").state is Severity.OK
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import smb
 import smb.torch
 from smb.files import catalogue, checksums, copying
 from smb.files.handles import OpenFile
-from smb.files.namespace import Tree
+from smb.files.namespace import NameTree
 from smb.torch.shared_model import Shared
 from tests.conftest import Connect
 
@@ -51,7 +51,7 @@ def _replaced_after_the_rename(
     monkeypatch.setattr(client, "rename", then_other)
 
 
-def _put(tree: Tree, path: str, data: bytes) -> None:
+def _put(tree: NameTree, path: str, data: bytes) -> None:
     file = tree.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     file.write(0, np.frombuffer(data, np.uint8))
     file.flush()
@@ -110,7 +110,7 @@ def test_what_was_made_goes_on_under_its_new_name(connect: Connect, tmp_path: Pa
 def test_a_file_that_was_made_is_not_anothers(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another client replaces the file right after the fsync; the handle went on with that client's bytes."""
     client = connect()
-    tree, others = Tree(client), Tree(connect())
+    tree, others = NameTree(client), NameTree(connect())
     file = tree.open("f", os.O_RDWR | os.O_CREAT)
     file.write(0, np.frombuffer(b"A" * 100, np.uint8))
     _replaced_after_the_rename(monkeypatch, client, "f", lambda: _put(others, "f", b"B" * 1000))
@@ -128,7 +128,7 @@ def test_a_file_is_whole_where_another_was_put_since_it_was_listed(
     bytes went into its beginning.
     """
     client = connect()
-    tree, others = Tree(client), Tree(connect())
+    tree, others = NameTree(client), NameTree(connect())
     _put(tree, "f", b"o" * 100)
     monkeypatch.setattr(catalogue, "FRESH_S", 60.0)
     file = tree.open("f", os.O_WRONLY | os.O_TRUNC)
@@ -150,7 +150,7 @@ def test_a_published_file_has_its_own_header(connect: Connect, monkeypatch: pyte
     client, other = connect(), connect()
     other.create("v", 4, versions=2).publish(np.ones(4, np.float32))
     _ask_for_no_listing_anew(monkeypatch)
-    tree = Tree(client)
+    tree = NameTree(client)
     assert tree.list("") == [("v.npy", False)]
     other.delete("v")
     other.create("v", 6, "int32", versions=2).publish(np.arange(6, dtype=np.int32))
@@ -165,7 +165,7 @@ def test_a_time_of_change_is_of_the_file_that_is_there(connect: Connect, monkeyp
     """Another client replaces a file by one of the same size: stat said that nothing had changed."""
     monkeypatch.setattr(catalogue, "FRESH_S", 0.0)
     client = connect()
-    tree, others = Tree(client), Tree(connect())
+    tree, others = NameTree(client), NameTree(connect())
     _put(tree, "f", b"1" * 100)
     tree.set_modified("f", 12345)
     tree.rename("f", "g")
@@ -181,7 +181,7 @@ def test_a_time_of_change_is_of_the_file_that_is_there(connect: Connect, monkeyp
 
 def test_times_of_files_that_were_replaced_are_forgotten(connect: Connect) -> None:
     """A file that is written again and again is one more buffer each time."""
-    tree = Tree(connect())
+    tree = NameTree(connect())
     for turn in range(1, 6):
         _put(tree, "f", b"1" * turn)
         _put(tree, "f.tmp", b"2" * turn)
@@ -311,7 +311,7 @@ def _before_a_delete_of(
 def test_the_end_of_a_hidden_file_is_not_anothers(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removed file is somebody's still; another client puts one there just before its name is taken away."""
     client = connect()
-    tree, others = Tree(client), Tree(connect())
+    tree, others = NameTree(client), NameTree(connect())
     _put(tree, "f", b"1" * 100)
     tree.hide("f", ".alias")
     _before_a_delete_of(monkeypatch, client, "f", lambda: _put(others, "f", b"2" * 101))
@@ -324,7 +324,7 @@ def test_a_file_that_is_made_anew_leaves_anothers(connect: Connect, monkeypatch:
     """Bytes become an array by their new name; another client puts a file at the old one before that is taken away."""
     client, octets = connect(), io.BytesIO()
     np.save(octets, np.arange(5))
-    tree, others = Tree(client), Tree(connect())
+    tree, others = NameTree(client), NameTree(connect())
     _put(tree, "f", octets.getvalue())
     _before_a_delete_of(monkeypatch, client, "f", lambda: _put(others, "f", b"2" * 101))
     tree.rename("f", "g.npy")
@@ -337,7 +337,7 @@ def test_a_path_is_free_once_another_has_removed_a_hidden_file(
 ) -> None:
     """What the listing still shows there is gone: a new file may be made."""
     client = connect()
-    tree, others = Tree(client), Tree(connect())
+    tree, others = NameTree(client), NameTree(connect())
     _put(tree, "f", b"1" * 100)
     tree.list("")
     _ask_for_no_listing_anew(monkeypatch)
@@ -353,7 +353,7 @@ def test_a_file_that_is_made_anew_of_anothers_moves_that(connect: Connect, monke
     client, octets = connect(), [io.BytesIO(), io.BytesIO()]
     for number, each in enumerate(octets):
         np.save(each, np.full(5, number))
-    tree, others = Tree(client), Tree(connect())
+    tree, others = NameTree(client), NameTree(connect())
     _put(tree, "f", octets[0].getvalue())
     tree.list("")
     _ask_for_no_listing_anew(monkeypatch)

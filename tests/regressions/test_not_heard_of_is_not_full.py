@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.files.namespace import Tree
+from smb.files.namespace import NameTree
 from smb.files.staged_file import StagedFile
 from tests.support.daemons import running_daemons, stopped, wait_for
 
@@ -30,7 +30,7 @@ def test_a_file_grows_while_no_server_was_heard_of(tmp_path: Path) -> None:
         with smb.connect(address, transport="tcp") as client:
             assert server.address
             client.create("first", 4)
-            tree = Tree(client)
+            tree = NameTree(client)
             file = tree.open("f", os.O_RDWR | os.O_CREAT)
             with stopped(server.pid):
                 coordinator.kill()
@@ -49,7 +49,7 @@ def test_a_write_that_is_repeated_makes_the_file_whole(
 ) -> None:
     """After ENOSPC the file is stored once the same bytes were written; before that, and with fewer, it is not."""
     with smb.connect(cluster.address) as client:
-        file = Tree(client).open("f", os.O_RDWR | os.O_CREAT)
+        file = NameTree(client).open("f", os.O_RDWR | os.O_CREAT)
         file.write(0, octets(b"abc"))
 
         def refuse(_self: StagedFile, _offset: int, _data: object) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.files.namespace import Tree
+from smb.files.namespace import NameTree
 from tests.conftest import Connect
 
 
@@ -23,7 +23,7 @@ def test_what_could_not_be_deleted_is_deleted_later(monkeypatch: pytest.MonkeyPa
         raise smb.UnavailableError("the coordinator is away")
 
     client = connect()
-    tree = Tree(client)
+    tree = NameTree(client)
     file = tree.open("file", os.O_RDWR | os.O_CREAT)
     file.write(0, np.frombuffer(b"bytes", np.uint8))
     with monkeypatch.context() as patched:
@@ -46,7 +46,7 @@ def test_what_was_written_in_place_is_closed_without_the_coordinator(
 
     client = connect()
     client.create("w", 10, "uint8").fill(1)
-    tree = Tree(client)
+    tree = NameTree(client)
     before = tree.status("w").modified
     file = tree.open("w", os.O_RDWR)
     file.write(3, np.array([7], np.uint8))
@@ -78,7 +78,7 @@ def test_the_coordinator_is_waited_for_where_no_other_file_waits(
     held: list[bool] = []
     client = connect()
     client.create("w", 10, "uint8").fill(1)
-    tree = Tree(client)
+    tree = NameTree(client)
     file = tree.open("w", os.O_RDWR)
     node: Any = tree._nodes["w"]
     locks: tuple[Any, ...] = tree._lock, node.lock

@@ -9,11 +9,11 @@ import os
 
 import pytest
 
-from smb.transport.verbs.progress_thread import Progress
+from smb.transport.verbs.progress_thread import ProgressThread
 
 
 def test_the_thread_does_not_end_while_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = Progress("test")
+    progress = ProgressThread("test")
     write = os.eventfd_write
 
     def write_slowly(descriptor: int, value: int) -> None:

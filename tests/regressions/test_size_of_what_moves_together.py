@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.copy_maker import CopyMaker
-from smb.coordinator.dashboard.history import Watch
+from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.events import BufferMade, BufferWanted
-from smb.coordinator.memserver_client import Look, Run
+from smb.coordinator.memserver_client import Look, RunState
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.role_changes import RoleChanges
@@ -33,7 +33,7 @@ class Servers:
         self.weights = 0
 
     async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
-        return Look(Run.ALIVE, {each: Held(1, nbytes=NBYTES) for each in segment_ids if each == self.weights})
+        return Look(RunState.ALIVE, {each: Held(1, nbytes=NBYTES) for each in segment_ids if each == self.weights})
 
 
 async def made(log: CommitLog, creation: Creation, first_id: int) -> int:
@@ -58,7 +58,7 @@ def test_memory_that_leaves_the_records_by_a_registration_counts(tmp_path: Path)
         roles = RoleChanges(log, known, ends)
         copies = CopyMaker(log, known, roles.tell_roles, maker.drop)
         service = CoordinatorService(
-            log, known, maker, roles, copies, ends, Watch(log.now()), cast(Any, None), Mirrors()
+            log, known, maker, roles, copies, ends, EventWatch(log.now()), cast(Any, None), Mirrors()
         )
         (segment,) = log.state.buffers["w"].segments
         servers.weights, name = weights, segment.backup

@@ -17,7 +17,7 @@ from smb.security.lab_ca import Authority, Holder
 from smb.security.roles import Callers, Role
 from smb.tools.cli.certs import limits_of
 from smb.tools.cli.main import app
-from smb.tools.doctor import State
+from smb.tools.doctor import Severity
 from smb.tools.doctor.reach import _certificates
 from tests.support.daemons import Daemons, running_daemons
 
@@ -48,14 +48,14 @@ def test_the_doctor_tells_when_certificates_end(tmp_path: Path, monkeypatch: pyt
     """A month is advice, a week is a problem, as with the alerts; without credentials nothing is said."""
     assert list(_certificates()) == []
     Authority.make().save(tmp_path / "ca")
-    for days, state in ((300, State.OK), (29, State.ADVICE), (6, State.PROBLEM), (-2, State.PROBLEM)):
+    for days, state in ((300, Severity.OK), (29, Severity.ADVICE), (6, Severity.PROBLEM), (-2, Severity.PROBLEM)):
         place = tmp_path / str(days)
         Authority.load(tmp_path / "ca").issue(Holder(Role.CLIENT, ""), place, days)
         monkeypatch.setenv("SMB_CREDENTIALS", str(place))
         own, authority = _certificates()
         assert own.state is state, own
         assert str(place / "cert.pem") in own.found
-        assert authority.state is State.OK
+        assert authority.state is Severity.OK
 
 
 @pytest.fixture

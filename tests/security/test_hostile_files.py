@@ -539,7 +539,7 @@ with smb.connect(sys.argv[2]) as client:
         told = output_as(DAEMON, code, cluster.address, *places).split("== ")[1:]
         for place, victim, text in zip(places, victims, told, strict=True):
             assert "state None" in text, text
-            assert "State object" in text, text
+            assert "RestoreProgress object" in text, text
             assert "restored 10" in text, text
             if place.name == "own":
                 assert f"written {DAEMON} b'some bytes'" in text, text

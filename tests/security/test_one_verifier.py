@@ -25,7 +25,7 @@ from smb.errors import PermissionDeniedError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerServicer, MemoryServerStub, add_MemoryServerServicer_to_server
 from smb.security.credentials import Credentials, Current, channel, server_name
-from smb.security.roles import Callers, Guard
+from smb.security.roles import Callers, RoleInterceptor
 from tests.support.authority import Authority, Issued, issue
 from tests.support.raw import Frame, Opcode
 
@@ -228,7 +228,7 @@ class Servicer(MemoryServerServicer):
 def control_plane(shown: Credentials, trusted: Credentials | None) -> Iterator[str]:
     """A port of gRPC's that shows a certificate. `trusted`: it judges callers by these; None: it takes whomever it
     gets, as an impostor would."""
-    guards: list[Any] = [Guard(Callers(Current(trusted)))] if trusted is not None else []
+    guards: list[Any] = [RoleInterceptor(Callers(Current(trusted)))] if trusted is not None else []
     server = grpc.server(futures.ThreadPoolExecutor(2), interceptors=guards)
     add_MemoryServerServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
     secured = grpc.ssl_server_credentials([(shown.key, shown.certificate)], shown.ca, trusted is not None)

@@ -17,7 +17,7 @@ import pytest
 
 import smb
 from memserver.earlier_memory import _by_hand, take_in
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from smb.config.settings import SETTINGS, private_memory
 from tests.support.daemons import Daemon, Daemons, running_daemons
 from tests.support.other_users import AS_ROOT, DAEMON, STRANGER, output_as, sticky
@@ -220,7 +220,7 @@ def test_memory_of_an_earlier_release_is_taken_along(daemons: Daemons, place: Pa
         private.mkdir(mode=0o700)
         both = private / kept[0]
         both.touch()
-        with closing(Place(private, "a")) as held, (place / "smb.a.lock").open() as lock:
+        with closing(MemoryDirectory(private, "a")) as held, (place / "smb.a.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # as a server of the earlier release
             with pytest.raises(smb.AlreadyExistsError, match=f'"a" runs already on {place}; .*all of it is kept'):
                 take_in(held)
@@ -319,7 +319,7 @@ def test_the_command_of_the_refusal_moves_everything(place: Path) -> None:
     (place / f"smb.a.{8:016x}.segment").touch()
     os.chown(place / f"smb.a.{8:016x}.segment", STRANGER, STRANGER)
     (private / "smb.a.journal").write_text("of now")
-    with closing(Place(private, "a", serves=False)) as held:
+    with closing(MemoryDirectory(private, "a", serves=False)) as held:
         command = _by_hand(held, place).partition("move the rest: ")[2]
     subprocess.run(["sh", "-c", command], check=True)
     assert sorted(path.name for path in private.iterdir()) == sorted(ours)

@@ -18,7 +18,7 @@ import pytest
 
 from memserver.engine import Engine, SegmentForm
 from smb._engine import ffi, lib
-from smb.coordinator.token_issuer import GENERATION_S, Tokens
+from smb.coordinator.token_issuer import GENERATION_S, TokenIssuer
 from smb.engine import EngineClient, EngineError, Lane
 from smb.engine import Token as Shown
 from smb.errors import InvalidArgumentError, PermissionDeniedError
@@ -410,7 +410,7 @@ def test_a_refusal_says_why(place: Place) -> None:
 def test_the_coordinators_tokens_are_these(place: Place, meet: Meet) -> None:
     """What the coordinator makes, with the keys that it gives, opens the segment, also over a change of generations."""
     now = [GENERATION_S * 1000.0 - 1.0]
-    tokens = Tokens(secrets.token_bytes(32), 600, lambda: now[0])
+    tokens = TokenIssuer(secrets.token_bytes(32), 600, lambda: now[0])
     for ahead_s in (0.0, 2.0):
         now[0] += ahead_s
         access = tokens.keys("server-0")
@@ -431,10 +431,10 @@ def test_the_coordinators_tokens_are_these(place: Place, meet: Meet) -> None:
 
 def test_a_sessions_secret() -> None:
     """It is the session's, follows from the root alone, and no other passes."""
-    tokens = Tokens(bytes(32))
+    tokens = TokenIssuer(bytes(32))
     tokens.check_session(7, tokens.session_secret(7))
-    tokens.check_session(7, Tokens(bytes(32)).session_secret(7))
-    for secret in (b"", bytes(32), tokens.session_secret(8), Tokens(b"1" * 32).session_secret(7)):
+    tokens.check_session(7, TokenIssuer(bytes(32)).session_secret(7))
+    for secret in (b"", bytes(32), tokens.session_secret(8), TokenIssuer(b"1" * 32).session_secret(7)):
         with pytest.raises(PermissionDeniedError):
             tokens.check_session(7, secret)
 

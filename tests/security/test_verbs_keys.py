@@ -18,12 +18,12 @@ import pytest
 import memserver.rdma_target
 from memserver.control import ControlServer
 from memserver.engine import Engine, SegmentForm
-from memserver.rdma_target import Opened, Place, Rdma
+from memserver.rdma_target import Opened, RdmaTarget, ReachableMemory
 from smb.coordinator.token_issuer import GENERATION_S
-from smb.coordinator.token_issuer import Tokens as Maker
+from smb.coordinator.token_issuer import TokenIssuer as Maker
 from smb.errors import NotFoundError, OutOfMemoryError, UnavailableError
 from smb.rpc import control_pb2 as pb
-from smb.rpc.client_tokens import Tokens
+from smb.rpc.client_tokens import ClientTokens
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.transport.verbs.queue_pair import End
 from tests.support.daemons import wait_for
@@ -51,13 +51,13 @@ class Asked:
         self.bound.append(segment_id)
         return True
 
-    def connect(self, session_id: int, client: End) -> tuple[End, list[Place]]:
+    def connect(self, session_id: int, client: End) -> tuple[End, list[ReachableMemory]]:
         self.calls.append(("connect", session_id))
-        return client, [Place(4096, 7, 1 << 20)]
+        return client, [ReachableMemory(4096, 7, 1 << 20)]
 
     def open_segment(self, session_id: int, segment_id: int, epoch: int, writable: bool, until: float) -> Opened:
         self.calls.append(("open", session_id, segment_id, epoch, writable, until))
-        return Opened(Place(4096, 1, 64), Place(8192, 2, 64), 4, 4096, FLOAT32, writable)
+        return Opened(ReachableMemory(4096, 1, 64), ReachableMemory(8192, 2, 64), 4, 4096, FLOAT32, writable)
 
     def close_connection(self, session_id: int) -> None:
         self.calls.append(("close", session_id))
@@ -97,7 +97,7 @@ def proof(
     buffer = pb.Buffer(name="w", id=5, layout=pb.Layout(epoch=EPOCH))
     buffer.layout.segments.add(id=segment_id, server=SERVER)
     Maker(bytes(32), lifetime_s, clock=lambda: NOW_S).add_to(buffer, session_id, may_write=may_write)
-    tokens = Tokens(lambda *_asked: buffer)
+    tokens = ClientTokens(lambda *_asked: buffer)
     tokens.learn(buffer)
     made = tokens.proof(segment_id, session_id, certificate)
     assert made is not None
@@ -227,21 +227,21 @@ class FakeDomain:
 
 
 @pytest.fixture
-def rdma(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rdma]:
+def rdma(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[RdmaTarget]:
     """The daemon's part, on a device that is none; a session has a domain."""
     monkeypatch.setattr(memserver.rdma_target, "Domain", FakeDomain)
-    rdma = Rdma(engine, 9, None, connections_max=0)
+    rdma = RdmaTarget(engine, 9, None, connections_max=0)
     rdma._device = rdma  # type: ignore[assignment]
     rdma._session(SESSION)
     yield rdma
     rdma.close()
 
 
-def regions(rdma: Rdma) -> list[FakeRegion]:
+def regions(rdma: RdmaTarget) -> list[FakeRegion]:
     return rdma._sessions[SESSION].domain.live  # type: ignore[return-value]
 
 
-def test_keys_end_when_their_token_does(rdma: Rdma) -> None:
+def test_keys_end_when_their_token_does(rdma: RdmaTarget) -> None:
     """Keys that were asked for again with a later token stay, the same ones; others are gone at their time."""
     soon, late = time.monotonic() + 0.3, time.monotonic() + 60
     rdma.open_segment(SESSION, SEGMENT, EPOCH, True, soon)
@@ -255,7 +255,7 @@ def test_keys_end_when_their_token_does(rdma: Rdma) -> None:
         rdma.open_segment(SESSION, 0x3333, EPOCH, True, late)
 
 
-def test_a_narrower_token_narrows_the_keys(rdma: Rdma) -> None:
+def test_a_narrower_token_narrows_the_keys(rdma: RdmaTarget) -> None:
     """Renewed as a reader, a session may write no longer, also while its old token would still be good."""
     late = time.monotonic() + 60
     assert rdma.open_segment(SESSION, SEGMENT, EPOCH, True, late).writable
@@ -264,7 +264,7 @@ def test_a_narrower_token_narrows_the_keys(rdma: Rdma) -> None:
     assert [region.write for region in regions(rdma)] == [False, False]
 
 
-def test_connections_have_a_limit(rdma: Rdma) -> None:
+def test_connections_have_a_limit(rdma: RdmaTarget) -> None:
     """Past the limit of connections, each of which pins memory for its slots, one hears so, and of TCP."""
     with pytest.raises(OutOfMemoryError, match=r"0 RDMA connections.* 8 MiB of locked memory; there is TCP"):
         rdma.connect(SESSION, End(5, bytes(16), 0, 0, 1024, 4))

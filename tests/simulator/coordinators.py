@@ -12,13 +12,13 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from smb.coordinator.commit_log import Committed
-from smb.coordinator.etcd.connection import Access, Place
+from smb.coordinator.etcd.connection import Access, EtcdPlace
 from smb.coordinator.etcd.contender import Contender
 from smb.coordinator.events import Event, Instant
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
-from smb.coordinator.leader import Around, Leading, Shown, end_if_failed
-from smb.coordinator.options import Options
+from smb.coordinator.leader import Around, Leading, ShownLeader, end_if_failed
+from smb.coordinator.options import CoordinatorOptions
 from smb.coordinator.outside import Outside
 from smb.coordinator.rpc_interceptor import Answers
 from smb.coordinator.state import State
@@ -33,7 +33,7 @@ PORT = 7070
 LEADER_LEASE_S = 4
 SESSION_LEASE_S = 6.0
 IDLE_NAMES_S = 9.0
-_PLACE = Place(("etcd:2379", "etcd:2380"), "smb")
+_PLACE = EtcdPlace(("etcd:2379", "etcd:2380"), "smb")
 
 
 class _Details:
@@ -73,7 +73,7 @@ class CoordinatorProcess:
         self.world, self.name = world, name
         self.process = Process(world.loop, name, name)
         self.address = f"{name}:{PORT}"
-        self.shown = Shown()
+        self.shown = ShownLeader()
         self._handlers: dict[str, Any] = {}
         self._leaving = AsyncExitStack()
         self.process.context.run(self._start)
@@ -94,7 +94,7 @@ class CoordinatorProcess:
         self._answers = Answers(self._answered, self.front)
         health = Health(self.address, world.loop.time)
         registry = CollectorRegistry()
-        options = Options(
+        options = CoordinatorOptions(
             listen=self.address, state="", metrics="", session_lease_s=SESSION_LEASE_S, idle_names_s=IDLE_NAMES_S,
             leader_lease_s=LEADER_LEASE_S,
         )  # fmt: skip

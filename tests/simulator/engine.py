@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from memserver.engine import CopyState, Held, ReplicaStatus, SegmentForm
+from memserver.engine import CopyState, FoundSegment, ReplicaStatus, SegmentForm
 from smb.engine import segment_file_bytes
 from smb.errors import (
     AlreadyExistsError,
@@ -188,18 +188,18 @@ class Engine:
         memory = self._memory(segment_id)
         memory.token = max(memory.token, token)
 
-    def held(self) -> dict[int, Held]:
+    def held(self) -> dict[int, FoundSegment]:
         """See memserver.engine."""
         return {number: self._held(number, memory) for number, memory in self._host.segments.items()}
 
-    def holds(self, segment_id: int) -> Held | None:
+    def holds(self, segment_id: int) -> FoundSegment | None:
         """See memserver.engine."""
         memory = self._host.segments.get(segment_id)
         return None if memory is None else self._held(segment_id, memory)
 
-    def _held(self, number: int, memory: Memory) -> Held:
+    def _held(self, number: int, memory: Memory) -> FoundSegment:
         group = self._group(memory)
-        return Held(number, memory.file_bytes, memory.epoch, memory.whole, group.role if group else NONE)
+        return FoundSegment(number, memory.file_bytes, memory.epoch, memory.whole, group.role if group else NONE)
 
     def _memory(self, segment_id: int) -> Memory:
         memory = self._host.segments.get(segment_id)

@@ -16,7 +16,7 @@ from memserver.registrant import Registrant
 from smb.coordinator import commit_log, steps
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.events import BufferMade, Instant, MoveAllowed, ServerCounted, ServerRegistered
-from smb.coordinator.memserver_client import Run
+from smb.coordinator.memserver_client import RunState
 from smb.coordinator.retention import ground_to_drop
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
@@ -52,16 +52,16 @@ def planted(name: str | None) -> Iterator[None]:
 def dead_by_port() -> Replaced:
     """A server is alive if somebody listens at its port: an empty run that took its place goes on alone."""
 
-    async def look(self: RoleChanges, server: Any) -> Run:
+    async def look(self: RoleChanges, server: Any) -> RunState:
         connections: Any = self._servers._connections
         try:
             await asyncio.wait_for(connections.knock(server.control_address), 0.5)
         except ConnectionRefusedError:
             await self._commit_log.commit(steps.ServerDied(server.name, server.instance_id))
-            return Run.DEAD
+            return RunState.DEAD
         except (OSError, asyncio.TimeoutError):
-            return Run.MUTE
-        return Run.ALIVE
+            return RunState.MUTE
+        return RunState.ALIVE
 
     async def confirmed(self: RoleChanges, server: str, segment_ids: frozenset[int]) -> frozenset[int]:
         return segment_ids

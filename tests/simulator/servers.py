@@ -13,9 +13,9 @@ import grpc
 from memserver.control import ControlService
 from memserver.copier import Copier
 from memserver.registrant import Identity, MissingNames, Registrant
-from memserver.replication import LOOK_S, Outside, Replication
+from memserver.replication import LOOK_S, Replication, ServerOutside
 from memserver.segments import Segments
-from memserver.stamps import Stamp, Stamps
+from memserver.stamps import ServerStamp, Stamps
 from memserver.usage_by_client import Names
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
@@ -58,10 +58,10 @@ class _KeptStamps:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def read(self) -> tuple[Stamp, ...]:
+    def read(self) -> tuple[ServerStamp, ...]:
         return self._host.stamps
 
-    def keep(self, stamps: tuple[Stamp, ...]) -> None:
+    def keep(self, stamps: tuple[ServerStamp, ...]) -> None:
         self._host.stamps = stamps
 
 
@@ -134,7 +134,7 @@ class Server:
         self.segments = Segments(engine, cast(Any, Place(self.host)), CAPACITY_BYTES)
         for number in sorted(self.host.segments):
             self.segments.adopt(self.engine.adopt_segment(number))
-        outside = Outside(world.loop.time, world.loop.time, cast(Any, self._begin), self.engine.dial)
+        outside = ServerOutside(world.loop.time, world.loop.time, cast(Any, self._begin), self.engine.dial)
         self.replication = Replication(engine, COPY_BYTES_PER_S, on_role=self.segments.role_taken, outside=outside)
         self.segments.on_drop = self.replication.forget
         self._hurry = asyncio.Event()

@@ -30,12 +30,12 @@ SIZES = (30_000, 7, 120_000, 3, 90_000)  # weights of each module; odd ones, so 
 JOIN_S = 60.0
 
 
-def plan_by(kind: str, slice_bytes: int) -> Callable[..., overlap_plan.Plan]:
+def plan_by(kind: str, slice_bytes: int) -> Callable[..., overlap_plan.ExchangePlan]:
     """Return a planner that picks "slices", or "runs" of two layers: what the real one picks depends on the machine."""
 
     def plan(
         places: Sequence[Any], layers: Sequence[Any], channel: Any, exchange: str, closing_s: float, overlap: str
-    ) -> overlap_plan.Plan:
+    ) -> overlap_plan.ExchangePlan:
         count = len(places)
         if kind == "slices":
             chosen = Prediction(overlap, "slices", 1.0, 0.0, slice_bytes=slice_bytes, credit_bytes=4 * slice_bytes)
@@ -45,7 +45,7 @@ def plan_by(kind: str, slice_bytes: int) -> Callable[..., overlap_plan.Plan]:
             pulls = () if overlap == "both" and exchange == FUSED else sizes
             chosen = Prediction(overlap, "planned", 1.0, 0.0, pushes=pushes, pulls=pulls)
         cut = overlap_plan.cut_of(places, chosen, exchange)
-        return overlap_plan.Plan(chosen, chosen, cut, tuple(layers), channel)
+        return overlap_plan.ExchangePlan(chosen, chosen, cut, tuple(layers), channel)
 
     return plan
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from memserver.engine import Engine, SegmentForm
-from memserver.rdma_target import Rdma
+from memserver.rdma_target import RdmaTarget
 from smb.engine import NOWHERE, BufferHandle, EngineClient, EngineError, Lane, Link, Opcode, Request, memory_of
 from smb.errors import UnavailableError
 from smb.transport.devices import Port
-from smb.transport.verbs.progress_thread import Progress
-from smb.transport.verbs.queue_pair import Device, Domain, Queue, Settings
+from smb.transport.verbs.progress_thread import ProgressThread
+from smb.transport.verbs.queue_pair import Device, Domain, QueuePair, Settings
 from smb.transport.verbs.registration import ClientMemory
-from smb.transport.verbs.requester import Carrier, Place, Right
+from smb.transport.verbs.requester import Carrier, RemoteSlot, Right
 
 CHUNK_BYTES = 64 << 10
 SEGMENT = 5
@@ -41,7 +41,7 @@ class RdmaServer:
         self.engine.create_segment(self.directory / "segment", form)
         self.tcp_port = self.engine.listen_tcp("127.0.0.1", 0)
         self.engine.listen_unix(self.directory / "socket")
-        self.rdma = Rdma(self.engine, INSTANCE, Settings(device=port.device, port=port.number))
+        self.rdma = RdmaTarget(self.engine, INSTANCE, Settings(device=port.device, port=port.number))
         assert not self.rdma.why_not, self.rdma.why_not
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class RdmaClient:
         self.session = secrets.randbits(60) | 1
         self.device = Device(Settings(device=port.device, port=port.number))
         self.memory = ClientMemory(Domain(self.device))
-        self.progress = Progress("test-client")
+        self.progress = ProgressThread("test-client")
         self.engine = EngineClient(self.session)
         self.rights: dict[int, Right] = {}
         self.resumed: list[str] = []
@@ -74,10 +74,10 @@ class RdmaClient:
         """Make a queue pair and a carrier; return the engine's end of its socket."""
         if self.session in self.server.ended:  # as the daemon's control service refuses it
             raise UnavailableError("the session has ended")
-        queue = Queue(self.memory.domain)
+        queue = QueuePair(self.memory.domain)
         end, slots = self.server.rdma.connect(self.session, queue.end())
         queue.connect(end)
-        places = [Place(slot.address, slot.key, slot.nbytes) for slot in slots]
+        places = [RemoteSlot(slot.address, slot.key, slot.nbytes) for slot in slots]
         self.carrier = Carrier(queue, places, self.rights, self.memory)
         self.progress.add(self.carrier)
         return self.carrier.engine_end.detach()

@@ -16,7 +16,7 @@ from smb.tools.cli import demo as demo_command
 from smb.tools.cli import main as cli
 from smb.tools.demo import DemoConfig, DemoResult, run, run_demo
 from smb.tools.demo.config import WorkerTask
-from smb.tools.demo.fleet import Fleet, Worker
+from smb.tools.demo.fleet import DemoWorker, Fleet
 from smb.tools.demo.recipes import RECIPES
 from smb.tools.demo.run import DemoView
 
@@ -70,7 +70,7 @@ def test_a_worker_is_killed_however_late_somebody_looks(monkeypatch: pytest.Monk
     """It waits for that, where the others are done meanwhile."""
     kill_and_join = run._SharedTraining._kill_and_join
 
-    def late(training: run._SharedTraining, victim: Worker, latecomer: Worker) -> None:
+    def late(training: run._SharedTraining, victim: DemoWorker, latecomer: DemoWorker) -> None:
         if any(worker.status == "done" for worker in training.view.workers):
             kill_and_join(training, victim, latecomer)
 

@@ -14,7 +14,7 @@ import pytest
 from smb.engine import BufferHandle, EngineClient, Lane, Link, Opcode, Request, memory_of
 from smb.errors import UnavailableError
 from smb.transport.devices import Port
-from smb.transport.verbs.queue_pair import Queue, Work
+from smb.transport.verbs.queue_pair import QueuePair, Work
 from smb.transport.verbs.registration import WORTH_BYTES
 from tests.support.rdma import CHUNK_BYTES, SEGMENT, RdmaClient, RdmaServer, wait_until
 
@@ -191,7 +191,7 @@ def test_broken_queue_pairs_lose_and_double_nothing(client: RdmaClient) -> None:
 
 def refused(client: RdmaClient, write: bool, address: int, key: int) -> bool:
     """Whether a queue pair of the client's fails over one access to that memory at the server."""
-    queue = Queue(client.memory.domain)
+    queue = QueuePair(client.memory.domain)
     end, _ = client.server.rdma.connect(client.session, queue.end())
     queue.connect(end)
     block = client.memory.empty((4096,), np.dtype(np.uint8))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from smb.coordinator.commit_log import Committed
-from smb.coordinator.dashboard.states import PublishedStates, StateSeen
+from smb.coordinator.dashboard.states import ReportedStates, StateSeen
 from smb.coordinator.dashboard.trainings import Trainings, WorkerSeen
 from smb.coordinator.events import (
     BufferDeleted,
@@ -72,15 +72,15 @@ class Amounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
+class LoadRates:
     """Operations and bytes per second."""
 
     operations: float = 0.0
     bytes: float = 0.0
 
-    def plus(self, other: Busy) -> Busy:
+    def plus(self, other: LoadRates) -> LoadRates:
         """Return the sum."""
-        return Busy(self.operations + other.operations, self.bytes + other.bytes)
+        return LoadRates(self.operations + other.operations, self.bytes + other.bytes)
 
 
 def amounts_of(load: pb.ServerLoad) -> Amounts:
@@ -178,8 +178,8 @@ class ServerWatch:
     rates: Amounts | None = None
     errors_recently: Mapping[str, int] = field(default_factory=dict)
     deferred_since: float = 0.0
-    segments: Mapping[int, Busy] = field(default_factory=dict)  # those that were busy
-    sessions: Mapping[int, Busy] = field(default_factory=dict)
+    segments: Mapping[int, LoadRates] = field(default_factory=dict)  # those that were busy
+    sessions: Mapping[int, LoadRates] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Seen:
     states: Mapping[str, Sequence[StateSeen]] = field(default_factory=dict)  # who publishes or reads, by state
 
 
-class Watch:
+class EventWatch:
     """Sees every event and every load. `seen` tells all."""
 
     def __init__(self, now: Instant) -> None:
@@ -219,7 +219,7 @@ class Watch:
         self._events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS_MAX)
         self._failed: deque[tuple[float, str]] = deque(maxlen=FAILED_MAX)
         self.trainings = Trainings()
-        self.states = PublishedStates()
+        self.states = ReportedStates()
         # The store's own report: why it can't be written, and the room of its disk.
         self.look_at_store: Callable[[], tuple[str, int | None]] = lambda: ("", None)
 
@@ -320,7 +320,7 @@ class Watch:
         recently = {why: n - first.get(why, 0) for why, n in fresh.load.errors.items() if n > first.get(why, 0)}
         per_s = 1 / (fresh.at - known.at)
         segments, sessions = (
-            {each.id: Busy(each.count * per_s, each.bytes * per_s) for each in busy}
+            {each.id: LoadRates(each.count * per_s, each.bytes * per_s) for each in busy}
             for busy in (fresh.load.segments, fresh.load.sessions)
         )
         return replace(fresh, rates=done.times(per_s), errors_recently=recently, segments=segments, sessions=sessions)

@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, owners_of, problems
-from smb.coordinator.dashboard.history import Amounts, Busy, History, Seen, ServerWatch, Watch
+from smb.coordinator.dashboard.history import Amounts, EventWatch, History, LoadRates, Seen, ServerWatch
 from smb.coordinator.dashboard.states import StateSeen
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
@@ -53,7 +53,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class View:
+class Moment:
     """One moment of all that is known."""
 
     state: State
@@ -88,19 +88,19 @@ class View:
         }
 
     @cached_property
-    def busy(self) -> dict[int, Busy]:
+    def busy(self) -> dict[int, LoadRates]:
         """The load of each busy segment."""
         watches = (self.watch_of(server) for name, server in self.state.servers.items() if name in self.alive)
         return {number: busy for watch in watches if watch for number, busy in watch.segments.items()}
 
     @cached_property
-    def busy_sessions(self) -> dict[int, Busy]:
+    def busy_sessions(self) -> dict[int, LoadRates]:
         """The load that each busy session makes, at all servers."""
-        found: dict[int, Busy] = {}
+        found: dict[int, LoadRates] = {}
         for name, server in self.state.servers.items():
             watch = self.watch_of(server) if name in self.alive else None
             for number, busy in (watch.sessions if watch else {}).items():
-                found[number] = found.get(number, Busy()).plus(busy)
+                found[number] = found.get(number, LoadRates()).plus(busy)
         return found
 
     def training_of(self, name: str) -> str | None:
@@ -128,7 +128,7 @@ class View:
         return watch if watch is not None and watch.instance_id == server.instance_id else None
 
 
-def overview(view: View, address: str) -> Json:
+def overview(view: Moment, address: str) -> Json:
     """Return everything, in brief."""
     state = view.state
     servers = [_server(view, server) for _, server in sorted(state.servers.items())]
@@ -166,7 +166,7 @@ def overview(view: View, address: str) -> Json:
     }
 
 
-def server_detail(view: View, name: str, history: History) -> Json:
+def server_detail(view: Moment, name: str, history: History) -> Json:
     """Return all of one server. Raises NotFoundError."""
     server = view.state.servers.get(name)
     if server is None:
@@ -199,7 +199,7 @@ def server_detail(view: View, name: str, history: History) -> Json:
     }
 
 
-def buffer_detail(view: View, name: str) -> Json:
+def buffer_detail(view: Moment, name: str) -> Json:
     """Return all of one buffer, but for its metadata. Raises NotFoundError."""
     record = view.state.find(Kind.BUFFER, name)
     if record is None:
@@ -226,7 +226,7 @@ def buffer_detail(view: View, name: str) -> Json:
     }
 
 
-def training_detail(view: View, name: str, past: Rounds) -> Json:
+def training_detail(view: Moment, name: str, past: Rounds) -> Json:
     """Return all of one training. Raises NotFoundError."""
     record = view.trainings.get(name)
     if record is None:
@@ -250,10 +250,10 @@ def training_detail(view: View, name: str, past: Rounds) -> Json:
     }
 
 
-class Overview:
+class OverviewJson:
     """The JSON texts, for any thread."""
 
-    def __init__(self, look: Look, watch: Watch, address: str, mirrors: Mirrors) -> None:
+    def __init__(self, look: Look, watch: EventWatch, address: str, mirrors: Mirrors) -> None:
         self._look = look
         self._mirrors = mirrors
         self._watch = watch
@@ -269,7 +269,7 @@ class Overview:
             state, now = self._look()
             if now.monotonic >= self._due:
                 begun = time.perf_counter()
-                view = View(state, self._watch.seen(now), now, self._salt)
+                view = Moment(state, self._watch.seen(now), now, self._salt)
                 self._text = _text(overview(view, self._address))
                 took_s = time.perf_counter() - begun
                 self._due = now.monotonic + max(FRESH_S, SHARE * took_s)
@@ -294,9 +294,9 @@ class Overview:
         view = self._view()
         return _text(training_detail(view, name, self._watch.trainings.rounds(name, view.now)))
 
-    def _view(self) -> View:
+    def _view(self) -> Moment:
         state, now = self._look()
-        return View(state, self._watch.seen(now), now, self._salt)
+        return Moment(state, self._watch.seen(now), now, self._salt)
 
 
 def _mirror(mirror: pb.Mirror, nbytes: int, known: bool) -> Json:
@@ -316,7 +316,7 @@ def _text(value: Json) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _totals(view: View, servers: list[Json], buffers: tuple[BufferRecord, ...]) -> Json:
+def _totals(view: Moment, servers: list[Json], buffers: tuple[BufferRecord, ...]) -> Json:
     alive = [server for server in servers if server["alive"]]
     rates = [server["rates"] for server in alive if server["rates"]]
     return {
@@ -334,7 +334,7 @@ def _totals(view: View, servers: list[Json], buffers: tuple[BufferRecord, ...]) 
     }
 
 
-def _server(view: View, server: ServerRecord) -> Json:
+def _server(view: Moment, server: ServerRecord) -> Json:
     watch = view.watch_of(server)
     current = watch if watch and view.state.alive(server.name, view.now) else None
     load = current.load if current else pb.ServerLoad()
@@ -369,14 +369,14 @@ def _rates(amounts: Amounts) -> Json:
     }
 
 
-def _shown(view: View, buffers: Sequence[BufferRecord]) -> list[BufferRecord]:
+def _shown(view: Moment, buffers: Sequence[BufferRecord]) -> list[BufferRecord]:
     """Return the buffers by name; of too many those that are not well, and the largest."""
     if len(buffers) > BUFFERS_MAX:
         buffers = sorted(buffers, key=lambda record: (_health(view, record) == "ok", -record.nbytes))[:BUFFERS_MAX]
     return sorted(buffers, key=lambda record: record.name)
 
 
-def _buffer(view: View, record: BufferRecord) -> Json:
+def _buffer(view: Moment, record: BufferRecord) -> Json:
     parts = _parts(record)
     return {
         "name": record.name,
@@ -396,14 +396,14 @@ def _buffer(view: View, record: BufferRecord) -> Json:
     }
 
 
-def _sum(amounts: Iterable[Busy | None]) -> Busy:
-    total = Busy()
+def _sum(amounts: Iterable[LoadRates | None]) -> LoadRates:
+    total = LoadRates()
     for each in amounts:
         total = total.plus(each) if each else total
     return total
 
 
-def _busy(busy: Busy) -> Json:
+def _busy(busy: LoadRates) -> Json:
     return {"operations": round(busy.operations, 1), "bytes": round(busy.bytes)}
 
 
@@ -415,7 +415,7 @@ def _settings(_id: int, packed: bytes) -> Json:
     return found if isinstance(found, dict) and isinstance(found.get("scheme"), str) else {}
 
 
-def _first_trainings(view: View) -> list[BufferRecord]:
+def _first_trainings(view: Moment) -> list[BufferRecord]:
     """Return the trainings by name; of too many those with workers first."""
     records = sorted(view.trainings.values(), key=lambda record: record.name)
     if len(records) > TRAININGS_MAX:
@@ -423,7 +423,7 @@ def _first_trainings(view: View) -> list[BufferRecord]:
     return records
 
 
-def _training(view: View, record: BufferRecord) -> Json:
+def _training(view: Moment, record: BufferRecord) -> Json:
     workers = [_worker(view, seen) for seen in view.seen.workers.get(record.name, ())]
     rates = [worker["samples_per_s"] for worker in workers if worker["samples_per_s"] is not None]
     fired = [worker["guard"] for worker in workers if worker["guard"]]
@@ -449,7 +449,7 @@ def _stage(health: str, workers: Sequence[Json]) -> str:
     return {"gone": "away", "lost": "lost"}.get(health, "trains" if workers else "idle")
 
 
-def _worker(view: View, seen: WorkerSeen) -> Json:
+def _worker(view: Moment, seen: WorkerSeen) -> Json:
     report = seen.report
     return {
         "key": _key(view, seen.session_id),
@@ -466,7 +466,7 @@ def _worker(view: View, seen: WorkerSeen) -> Json:
     }
 
 
-def _first_states(view: View) -> list[BufferRecord]:
+def _first_states(view: Moment) -> list[BufferRecord]:
     """Return the published states by name; of too many those that somebody publishes or reads first."""
     records = sorted(view.states.values(), key=lambda record: record.name)
     if len(records) > STATES_MAX:
@@ -474,7 +474,7 @@ def _first_states(view: View) -> list[BufferRecord]:
     return records
 
 
-def _state(view: View, record: BufferRecord) -> Json:
+def _state(view: Moment, record: BufferRecord) -> Json:
     publishers, readers = _publishers_and_readers(view, record.name)
     generation = _generation(publishers, readers)
     last = max(publishers, key=lambda seen: seen.report.generation, default=None)
@@ -497,7 +497,7 @@ def _with_others(name: str, others: int) -> str:
     return f"{name} + {others}" if others else name
 
 
-def _who(view: View, record: BufferRecord) -> Json:
+def _who(view: Moment, record: BufferRecord) -> Json:
     """Return who publishes and who reads a state, those that are furthest behind first."""
     publishers, readers = _publishers_and_readers(view, record.name)
     generation = _generation(publishers, readers)
@@ -510,7 +510,7 @@ def _who(view: View, record: BufferRecord) -> Json:
     }
 
 
-def _publishers_and_readers(view: View, name: str) -> tuple[list[StateSeen], list[StateSeen]]:
+def _publishers_and_readers(view: Moment, name: str) -> tuple[list[StateSeen], list[StateSeen]]:
     seen = view.seen.states.get(name, ())
     return [each for each in seen if each.report.publishes], [each for each in seen if not each.report.publishes]
 
@@ -520,7 +520,7 @@ def _generation(publishers: Sequence[StateSeen], readers: Sequence[StateSeen]) -
     return max((seen.report.generation for seen in (*publishers, *readers)), default=0)
 
 
-def _member(view: View, seen: StateSeen, generation: int) -> Json:
+def _member(view: Moment, seen: StateSeen, generation: int) -> Json:
     return {
         "key": _key(view, seen.session_id),
         "client": _client_of(view, seen),
@@ -531,7 +531,7 @@ def _member(view: View, seen: StateSeen, generation: int) -> Json:
     }
 
 
-def _client_of(view: View, seen: StateSeen) -> str:
+def _client_of(view: Moment, seen: StateSeen) -> str:
     return view.state.client_names.get(seen.session_id, "unknown")
 
 
@@ -553,7 +553,7 @@ def _extents(shape: Any) -> list[int]:
     return [extent for extent in shape if isinstance(extent, int)] if isinstance(shape, list) else []
 
 
-def _health(view: View, record: BufferRecord) -> str:
+def _health(view: Moment, record: BufferRecord) -> str:
     """Return ok, unheard or gone (a server is), or lost (a server came back without its memory)."""
     if view.lost and any(segment.id in view.lost for segment in record.segments):
         return "lost"
@@ -569,7 +569,7 @@ def _parts(record: BufferRecord) -> list[Json]:
     return [{"server": server, "size": size} for server, size in sizes.items()]
 
 
-def _held(view: View, record: BufferRecord, server: str) -> Json:
+def _held(view: Moment, record: BufferRecord, server: str) -> Json:
     """Return what the server has of a buffer, lock or barrier; 0 segments: nothing."""
     sizes = [segment.nbytes for segment in record.segments if segment.server == server]
     return {
@@ -581,7 +581,7 @@ def _held(view: View, record: BufferRecord, server: str) -> Json:
     }
 
 
-def _clients(view: View, waits: list[Json]) -> list[Json]:
+def _clients(view: Moment, waits: list[Json]) -> list[Json]:
     holds: dict[str, int] = defaultdict(int)
     for wait in waits:
         holds[wait["holder_key"]] += 1
@@ -602,13 +602,13 @@ def _clients(view: View, waits: list[Json]) -> list[Json]:
                 "lease_s": lease_s,
                 "lease_left_s": round(left_s, 1),
                 "holds": holds[key],
-                "rates": _busy(view.busy_sessions.get(session_id, Busy())),
+                "rates": _busy(view.busy_sessions.get(session_id, LoadRates())),
             }
         )
     return sorted(clients, key=lambda client: (client["name"], client["since"]))
 
 
-def _waits(view: View) -> list[Json]:
+def _waits(view: Moment) -> list[Json]:
     """Return what is held and waited for, what most wait for first; trainings' own come last."""
     owners = owners_of(view.state, view.seen)
     waits = []
@@ -623,7 +623,7 @@ def _waits(view: View) -> list[Json]:
     return sorted(waits, key=lambda wait: (wait["training"] or "", -wait["waiting"], wait["kind"], wait["name"]))
 
 
-def _wait(view: View, watch: ServerWatch, server: str, wait: pb.Wait, owner: BufferRecord) -> Json:
+def _wait(view: Moment, watch: ServerWatch, server: str, wait: pb.Wait, owner: BufferRecord) -> Json:
     age_s = view.now.monotonic - watch.at
     token = wait.token if wait.session_id else 0
     since = view.seen.held_since.get((wait.segment_id, wait.kind, token), view.now.monotonic)
@@ -657,7 +657,7 @@ def _title(wait: pb.Wait, owner: BufferRecord) -> str:
     return f"lock of buffer {name}" if owner.kind is Kind.BUFFER else f"lock {name}"
 
 
-def _waits_left_out(view: View) -> int:
+def _waits_left_out(view: Moment) -> int:
     return sum(watch.load.waits_left_out for watch in view.seen.servers.values())
 
 
@@ -665,7 +665,7 @@ def _event(at: float, level: int, text: str) -> Json:
     return {"at": at, "level": logging.getLevelName(level).lower(), "text": text}
 
 
-def _history(view: View, history: History) -> Json:
+def _history(view: Moment, history: History) -> Json:
     return {
         "step_s": history.step_s,
         "end": history.end,
@@ -684,6 +684,6 @@ def _first(rows: Iterable[Json], most: int, by: str) -> list[Json]:
     return sorted(rows, key=lambda row: str(row["name"]))
 
 
-def _key(view: View, session_id: int) -> str:
+def _key(view: Moment, session_id: int) -> str:
     """Return what stands for a session on the page: the same during this run, and of no use elsewhere."""
     return hashlib.blake2b(session_id.to_bytes(8, "little"), key=view.salt, digest_size=6).hexdigest()

@@ -8,8 +8,8 @@ import hashlib
 from pathlib import Path
 from urllib.parse import parse_qs
 
-from smb.coordinator.dashboard.history import Watch
-from smb.coordinator.dashboard.overview import Look, Overview
+from smb.coordinator.dashboard.history import EventWatch
+from smb.coordinator.dashboard.overview import Look, OverviewJson
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.watched import LookAtStore
 from smb.daemon.process import Answer
@@ -32,13 +32,13 @@ _HEADERS = (
 )
 
 
-class Dashboard:
+class DashboardServer:
     """The room: what it sees, what it answers, and its page. Calls of the page come from any thread."""
 
     def __init__(self, look: Look, look_at_store: LookAtStore, address: str, mirrors: Mirrors) -> None:
-        self.watch = Watch(look()[1])
+        self.watch = EventWatch(look()[1])
         self.watch.look_at_store = look_at_store
-        self.overview = Overview(look, self.watch, address, mirrors)
+        self.overview = OverviewJson(look, self.watch, address, mirrors)
         self._files = {}
         for path in _DIRECTORY.iterdir():
             if path.suffix in _KINDS:

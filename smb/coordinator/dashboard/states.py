@@ -25,7 +25,7 @@ class StateSeen:
     at: float  # monotonic
 
 
-class PublishedStates:
+class ReportedStates:
     """The last report of each session."""
 
     def __init__(self) -> None:

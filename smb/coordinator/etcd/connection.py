@@ -76,7 +76,7 @@ class RefusedError(Error):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EtcdPlace:
     """Where the records are: members' addresses, and what all keys begin with."""
 
     endpoints: tuple[str, ...]
@@ -86,7 +86,7 @@ class Place:
         return f"{ETCD}{','.join(self.endpoints)}/{self.prefix}"
 
     @staticmethod
-    def of(text: str) -> Place:
+    def of(text: str) -> EtcdPlace:
         """Read "etcd://HOST:PORT,HOST:PORT/PREFIX". Raises InvalidArgumentError."""
         addresses, _, prefix = text.removeprefix(ETCD).partition("/")
         prefix = prefix.strip("/")
@@ -100,7 +100,7 @@ class Place:
                 parse_address(address)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"--state {text}: {error}; {shape}") from None
-        return Place(tuple(dict.fromkeys(addresses.split(","))), prefix)
+        return EtcdPlace(tuple(dict.fromkeys(addresses.split(","))), prefix)
 
 
 @dataclass(frozen=True, slots=True)

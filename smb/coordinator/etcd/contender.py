@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from smb.config.backoff import Backoff
-from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
+from smb.coordinator.etcd.connection import Access, Etcd, EtcdPlace, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import EtcdStore
-from smb.coordinator.leader import Around, Leading, Shown, cancel
-from smb.coordinator.options import ETCD, Options
+from smb.coordinator.leader import Around, Leading, ShownLeader, cancel
+from smb.coordinator.options import ETCD, CoordinatorOptions
 from smb.coordinator.store import DeposedError, StoreError
 from smb.daemon.process import notify
 
@@ -23,20 +23,20 @@ _TROUBLE_FIRST_S, _TROUBLE_MAX_S = 0.25, 1.0  # before etcd is asked again after
 _log = logging.getLogger("coordinator")
 
 
-def contender_of(options: Options) -> Callable[[Around, Shown], Contender] | None:
+def contender_of(options: CoordinatorOptions) -> Callable[[Around, ShownLeader], Contender] | None:
     """Return what makes the contender of these options, None if the records are not in etcd. Raises
     InvalidArgumentError, also for credentials that are no good.
     """
     access = Access.of(options.etcd_credentials)
     if not options.state.startswith(ETCD):
         return None
-    return partial(Contender, Place.of(options.state), access, options.leader_lease_s)
+    return partial(Contender, EtcdPlace.of(options.state), access, options.leader_lease_s)
 
 
 class Contender:
     """One coordinator of several. `run` it until cancelled, then `close` it."""
 
-    def __init__(self, place: Place, access: Access, lease_s: int, around: Around, shown: Shown) -> None:
+    def __init__(self, place: EtcdPlace, access: Access, lease_s: int, around: Around, shown: ShownLeader) -> None:
         self._place = place
         self._draw = lambda: around.outside.uniform(0, 1)
         self._etcd = Etcd(place.endpoints, access, around.outside.connections, self._draw)

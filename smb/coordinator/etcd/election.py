@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from smb.config.untrusted import parse_json
 from smb.coordinator.etcd import etcd_pb2 as pb
-from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
+from smb.coordinator.etcd.connection import Etcd, EtcdPlace, RefusedError, SilentError
 from smb.coordinator.outside import Outside
 from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 
@@ -37,15 +37,15 @@ class Leader:
     term: int
 
 
-def _leader_key(place: Place) -> bytes:
+def _leader_key(place: EtcdPlace) -> bytes:
     return f"{place.prefix}/leader".encode()
 
 
-def _head_key(place: Place) -> bytes:
+def _head_key(place: EtcdPlace) -> bytes:
     return f"{place.prefix}/head".encode()
 
 
-async def leader_of(etcd: Etcd, place: Place, timeout_s: float = _ASK_S) -> Leader | None:
+async def leader_of(etcd: Etcd, place: EtcdPlace, timeout_s: float = _ASK_S) -> Leader | None:
     """Return who leads now. Raises SilentError, RefusedError."""
     found = await etcd.range(pb.RangeRequest(key=_leader_key(place)), timeout_s)
     for each in found.kvs:
@@ -57,7 +57,9 @@ async def leader_of(etcd: Etcd, place: Place, timeout_s: float = _ASK_S) -> Lead
     return None
 
 
-async def campaign(etcd: Etcd, place: Place, address: str, lease_s: int, outside: Outside | None = None) -> Lead | None:
+async def campaign(
+    etcd: Etcd, place: EtcdPlace, address: str, lease_s: int, outside: Outside | None = None
+) -> Lead | None:
     """Try once to become the leader. Return the lead, None if another has it. `outside`: None: this host's clocks.
     Raises SilentError, RefusedError, StoreError if the records are of another version.
     """
@@ -95,7 +97,7 @@ class Lead:
     def __init__(
         self,
         etcd: Etcd,
-        place: Place,
+        place: EtcdPlace,
         lease_id: int,
         lease_s: float,
         term: int,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from smb.coordinator.etcd.connection import Access, Etcd, Place, RefusedError, SilentError
+from smb.coordinator.etcd.connection import Access, Etcd, EtcdPlace, RefusedError, SilentError
 from smb.coordinator.etcd.election import campaign, leader_of
 from smb.coordinator.etcd.store import CHANGES_MAX, TRANSACTION_BYTES_MAX, EtcdStore
 from smb.coordinator.leader import cancelled_at_end
@@ -84,7 +84,7 @@ async def _opened(where: str, access: Access) -> AsyncIterator[Store]:
         finally:
             await store.close()
         return
-    place = Place.of(where)
+    place = EtcdPlace.of(where)
     etcd = Etcd(place.endpoints, access)
     try:
         lead = await campaign(etcd, place, _OWN_NAME, LEADER_LEASE_S)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from smb.config.parse import format_bytes
 from smb.coordinator.etcd import etcd_pb2 as pb
-from smb.coordinator.etcd.connection import Etcd, Place, RefusedError, SilentError
+from smb.coordinator.etcd.connection import Etcd, EtcdPlace, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead
 from smb.coordinator.store import SEQUENCE, StoreError
 from smb.errors import OutOfMemoryError
@@ -22,12 +22,12 @@ _PAGE = 1000  # records of one read
 _READ_S = 30.0
 
 
-def records_range(place: Place) -> tuple[bytes, bytes]:
+def records_range(place: EtcdPlace) -> tuple[bytes, bytes]:
     """Return what the keys of records begin with, and the first key behind them."""
     return f"{place.prefix}/r/".encode(), f"{place.prefix}/r0".encode()
 
 
-async def read_records(etcd: Etcd, place: Place, page: int = _PAGE) -> dict[str, str]:
+async def read_records(etcd: Etcd, place: EtcdPlace, page: int = _PAGE) -> dict[str, str]:
     """Return everything, by key, read by pages. Nobody but the leader may write meanwhile. Raises StoreError."""
     texts: dict[str, str] = {}
     begin, end = records_range(place)
@@ -50,7 +50,7 @@ class EtcdStore:
     changes_max = RECORDS_MAX
     may_lack_its_end = False  # etcd answers once a majority has it on disk
 
-    def __init__(self, etcd: Etcd, place: Place, lead: Lead) -> None:
+    def __init__(self, etcd: Etcd, place: EtcdPlace, lead: Lead) -> None:
         self._etcd = etcd
         self._place = place
         self._lead = lead

@@ -48,14 +48,14 @@ def coordinator(
     """
     if context.invoked_subcommand is not None:
         return
-    from smb.coordinator.options import Options
+    from smb.coordinator.options import CoordinatorOptions
     from smb.coordinator.process import run
     from smb.daemon.process import clear_ready_file, start_log
 
     try:
         clear_ready_file(ready_file)
         start_log(log_level)
-        options = Options(
+        options = CoordinatorOptions(
             listen=listen,
             state=state,
             metrics=metrics,

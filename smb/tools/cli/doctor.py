@@ -32,7 +32,7 @@ def doctor(
     """
     from smb.config.parse import parse_bytes
     from smb.config.settings import DEFAULT_COORDINATOR, SETTINGS
-    from smb.tools.doctor import State, look_at_cluster, look_at_machine, somebody_listens
+    from smb.tools.doctor import Severity, look_at_cluster, look_at_machine, somebody_listens
 
     with usage_errors():
         if capacity is not None:
@@ -50,7 +50,7 @@ def doctor(
     if cluster:
         for finding in look_at_cluster(cluster):
             note(finding)
-    problems = sum(finding.state is State.PROBLEM for finding in findings)
+    problems = sum(finding.state is Severity.PROBLEM for finding in findings)
     if as_json:
         print_json({"problems": problems, "findings": [finding.to_json() for finding in findings]})
     elif not cluster:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from smb.tools.demo.fleet import Worker
+    from smb.tools.demo.fleet import DemoWorker
     from smb.tools.demo.run import DemoView
 
 LINE_INTERVAL_SECONDS = 2.0
@@ -97,7 +97,7 @@ def _bar(share: float) -> Table:
     return grid
 
 
-def _worker_table(workers: Sequence[Worker]) -> Table:
+def _worker_table(workers: Sequence[DemoWorker]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("process")
     table.add_column("status", min_width=8)
@@ -108,7 +108,7 @@ def _worker_table(workers: Sequence[Worker]) -> Table:
     return table
 
 
-def _worker_row(worker: Worker) -> tuple[Text, ...]:
+def _worker_row(worker: DemoWorker) -> tuple[Text, ...]:
     loss = worker.report.get("loss")
     return (
         Text(worker.name),

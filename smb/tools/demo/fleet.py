@@ -25,7 +25,7 @@ _READ_BYTES = 65536
 
 
 @dataclass
-class Worker:
+class DemoWorker:
     """One process and what it last reported. status: starting, ready, working, done, killed, failed."""
 
     name: str
@@ -69,7 +69,7 @@ class Fleet:
     """All training processes of a run. A context manager: on leaving, those that still run are killed and reaped."""
 
     def __init__(self, folder: Path) -> None:
-        self.workers: list[Worker] = []
+        self.workers: list[DemoWorker] = []
         self._folder = folder
         self._selector = selectors.DefaultSelector()
         self._heard_at = time.monotonic()
@@ -86,7 +86,7 @@ class Fleet:
             self._reap(worker)
         self._selector.close()
 
-    def start(self, task: WorkerTask) -> Worker:
+    def start(self, task: WorkerTask) -> DemoWorker:
         """Start one process; it reports `ready` when it waits for go()."""
         log = self._folder / f"{task.name}.log"
         with log.open("wb") as stderr:
@@ -99,7 +99,7 @@ class Fleet:
                 # Ctrl-C is for the parent, which then ends its workers in order.
                 start_new_session=True,
             )
-        worker = Worker(task.name, process, log)
+        worker = DemoWorker(task.name, process, log)
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, worker)
@@ -107,14 +107,14 @@ class Fleet:
         self._heard_at = time.monotonic()
         return worker
 
-    def listen(self, timeout: float) -> list[tuple[Worker, dict[str, Any]]]:
+    def listen(self, timeout: float) -> list[tuple[DemoWorker, dict[str, Any]]]:
         """Wait up to timeout seconds for reports; return them, oldest first. Updates the workers' status and report.
 
         Raises Error when nobody has said anything for SILENCE_SECONDS_MAX while somebody should.
         """
         reports = []
         for key, _ in self._selector.select(timeout):
-            worker: Worker = key.data
+            worker: DemoWorker = key.data
             assert not isinstance(key.fileobj, int)
             reports += [(worker, report) for report in self._hear(worker, key.fileobj)]  # type: ignore[arg-type]
         if reports:
@@ -124,7 +124,7 @@ class Fleet:
             raise Error(f"no training process has reported for {SILENCE_SECONDS_MAX:.0f} s (waiting for {silent})")
         return reports
 
-    def _hear(self, worker: Worker, stdout: IO[bytes]) -> list[dict[str, Any]]:
+    def _hear(self, worker: DemoWorker, stdout: IO[bytes]) -> list[dict[str, Any]]:
         data = os.read(stdout.fileno(), _READ_BYTES)
         if not data:
             self._selector.unregister(stdout)
@@ -140,14 +140,14 @@ class Fleet:
         return reports
 
     @staticmethod
-    def _reap(worker: Worker) -> None:
+    def _reap(worker: DemoWorker) -> None:
         worker.process.wait()
         for pipe in (worker.process.stdin, worker.process.stdout):
             if pipe is not None:
                 pipe.close()
 
 
-def _note(worker: Worker, report: dict[str, Any]) -> None:
+def _note(worker: DemoWorker, report: dict[str, Any]) -> None:
     if worker.status == "killed":  # said before it died; it stays dead
         worker.report = report if "samples" in report else worker.report
         return

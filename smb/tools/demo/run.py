@@ -18,7 +18,7 @@ from smb.errors import Error
 from smb.tools.demo.config import PORTION_BATCHES, SHORT_HIDDEN, STRIPE_BYTES, DemoConfig, WorkerTask
 from smb.tools.demo.digits import Digits, load_digits
 from smb.tools.demo.extras import check_extras
-from smb.tools.demo.fleet import Fleet, Worker
+from smb.tools.demo.fleet import DemoWorker, Fleet
 from smb.tools.demo.network import FlatParameters, accuracy, build_network
 from smb.tools.demo.result import AccuracyPoint, DemoEvent, DemoResult, WorkerResult
 
@@ -39,7 +39,7 @@ class DemoView:
     phase: str = "starting"
     seconds: float = 0.0
     share: float = 0.0
-    workers: Sequence[Worker] = ()
+    workers: Sequence[DemoWorker] = ()
     curve: list[AccuracyPoint] = field(default_factory=list)
     events: list[DemoEvent] = field(default_factory=list)
 
@@ -174,7 +174,7 @@ class _SharedTraining:
         self._note_accuracy()
         return seconds
 
-    def _start_worker(self) -> Worker:
+    def _start_worker(self) -> DemoWorker:
         number = len(self._fleet.workers) + 1
         config, hosts = self.view.config, self.view.config.recipe.hosts
         task = replace(
@@ -187,7 +187,7 @@ class _SharedTraining:
         self.rates[task.name] = []
         return self._fleet.start(task)
 
-    def _kill_and_join(self, victim: Worker, latecomer: Worker) -> None:
+    def _kill_and_join(self, victim: DemoWorker, latecomer: DemoWorker) -> None:
         share, config = self.view.share, self.view.config
         if victim.running and share >= config.kill_at:
             victim.kill()
@@ -208,7 +208,7 @@ class _SharedTraining:
                 self.rates[worker.name].append((self.view.seconds, worker.rate))
         self._show(self.view)
 
-    def _event(self, worker: Worker, what: str) -> None:
+    def _event(self, worker: DemoWorker, what: str) -> None:
         self.view.events.append(DemoEvent(self.view.seconds, worker.name, what))
 
     def _note_accuracy(self) -> None:
@@ -282,7 +282,7 @@ def _point(report: dict[str, Any]) -> AccuracyPoint:
     return AccuracyPoint(report["training_seconds"], report["samples"], report["accuracy"])
 
 
-def _worker_result(worker: Worker, rates: list[tuple[float, float]]) -> WorkerResult:
+def _worker_result(worker: DemoWorker, rates: list[tuple[float, float]]) -> WorkerResult:
     report = worker.report
     return WorkerResult(
         name=worker.name,

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 
-class State(Enum):
+class Severity(Enum):
     """Whether something must be changed: a problem stops the box from doing what is asked, advice makes it faster."""
 
     OK = "ok"
@@ -22,7 +22,7 @@ class Finding:
     """
 
     check: str
-    state: State
+    state: Severity
     found: str
     change: str = ""
     figures: dict[str, float] = field(default_factory=dict)
@@ -34,14 +34,14 @@ class Finding:
 
 def fine(check: str, found: str, **figures: float) -> Finding:
     """Return a finding of which nothing follows."""
-    return Finding(check, State.OK, found, figures=figures)
+    return Finding(check, Severity.OK, found, figures=figures)
 
 
 def advice(check: str, found: str, change: str, **figures: float) -> Finding:
     """Return a finding that something could be better."""
-    return Finding(check, State.ADVICE, found, change, figures)
+    return Finding(check, Severity.ADVICE, found, change, figures)
 
 
 def problem(check: str, found: str, change: str, **figures: float) -> Finding:
     """Return a finding that something is in the way."""
-    return Finding(check, State.PROBLEM, found, change, figures)
+    return Finding(check, Severity.PROBLEM, found, change, figures)

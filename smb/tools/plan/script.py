@@ -85,7 +85,7 @@ def _measure(found: dict[str, Any], name: str, batch: int) -> Spec:
     data = {size: found["batch"](size) for size in (batch, 2 * batch)}
     times = {size: _timed(lambda at=size: step(data[at])) for size in data}  # type: ignore[misc]
     compute = Compute.through(times)
-    with Watch(model, finish) as watch:
+    with LayerTimer(model, finish) as watch:
         for _ in range(3):
             watch.begin()
             step(data[batch])
@@ -110,7 +110,7 @@ def _finish(device: torch.device) -> Callable[[], None]:
     return (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
 
 
-class Watch:
+class LayerTimer:
     """Times of the layers of a model: modules with parameters of their own, in the order in which they are first used.
 
     A layer's forward time lasts until the next layer begins; its backward time is that from the gradients before to its
@@ -134,7 +134,7 @@ class Watch:
         for parameter in self._owner:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient))  # type: ignore[no-untyped-call]
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> LayerTimer:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -54,7 +54,7 @@ from smb.train.exchange.mover import mover_of
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
-from smb.train.rare.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip
+from smb.train.rare.rotation import Candidate, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.scheme import Exchange, Scheme, is_number, is_whole
 from smb.train.traits import FUSED, Traits
 
@@ -123,7 +123,7 @@ class RoundRobin(Exchange):
     def __init__(self, group: Group, parameters: Parameters, scheme: R2SP) -> None:
         self._group = group
         self._scheme = scheme
-        self._me = Member(group.member.slot, group.member.incarnation)
+        self._me = Candidate(group.member.slot, group.member.incarnation)
         self._mover = mover_of(group, parameters, FUSED)
         self._pace = Pace(scheme.warmup)
         self._batch_size = scheme.batch_size
@@ -234,7 +234,7 @@ class RoundRobin(Exchange):
                     for _ in group.reap(member.slot for member in live):
                         group.wake()
 
-    def _look(self) -> tuple[Turn, list[Member]]:
+    def _look(self) -> tuple[Turn, list[Candidate]]:
         """Return the turn and who lives; takes note of the batch size that follows from the speeds."""
         rows = self._group.table.read()
         live = live_members(rows)
@@ -251,7 +251,7 @@ class RoundRobin(Exchange):
         found = self._group.table.swap(0, _TURN, old.word(), new.word())
         return found in (old.word(), new.word())
 
-    def _pass_over(self, turn: Turn, live: list[Member]) -> bool:
+    def _pass_over(self, turn: Turn, live: list[Candidate]) -> bool:
         """Give a turn whose owner is gone, or late, to the next one; False if another call did, or it was taken.
 
         A dead owner's update may have come in part: it counts as an update."""
@@ -363,7 +363,9 @@ class Passer:
 
     def _pass(self, turn: Turn, updated: bool) -> None:
         while True:
-            following = turn.passed(live_members(self._table.read()) or [Member(turn.slot, turn.incarnation)], updated)
+            following = turn.passed(
+                live_members(self._table.read()) or [Candidate(turn.slot, turn.incarnation)], updated
+            )
             found = self._table.swap(0, _TURN, turn.word(), following.word())
             if found not in (turn.word(), following.word()):
                 return  # we were taken for dead
@@ -374,10 +376,10 @@ class Passer:
             turn, updated = following, False  # who got it left at this moment
 
 
-def live_members(rows: t.Rows) -> list[Member]:
+def live_members(rows: t.Rows) -> list[Candidate]:
     """Return who is there, by slot."""
     slots = np.flatnonzero(rows[1:, t.INCARNATION]).tolist()
-    return [Member(slot, int(rows[1 + slot, t.INCARNATION])) for slot in slots]
+    return [Candidate(slot, int(rows[1 + slot, t.INCARNATION])) for slot in slots]
 
 
 def _bits(value: float) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

@@ -22,7 +22,7 @@ _UPDATES_BITS = 63 - _UPDATES_SHIFT
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Candidate:
     """A candidate for a turn: a slot and the incarnation of its owner."""
 
     slot: int
@@ -57,7 +57,7 @@ class Turn:
             bool(word >> _SLOT_BITS & 1),
         )
 
-    def is_of(self, member: Member) -> bool:
+    def is_of(self, member: Candidate) -> bool:
         """Whether it is the member's."""
         return (self.slot, self.incarnation) == (member.slot, member.incarnation % (1 << _INCARNATION_BITS))
 
@@ -65,14 +65,14 @@ class Turn:
         """Return it with its owner at work."""
         return Turn(self.updates, self.slot, self.incarnation, True)
 
-    def passed(self, live: Sequence[Member], updated: bool) -> Turn:
+    def passed(self, live: Sequence[Candidate], updated: bool) -> Turn:
         """Return the turn of the next live member, by slots in a circle. `live` is not empty."""
         later = [member for member in live if member.slot > self.slot]
         following = min(later or live, key=lambda member: member.slot)
         incarnation = following.incarnation % (1 << _INCARNATION_BITS)
         return Turn(self.updates + updated, following.slot, incarnation)
 
-    def away(self, slot: int, live: Sequence[Member]) -> int:
+    def away(self, slot: int, live: Sequence[Candidate]) -> int:
         """Return how many turns before that of `slot`: 0 if it is its turn."""
         if slot == self.slot:
             return 0

@@ -24,7 +24,7 @@ PROBE_S = 1.0
 _log = logging.getLogger("smb")
 
 
-class Relay(Protocol):
+class RelayTask(Protocol):
     """The relays that are moved. All of it is called by the progress thread, until `closed`."""
 
     closed: bool
@@ -63,16 +63,16 @@ class Relay(Protocol):
         """Let go of everything; `closed` from here on."""
 
 
-class Progress:
+class ProgressThread:
     """The thread, and what it moves."""
 
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
-        self._relays: dict[int, Relay] = {}  # by both descriptors
-        self._active: dict[Relay, float] = {}  # and when it last moved something
-        self._reading: dict[Relay, bool] = {}
-        self._short: set[Relay] = set()  # asleep, until another one moves something
+        self._relays: dict[int, RelayTask] = {}  # by both descriptors
+        self._active: dict[RelayTask, float] = {}  # and when it last moved something
+        self._reading: dict[RelayTask, bool] = {}
+        self._short: set[RelayTask] = set()  # asleep, until another one moves something
         self._probe_at = 0.0
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -87,11 +87,11 @@ class Progress:
             self._epoll.close()
             raise
 
-    def add(self, relay: Relay) -> None:
+    def add(self, relay: RelayTask) -> None:
         """Move this one too, from now on; once all are closed, close it."""
         self._call(lambda: self._take(relay))
 
-    def close_relay(self, relay: Relay, timeout: float = 10.0) -> None:
+    def close_relay(self, relay: RelayTask, timeout: float = 10.0) -> None:
         """Close it, and return when it is: its memory is not touched any more. Not by the thread itself."""
         done = threading.Event()
 
@@ -118,7 +118,7 @@ class Progress:
                 return
         call()  # nobody else touches anything any more
 
-    def _take(self, relay: Relay) -> None:
+    def _take(self, relay: RelayTask) -> None:
         if self._ended:
             relay.close()
             return
@@ -129,7 +129,7 @@ class Progress:
         self._reading[relay] = True
         self._active[relay] = time.monotonic()
 
-    def _drop(self, relay: Relay) -> None:
+    def _drop(self, relay: RelayTask) -> None:
         for fd in [fd for fd, owner in self._relays.items() if owner is relay]:
             del self._relays[fd]
             with contextlib.suppress(OSError):  # one that has closed itself is out of it already
@@ -213,7 +213,7 @@ class Progress:
                 relay.probe()
                 self._active[relay] = now
 
-    def _turn(self, relay: Relay) -> bool:
+    def _turn(self, relay: RelayTask) -> bool:
         if relay.closed:
             return False
         try:

@@ -255,7 +255,7 @@ class Domain:
             _log.error("%s: a queue pair is in use %g s after it was to be closed", self.device, _LAST_USER_S)
 
 
-class Pool:
+class BlockPool:
     """Registered memory of ours, in equal blocks. For one thread."""
 
     def __init__(self, domain: Domain, block_bytes: int, count: int) -> None:
@@ -285,7 +285,7 @@ class Pool:
         self.memory.close()
 
 
-class Queue:
+class QueuePair:
     """A reliable connection to one peer: messages both ways, reads and writes of the peer's memory."""
 
     def __init__(self, domain: Domain) -> None:
@@ -300,7 +300,7 @@ class Queue:
         self._sequence = secrets.randbits(24)
         domain.users.enter()
         try:
-            self._rings = Pool(domain, MESSAGE_BYTES, 2 * MESSAGES)
+            self._rings = BlockPool(domain, MESSAGE_BYTES, 2 * MESSAGES)
             try:
                 self._make(domain)
             except BaseException:

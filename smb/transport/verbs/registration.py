@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from smb.errors import TransportError
-from smb.transport.verbs.queue_pair import Domain, Pool, Region
+from smb.transport.verbs.queue_pair import BlockPool, Domain, Region
 
 WORTH_BYTES = 64 << 10  # smaller arrays are copied: docs/decisions/0012-verbs.md
 REGISTERED_BYTES_MAX = 4 << 30
@@ -74,7 +74,7 @@ class ClientMemory:
         self._entries: list[_Entry] = []
         self._seen: dict[int, weakref.ref[Any]] = {}  # by id: used once
         self._known: dict[int, _Entry] = {}  # by id: registered
-        self._pool: Pool | None = None
+        self._pool: BlockPool | None = None
         self._taken: dict[object, set[int]] = {}
         self._closed = False
 
@@ -192,9 +192,9 @@ class ClientMemory:
         for address in self._taken.pop(taker, set()):
             self._blocks().give(address)
 
-    def _blocks(self) -> Pool:
+    def _blocks(self) -> BlockPool:
         if self._pool is None:
-            self._pool = Pool(self.domain, BLOCK_BYTES, _BLOCKS)
+            self._pool = BlockPool(self.domain, BLOCK_BYTES, _BLOCKS)
         return self._pool
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from smb.engine import HELLO, Opcode
 from smb.transport.verbs.descriptors import NO_SLOT, RECORD, RECORD_BYTES, RETRY, Records, answers, runs
-from smb.transport.verbs.queue_pair import FRAME_BYTES, MESSAGE_BYTES, MESSAGES, Pool, Queue, Work
+from smb.transport.verbs.queue_pair import FRAME_BYTES, MESSAGE_BYTES, MESSAGES, BlockPool, QueuePair, Work
 from smb.transport.verbs.registration import ClientMemory
 
 RUN_BYTES = 4 << 20  # of one RDMA READ or WRITE at most
@@ -58,7 +58,7 @@ class Right:
     sequence_at: int
 
 
-class Place(NamedTuple):
+class RemoteSlot(NamedTuple):
     """Memory at the server: one slot."""
 
     address: int
@@ -99,7 +99,9 @@ class _Pending(NamedTuple):
 class Carrier:
     """A progress.Relay."""
 
-    def __init__(self, queue: Queue, slots: Sequence[Place], rights: dict[int, Right], memory: ClientMemory) -> None:
+    def __init__(
+        self, queue: QueuePair, slots: Sequence[RemoteSlot], rights: dict[int, Right], memory: ClientMemory
+    ) -> None:
         """`rights`, by segment, may be added to while it runs. Raises TransportError."""
         self.closed = False
         self.why = ""
@@ -110,7 +112,7 @@ class Carrier:
         self._rights = rights
         self._memory = memory
         self._free = deque(range(len(slots)))
-        self._looks = Pool(memory.domain, 2 * _RUN_CHUNKS * _STATE_BYTES, _LOOKS)
+        self._looks = BlockPool(memory.domain, 2 * _RUN_CHUNKS * _STATE_BYTES, _LOOKS)
         ours, self.engine_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         self._socket = ours

@@ -26,12 +26,12 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, channel, server_name
 from smb.transport.base import NO_RDMA_HERE, Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
-from smb.transport.connector import Whereabouts
+from smb.transport.connector import ServerAddress
 from smb.transport.reconnect import Links, refused
-from smb.transport.verbs.progress_thread import Progress
-from smb.transport.verbs.queue_pair import Device, Domain, End, NoDeviceError, Queue, Settings
+from smb.transport.verbs.progress_thread import ProgressThread
+from smb.transport.verbs.queue_pair import Device, Domain, End, NoDeviceError, QueuePair, Settings
 from smb.transport.verbs.registration import ClientMemory
-from smb.transport.verbs.requester import Carrier, Place, Right
+from smb.transport.verbs.requester import Carrier, RemoteSlot, Right
 
 _HELLO_MS = 4000  # a queue pair gives up after 0.5 s or, on some cards, 4 s
 _TRIES = 2  # to make another queue pair, before the lane goes on over TCP
@@ -70,7 +70,7 @@ class _Parts:
         self.closed = False  # nothing more is made
         self.lock = threading.Lock()
         self.memory: ClientMemory | None = None
-        self.progress: Progress | None = None
+        self.progress: ProgressThread | None = None
         self.channels: list[Any] = []  # of control services
 
     def close(self) -> None:
@@ -178,13 +178,15 @@ class Verbs:
 
     # ---- links.Dialer
 
-    def dial(self, server: str, where: Whereabouts, lane: int, timeout_ms: int) -> tuple[Link, int]:
+    def dial(self, server: str, where: ServerAddress, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """Connect for the first time."""
         return self._carry(
             self._server(server), where, timeout_ms, lambda fd, ms: self._client.connect_reference(fd, lane, ms)
         )
 
-    def redial(self, link: Link, server: str, where: Whereabouts, accept_instance: int, timeout_ms: int) -> int | None:
+    def redial(
+        self, link: Link, server: str, where: ServerAddress, accept_instance: int, timeout_ms: int
+    ) -> int | None:
         """Give the link another queue pair; None: it should go on over TCP."""
         known = self._server(server)
         if known.failures < _TRIES:
@@ -242,7 +244,7 @@ class Verbs:
             raise NoAnswerError(str(error)) from error
 
     def _carry(
-        self, server: _Server, where: Whereabouts, timeout_ms: int, greet: Callable[[int, int], tuple[Any, int]]
+        self, server: _Server, where: ServerAddress, timeout_ms: int, greet: Callable[[int, int], tuple[Any, int]]
     ) -> tuple[Any, int]:
         """Make a queue pair and a carrier over it; `greet` gets the engine's end of its socket."""
         memory = self.memory()
@@ -252,7 +254,7 @@ class Verbs:
             reply = self._ask(server, where.control_address, "ConnectVerbs", request, self._reached(server))
             peer = reply.server
             queue.connect(End(peer.number, peer.gid, peer.lid, peer.packet_sequence, peer.mtu, peer.reads).check())
-            slots = [Place(slot.address, slot.key, slot.nbytes) for slot in reply.slots]
+            slots = [RemoteSlot(slot.address, slot.key, slot.nbytes) for slot in reply.slots]
             server.rights = {}  # the other connection's keys may be another run's
             carrier = Carrier(queue, slots, server.rights, memory)
         except BaseException as error:
@@ -306,18 +308,18 @@ class Verbs:
                 rights.pop(segment_id, None)
                 _log.debug("keys for segment %016x were not renewed: %s", segment_id, error)
 
-    def _make_queue(self, memory: ClientMemory) -> Queue:
+    def _make_queue(self, memory: ClientMemory) -> QueuePair:
         try:
-            return Queue(memory.domain)
+            return QueuePair(memory.domain)
         except TransportError as error:
             raise NoPathError(str(error)) from error
 
-    def _moving(self) -> Progress:
+    def _moving(self) -> ProgressThread:
         with self._lock:
             if self._parts.closed:
                 raise NoPathError("the client is closed")
             if self._parts.progress is None:
-                self._parts.progress = Progress("smb-rdma")
+                self._parts.progress = ProgressThread("smb-rdma")
             return self._parts.progress
 
     def _over_tcp(self, server: _Server) -> bool:
@@ -337,7 +339,7 @@ class Verbs:
                 raise
             server.opened[place.id] = epoch
 
-    def _open_again(self, server: _Server, where: Whereabouts) -> None:
+    def _open_again(self, server: _Server, where: ServerAddress) -> None:
         """After another connection. Until a segment is opened, and where that fails, the server's gate does."""
         rights = server.rights
         for segment_id, epoch in list(server.opened.items()):
@@ -416,7 +418,7 @@ class Verbs:
             raise NoPathError("the client is closed") from error
 
 
-def _connect_request(session_id: int, queue: Queue) -> pb.ConnectVerbsRequest:
+def _connect_request(session_id: int, queue: QueuePair) -> pb.ConnectVerbsRequest:
     end = queue.end()
     return pb.ConnectVerbsRequest(
         session_id=session_id,

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memserver.engine import Held, SegmentForm
+from memserver.engine import FoundSegment, SegmentForm
 from memserver.segments import Segments
 from smb import errors
 from tests.fault.long import LIMIT_S, times
@@ -65,9 +65,9 @@ class AirEngine:
                 self.faults.append(f"{segment_id} is dropped, and not there")
         self._active.discard(segment_id)
 
-    def holds(self, segment_id: int) -> Held | None:
+    def holds(self, segment_id: int) -> FoundSegment | None:
         form = self.forms.get(segment_id)
-        return None if form is None else Held(form.id, PAGE, form.epoch, True, 0)
+        return None if form is None else FoundSegment(form.id, PAGE, form.epoch, True, 0)
 
     def end_session(self, session_id: int) -> None:
         self.ended.append(session_id)

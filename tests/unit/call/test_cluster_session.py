@@ -10,7 +10,7 @@ from smb.call.cluster_session import ClusterSession, _renew
 from smb.call.published_states import PublishedStates
 from smb.errors import UnavailableError
 from smb.rpc import control_pb2 as pb
-from smb.rpc.client_tokens import Tokens
+from smb.rpc.client_tokens import ClientTokens
 from smb.rpc.coordinator_client import Coordinator
 
 LEASE_S = 0.003
@@ -30,7 +30,7 @@ class FakeCoordinator:
     def __init__(self, failures: int, last: threading.Event | None = None) -> None:
         self.renewals = 0
         self.closed = False
-        self.tokens = Tokens(lambda kind, name: pb.Buffer())
+        self.tokens = ClientTokens(lambda kind, name: pb.Buffer())
         self._failures = failures
         self._last = last
 

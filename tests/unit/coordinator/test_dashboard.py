@@ -10,10 +10,10 @@ import pytest
 
 from smb.coordinator.commit_log import Committed
 from smb.coordinator.dashboard.diagnosis import Problem, problems
-from smb.coordinator.dashboard.history import SPAN_S, STEP_S, Amounts, Bins, Watch
+from smb.coordinator.dashboard.history import SPAN_S, STEP_S, Amounts, Bins, EventWatch
 from smb.coordinator.dashboard.overview import (
     BUFFERS_MAX,
-    View,
+    Moment,
     buffer_detail,
     overview,
     server_detail,
@@ -52,11 +52,11 @@ class Scene:
 
     seconds: float = START_S
     state: State = field(default_factory=State)
-    watch: Watch = field(init=False)
+    watch: EventWatch = field(init=False)
     next_id: int = 0
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.now)
+        self.watch = EventWatch(self.now)
 
     @property
     def now(self) -> Instant:
@@ -86,8 +86,8 @@ class Scene:
         self.do(ServerRenewed(name, instance_id, used_bytes))
         self.watch.record_load(name, instance_id, load or pb.ServerLoad(), self.now)
 
-    def view(self) -> View:
-        return View(self.state, self.watch.seen(self.now), self.now, b"salt")
+    def view(self) -> Moment:
+        return Moment(self.state, self.watch.seen(self.now), self.now, b"salt")
 
     def problems(self) -> list[Problem]:
         return problems(self.state, self.watch.seen(self.now), self.now)

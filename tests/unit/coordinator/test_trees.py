@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from smb.coordinator.trees import Node, Tree, parents_of, plan
+from smb.coordinator.trees import RelayTree, TreeNode, parents_of, plan
 
 SOURCE = "source"
 
 
-def rate_of(trees: Iterable[Tree], source: Node, relays: Sequence[Node]) -> float:
+def rate_of(trees: Iterable[RelayTree], source: TreeNode, relays: Sequence[TreeNode]) -> float:
     """Return how fast all relays are fed, where nothing but the links out of nodes limits."""
     sent = {node.name: 0.0 for node in (source, *relays)}
     for tree in trees:
@@ -22,7 +22,7 @@ def rate_of(trees: Iterable[Tree], source: Node, relays: Sequence[Node]) -> floa
     return min(node.rate / sent[node.name] for node in (source, *relays) if sent[node.name])
 
 
-def bound(source: Node, relays: Sequence[Node]) -> float:
+def bound(source: TreeNode, relays: Sequence[TreeNode]) -> float:
     """Return what no trees can exceed, by the links out of nodes."""
     return min(source.rate, (source.rate + sum(relay.rate for relay in relays)) / len(relays))
 
@@ -45,12 +45,14 @@ def is_fed(parents: dict[str, str], name: str) -> bool:
     return name == SOURCE
 
 
-def drawn(seed: int, count: int, zones: int = 1) -> tuple[Node, list[Node]]:
+def drawn(seed: int, count: int, zones: int = 1) -> tuple[TreeNode, list[TreeNode]]:
     numbers = random.Random(seed)
     zone = "z0" if zones > 1 else ""
-    source = Node(SOURCE, numbers.choice((0.5, 1.0, 4.0, numbers.uniform(0.1, 10))), zone)
+    source = TreeNode(SOURCE, numbers.choice((0.5, 1.0, 4.0, numbers.uniform(0.1, 10))), zone)
     relays = [
-        Node(f"r{i}", numbers.choice((1.0, numbers.uniform(0.05, 10))), f"z{numbers.randrange(zones)}" if zone else "")
+        TreeNode(
+            f"r{i}", numbers.choice((1.0, numbers.uniform(0.05, 10))), f"z{numbers.randrange(zones)}" if zone else ""
+        )
         for i in range(count)
     ]
     return source, relays
@@ -85,7 +87,7 @@ def test_no_mix_of_few_trees_is_faster(seed: int) -> None:
     every = spanning(tuple(relay.name for relay in relays))
     parts = 8 if len(relays) == 2 else 3
     best = max(
-        rate_of([Tree(1 / parts, parents) for parents in mix], source, relays)
+        rate_of([RelayTree(1 / parts, parents) for parents in mix], source, relays)
         for mix in itertools.combinations_with_replacement(every, parts)
     )
     assert rate_of(plan(source, relays), source, relays) >= best - 1e-9
@@ -106,14 +108,14 @@ def test_every_byte_comes_into_a_zone_once(seed: int) -> None:
 
 
 def test_equal_zones_leave_the_sources_zone_once() -> None:
-    relays = [Node(f"r{i}", 1.0, f"z{1 + i % 2}") for i in range(8)]
-    trees = plan(Node(SOURCE, 1.0, "z0"), relays)
+    relays = [TreeNode(f"r{i}", 1.0, f"z{1 + i % 2}") for i in range(8)]
+    trees = plan(TreeNode(SOURCE, 1.0, "z0"), relays)
     assert all(list(tree.parents.values()).count(SOURCE) == 1 for tree in trees)
 
 
 def test_uplinks_of_one_two_and_four_bring_in_as_much_each() -> None:
-    relays = [Node("r0", 1.0), Node("r1", 2.0), Node("r2", 4.0)]
-    source = Node(SOURCE, 2.0)
+    relays = [TreeNode("r0", 1.0), TreeNode("r1", 2.0), TreeNode("r2", 4.0)]
+    source = TreeNode(SOURCE, 2.0)
     shares = {next(n for n, p in tree.parents.items() if p == SOURCE): tree.share for tree in plan(source, relays)}
     assert shares == pytest.approx({"r0": 1 / 7, "r1": 2 / 7, "r2": 4 / 7})
     assert rate_of(plan(source, relays), source, relays) == pytest.approx(2.0)

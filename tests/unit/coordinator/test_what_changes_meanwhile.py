@@ -18,7 +18,7 @@ import pytest
 from smb.coordinator import service as services
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.copy_maker import CopyMaker
-from smb.coordinator.dashboard.history import Watch
+from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.etcd import etcd_pb2
 from smb.coordinator.etcd.election import campaign
 from smb.coordinator.etcd.store import CHANGES_MAX, EtcdStore, read_records
@@ -32,7 +32,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
-from smb.coordinator.memserver_client import Look, MemoryServers, Run
+from smb.coordinator.memserver_client import Look, MemoryServers, RunState
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import Held, SegmentRecord, ServerRecord
@@ -92,8 +92,8 @@ class Servers:
         await asyncio.sleep(0)
         held = {each: Held(1) for each in self.holds[at.name] & frozenset(segment_ids)}
         if at.instance_id in self.mute:
-            return Look(Run.MUTE)
-        return Look(Run.DEAD if at.instance_id < self.living else Run.ALIVE, held)
+            return Look(RunState.MUTE)
+        return Look(RunState.DEAD if at.instance_id < self.living else RunState.ALIVE, held)
 
     async def end_sessions(self, *_: object) -> None:
         pass
@@ -127,7 +127,7 @@ def service_of(log: CommitLog, servers: Servers) -> services.CoordinatorService:
     ends = SessionEndNotifier(log, known)
     maker, roles = SegmentMaker(log, known), RoleChanges(log, known, ends)
     copies = CopyMaker(log, known, roles.tell_roles, maker.drop)
-    watch = Watch(log.now())
+    watch = EventWatch(log.now())
     return services.CoordinatorService(log, known, maker, roles, copies, ends, watch, cast(Any, None), Mirrors())
 
 

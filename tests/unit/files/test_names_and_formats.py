@@ -26,7 +26,7 @@ from smb.files.formats import (
 )
 from smb.files.names import (
     Form,
-    Shown,
+    ShownBuffer,
     entries,
     is_long,
     is_private,
@@ -45,21 +45,21 @@ from smb.tensors import TensorTable
 @pytest.mark.parametrize(
     ("path", "shown"),
     [
-        ("w", [Shown("w")]),
-        ("a/b.npy", [Shown("a/b.npy"), Shown("a/b", Form.NPY)]),
-        ("a/b.safetensors", [Shown("a/b.safetensors"), Shown("a/b", Form.SAFETENSORS)]),
-        ("w@12", [Shown("w@12"), Shown("w", Form.RAW, 12)]),
-        ("w@12.npy", [Shown("w@12.npy"), Shown("w@12", Form.NPY), Shown("w", Form.NPY, 12)]),
-        ("w@raw", [Shown("w@raw"), Shown("w")]),
-        ("w@raw.npy", [Shown("w@raw.npy"), Shown("w@raw", Form.NPY)]),
-        ("w@", [Shown("w@")]),
-        ("@3", [Shown("@3")]),
-        ("a/@3", [Shown("a/@3")]),
-        (".npy", [Shown(".npy")]),
-        ("a/.npy", [Shown("a/.npy")]),
+        ("w", [ShownBuffer("w")]),
+        ("a/b.npy", [ShownBuffer("a/b.npy"), ShownBuffer("a/b", Form.NPY)]),
+        ("a/b.safetensors", [ShownBuffer("a/b.safetensors"), ShownBuffer("a/b", Form.SAFETENSORS)]),
+        ("w@12", [ShownBuffer("w@12"), ShownBuffer("w", Form.RAW, 12)]),
+        ("w@12.npy", [ShownBuffer("w@12.npy"), ShownBuffer("w@12", Form.NPY), ShownBuffer("w", Form.NPY, 12)]),
+        ("w@raw", [ShownBuffer("w@raw"), ShownBuffer("w")]),
+        ("w@raw.npy", [ShownBuffer("w@raw.npy"), ShownBuffer("w@raw", Form.NPY)]),
+        ("w@", [ShownBuffer("w@")]),
+        ("@3", [ShownBuffer("@3")]),
+        ("a/@3", [ShownBuffer("a/@3")]),
+        (".npy", [ShownBuffer(".npy")]),
+        ("a/.npy", [ShownBuffer("a/.npy")]),
     ],
 )
-def test_paths_mean(path: str, shown: list[Shown]) -> None:
+def test_paths_mean(path: str, shown: list[ShownBuffer]) -> None:
     """A buffer of that very path comes before a form of another, and before a version."""
     assert list(meanings(path)) == shown
     assert all(one in meanings(one.path) for one in shown)

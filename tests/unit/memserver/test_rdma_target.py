@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from memserver import rdma_target
-from memserver.rdma_target import Rdma
+from memserver.rdma_target import RdmaTarget
 from smb.errors import UnavailableError
 from smb.transport.verbs.queue_pair import End
 
@@ -21,14 +21,14 @@ def test_a_connection_that_could_not_be_made_leaves_nothing(monkeypatch: pytest.
     engine, queue, slots = Mock(), Mock(), Mock(addresses=[1, 2])
     engine.take_slots.return_value = slots
     monkeypatch.setattr(rdma_target, "Domain", Mock())
-    monkeypatch.setattr(rdma_target, "Queue", Mock(return_value=queue))
+    monkeypatch.setattr(rdma_target, "QueuePair", Mock(return_value=queue))
     error = OSError(24, "Too many open files")
     if missing == "socket":
-        monkeypatch.setattr(rdma_target, "Progress", Mock())
+        monkeypatch.setattr(rdma_target, "ProgressThread", Mock())
         monkeypatch.setattr(socket, "socketpair", Mock(side_effect=error))
     else:
-        monkeypatch.setattr(rdma_target, "Progress", Mock(side_effect=error))
-    ours = Rdma(engine, 1, None)
+        monkeypatch.setattr(rdma_target, "ProgressThread", Mock(side_effect=error))
+    ours = RdmaTarget(engine, 1, None)
     ours._device = Mock()
     with pytest.raises(UnavailableError, match="Too many open files"):
         ours.connect(7, End(5, bytes(16), 0, 0, 1024, 4))
@@ -43,7 +43,7 @@ def test_no_keys_that_nobody_would_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    ours = Rdma(Mock(), 1, None)
+    ours = RdmaTarget(Mock(), 1, None)
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(UnavailableError, match="end RDMA keys in time"):
         ours.open_segment(7, 1, 1, writable=True, until=time.monotonic() + 10)

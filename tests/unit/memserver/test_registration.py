@@ -11,7 +11,7 @@ import pytest
 from memserver import registration
 from memserver.registrant import Identity, Registrant, Turn
 from memserver.registration import Registration
-from memserver.stamps import Stamp, Stamps
+from memserver.stamps import ServerStamp, Stamps
 from smb.rpc import control_pb2 as pb
 from tests.support.daemons import wait_for
 
@@ -68,7 +68,7 @@ def test_a_fault_does_not_end_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 @pytest.mark.parametrize("same_run", [False, True])
 def test_what_was_dropped_may_be_made_again_for_another_run(same_run: bool) -> None:
     """A coordinator whose records were restored may have it again; one that had it dropped has not."""
-    kept = Mock(read=Mock(return_value=(Stamp(1, 5, 10),)))
+    kept = Mock(read=Mock(return_value=(ServerStamp(1, 5, 10),)))
     segments = empty()
     ours = Registrant("127.0.0.1:3", IDENTITY, segments, pb.ServerLoad, Mock(), Mock(), stamps=Stamps(kept))
     stamp = pb.StoreStamp(cluster=1, term=5 if same_run else 6, sequence=3)

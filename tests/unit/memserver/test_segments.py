@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memserver.engine import Engine, SegmentForm
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
 from memserver.replication import BACKUP, PRIMARY
 from memserver.segments import FOR_GOOD, Segments
@@ -29,7 +29,7 @@ class Run:
     """One run of a server's books and engine on a directory."""
 
     def __init__(self, directory: Path, leaving: ExitStack, capacity_bytes: int = 4 * MIB, name: str = "a") -> None:
-        self.place = Place(directory, name)
+        self.place = MemoryDirectory(directory, name)
         leaving.callback(self.place.close)
         self.engine = Engine(1, 1, capacity_bytes)
         leaving.callback(self.engine.close)
@@ -211,26 +211,26 @@ def test_a_capacity_below_what_is_there_is_refused(tmp_path: Path) -> None:
 
 def test_a_name_is_held_by_one_daemon(tmp_path: Path) -> None:
     """The second of a name is refused, another name is not, and closing gives the name back without a file left."""
-    first = Place(tmp_path, "a")
+    first = MemoryDirectory(tmp_path, "a")
     with pytest.raises(errors.AlreadyExistsError, match='"a" runs already'):
-        Place(tmp_path, "a")
-    Place(tmp_path, "b").close()
+        MemoryDirectory(tmp_path, "a")
+    MemoryDirectory(tmp_path, "b").close()
     first.close()
-    Place(tmp_path, "a").close()
+    MemoryDirectory(tmp_path, "a").close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_socket_path_that_the_system_cannot_take_is_refused(tmp_path: Path) -> None:
     """Up to 107 bytes are fine, one more is not, and the error says what to shorten."""
     name_bytes = 107 - len(f"{tmp_path}/smb..sock")
-    Place(tmp_path, "x" * name_bytes).close()
+    MemoryDirectory(tmp_path, "x" * name_bytes).close()
     with pytest.raises(errors.InvalidArgumentError, match="longer than the system's 107 bytes"):
-        Place(tmp_path, "x" * (name_bytes + 1))
+        MemoryDirectory(tmp_path, "x" * (name_bytes + 1))
 
 
 def test_a_capacity_beyond_the_file_system_is_refused(tmp_path: Path, leaving: ExitStack) -> None:
     """More than there is in all cannot ever be had; a small one passes."""
-    place = Place(tmp_path, "a")
+    place = MemoryDirectory(tmp_path, "a")
     leaving.callback(place.close)
     place.check_capacity(MIB)
     with pytest.raises(errors.InvalidArgumentError, match="has in all"):

@@ -12,7 +12,7 @@ import pytest
 from smb.engine import Link, Token
 from smb.rpc import client_tokens
 from smb.rpc import control_pb2 as pb
-from smb.rpc.client_tokens import Tokens
+from smb.rpc.client_tokens import ClientTokens
 
 SEGMENT, SESSION = 7, 9
 
@@ -55,7 +55,7 @@ def test_the_newest_epoch_stays() -> None:
         def refuse(_kind: pb.Kind, _name: str, _known_id: int) -> pb.Buffer:
             raise AssertionError
 
-        tokens, newest = Tokens(refuse), 0
+        tokens, newest = ClientTokens(refuse), 0
         for epoch in epochs:
             tokens.learn(answer(epoch, copies))
             newest = max(newest, epoch)
@@ -74,7 +74,7 @@ def test_a_renewed_token_makes_no_connection(monkeypatch: pytest.MonkeyPatch) ->
         tokens.learn(answer(2, False))
         return answer(2, False)
 
-    tokens = Tokens(open_again)
+    tokens = ClientTokens(open_again)
     tokens.learn(answer(1, False))
     used, unused = FakeLink(itertools.repeat(True)), FakeLink(itertools.repeat(False))
     late = FakeLink(itertools.chain([False], itertools.repeat(True)))

@@ -12,7 +12,7 @@ from torch import nn
 from smb.errors import Error, InvalidArgumentError
 from smb.torch import model_parameters, staging
 from smb.torch.model_parameters import ModelParameters
-from smb.torch.model_tensors import Check, Statistics, mark_of, parts_of, plain_name
+from smb.torch.model_tensors import ModelCheck, Statistics, mark_of, parts_of, plain_name
 from smb.train import parameters
 
 
@@ -112,7 +112,7 @@ def test_frozen_parameters_and_statistics_are_apart() -> None:
     statistics.values[:] += 1.0
     statistics.spread()
     assert (model[1].running_mean == 1.0).all()
-    check = Check(model, sgd(model), ModelParameters(parts.trained).entries, parts.frozen)
+    check = ModelCheck(model, sgd(model), ModelParameters(parts.trained).entries, parts.frozen)
     check()
     model[0].weight.requires_grad_(True)
     with pytest.raises(Error, match=r"'0\.weight' was frozen at smb\.torch\.join and requires gradients now"):

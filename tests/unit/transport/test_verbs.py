@@ -18,14 +18,14 @@ from smb._engine import lib
 from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError, NotFoundError, TransportError
 from smb.rpc import control_pb2 as pb
-from smb.rpc.client_tokens import Tokens
+from smb.rpc.client_tokens import ClientTokens
 from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPlace
-from smb.transport.connector import Whereabouts
+from smb.transport.connector import ServerAddress
 from smb.transport.reconnect import Links
 from smb.transport.tls import ClientTls
 from smb.transport.verbs import queue_pair as queues
 from smb.transport.verbs.descriptors import HEADER, RECORD, answers, runs
-from smb.transport.verbs.progress_thread import Progress
+from smb.transport.verbs.progress_thread import ProgressThread
 from smb.transport.verbs.queue_pair import End, NoDeviceError, Settings, Users
 from smb.transport.verbs.registration import WORTH_BYTES, ClientMemory
 from smb.transport.verbs.transport import Verbs
@@ -63,7 +63,7 @@ def _never(*_: object) -> NoReturn:
 def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
     """Without its device the transport leads nowhere, and says what is missing; no thread is started."""
     client = EngineClient(12345)
-    links = Links(client, lambda server: None, Tokens(_never), ClientTls(None))
+    links = Links(client, lambda server: None, ClientTokens(_never), ClientTls(None))
     verbs = Verbs(client, links, 12345, Settings(device="none0"))
     place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
     before = threading.active_count()
@@ -252,7 +252,7 @@ class Echo:
 
 def test_the_thread_sleeps_wakes_and_outlives_faults() -> None:
     """It moves what comes, is not asked while nothing does, closes one that fails or is hung up, and goes on."""
-    progress = Progress("test")
+    progress = ProgressThread("test")
     relays = [Echo() for _ in range(4)]
     for relay in relays:
         progress.add(relay)
@@ -282,7 +282,7 @@ def test_the_thread_sleeps_wakes_and_outlives_faults() -> None:
 def test_a_peer_that_owes_an_answer_is_probed_again_and_again() -> None:
     """A card notices that its peer is gone only by sending: it sends for as long as an answer is awaited, while nothing
     else happens, and to nobody else."""
-    progress = Progress("test")
+    progress = ProgressThread("test")
     owing, other = Echo(), Echo()
     owing.owed = True
     for relay in (owing, other):
@@ -298,7 +298,7 @@ def test_a_peer_that_owes_an_answer_is_probed_again_and_again() -> None:
 
 def test_who_is_short_of_something_goes_on_when_another_one_moves() -> None:
     """A relay that waits for what another one has in use, and that nothing of its own will wake, has its turn again."""
-    progress = Progress("test")
+    progress = ProgressThread("test")
     wanting, other = Echo(), Echo()
     wanting.wanting = threading.Event()
     for relay in (wanting, other):
@@ -345,7 +345,10 @@ def test_what_a_server_answers_says_whether_waiting_helps(
 
     client = EngineClient(12345)
     verbs = Verbs(
-        client, Links(client, lambda server: None, Tokens(_never), ClientTls(None)), 12345, Settings(device="none0")
+        client,
+        Links(client, lambda server: None, ClientTokens(_never), ClientTls(None)),
+        12345,
+        Settings(device="none0"),
     )
     monkeypatch.setattr(verbs, "_stub", lambda *_: (Stub(), b""))
     server: Any = SimpleNamespace(name="a")
@@ -408,16 +411,19 @@ def test_close_waits_for_a_queue_pair_that_is_being_made(at_exit: bool, monkeypa
 
     monkeypatch.setattr("smb.transport.verbs.transport.Device", lambda _settings: "none0")
     monkeypatch.setattr("smb.transport.verbs.transport.Domain", lambda _device: domain)
-    monkeypatch.setattr("smb.transport.verbs.transport.Queue", SlowQueue)
+    monkeypatch.setattr("smb.transport.verbs.transport.QueuePair", SlowQueue)
     client = EngineClient(12345)
     verbs = Verbs(
-        client, Links(client, lambda server: None, Tokens(_never), ClientTls(None)), 12345, Settings(device="none0")
+        client,
+        Links(client, lambda server: None, ClientTokens(_never), ClientTls(None)),
+        12345,
+        Settings(device="none0"),
     )
     told: list[str] = []
 
     def connect() -> None:
         try:
-            verbs._carry(verbs._server("a"), Whereabouts("127.0.0.1:1", "", 1, "127.0.0.1:2"), 1000, _never)
+            verbs._carry(verbs._server("a"), ServerAddress("127.0.0.1:1", "", 1, "127.0.0.1:2"), 1000, _never)
         except NoPathError as error:
             told.append(str(error))
 
@@ -468,16 +474,19 @@ def test_an_interrupt_while_a_server_is_greeted_leaves_no_connection(monkeypatch
 
     monkeypatch.setattr("smb.transport.verbs.transport.Device", lambda _settings: "none0")
     monkeypatch.setattr("smb.transport.verbs.transport.Domain", lambda _device: FakeDomain())
-    monkeypatch.setattr("smb.transport.verbs.transport.Queue", Queue)
+    monkeypatch.setattr("smb.transport.verbs.transport.QueuePair", Queue)
     monkeypatch.setattr("smb.transport.verbs.transport.Carrier", Carrier)
     client = EngineClient(12345)
     verbs = Verbs(
-        client, Links(client, lambda server: None, Tokens(_never), ClientTls(None)), 12345, Settings(device="none0")
+        client,
+        Links(client, lambda server: None, ClientTokens(_never), ClientTls(None)),
+        12345,
+        Settings(device="none0"),
     )
     monkeypatch.setattr(verbs, "_ask", answer)
     server: Any = verbs._server("a")
     with pytest.raises(KeyboardInterrupt):
-        verbs._carry(server, Whereabouts("127.0.0.1:1", "", 1, "127.0.0.1:2"), 1000, greet)
+        verbs._carry(server, ServerAddress("127.0.0.1:1", "", 1, "127.0.0.1:2"), 1000, greet)
     assert asked == ["ConnectVerbs", "CloseVerbs"]
     assert server.carrier.closed
     verbs.close()
@@ -487,7 +496,7 @@ def test_an_interrupt_while_a_server_is_greeted_leaves_no_connection(monkeypatch
 
 def test_a_connection_that_comes_after_the_end_is_closed() -> None:
     """The thread has ended: nobody would move it, and nobody close it."""
-    progress, late = Progress("test"), Echo()
+    progress, late = ProgressThread("test"), Echo()
     progress.close()
     progress.add(late)
     assert late.closed

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import smb
-from smb.train.rare.rotation import Member, Pace, Turn, batch_sizes, gap_s, may_skip, staleness_max
+from smb.train.rare.rotation import Candidate, Pace, Turn, batch_sizes, gap_s, may_skip, staleness_max
 
 
 @given(st.integers(0, 2**40 - 1), st.integers(0, 127), st.integers(0, 2**15 - 1), st.booleans())
@@ -26,13 +26,13 @@ def test_zero_is_the_first_turn() -> None:
 @given(st.sets(st.integers(0, 63), min_size=1), st.integers(0, 63))
 def test_turns_go_round_all_who_live(slots: set[int], start: int) -> None:
     """From any slot on, also a dead one's, each live member has one turn in a round, and `away` tells when."""
-    live = [Member(slot, slot + 100) for slot in slots]
+    live = [Candidate(slot, slot + 100) for slot in slots]
     turn = Turn(slot=start)
     told = {member.slot: turn.away(member.slot, live) for member in live}
     seen: list[int] = []
     for _ in range(2 * len(live)):
         turn = turn.passed(live, updated=True)
-        assert turn.is_of(Member(turn.slot, turn.slot + 100))
+        assert turn.is_of(Candidate(turn.slot, turn.slot + 100))
         seen.append(turn.slot)
     assert seen[: len(live)] == seen[len(live) :]
     assert set(seen) == slots
@@ -43,12 +43,12 @@ def test_turns_go_round_all_who_live(slots: set[int], start: int) -> None:
 
 def test_a_turn_is_its_owners_only() -> None:
     turn = Turn(slot=2, incarnation=7)
-    assert turn.is_of(Member(2, 7))
-    assert turn.is_of(Member(2, 7 + 2**15))  # beyond what is kept
-    assert not turn.is_of(Member(2, 8))  # whoever has the slot now is another
-    assert not turn.is_of(Member(3, 7))
+    assert turn.is_of(Candidate(2, 7))
+    assert turn.is_of(Candidate(2, 7 + 2**15))  # beyond what is kept
+    assert not turn.is_of(Candidate(2, 8))  # whoever has the slot now is another
+    assert not turn.is_of(Candidate(3, 7))
     assert turn.take().taken
-    assert turn.passed([Member(2, 8)], updated=False) == Turn(0, 2, 8)
+    assert turn.passed([Candidate(2, 8)], updated=False) == Turn(0, 2, 8)
 
 
 def test_the_gaps_of_a_round_are_less_than_an_iteration() -> None:
