@@ -36,10 +36,10 @@ from smb.engine import (
     memory_of,
 )
 from smb.errors import (
+    DeadlineError,
     Error,
     InvalidArgumentError,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
 )
 from smb.feedback import ErrorFeedback, SparseSending
@@ -838,7 +838,7 @@ class Buffer:
 
     def _await_published(self, version: int | None, timeout: float) -> None:
         """Wait until there is a version, or the one that is wanted; not longer: the read says that it is not there."""
-        with suppress(TimeoutError):
+        with suppress(DeadlineError):
             self.wait(max(1, version or 1), timeout=timeout)
 
     def _sink(self, offset: int, count: int | None, out: Any) -> tuple[int, int, Any, arrays.Memory]:

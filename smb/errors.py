@@ -55,6 +55,9 @@ class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 - the contract's
     """Not done in time. The message says what is known of the outcome."""
 
 
+DeadlineError = TimeoutError  # the same class, for modules of this package: its public name hides the builtin one
+
+
 class InvalidArgumentError(Error, ValueError):
     """You passed something that cannot be meant: a shape, dtype, range, op or option. Nothing was done."""
 

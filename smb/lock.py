@@ -21,11 +21,11 @@ from smb.call.sync_requests import (
 )
 from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
+    DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
 )
 
 _TTL_MIN_S, _TTL_MAX_S = 0.01, 86400.0
@@ -98,7 +98,7 @@ class Lock:
                 raise_fences(self._others, USER_LOCK, self._token, asked)
             self._renewals.add(self, self._ttl_ms / 1000 / _RENEWALS_PER_TTL)
         except NotInTimeError as error:
-            raise TimeoutError(
+            raise DeadlineError(
                 f"{asked}: not ours within {self._timeout:g} s: another holds it, or waited longer"
             ) from error
         except BaseException as error:

@@ -34,8 +34,8 @@ from smb.engine import (
     Window,
 )
 from smb.errors import (
+    DeadlineError,
     Error,
-    TimeoutError,  # noqa: A004 - the contract's name
     UnavailableError,
 )
 
@@ -310,7 +310,7 @@ class AsyncCalls:
         while not self._operations.wait(*place, max(0, round(1000 * min(left, _LOOK_S))), last, changes=changes):
             left = end - time.monotonic()
             if left <= 0:
-                raise TimeoutError(
+                raise DeadlineError(
                     f"{asked}: an earlier async call of this client on the same elements has not ended within "
                     f"{timeout:g} s; nothing was applied; wait for its future first"
                 )

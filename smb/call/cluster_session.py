@@ -21,9 +21,9 @@ from smb.config.conditions import event
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.engine import AsyncOperations, EngineClient, EngineError, Link, Switch
 from smb.errors import (
+    DeadlineError,
     Error,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
 )
@@ -252,7 +252,7 @@ def _locate_copies(session: weakref.ref[ClusterSession], place: SegmentPlace) ->
         return None
     try:
         info = BufferInfo.of(ours.coordinator.open_buffer(name, 0.0, _LOCATE_S, buffer_id, cast("pb.Kind", place.kind)))
-    except (UnavailableError, TimeoutError) as error:
+    except (UnavailableError, DeadlineError) as error:
         _log.debug("the coordinator does not say where buffer %s is: %s", name, error)
         return None
     for segment in info.layout.segments:

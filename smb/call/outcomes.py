@@ -14,12 +14,12 @@ from smb.errors import (
     NOT_APPLIED,
     UNKNOWN,
     CallOutcome,
+    DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
     OutOfMemoryError,
     PermissionDeniedError,
-    TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
 )
@@ -90,7 +90,7 @@ def error_of(
     and the coordinator knows of none whose memory is lost), and what of it was `applied`.
     """
     if outcome.status is Status.TIMEOUT:
-        return TimeoutError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
+        return DeadlineError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
     if outcome.status is Status.NOT_FOUND and moved:
         return UnavailableError(
             f"{asked}: this was on its way to a server that has the segment no more; no memory is known to be lost, so "

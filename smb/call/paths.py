@@ -17,9 +17,9 @@ from smb.call.session import Session
 from smb.call.sync_requests import LOST, Home
 from smb.engine import BufferHandle, EngineError, Link, Place
 from smb.errors import (
+    DeadlineError,
     Error,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
     UnavailableError,
 )
 from smb.transport.base import Deadline, SegmentPath, SegmentPlace
@@ -106,7 +106,7 @@ class Paths:
         try:
             # By its id: it may have been renamed since.
             info = BufferInfo.of(self.session.coordinator.open_buffer(name, 0.0, patience_s, buffer_id))
-        except (UnavailableError, TimeoutError):
+        except (UnavailableError, DeadlineError):
             return False  # it is away: the servers may still be where they were
         except NotFoundError as error:
             raise NotFoundError(f"buffer {name!r} was deleted") from error

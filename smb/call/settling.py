@@ -15,9 +15,9 @@ from smb.errors import (
     APPLIED,
     NOT_APPLIED,
     UNKNOWN,
+    DeadlineError,
     Error,
     InvalidArgumentError,
-    TimeoutError,  # noqa: A004 - the contract's name
     UnavailableError,
 )
 from smb.transport.base import Deadline
@@ -48,7 +48,7 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
     except EngineError as failure:
         if calls.paths.is_lost():
             raise UnavailableError(f"{asked}: {_LOST_WITH_IT}") from failure
-        raise TimeoutError(f"{asked}: a server it needs did not answer in time; try again") from failure
+        raise DeadlineError(f"{asked}: a server it needs did not answer in time; try again") from failure
     if any(state is PartState.UNKNOWN for _, _, state in parts):
         if calls.paths.is_lost():
             raise UnavailableError(f"{asked}: {_LOST_WITH_IT}")
@@ -82,7 +82,7 @@ def _settle_future(
         return [account.elements]
     except FutureTimeoutError as late:
         asked = calls.arguments.asked("settle")
-        raise TimeoutError(f"{asked}: the async call has not ended in time; try again") from late
+        raise DeadlineError(f"{asked}: the async call has not ended in time; try again") from late
     if ended is None:
         failed.outcome = APPLIED
         return []

@@ -21,13 +21,13 @@ from smb.errors import (
     NOT_APPLIED,
     UNKNOWN,
     BrokenBarrierError,
+    DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
     OutOfMemoryError,
     PermissionDeniedError,
-    TimeoutError,  # noqa: A004 - the contract's name
     TransportError,
     UnavailableError,
 )
@@ -71,7 +71,7 @@ class SegmentMovedError(UnavailableError):
     """The server does not answer for the segment: it may have moved."""
 
 
-class NotInTimeError(TimeoutError):
+class NotInTimeError(DeadlineError):
     """The server answered: what was waited for did not come within the time given. Nothing was done."""
 
 
@@ -188,7 +188,7 @@ class Home:
         """Go where the segment is now. It stays where it was if it is gone, or the coordinator does not answer."""
         try:
             found = self._relocate()
-        except (UnavailableError, TimeoutError):
+        except (UnavailableError, DeadlineError):
             return Heard(answered=False)
         except Error:
             return Heard(answered=True)
@@ -242,7 +242,7 @@ class Home:
         """Get a newer token, which the next request shows; False if the coordinator does not answer."""
         try:
             self._go_to(self._relocate())
-        except (UnavailableError, TimeoutError):
+        except (UnavailableError, DeadlineError):
             return False
         self._link = None
         return True
@@ -285,7 +285,7 @@ class Home:
                 connected = looked = now
             elif now - looked > _LOOK_S and not self.named:
                 looked, lost = now, False
-                with contextlib.suppress(UnavailableError, TimeoutError, NotFoundError):
+                with contextlib.suppress(UnavailableError, DeadlineError, NotFoundError):
                     lost = self._relocate().lost
                 if lost:
                     raise self._lost(asked, sent=True)
@@ -295,7 +295,7 @@ class Home:
                     f"{asked}: {self._where()} can't be reached for {patience:g} s{waiting}", outcome=UNKNOWN
                 )
             if wait is not None and now - began > wait + patience:
-                raise TimeoutError(
+                raise DeadlineError(
                     f"{asked}: no answer from {self._where()} within {wait + patience:g} s; outcome unknown",
                     outcome=UNKNOWN,
                 )
@@ -325,7 +325,7 @@ class Home:
         """Ask where the segment is now, and go there. Raises NotFoundError if it is gone."""
         try:
             return self._go_to(self._relocate())
-        except (UnavailableError, TimeoutError):
+        except (UnavailableError, DeadlineError):
             return Heard(answered=False, lost=self._place.lost)
 
     def _where(self) -> str:

@@ -18,10 +18,10 @@ from smb.engine import LATEST, AskOpcode, Opcode, Request, address_of, memory_at
 from smb.errors import (
     NOT_APPLIED,
     UNKNOWN,
+    DeadlineError,
     Error,
     LockLostError,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.transport.base import Deadline
 
@@ -188,7 +188,7 @@ class Versions:
                 if done == count:
                     lost += 1
                 if deadline.left() == 0.0:
-                    raise TimeoutError(
+                    raise DeadlineError(
                         f"{asked}: not within {self._calls.session.timeout:g} s: publishers went on in the middle of "
                         f"it; give the client a longer timeout, or the publisher a larger readers="
                     )
@@ -248,7 +248,7 @@ class Versions:
             if wanted is not None:
                 raise self._not_there(wanted)
             if deadline.left() == 0.0:  # between two looks at its own memory a whole publication passed
-                raise TimeoutError(f"{self._arguments.asked('read')}: its versions pass faster than they are found")
+                raise DeadlineError(f"{self._arguments.asked('read')}: its versions pass faster than they are found")
 
     def _not_there(self, version: int) -> NotFoundError:
         latest, copies = self.find()[0], self._calls.info.versions
@@ -270,7 +270,7 @@ class Versions:
                 wait=timeout,
             )
         except NotInTimeError as error:
-            raise TimeoutError(
+            raise DeadlineError(
                 f"{asked}: another publisher, or a reader's pin, for {timeout:g} s; nothing done"
             ) from error
         begun = Publication(self._calls, turn.a, turn.b & _VERSION_MASK, turn.b >> _VERSION_BITS, ttl)

@@ -29,12 +29,12 @@ from smb.config.untrusted import open_regular
 from smb.errors import (
     NOT_APPLIED,
     AlreadyExistsError,
+    DeadlineError,
     Error,
     InvalidArgumentError,
     NotFoundError,
     OutOfMemoryError,
     PermissionDeniedError,
-    TimeoutError,  # noqa: A004 - smb's
     UnavailableError,
 )
 from smb.files.checksums import BLOCK_BYTES, RestoreProgress, Sums, state_of
@@ -424,7 +424,7 @@ def _restored(
         client.rename(buffer, name, replace=replace)
     except BaseException as error:
         # To be called again; but what a server has lost stays lost.
-        if not isinstance(error, (KeyboardInterrupt, UnavailableError, TimeoutError)) or LOST in str(error):
+        if not isinstance(error, (KeyboardInterrupt, UnavailableError, DeadlineError)) or LOST in str(error):
             left = _open(client, private)
             if left is not None and (buffer is None or left.info.id == buffer.info.id):  # not another host's
                 sweep(client, left)

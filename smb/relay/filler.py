@@ -17,9 +17,9 @@ import numpy as np
 from smb.config.backoff import Backoff
 from smb.engine import memory_of
 from smb.errors import (
+    DeadlineError,
     Error,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.relay import arrived
 from smb.relay.arrived import Arrived
@@ -231,7 +231,7 @@ class _Feeder:
             if not pieces:
                 try:
                     seen = self._words.wait(seen + 1, timeout=AGAIN_S)
-                except TimeoutError:
+                except DeadlineError:
                     continue
                 has = arrived.look(self._words)
                 continue

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from smb.engine import memory_of
 from smb.errors import (
+    DeadlineError,
     Error,
     NotFoundError,
     PermissionDeniedError,
-    TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.relay import arrived
 from smb.relay.arrived import Pieces
@@ -99,7 +99,7 @@ class Relay:
         while not self._filler.stopping.is_set():
             try:
                 latest = source.wait(self.version + 1, timeout=_LOOK_S)
-            except TimeoutError:
+            except DeadlineError:
                 continue
             tail.published = latest
             try:

@@ -12,9 +12,9 @@ from zlib import crc32
 
 from smb.buffer_info import BufferInfo
 from smb.errors import (
+    DeadlineError,
     Error,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.spi import session_of
 from smb.transport.base import is_here
@@ -141,7 +141,7 @@ class Nearest:
             if found:
                 return found
             if left == 0.0:
-                raise TimeoutError(
+                raise DeadlineError(
                     f"buffer {mirror.name!r}: generation {generation} of {self._source.name!r} has not arrived there"
                 )
         return published
@@ -164,7 +164,7 @@ class Nearest:
                     return 0
             try:
                 return asked.result()
-            except TimeoutError:
+            except DeadlineError:
                 if end is not None and time.monotonic() >= end:
                     return 0
             except Error as error:

@@ -33,12 +33,12 @@ from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     AlreadyExistsError,
+    DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
     OutOfMemoryError,
-    TimeoutError,  # noqa: A004 - the contract's name
     UnavailableError,
 )
 from smb.lock import Lock
@@ -237,7 +237,7 @@ class Group:
         self.go_on()
         try:
             self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
-        except TimeoutError:
+        except DeadlineError:
             return False
         return True
 
@@ -321,7 +321,7 @@ class Group:
         lock = self.weights.lock(ttl=self.lease, timeout=0.0)
         try:
             lock.acquire()
-        except TimeoutError:
+        except DeadlineError:
             return  # somebody is at it
         with contextlib.suppress(LockLostError):
             try:
@@ -483,8 +483,8 @@ def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], obj
         check: Callable[[], object] = setup.check
         try:
             setup.acquire()
-        except TimeoutError as error:
-            raise TimeoutError(
+        except DeadlineError as error:
+            raise DeadlineError(
                 f"{asked}: nothing was deleted: {_holder(client, f'{name}/setup')} makes, joins or deletes it at this "
                 f"moment ({error}); try again"
             ) from error

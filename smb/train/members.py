@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smb.errors import (
+    DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
     OutOfMemoryError,
-    TimeoutError,  # noqa: A004 - the contract's name
     UnavailableError,
 )
 from smb.lock import Lock
@@ -183,7 +183,7 @@ def admit(
         lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
         try:
             lock.acquire()
-        except TimeoutError:
+        except DeadlineError:
             continue
         holder = int(seen[1 + slot, t.INCARNATION])
         try:
@@ -222,12 +222,12 @@ def reap(
         incarnation = table.get(row, t.INCARNATION)
         try:
             lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
-        except (UnavailableError, TimeoutError) as error:
+        except (UnavailableError, DeadlineError) as error:
             _log.warning("training %r: whether worker %s lives is not known now: %s", group, _who(table, slot), error)
             break
         try:
             lock.acquire()
-        except TimeoutError:  # alive, or another asks at this moment; but it is dead as one of its ranks is
+        except DeadlineError:  # alive, or another asks at this moment; but it is dead as one of its ranks is
             gone = incarnation and _rank_is_dead(client, group, table, slot, incarnation, lease)
             if gone and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
                 _log.log(
@@ -271,7 +271,7 @@ def taken(lock: Lock) -> bool:
     """Take a lock that is for one try, if nobody has it. Return whether it is ours."""
     try:
         lock.acquire()
-    except TimeoutError:
+    except DeadlineError:
         return False
     return True
 
@@ -290,11 +290,11 @@ def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarna
     for rank in range(1, table.get(1 + slot, t.RANKS)):
         try:
             lock = rank_lock(client, member_name(group, slot, incarnation), rank, lease, table.buffer.info.replicas)
-        except (UnavailableError, TimeoutError):  # the coordinator is away
+        except (UnavailableError, DeadlineError):  # the coordinator is away
             return False
         try:
             lock.acquire()
-        except TimeoutError:
+        except DeadlineError:
             continue
         with contextlib.suppress(LockLostError):
             lock.release()

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smb.client import Client
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
-from smb.errors import TimeoutError as SmbTimeoutError
+from smb.errors import AlreadyExistsError, DeadlineError, Error, InvalidArgumentError, NotFoundError
 from smb.train import member_table as t
 from smb.train import members
 from smb.train.group import deleting, keeping, setup_lock, wake
@@ -346,7 +345,7 @@ class WorkUnits:
                 return left
             try:
                 self._seen = self._tick.wait(self._seen + 1, timeout=max(0.05, self._lease / 4))
-            except SmbTimeoutError:
+            except DeadlineError:
                 member = self._here()
 
 

@@ -19,11 +19,11 @@ from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.engine import SOURCES_MAX
 from smb.errors import (
+    DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
     UnavailableError,
 )
 from smb.lock import Lock
@@ -96,7 +96,7 @@ class Closer:
                     return False
             except LockLostError:
                 return False
-            except (NotFoundError, UnavailableError, TimeoutError):
+            except (NotFoundError, UnavailableError, DeadlineError):
                 if group.round == target:
                     raise
                 # Others closed it while we were stopped: of those who have left since the inboxes are gone. Or while we

@@ -44,10 +44,10 @@ import numpy as np
 
 from smb.config.backoff import Backoff
 from smb.errors import (
+    DeadlineError,
     Error,
     InvalidArgumentError,
     NotFoundError,
-    TimeoutError,  # noqa: A004 - the contract's name
 )
 from smb.train import member_table as t
 from smb.train.exchange.mover import mover_of
@@ -228,7 +228,7 @@ class RoundRobin(Exchange):
                     patience = min(patience, since + scheme.skip_after - now)
             try:
                 group.tick.wait(version + turn.away(self._me.slot, live), timeout=max(patience, 0.001))
-            except TimeoutError:
+            except DeadlineError:
                 if time.monotonic() - since >= group.lease / 4 and group.reap([turn.slot]):
                     # If one died, others may have; their waiters count on a wake for each.
                     for _ in group.reap(member.slot for member in live):
