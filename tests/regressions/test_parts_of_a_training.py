@@ -83,7 +83,7 @@ def killed_load(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "create", made)
         patch.setattr(saved.t.Table, "add", added)
-        patch.setattr(saved, "sweep", lambda *_: None)  # the dead tidy nothing
+        patch.setattr(saved, "_drop", lambda *_: None)  # the dead tidy nothing
         with pytest.raises(_Killed):
             smb.train.load(client, "run", file)
     assert client.list()

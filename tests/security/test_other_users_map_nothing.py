@@ -23,12 +23,12 @@ SERVER = """
 import ctypes
 from pathlib import Path
 from memserver.engine import Engine, SegmentForm
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
 from memserver.segments import Segments
 become()
 ctypes.CDLL(None).prctl(4, 1)
-place = Place(Path(sys.argv[2]), "a")
+place = MemoryDirectory(Path(sys.argv[2]), "a")
 engine = Engine(7, 1, 4 << 20)
 segments = Segments(engine, place, 4 << 20)
 recover(engine, place, segments, 4 << 20)

@@ -21,7 +21,7 @@ SERVE = """
 import logging
 from pathlib import Path
 from memserver.engine import Engine, SegmentForm
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
 from memserver.segments import Segments
 from memserver.stamps import Stamps, StampsFile
@@ -31,7 +31,7 @@ logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 for directory in map(Path, sys.argv[2:]):
     print("==", directory, flush=True)
     try:
-        place = Place(directory, "a")
+        place = MemoryDirectory(directory, "a")
     except Error as error:
         print("refused:", error)
         continue
@@ -213,4 +213,4 @@ print(Stamps(StampsFile(Path(sys.argv[2]))).told())
         path.symlink_to("1.2.3")
         assert "cluster=1, term=2, sequence=3" in output_as(0, read, path)
         os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
-        assert "(Stamp(cluster=0, term=0, sequence=0),)" in output_as(0, read, path)
+        assert "(ServerStamp(cluster=0, term=0, sequence=0),)" in output_as(0, read, path)

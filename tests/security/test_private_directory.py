@@ -248,7 +248,7 @@ from contextlib import closing
 from pathlib import Path
 from memserver.earlier_memory import take_in
 from memserver.engine import Engine, SegmentForm
-from memserver.memory_dir import Place
+from memserver.memory_dir import MemoryDirectory
 become()
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 around = Path(sys.argv[2])
@@ -258,7 +258,7 @@ engine.create_segment(around / f"smb.a.{7:016x}.segment", form)
 engine.close()
 private = around / f"smb-{user}"
 private.mkdir(mode=0o700)
-with closing(Place(private, "a")) as place:
+with closing(MemoryDirectory(private, "a")) as place:
     take_in(place)
     print(sorted(path.name for path in private.iterdir()))
 """
