@@ -28,6 +28,7 @@ from smb.arrays.dtypes import DTYPES
 from smb.config.parse import format_address
 from smb.daemon.failpoint import failpoint
 from smb.daemon.process import GRPC_SERVER_OPTIONS
+from smb.drop_reasons import Ground
 from smb.engine import Token
 from smb.errors import (
     AlreadyExistsError,
@@ -38,7 +39,6 @@ from smb.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import Bounds
 from smb.rpc.client_tokens import RIGHT_WRITE

@@ -23,8 +23,8 @@ from smb.config.backoff import Backoff, own_random
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.parse import parse_addresses
 from smb.daemon.failpoint import failpoint
+from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
-from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import STANDBY, trailers_of
 from smb.rpc.peers import patience

@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from memserver.drop_rules import why_not
 from memserver.engine import Engine, FoundSegment, SegmentForm
 from memserver.memory_dir import MemoryDirectory
-from memserver.retention import why_not
 from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
+from smb.drop_reasons import Ground
 from smb.engine import segment_file_bytes
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, OutOfMemoryError
-from smb.ground import Ground
 
 # Ids are never used twice, so a creation that comes after its drop is a straggler of one that was given up. So many are
 # remembered.
@@ -113,7 +113,7 @@ class Segments:
 
     def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN) -> None:
         """Drop it and its file; one that is not here is no error. A copy that was made in a later epoch stays, and one
-        that memserver/retention.py does not let go.
+        that memserver/drop_rules.py does not let go.
         """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)

@@ -29,7 +29,7 @@ import numpy as np
 import smb
 from perf.lab_daemons import LabDaemons
 from perf.netlab import Host, Lab, _shape_end, parse_rate
-from smb.relay.nearest import Nearest
+from smb.relay.reader_source import Nearest
 
 PYTHON = [sys.executable, "-m"]
 READY_S = 60.0

@@ -20,12 +20,12 @@ from smb.call import accounts
 from smb.call.accounts import here, outcome_of_change
 from smb.call.arguments import Arguments
 from smb.call.outcomes import Failed, error_of, ranges_of
-from smb.call.parts import bring, do_rest
 from smb.call.paths import Paths, handles_of
 from smb.call.reaching import pauses
 from smb.call.recovery import UNREACHED, WITHOUT_IT, Action, Facts, Heard, decide, needs_paths
 from smb.call.session import Fence, Session
 from smb.call.sync_requests import LOST_WAIT_MS
+from smb.call.unfinished_calls import bring, do_rest
 from smb.config.backoff import Backoff
 from smb.engine import (
     NOWHERE,

@@ -28,8 +28,8 @@ from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.replicas import Copy, CopyRole
 from smb.coordinator.wanted_copies import Wish, still_wanted, wishes, without_room
 from smb.daemon.failpoint import failpoint
+from smb.drop_reasons import Ground
 from smb.errors import Error, NotFoundError
-from smb.ground import Ground
 
 LOOK_S = 0.5
 PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from smb.coordinator.lineage import Stamp
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord, SessionRecord
 from smb.coordinator.validate import Creation
-from smb.ground import Ground
+from smb.drop_reasons import Ground
 
 
 @dataclass(frozen=True, slots=True)

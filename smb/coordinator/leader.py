@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from smb.coordinator import watched
+from smb.coordinator import dashboard_interface
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.server import DashboardServer
@@ -65,7 +65,7 @@ class ShownLeader:
 class Leading:
     """One time of leading. Made by `open`; what it needs ends with the exit stack given there."""
 
-    def __init__(self, commit_log: CommitLog, dashboard: watched.Dashboard, around: Around) -> None:
+    def __init__(self, commit_log: CommitLog, dashboard: dashboard_interface.Dashboard, around: Around) -> None:
         self.commit_log = commit_log
         self.watch = dashboard.watch
         self._dashboard = dashboard

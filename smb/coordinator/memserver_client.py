@@ -14,8 +14,8 @@ from smb.coordinator.lineage import Stamp
 from smb.coordinator.messages import held_of, stamp_message
 from smb.coordinator.outside import Connections, GrpcConnections
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
+from smb.drop_reasons import Ground
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
-from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, server_name

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from itertools import repeat
 
 from smb.coordinator.draining import Staying
+from smb.coordinator.drop_rules import Where, why_kept
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
 from smb.coordinator.lineage import Stamp
 from smb.coordinator.rebalance import Move
 from smb.coordinator.records import NOT_TOLD, BufferRecord, Held, Kind, ServerRecord
 from smb.coordinator.replicas import Copy
-from smb.coordinator.retention import Where, why_kept
 from smb.coordinator.state import State
 from smb.coordinator.validate import Creation, check_creation, first_use
 from smb.errors import InvalidArgumentError

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smb.coordinator.events import Instant
+from smb.coordinator.mirror_trees import TreeNode, parents_of, plan
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import SERVER_LEASE_S, State
-from smb.coordinator.trees import TreeNode, parents_of, plan
 from smb.rpc import control_pb2 as pb
 
 _BEGINS_S = 15.0  # a relay's start, at most: until then readers take it for one that will tell

@@ -19,7 +19,7 @@ from smb.coordinator.health import Health
 from smb.coordinator.leader import Around, Leading, ShownLeader, cancel, end_if_failed
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
 from smb.coordinator.options import ETCD, CoordinatorOptions
-from smb.coordinator.rpc_interceptor import Answers
+from smb.coordinator.rpc_answers import Answers
 from smb.coordinator.store import open_store
 from smb.daemon.process import (
     GRPC_SERVER_OPTIONS,

@@ -19,6 +19,7 @@ import grpc.aio
 from smb.coordinator import relay_access
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.dashboard_interface import Overview, Watch
 from smb.coordinator.draining import staying
 from smb.coordinator.events import (
     AnswerDrops,
@@ -66,7 +67,6 @@ from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import TokenIssuer
 from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import copies_to_come
-from smb.coordinator.watched import Overview, Watch
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     APPLIED,

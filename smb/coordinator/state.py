@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from smb.config.quotas import Quota
 from smb.coordinator import limits
+from smb.coordinator.drop_rules import is_newer
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import CopyProgress, Effect, Instant, ServerRegistered
 from smb.coordinator.leases import Leases
@@ -21,7 +22,6 @@ from smb.coordinator.lineage import Lineage
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, Held, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
 from smb.coordinator.replicas import Copy, copies_on
-from smb.coordinator.retention import is_newer
 from smb.errors import NotFoundError
 from smb.published import LOG
 

@@ -22,8 +22,8 @@ from smb.config.parse import parse_address, parse_addresses
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import ClientTokens
 from smb.rpc.peers import LeaderMovedError, Peers
-from smb.security.believed import was_not_sent
 from smb.security.credentials import COORDINATOR_NAME, Credentials, belief
+from smb.security.verified_channels import was_not_sent
 
 
 class SessionEndedError(errors.UnavailableError):

@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 
 from smb.rpc import control_pb2 as pb
-from smb.rpc.aside import aside
 from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.rpc.uninterrupted_calls import aside
 from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
 
 # Metadata of a call that found no leader: for how many milliseconds one that stands by may keep it, in case that it

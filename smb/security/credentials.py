@@ -30,7 +30,7 @@ from smb.config.settings import variables_of
 from smb.config.untrusted import open_kept, read_opened
 from smb.engine import Tls
 from smb.errors import InvalidArgumentError
-from smb.security.believed import Belief, BelievedAioChannel, BelievedChannel, belief_of
+from smb.security.verified_channels import Belief, BelievedAioChannel, BelievedChannel, belief_of
 
 CREDENTIALS_VARIABLE = "SMB_CREDENTIALS"
 CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE = "SMB_TLS_CA", "SMB_TLS_CERT", "SMB_TLS_KEY"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from smb.buffer import Buffer
     from smb.call.versions import Publication
     from smb.client import Client
-    from smb.relay.nearest import Nearest
+    from smb.relay.reader_source import Nearest
 
 DELTAS_MAX = 1024
 _log = logging.getLogger("smb")

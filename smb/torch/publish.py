@@ -21,7 +21,7 @@ from smb.call.published_states import PUBLISHER, READER
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX, Pin
 from smb.published import ABOUT, LOG_FORMAT
-from smb.relay.nearest import Nearest
+from smb.relay.reader_source import Nearest
 from smb.spi import session_of
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state

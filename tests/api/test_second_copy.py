@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import smb
-from smb.call import dispatcher, parts
+from smb.call import dispatcher, unfinished_calls
 from smb.call.cluster_session import ClusterSession
 from smb.engine import Opcode, Request
 from smb.tools.cli.main import app
@@ -234,7 +234,7 @@ def test_what_became_of_a_change_whose_source_is_brought(
     buffer = client.create("w", SIZE, servers=PLACES["beside"], stripe="16KiB", replicas=2)
     source = client.create("g", SIZE, servers=PLACES["apart"], stripe="16KiB", replicas=2)
     source.fill(1)
-    monkeypatch.setattr(parts, "BROUGHT_BYTES", buffer.layout.chunk_bytes)
+    monkeypatch.setattr(unfinished_calls, "BROUGHT_BYTES", buffer.layout.chunk_bytes)
     fails = (source if failing == "the reading" else buffer)._dispatcher
     whole, calls = type(fails).call, 0
 

@@ -15,7 +15,7 @@ import pytest
 
 import smb
 from smb.coordinator.front import KEPT_MAX, Front
-from smb.coordinator.rpc_interceptor import Answers
+from smb.coordinator.rpc_answers import Answers
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
 from smb.rpc.coordinator_client import Coordinator

@@ -11,7 +11,7 @@ import torch
 
 import smb
 import smb.torch
-from smb.relay import nearest
+from smb.relay import reader_source
 from tests.support.daemons import DEADLINE_S, wait_for
 
 NAME, ELEMENTS = "policy", 1000
@@ -34,7 +34,7 @@ def publish(client: smb.Client, value: float, elements: int = ELEMENTS) -> None:
 @pytest.fixture
 def follower(cluster: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[smb.torch.Follower]:
     """It has read nothing yet, and is beside server-1."""
-    monkeypatch.setattr(nearest, "near_servers", lambda *_: (frozenset({"server-1"}), frozenset()))
+    monkeypatch.setattr(reader_source, "near_servers", lambda *_: (frozenset({"server-1"}), frozenset()))
     with smb.connect(cluster.address) as trainer, smb.connect(cluster.address, timeout=DEADLINE_S) as reader:
         publish(trainer, 1.0)
         yield smb.torch.follow(reader, NAME, near="server-1")

@@ -13,7 +13,7 @@ import torch
 
 import smb
 import smb.torch
-from smb.relay import nearest
+from smb.relay import reader_source
 from tests.support.daemons import DEADLINE_S, relay_of, wait_for
 
 NAME = "policy"
@@ -31,9 +31,9 @@ def test_a_mirror_that_is_behind_what_was_waited_for(
 ) -> None:
     cluster, client = trainer
     beside = ["server-0"]
-    monkeypatch.setattr(nearest, "near_servers", lambda *_: (frozenset(beside), frozenset()))
-    monkeypatch.setattr(nearest, "_LOOK_S", 0.0)  # each read takes the nearest as it is then
-    monkeypatch.setattr(nearest, "_ASK_S", DEADLINE_S)
+    monkeypatch.setattr(reader_source, "near_servers", lambda *_: (frozenset(beside), frozenset()))
+    monkeypatch.setattr(reader_source, "_LOOK_S", 0.0)  # each read takes the nearest as it is then
+    monkeypatch.setattr(reader_source, "_ASK_S", DEADLINE_S)
     state = {"w": torch.arange(10_000.0)}
     publisher = smb.torch.Publisher(
         client, NAME, state, deltas=deltas, servers=["server-0"], relays=["server-1"], versions=3

@@ -20,7 +20,7 @@ from smb.coordinator.health import Health
 from smb.coordinator.leader import Around, Leading, ShownLeader, end_if_failed
 from smb.coordinator.options import CoordinatorOptions
 from smb.coordinator.outside import Outside
-from smb.coordinator.rpc_interceptor import Answers
+from smb.coordinator.rpc_answers import Answers
 from smb.coordinator.state import State
 from tests.simulator.loop import Process
 from tests.simulator.network import Connections, RefusedError

@@ -15,9 +15,9 @@ from unittest.mock import patch
 from memserver.registrant import Registrant
 from smb.coordinator import commit_log, steps
 from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.drop_rules import ground_to_drop
 from smb.coordinator.events import BufferMade, Instant, MoveAllowed, ServerCounted, ServerRegistered
 from smb.coordinator.memserver_client import RunState
-from smb.coordinator.retention import ground_to_drop
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.service import CoordinatorService

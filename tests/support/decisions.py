@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from smb.coordinator.drop_rules import epoch_of
 from smb.coordinator.events import (
     BufferMade,
     BufferWanted,
@@ -19,7 +20,6 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.lineage import Lineage, Stamp
 from smb.coordinator.records import BufferRecord, Held, Kind, ServerRecord
-from smb.coordinator.retention import epoch_of
 from smb.coordinator.state import State
 from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation, first_use

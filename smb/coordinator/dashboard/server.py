@@ -10,8 +10,8 @@ from urllib.parse import parse_qs
 
 from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.dashboard.overview import Look, OverviewJson
+from smb.coordinator.dashboard_interface import LookAtStore
 from smb.coordinator.mirrors import Mirrors
-from smb.coordinator.watched import LookAtStore
 from smb.daemon.process import Answer
 from smb.errors import NotFoundError
 

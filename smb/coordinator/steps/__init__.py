@@ -1,7 +1,7 @@
 """The coordinator's decisions: step(state, event, now) -> (state, effects). Pure: no I/O, no clock, no randomness.
 
 An event that is refused raises one of smb.errors and changes nothing. Whatever an event has servers drop is checked
-against the rule of retention.py, by an assertion.
+against the rule of drop_rules.py, by an assertion.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from smb.coordinator.drop_rules import check
 from smb.coordinator.events import (
     BackupsLost,
     BufferDeleted,
@@ -41,7 +42,6 @@ from smb.coordinator.events import (
     Ticked,
     UnexplainedJudged,
 )
-from smb.coordinator.retention import check
 from smb.coordinator.state import State, Step
 from smb.coordinator.steps import copies, creation, names, servers, sessions, ticks, unexplained
 

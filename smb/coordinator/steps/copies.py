@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from smb.coordinator.drop_rules import dropped, is_newer, is_that_copy
 from smb.coordinator.events import (
     BackupsLost,
     CopiesEnded,
@@ -29,10 +30,9 @@ from smb.coordinator.replicas import (
     let_move,
     lose_backups,
 )
-from smb.coordinator.retention import dropped, is_newer, is_that_copy
 from smb.coordinator.state import State, Step, add, remove, without
+from smb.drop_reasons import Ground
 from smb.errors import NotFoundError, UnavailableError
-from smb.ground import Ground
 
 CHANGED_BYTES_MAX = 1 << 20  # of records' texts, where a store bounds a change: etcd takes 1.5 MB
 

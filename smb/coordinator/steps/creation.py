@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import repeat
 
 from smb.coordinator import limits
+from smb.coordinator.drop_rules import dropped
 from smb.coordinator.events import (
     BufferFailed,
     BufferMade,
@@ -24,9 +25,9 @@ from smb.coordinator.placement import Placement, Pool, place, place_backups, pla
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
-from smb.coordinator.retention import dropped
 from smb.coordinator.state import FIRST_EPOCH, State, Step, add, end_copies_beside, find_ready, remove
 from smb.coordinator.validate import Creation, check_wire
+from smb.drop_reasons import Ground
 from smb.errors import (
     APPLIED,
     AlreadyExistsError,
@@ -36,7 +37,6 @@ from smb.errors import (
     OutOfMemoryError,
     UnavailableError,
 )
-from smb.ground import Ground
 from smb.published import LOG, LOG_FORMAT
 from smb.security.roles import namespace_of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from smb.coordinator.drop_rules import dropped
 from smb.coordinator.events import (
     BufferDeleted,
     BufferRenamed,
@@ -20,11 +21,10 @@ from smb.coordinator.events import (
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind
-from smb.coordinator.retention import dropped
 from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, end_copies_beside, find_ready, without
 from smb.coordinator.validate import check_name
+from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from smb.ground import Ground
 from smb.security.roles import namespace_of
 
 

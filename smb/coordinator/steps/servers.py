@@ -9,6 +9,7 @@ from dataclasses import replace
 from smb.config.parse import check_weight
 from smb.coordinator import limits
 from smb.coordinator.draining import check_room
+from smb.coordinator.drop_rules import Where, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.events import (
     AnswerDrops,
     Effect,
@@ -25,12 +26,11 @@ from smb.coordinator.events import (
     ServerSuspected,
 )
 from smb.coordinator.records import Held, ServerRecord
-from smb.coordinator.retention import Where, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.state import State, Step, without
 from smb.coordinator.steps.copies import not_those_copies
 from smb.coordinator.validate import check_address, check_server_name, check_zone
+from smb.drop_reasons import Ground
 from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
-from smb.ground import Ground
 
 
 def server_registered(state: State, event: ServerRegistered, now: Instant) -> Step:

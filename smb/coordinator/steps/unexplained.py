@@ -1,6 +1,6 @@
 """Memory that servers hold beside the records: taken up, dropped or kept as more servers are heard of.
 
-An operator may give it up. The rule is smb/coordinator/retention.py.
+An operator may give it up. The rule is smb/coordinator/drop_rules.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
+from smb.coordinator.drop_rules import Confirmed, Where, dropped, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.events import (
     DropSegments,
     Effect,
@@ -22,11 +23,10 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.groups import Groups, group_of
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
-from smb.coordinator.retention import Confirmed, Where, dropped, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.state import SERVER_LEASE_S, State, Step, add, remove, without
 from smb.coordinator.steps.copies import CHANGED_BYTES_MAX
+from smb.drop_reasons import Ground
 from smb.errors import NotFoundError, UnavailableError
-from smb.ground import Ground
 
 
 def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> Step:

@@ -12,7 +12,7 @@ import smb
 from smb import engine
 from smb.call.accounts import account_part
 from smb.call.outcomes import Failed
-from smb.call.parts import cut, part_of
+from smb.call.unfinished_calls import cut, part_of
 from smb.engine import NOWHERE, Opcode, Request
 from smb.errors import NOT_APPLIED, UNKNOWN, CallOutcome
 

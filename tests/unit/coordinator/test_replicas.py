@@ -20,7 +20,7 @@ from smb.coordinator.events import (
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import SERVER_LEASE_S
-from smb.ground import Ground
+from smb.drop_reasons import Ground
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 
 

@@ -44,7 +44,7 @@ from smb.coordinator.messages import ended_message
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, Allocation, load
 from smb.coordinator.validate import first_use
-from smb.ground import Ground
+from smb.drop_reasons import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import SessionEndedError
 from tests.support.decisions import MIB, Cluster, registration, server

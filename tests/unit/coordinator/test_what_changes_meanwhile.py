@@ -41,8 +41,8 @@ from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation
+from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, UnavailableError
-from smb.ground import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
 from smb.rpc.metadata import pack

@@ -18,8 +18,8 @@ from memserver.replication import BACKUP, PRIMARY
 from memserver.segments import FOR_GOOD, Segments
 from smb import errors
 from smb.daemon.host_memory import file_system_of
+from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError
-from smb.ground import Ground
 
 MIB = 1 << 20
 FORM = SegmentForm(id=0xABC, epoch=1, dtype=2, nbytes=MIB, chunk_bytes=256 << 10)

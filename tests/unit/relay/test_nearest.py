@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smb.buffer_info import Mirror
-from smb.relay.nearest import nearest
+from smb.relay.reader_source import nearest
 
 
 def mirror(server: str, *, alive: bool = True, **feeds: float) -> Mirror:

@@ -1,4 +1,4 @@
-"""smb.coordinator.retention: what may be dropped, what is kept, and what is taken up again, by state.step alone."""
+"""smb.coordinator.drop_rules: what may be dropped, what is kept, and what is taken up again, by state.step alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from smb import errors
+from smb.coordinator.drop_rules import check, why_kept
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -26,10 +27,9 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
 from smb.coordinator.records import Held, SegmentRecord
-from smb.coordinator.retention import check, why_kept
 from smb.coordinator.state import SERVER_LEASE_S, State, load
 from smb.coordinator.wanted_copies import wishes
-from smb.ground import Ground
+from smb.drop_reasons import Ground
 from tests.support.decisions import Cluster, registration, returned, server
 
 

@@ -9,7 +9,7 @@ gives no reason, and cannot end it.
 from __future__ import annotations
 
 from memserver.engine import FoundSegment
-from smb.ground import Ground
+from smb.drop_reasons import Ground
 
 
 def why_not(held: FoundSegment, ground: Ground, epoch: int, *, quarantined: bool) -> str:

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from smb.coordinator.events import AnswerDrops, DropSegments, Effect
 from smb.coordinator.records import NOT_TOLD, BufferRecord, Held, SegmentRecord
-from smb.ground import Ground
+from smb.drop_reasons import Ground
 
 Where = Mapping[int, tuple[BufferRecord, SegmentRecord]]
 # Whether a server, heard of in this term, has its copy of a segment.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from smb.coordinator.trees import RelayTree, TreeNode, parents_of, plan
+from smb.coordinator.mirror_trees import RelayTree, TreeNode, parents_of, plan
 
 SOURCE = "source"
 
