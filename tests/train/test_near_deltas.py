@@ -17,7 +17,7 @@ import smb.torch
 from smb.buffer import Buffer
 from smb.call.versions import Versions
 from smb.relay import arrived
-from smb.relay import nearest as module
+from smb.relay import reader_source as module
 from smb.relay.publication_log import LogEntry, PublicationLog, chain, next_of
 from tests.support.commands import run_here
 from tests.support.daemons import DEADLINE_S, relay_of, tidy, wait_for

@@ -9,7 +9,7 @@ import torch
 
 import smb
 import smb.torch
-from smb.relay import nearest as module
+from smb.relay import reader_source as module
 from tests.support.daemons import DEADLINE_S, wait_for
 
 ELEMENTS = 400_000
