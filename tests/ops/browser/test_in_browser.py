@@ -227,6 +227,7 @@ def test_says_what_to_do_first(open_page: Open, tmp_path: Path) -> None:
         page.get_by_text(f"smb create weights --shape 1000,1000 --coordinator {alone.address}").wait_for()
         page.get_by_text(f'smb.connect("{alone.address}")').wait_for()
         page.get_by_text("Nothing, but there is no memory server yet.").wait_for()
+        page.context.close()  # before the coordinator ends: the page asks it every second
 
 
 def test_a_killed_server_turns_red_and_comes_back(
