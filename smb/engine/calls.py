@@ -98,8 +98,9 @@ class Attempt:
         return int(raw.result) if raw.status == Status.OK else outcome_of(raw, self)
 
     def __del__(self) -> None:
-        if self._raw is not None and self._raw.unknown:
-            lib.smb_unknown_release(self._raw.unknown)
+        raw = getattr(self, "_raw", None)  # a handler may have raised before it was set
+        if raw is not None and raw.unknown:
+            lib.smb_unknown_release(raw.unknown)
 
 
 def direct_call(request_address: int, outcome_address: int) -> tuple[Request, Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import smb
+from smb.engine.calls import Attempt
 from tests.conftest import Connect
 
 _COUNT = 1 << 18
@@ -89,3 +91,10 @@ def test_it_has_the_calls_outcome_and_is_settled(connect: Connect, transport: st
             assert caught == _CAUGHT, (name, caught)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_an_attempt_whose_making_was_interrupted_goes_silently() -> None:
+    """A handler may raise before the attempt has anything of its own; Python then warned that it could not be freed."""
+    attempt = Attempt.__new__(Attempt)
+    del attempt
+    gc.collect()
