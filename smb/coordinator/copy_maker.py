@@ -279,18 +279,27 @@ class CopyMaker:
 
     def _say_lacking(self, records: list[BufferRecord]) -> None:
         """Say what keeps buffers from a second copy whose memory is there: they move together with one that is lost."""
-        groups, missing = Groups(records), self._commit_log.state.missing
+        missing = self._commit_log.state.missing
+        lacking: dict[int, list[str]] = {}  # by group: the titles of what is lost
         for record in records:
             for segment in record.segments if record.ready else ():
-                if segment.backup or segment.id not in missing.get(segment.server, ()):
+                if not segment.backup and segment.id in missing.get(segment.server, ()):
+                    lacking.setdefault(group_of(segment), []).append(record.title)
+        if not lacking:
+            return
+        groups = Groups(records)
+        for record in records:
+            for segment in record.segments:
+                lost = lacking.pop(group_of(segment), [])
+                members = groups.members(record, segment) if lost else ()
+                if len(members) <= len(lost):  # nothing is lost, or nothing is there
                     continue
-                members = groups.members(record, segment)
                 titles = ", ".join(sorted(of.title for of, _ in members))
                 text = (
-                    f"{titles} move together, and have one copy as long as {segment.server} lacks {record.title}: "
-                    f"delete that one"
+                    f"{titles} move together, and have one copy as long as {segment.server} lacks "
+                    f"{', '.join(sorted(lost))}: delete what is lost"
                 )
-                if len(members) > 1 and self._said.get(group_of(segment)) != text:
+                if self._said.get(group_of(segment)) != text:
                     _log.warning("%s", text)
                     self._said[group_of(segment)] = text
 
