@@ -494,16 +494,23 @@ def test_its_own_client_closes_with_it(cluster: smb.LocalCluster, connect: Conne
     model = network()
     optimizer = sgd(model)
     watcher = connect()
-    before = threading.active_count()
+    before = set(threading.enumerate())
+    lasting = ("smb-calls", "smb-train")  # pools of the process, and no client's
+
+    def left() -> list[str]:
+        names = [thread.name for thread in set(threading.enumerate()) - before]
+        return [name for name in names if name.startswith("smb") and not name.startswith(lasting)]
+
     for fails in (False, True):
         try:
             with smb.torch.join(model, optimizer, "run", scheme=Adding(), coordinator=cluster.address) as shared:
                 step(model, optimizer)
+                assert left()
                 if fails:
                     raise ZeroDivisionError
         except ZeroDivisionError:
             assert fails
-        wait_for(lambda: threading.active_count() <= before, 10)
+        wait_for(lambda: not left(), "thread of the client ended")
         assert not any(worker.alive for worker in smb.train.status(watcher, "run").workers)
         assert not optimizer._optimizer_step_post_hooks
     with pytest.raises(smb.InvalidArgumentError, match=r"has left training 'run'; smb\.torch\.join it"):
