@@ -341,8 +341,8 @@ class Engine:
 
     def set_replica(self, segment_id: int, epoch: int, role: int, peer: str, *, copying: bool = False) -> None:
         """Give this server its role in such a segment, and in its group, from that epoch on. `peer`: the server of the
-        other copy; empty: there is none. `copying`: its backup is to be copied to. Raises NotFoundError,
-        InvalidArgumentError.
+        other copy; empty: there is none. `copying`: its backup is to be copied to. The role NONE ends a primary's role
+        in the epoch that it has: another server may be the primary. Raises NotFoundError, InvalidArgumentError.
         """
         name = peer.encode()
         status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, bool(peer), copying, name)

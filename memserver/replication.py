@@ -24,7 +24,7 @@ from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
 from smb.security.credentials import server_name
 
-PRIMARY, BACKUP = 1, 2
+NONE, PRIMARY, BACKUP = 0, 1, 2
 LOOK_S = 0.05  # while something is broken
 COPY_BROKEN_MS = 1000  # then a server goes on without a copy that is being made
 BROKEN_MS = 100  # a connection that is just being made is not broken yet
@@ -113,6 +113,11 @@ class Replication:
                 continue
             except InvalidArgumentError as error:
                 _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
+                continue
+            if part.role == NONE:
+                _log.warning("segment %016x: another server is its primary now", part.segment_id)
+                with self._lock:
+                    self._parts.pop(part.segment_id, None)
                 continue
             self._on_role(part.segment_id, part.epoch)
             with self._lock:

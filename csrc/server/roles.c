@@ -103,7 +103,10 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
         uint32_t epoch_now = atomic_load_explicit(&group->epoch, memory_order_relaxed);
         int role_now = atomic_load_explicit(&group->role, memory_order_relaxed);
         /* The other members' roles change with the first one's. */
-        if (epoch > epoch_now || (epoch == epoch_now && role_now == SMB_REPLICA_NONE)) {
+        bool anew = role_now == SMB_REPLICA_NONE
+                        ? role != SMB_REPLICA_NONE
+                        : role_now == SMB_REPLICA_PRIMARY && role == SMB_REPLICA_NONE;
+        if (epoch > epoch_now || (epoch == epoch_now && anew)) {
             if (!may_take(group, role_now, role, paired, copying)) {
                 status = SMB_INVALID;
             } else {
@@ -113,7 +116,7 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
             }
         }
         /* Of each member by itself: a daemon that is killed in between told of all of them. */
-        if (status == SMB_OK &&
+        if (status == SMB_OK && role != SMB_REPLICA_NONE &&
             atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch &&
             atomic_load_explicit(&group->role, memory_order_relaxed) == role)
             smb_segment_note_copy(segment, epoch, role == SMB_REPLICA_PRIMARY || !copying);

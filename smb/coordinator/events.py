@@ -412,6 +412,8 @@ class AnswerDrops:
     grounds: tuple[Ground, ...] = ()
     quarantined: tuple[int, ...] = ()  # of the others, those that no record knows
     taken_up: tuple[int, ...] = ()  # quarantined, and known to a record now
+    # Segment and epoch: the server keeps it as its primary, but the records have another primary. It stops serving it.
+    superseded: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,10 @@ class CoordinatorService(CoordinatorServicer):
             room_segment_ids=answer.rooms,
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
             access=self._tokens.keys(request.name) if self._tokens else None,
-            replicas=replica_messages(committed.state, committed.state.copies(request.name)),
+            replicas=[
+                *(pb.Replica(segment_id=each, epoch=epoch) for each, epoch in answer.superseded),
+                *replica_messages(committed.state, committed.state.copies(request.name)),
+            ],
             drop_grounds=[ground.name for ground in answer.grounds],
             quarantine_segment_ids=answer.quarantined,
             taken_up_segment_ids=answer.taken_up,

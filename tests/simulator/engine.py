@@ -231,12 +231,13 @@ class Engine:
             memory.group, memory.movable = segment_id, True
             self._join(segment_id, memory)
         group = self._groups[memory.group]
-        if epoch > group.epoch or (epoch == group.epoch and group.role == NONE):
+        ends = role == NONE and group.role == PRIMARY
+        if epoch > group.epoch or (epoch == group.epoch and (group.role == NONE or ends)):
             whole = group.copying is not None and group.copying.whole
             if role == PRIMARY and peer and not copying and group.role != NONE and not whole:
                 raise InvalidArgumentError("it cannot have a backup without being copied")
             self._take_role(group, epoch, role, peer, copying)
-        if group.epoch == epoch and group.role == role:
+        if role != NONE and group.epoch == epoch and group.role == role:
             memory.epoch, memory.whole = epoch, role == PRIMARY or not copying
 
     def _take_role(self, group: _Group, epoch: int, role: int, peer: str, copying: bool) -> None:

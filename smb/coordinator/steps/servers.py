@@ -137,6 +137,11 @@ def _judged(
         tuple(grounds.values()),
         tuple(each for each, held in kept.items() if held.quarantined and not event.held[each].quarantined),
         tuple(each for each, held in event.held.items() if held.quarantined and each in here and each not in kept),
+        tuple(
+            (each, held.epoch)
+            for each, held in kept.items()
+            if held.primary and each in where and each not in here and held.epoch <= epoch_of(*where[each])
+        ),
     )
     return answer, kept
 

@@ -607,6 +607,32 @@ static void a_primary_that_yields(void)
     stop(&pair);
 }
 
+/* The coordinator has made another server the primary, and says so to a server whose lease runs. The
+ * role ends in the epoch that it has, and can be given anew in that epoch. */
+static void a_role_ends(void)
+{
+    struct pair pair;
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    struct user user = use(&pair, 9);
+    int64_t back = 1;
+    struct smb_request read = {.opcode = SMB_READ, .bytes = 8, .sink = &back};
+    must(user.buffer, read);
+    CHECK_EQ(give_role(&pair, 1, 1, SMB_REPLICA_NONE, false, false), SMB_OK); /* no primary there */
+    CHECK_EQ(status_of(&pair, 1).role, SMB_REPLICA_BACKUP);
+    CHECK_EQ(give_role(&pair, 0, 1, SMB_REPLICA_NONE, false, false), SMB_OK);
+    CHECK_EQ(status_of(&pair, 0).role, SMB_REPLICA_NONE);
+    CHECK_EQ(status_of(&pair, 0).epoch, 1);
+    CHECK_EQ(reach_try(user.buffer, read), SMB_LINK_LOST); /* the client asks the coordinator */
+    leave(&user);
+    set_role(&pair, 0, 1, SMB_REPLICA_PRIMARY, true);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    user = use(&pair, 10);
+    must(user.buffer, read);
+    leave(&user);
+    stop(&pair);
+}
+
 /* A segment of two copies is not mapped, and its file says what it is. */
 static void what_is_refused(void)
 {
@@ -1116,6 +1142,7 @@ int main(void)
         TEST(a_lower_lane_goes_on),
         TEST(reads_without_a_lease),
         TEST(a_primary_that_yields),
+        TEST(a_role_ends),
         TEST(what_is_refused),
         TEST(refusals_have_a_bound),
         TEST(locks_and_versions),
