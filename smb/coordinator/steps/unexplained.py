@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from smb.coordinator.drop_rules import Confirmed, Where, dropped, epoch_of, ground_to_drop, is_newer
@@ -102,7 +102,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         claims = {server: held for server, held in claims.items() if is_newer(held, record, segment)}
         if not claims:
             continue
-        taken = _as_claimed(segment, claims)
+        taken = _as_claimed(segment, claims, _with_all_members(state, record, segment))
         judged = replace(record, segments=tuple(taken if each.id == segment_id else each for each in record.segments))
         changed = (judged, *Groups(state.buffers.values()).followers(judged))
         left -= len(changed)
@@ -136,19 +136,40 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
     return state, tuple(effects)
 
 
-def _as_claimed(segment: SegmentRecord, claims: Mapping[str, Held]) -> SegmentRecord:
+def _with_all_members(state: State, record: BufferRecord, segment: SegmentRecord) -> Callable[[str, int], bool]:
+    """Return whether a server holds, in an epoch, all of every segment that moves together with this one."""
+    members = [each.id for _, each in Groups(state.buffers.values()).members(record, segment)]
+
+    def has_all(server: str, epoch: int) -> bool:
+        held, missing = state.unexplained.get(server, {}), state.missing.get(server, frozenset())
+        had = server in (segment.server, segment.backup)
+        return all(
+            (held[each].whole and held[each].epoch == epoch) if each in held else had and each not in missing
+            for each in members
+        )
+
+    return has_all
+
+
+def _as_claimed(
+    segment: SegmentRecord, claims: Mapping[str, Held], has_all_members: Callable[[str, int], bool]
+) -> SegmentRecord:
     """Return the segment where its newest whole copies are. Of two the pair goes on if both know their roles, in the
-    same epoch; else one does, in the next one: what the other one has not forwarded is not known.
+    same epoch, and hold every segment that moves together with it: one may have been made since. Otherwise one of the
+    two goes on, in the next epoch: what the other one has not forwarded is not known.
     """
     newest = max(held.epoch for held in claims.values())
     at = {server: held for server, held in sorted(claims.items()) if held.epoch == newest}
-    usual = sorted(at, key=lambda server: server not in (segment.server, segment.backup))
     primary = next((server for server, held in at.items() if held.primary), "")
     backup = next((server for server, held in at.items() if held.backup), "")
-    if primary and backup:
+    if primary and backup and has_all_members(primary, newest) and has_all_members(backup, newest):
         roles = replace(segment, server=primary, backup=backup, epoch=newest, backup_made=newest)
     else:
-        roles = replace(segment, server=primary or usual[0], backup="", epoch=newest + 1, backup_made=0)
+        usual = (segment.server, segment.backup)
+        alone = min(
+            at, key=lambda server: (not has_all_members(server, newest), server != primary, server not in usual)
+        )
+        roles = replace(segment, server=alone, backup="", epoch=newest + 1, backup_made=0)
     return replace(roles, copying_to="", made=newest)
 
 

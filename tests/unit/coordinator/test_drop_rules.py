@@ -366,6 +366,24 @@ def test_a_displaced_copy_is_kept(cluster: Cluster) -> None:
     assert wish.target == "c"  # a's would be overwritten
 
 
+def test_a_pair_that_lacks_what_moves_with_it_does_not_go_on(cluster: Cluster) -> None:
+    """After a restore, and before a newer pair was taken up, a buffer was made that moves together with it. The pair's
+    backup has nothing of it, and was taken for a copy of it.
+    """
+    older, number = cluster.state, segment(cluster).id
+    moved_to_c(cluster)  # on a and c, in epoch 4
+    told = (cluster.state.lineage.stamp,)
+    cluster = again(cluster, older)
+    back(cluster, "a", frozenset({number}), as_held=Held(4, primary=True), stamps=told)
+    back(cluster, "b", frozenset({number}), as_held=Held(1, backup=True))
+    back(cluster, "c", frozenset({number}), as_held=Held(4, backup=True), stamps=told)
+    cluster.create("m", like="w", joins=True, replicas=0)
+    saved = judge(cluster)
+    assert {each.record.name for each in saved if isinstance(each, SaveBuffer)} == {"w", "m"}
+    for name in ("w", "m"):
+        assert (segment(cluster, name).server, segment(cluster, name).backup, segment(cluster, name).epoch) == ("a", "", 5)
+
+
 def test_a_deletion_takes_what_is_kept_beside_the_records_too(cluster: Cluster) -> None:
     """It is acknowledged, and no copy of it is wanted any more."""
     number = segment(cluster).id
