@@ -257,16 +257,17 @@ COORDINATOR_CASES: list[tuple[str, Act]] = [
     ("coordinator.session.renewed", renew_session),
     ("coordinator.session.end_stored", close_session),
     ("coordinator.session.end_told", close_session),
-    # The changes of the store are the pending record, the ready one, its end. Servers register as they were.
-    ("coordinator.store.written:3", delete),
-    ("coordinator.store.committed:2", delete),
+    # The changes of the store are the term, the pending record, the ready one, its end. Servers register as they were.
+    ("coordinator.store.written:4", delete),
+    ("coordinator.store.committed:3", delete),
 ]
 LONG_CASES: list[tuple[str, Act]] = [
     ("coordinator.create.segment_made:2", create),
     ("coordinator.create.pending_stored", use_lock),
     ("coordinator.create.segments_made", use_lock),
     ("coordinator.delete.segment_dropped:2", delete),
-    *((f"coordinator.store.{step}:{count}", delete) for step in ("written", "committed") for count in range(1, 4)),
+    *((f"coordinator.store.{step}:1", wait) for step in ("written", "committed")),
+    *((f"coordinator.store.{step}:{count}", delete) for step in ("written", "committed") for count in range(2, 5)),
 ]
 if os.environ.get("SMB_LONG"):
     COORDINATOR_CASES += LONG_CASES
