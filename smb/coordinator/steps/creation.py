@@ -131,7 +131,9 @@ def _joining(state: State, creation: Creation) -> Creation:
 
 
 def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: bool) -> tuple[Placement, tuple[str, ...]]:
-    """Place a buffer to move together with `like` from here on. Raises NotNowError while that is moving."""
+    """Place a buffer to move together with `like` from here on. Raises NotNowError while `like` is moving, and
+    NotFoundError if memory of its group is lost: no member gets a second copy until the lost one is deleted.
+    """
     asked = f'to move together with "{like.name}"'
     if any(segment.copying_to for segment in like.segments):
         raise NotNowError(f"{asked} it waits for the copy of that one that is being made; try again once it is there")
@@ -141,6 +143,15 @@ def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: boo
             f"{asked} it waits until that one has left {', '.join(leaves)}, which is being drained; try again then"
         )
     groups = Groups(state.buffers.values())
+    lost = {
+        of.name: member.server
+        for segment in like.segments
+        for of, member in groups.members(like, segment)
+        if not member.backup and member.id in state.missing.get(member.server, ())
+    }
+    if lost:
+        where = ", ".join(f'"{name}" (on {server})' for name, server in sorted(lost.items()))
+        raise NotFoundError(f"{asked}: the memory of {where} was lost; delete that buffer and create it again first")
     # Else a copy of them would never begin while states come and go: it takes a group of which none is being made.
     if waits and any(
         not segment.backup and place_copy(pool, segment.server, groups.file_bytes(like, segment))

@@ -381,7 +381,11 @@ def test_a_pair_that_lacks_what_moves_with_it_does_not_go_on(cluster: Cluster) -
     saved = judge(cluster)
     assert {each.record.name for each in saved if isinstance(each, SaveBuffer)} == {"w", "m"}
     for name in ("w", "m"):
-        assert (segment(cluster, name).server, segment(cluster, name).backup, segment(cluster, name).epoch) == ("a", "", 5)
+        assert (segment(cluster, name).server, segment(cluster, name).backup, segment(cluster, name).epoch) == (
+            "a",
+            "",
+            5,
+        )
 
 
 def test_a_deletion_takes_what_is_kept_beside_the_records_too(cluster: Cluster) -> None:

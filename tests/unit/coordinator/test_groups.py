@@ -346,6 +346,19 @@ def test_nothing_joins_what_is_moving(cluster: Cluster) -> None:
         join(cluster, "x")
 
 
+def test_nothing_joins_what_is_lost(cluster: Cluster) -> None:
+    """It would have one copy until somebody deletes the other buffer, and nothing but a line of the log said so."""
+    degraded(cluster)
+    before = cluster.state
+    gone = segment(cluster)
+    cluster.state = replace(before, missing={gone.server: frozenset({gone.id})})
+    with pytest.raises(errors.NotFoundError, match=r'memory of "w" \(on a\) was lost; delete that buffer'):
+        join(cluster, "x")
+    assert "x" not in cluster.state.buffers
+    cluster.state = before
+    join(cluster, "x")
+
+
 def test_a_state_waits_for_a_lost_copy_that_can_be_made(cluster: Cluster) -> None:
     """It is put off as long as another server has room for that. Not for ever: who has waited asks without."""
 
