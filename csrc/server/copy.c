@@ -247,6 +247,22 @@ static int copy_part(struct replica_group *group, struct smb_segment *const *mem
     return SMB_EXISTS;
 }
 
+/* Keep the members whose roles were told in this epoch. The coordinator's records do not have the
+ * others: the backup has no room for them, and nobody asks for their copies. */
+static int keep_told(struct smb_segment **members, int count, uint32_t epoch)
+{
+    int kept = 0;
+    for (int i = 0; i < count; i++) {
+        uint32_t told;
+        smb_segment_copy(members[i], &told);
+        if (told == epoch)
+            members[kept++] = members[i];
+        else
+            smb_segment_release(members[i]);
+    }
+    return kept;
+}
+
 /* Another member stands for the group: it copies. */
 static int look_at_copy(struct replica_group *group, uint32_t epoch)
 {
@@ -266,7 +282,7 @@ int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint
     if (!replica)
         return SMB_NOT_FOUND;
     struct replica_group *group = replica->group;
-    int count = group_hold_members(group, members), status = SMB_OK;
+    int count = keep_told(members, group_hold_members(group, members), epoch), status = SMB_OK;
     uint64_t before = 0, now = 0;
     for (bool first = true; status == SMB_OK; first = false) {
         pthread_mutex_lock(&group->lock);

@@ -439,10 +439,11 @@ class Engine:
         copied = total * copying.chunks // CHUNKS
         if copying.whole:
             return CopyState.WHOLE, total, total
-        if group.members[0] != segment_id or len(group.queue) > QUEUED_MAX:
+        told = [member for member in group.members if self._host.segments[member].epoch == epoch]
+        if told[:1] != [segment_id] or len(group.queue) > QUEUED_MAX:
             return CopyState.BUSY, copied, total
         if copying.chunks < CHUNKS:
-            for member in group.members:
+            for member in told:
                 cells = self._host.segments[member].cells
                 part = tuple(each for each in cells.items() if each[0] % CHUNKS == copying.chunks)
                 copying.sequence += 1

@@ -1,4 +1,5 @@
 /* Segments that move together: steps that change several of them as one, with a second copy. */
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -246,6 +247,42 @@ static void a_group_is_copied_under_load(void)
     stop(&pair);
 }
 
+/* Ask for a part of each copy but the first one's; return how many are whole. */
+static int copies_told(struct pair *pair)
+{
+    uint64_t copied, total;
+    int whole = 0;
+    for (uint64_t id = ID + 1; id < ID + (uint64_t)pair->members; id++)
+        whole += smb_server_copy(pair->servers[0], id, 2, CHUNK, &copied, &total) == SMB_EXISTS;
+    return whole;
+}
+
+/* A member that the coordinator's records do not have: no role of the new epoch was told for it, and
+ * the backup has no room for it. The others are copied all the same. */
+static void a_member_that_is_in_no_record(void)
+{
+    struct pair pair;
+    uint64_t copied = 0, total = 0;
+    start(&pair);
+    lose(&pair, 1);
+    CHECK_EQ(smb_server_delete_segment(pair.servers[1], ID), SMB_OK);
+    for (uint64_t id = ID + 1; id < ID + (uint64_t)pair.members; id++) {
+        CHECK_EQ(
+            smb_server_set_replica(pair.servers[1], id, 2, SMB_REPLICA_BACKUP, true, false, "peer"),
+            SMB_OK);
+        CHECK_EQ(
+            smb_server_set_replica(pair.servers[0], id, 2, SMB_REPLICA_PRIMARY, true, true, "peer"),
+            SMB_OK);
+    }
+    int fd = raw_connect(pair.ports[1]);
+    CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
+    CHECK_EQ(smb_server_feed(pair.servers[0], ID + 1, 2, fd, 1001, pair.inside, ""), SMB_OK);
+    WAIT_UNTIL(copies_told(&pair) == pair.members - 1);
+    CHECK_EQ(smb_server_copy(pair.servers[0], ID, 2, CHUNK, &copied, &total), SMB_EXISTS);
+    CHECK_EQ(copied, SEGMENT_BYTES);
+    stop(&pair);
+}
+
 struct deletion {
     struct pair *pair;
     uint64_t id;
@@ -466,6 +503,7 @@ int main(void)
         TEST(steps_are_forwarded),
         TEST(no_part_of_a_step_is_told_before_the_backup_has_it),
         TEST(a_group_is_copied_under_load),
+        TEST(a_member_that_is_in_no_record),
         TEST(a_member_leaves),
         TEST(a_member_leaves_a_slow_backup),
         TEST(a_member_leaves_without_the_backup),
