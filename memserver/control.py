@@ -101,7 +101,7 @@ class ControlService(MemoryServerServicer):
                 request.token_floor,
                 functools.partial(self._replication.take, (request.replica,)) if request.HasField("replica") else None,
                 anew=request.replica.copying,
-                group_id=request.group_id,
+                bundle_id=request.group_id,
             )
             failpoint("memserver.create.done")
             return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes(), group_id=request.group_id)

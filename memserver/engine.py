@@ -104,7 +104,7 @@ class ReplicaStatus:
     """This server's copy of a segment that has two; see struct smb_replica_status."""
 
     segment_id: int
-    group_id: int  # of the segments that move together; what follows is of all of them
+    bundle_id: int  # of the segments that move together; what follows is of all of them
     epoch: int
     role: int
     paired: bool
@@ -289,18 +289,18 @@ class Engine:
             )
         return int(left[0]) / 1e9
 
-    def create_segment(self, path: Path, form: SegmentForm, *, group_id: int | None = None) -> None:
-        """Make the file and serve it. Blocks while its pages are zeroed. `group_id`, of a segment with two copies: it
+    def create_segment(self, path: Path, form: SegmentForm, *, bundle_id: int | None = None) -> None:
+        """Make the file and serve it. Blocks while its pages are zeroed. `bundle_id`, of a segment with two copies: it
         moves with those that were made with this number, 0: alone. Nobody is let in before that has a role.
 
         Raises OutOfMemoryError (capacity or file system), InvalidArgumentError, AlreadyExistsError, UnavailableError;
         nothing is left behind then.
         """
         name, cut = os.fsencode(path), (form.epoch, form.dtype, form.nbytes, form.chunk_bytes)
-        if group_id is None:
+        if bundle_id is None:
             status = lib.smb_server_create_segment(self._server, name, form.id, *cut)
         else:
-            status = lib.smb_server_create_replica(self._server, name, form.id, group_id, *cut)
+            status = lib.smb_server_create_replica(self._server, name, form.id, bundle_id, *cut)
         _check(status, f"make a segment of {form.nbytes} bytes at {path}")
 
     def adopt_segment(self, path: Path) -> SegmentForm:
@@ -340,7 +340,7 @@ class Engine:
         _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
 
     def set_replica(self, segment_id: int, epoch: int, role: int, peer: str, *, copying: bool = False) -> None:
-        """Give this server its role in such a segment, and in its group, from that epoch on. `peer`: the server of the
+        """Give this server its role in such a segment, and in its bundle, from that epoch on. `peer`: the server of the
         other copy; empty: there is none. `copying`: its backup is to be copied to. The role NONE ends a primary's role
         in the epoch that it has: another server may be the primary. Raises NotFoundError, InvalidArgumentError.
         """

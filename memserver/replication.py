@@ -210,7 +210,7 @@ class Replication:
         """Return what has been broken for a while, and whether all works now."""
         broken, works = [], True
         unreachable: set[str] = set()  # in this round: one try for each server
-        dialled: set[int] = set()  # groups: their members have one connection
+        dialled: set[int] = set()  # bundles: their members have one connection
         lease_out = self._outside.boot_s() >= self._serving_until_s
         for status in self._engine.replicas():
             part = parts.get(status.segment_id)
@@ -220,9 +220,9 @@ class Replication:
                 continue  # a copy that was given up
             works = works and status.broken_ms == 0
             self._complain(part, status)
-            dialled |= {status.group_id} if status.dialled else set()
-            if status.role == PRIMARY and status.group_id not in dialled and part.data_address not in unreachable:
-                dialled.add(status.group_id)
+            dialled |= {status.bundle_id} if status.dialled else set()
+            if status.role == PRIMARY and status.bundle_id not in dialled and part.data_address not in unreachable:
+                dialled.add(status.bundle_id)
                 self._dial(part, status, unreachable)
             lost = part.copying and status.broken_ms >= COPY_BROKEN_MS
             if lost and self.copier.give_up(part.segment_id, part.epoch):

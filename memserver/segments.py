@@ -65,11 +65,11 @@ class Segments:
         replicate: Callable[[], object] | None = None,
         *,
         anew: bool = False,
-        group_id: int = 0,
+        bundle_id: int = 0,
     ) -> None:
         """Make it; the same again is no error. Blocks while its memory is zeroed. Tokens of its lock are higher than
         `token_floor`. `replicate`, of a segment with two copies, gives it its role; it may be made again in a later
-        epoch. `group_id`: it moves with those of that number; 0: alone. `anew`: what is here of an earlier one goes.
+        epoch. `bundle_id`: it moves with those of that number; 0: alone. `anew`: what is here of an earlier one goes.
 
         Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (it is there and different), NotFoundError (it
         was dropped).
@@ -96,7 +96,7 @@ class Segments:
         try:
             if held is not None:
                 self._destroy(form.id)
-            self._make(form, None if replicate is None else group_id)
+            self._make(form, None if replicate is None else bundle_id)
             try:
                 if token_floor:  # before anybody else has heard of it
                     self._engine.raise_token(form.id, token_floor)
@@ -270,7 +270,7 @@ class Segments:
         """Return the bytes of capacity that are taken."""
         return self._engine.counters().segment_bytes
 
-    def _make(self, form: SegmentForm, group_id: int | None) -> None:
+    def _make(self, form: SegmentForm, bundle_id: int | None) -> None:
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
         if file_bytes == 0:
             raise InvalidArgumentError(f"no segment has {form.nbytes} bytes in chunks of {form.chunk_bytes}")
@@ -279,7 +279,7 @@ class Segments:
         try:
             self._check_limit(file_bytes)
             try:
-                self._engine.create_segment(self._place.segment_path(form.id), form, group_id=group_id)
+                self._engine.create_segment(self._place.segment_path(form.id), form, bundle_id=bundle_id)
             except OutOfMemoryError:
                 raise OutOfMemoryError(self._no_room(file_bytes)) from None
         finally:

@@ -23,7 +23,7 @@ enum {
     CHUNK_STATE_BYTES = 64,
     FORMAT_VERSION = 3,
     FORMAT_REPLICATED = 4,        /* as 3; a daemon that knows of no copies leaves it alone */
-    FORMAT_GROUPED = 5,           /* as 4; one that knows of no groups likewise */
+    FORMAT_BUNDLED = 5,           /* as 4; one that knows of no bundles likewise */
     FORMAT_WITHOUT_NAMESPACE = 2, /* has fewer records, too, and 0 or 1 where the namespace is */
     SYNC_OFFSET = 2048
 };
@@ -76,7 +76,7 @@ struct header {
     _Atomic uint64_t bytes[32];
     _Atomic uint64_t ended_evictions; /* of completion records whose session had ended */
     _Atomic uint32_t binding;         /* enum segment_binding; 0 in older files */
-    uint64_t group; /* of two copies: those that it moves with; 0, as in older files: none */
+    uint64_t bundle; /* of two copies: those that it moves with; 0, as in older files: none */
     /* The last role that its daemon was given: its epoch << 1 | whether it is whole. 0: none,
      * or an older file. Relaxed: its daemon alone writes and reads it. */
     _Atomic uint64_t copy;
@@ -109,7 +109,7 @@ uint64_t format_chunk_count(uint64_t data_bytes, uint32_t chunk_bytes);
 /* A segment of two copies, or one that was gated. */
 static inline bool format_is_replicated(const struct header *header)
 {
-    return header->format_version == FORMAT_REPLICATED || header->format_version == FORMAT_GROUPED;
+    return header->format_version == FORMAT_REPLICATED || header->format_version == FORMAT_BUNDLED;
 }
 /* Of a file with so many records. */
 uint64_t format_records_offset(uint64_t data_bytes, uint32_t chunk_bytes);

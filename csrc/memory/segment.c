@@ -217,11 +217,11 @@ void smb_segment_mark_deleted(struct smb_segment *segment)
     atomic_store_explicit(&segment->header->state, STATE_DELETED, memory_order_release);
 }
 
-void smb_segment_mark_replicated(struct smb_segment *segment, uint64_t group)
+void smb_segment_mark_replicated(struct smb_segment *segment, uint64_t bundle)
 {
-    bool alone = group == 0 || group == segment->id;
-    segment->header->group = group;
-    segment->header->format_version = alone ? FORMAT_REPLICATED : FORMAT_GROUPED;
+    bool alone = bundle == 0 || bundle == segment->id;
+    segment->header->bundle = bundle;
+    segment->header->format_version = alone ? FORMAT_REPLICATED : FORMAT_BUNDLED;
 }
 
 bool smb_segment_replicated(const struct smb_segment *segment)
@@ -244,9 +244,9 @@ enum smb_copy smb_segment_copy(const struct smb_segment *segment, uint32_t *epoc
     return smb_segment_replicated(segment) ? SMB_COPY_UNKNOWN : SMB_COPY_WHOLE;
 }
 
-uint64_t smb_segment_group(const struct smb_segment *segment)
+uint64_t smb_segment_bundle(const struct smb_segment *segment)
 {
-    return segment->header->group ? segment->header->group : segment->id;
+    return segment->header->bundle ? segment->header->bundle : segment->id;
 }
 
 bool smb_segment_gate(struct smb_segment *segment)

@@ -34,9 +34,9 @@ bool smb_segment_holds(const struct smb_segment *segment, uint64_t offset, uint6
 /* As smb_segment_open, for the daemon: one that an earlier run left, in another PID namespace
  * maybe, or in the format before. */
 int smb_segment_take_over(const char *path, struct smb_segment **segment);
-/* It has, or had, a copy on another server, and moves with the segments of that group; 0: alone.
+/* It has, or had, a copy on another server, and moves with the segments of that bundle; 0: alone.
  * Its file says so: after a restart it is served by nobody before its role is known. */
-void smb_segment_mark_replicated(struct smb_segment *segment, uint64_t group);
+void smb_segment_mark_replicated(struct smb_segment *segment, uint64_t bundle);
 bool smb_segment_replicated(const struct smb_segment *segment);
 /* Its daemon was given a role in that epoch. A copy that is still being made is not whole. The file
  * says so after a restart: of two copies the whole one of the later epoch has every change that was
@@ -44,8 +44,8 @@ bool smb_segment_replicated(const struct smb_segment *segment);
 void smb_segment_note_copy(struct smb_segment *segment, uint32_t epoch, bool whole);
 /* *epoch: of that role; of a segment without one, in which it was made. */
 enum smb_copy smb_segment_copy(const struct smb_segment *segment, uint32_t *epoch);
-/* Its own id: a group of its own. */
-uint64_t smb_segment_group(const struct smb_segment *segment);
+/* Its own id: a bundle of its own. */
+uint64_t smb_segment_bundle(const struct smb_segment *segment);
 /* By its daemon, of a segment that clients may have mapped: from here on they get SMB_STALE_EPOCH,
  * and it is one that may have a copy. A change that holds its chunk's lock by now is still made.
  * false: it was deleted. */

@@ -216,7 +216,7 @@ static enum step answer_feed(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
     struct replica *replica = replica_at(request->segment);
-    if (!request->peer->fed || connection->session != replica_group_id(replica))
+    if (!request->peer->fed || connection->session != replica_bundle_id(replica))
         return output_refuse(connection, SMB_PROTOCOL);
     if (!connection->peer.feeds) {
         if (connection->loop->server->guarded && !take_feeder(connection, replica))

@@ -18,9 +18,9 @@ enum { COPY_WAIT_MS = 50 };
 /* With the lock: as the next part of the copy. */
 static void append_part(struct replica *replica, struct forward *part)
 {
-    struct copy *copy = &replica->group->copy;
+    struct copy *copy = &replica->bundle->copy;
     smb_store64(part->frame + SMB_AT_SEQUENCE, ++copy->sequence);
-    group_append(replica, part);
+    bundle_append(replica, part);
     copy->order = part->order;
 }
 
@@ -28,12 +28,12 @@ static void append_part(struct replica *replica, struct forward *part)
 static struct forward *make_part(struct replica *replica, struct smb_frame frame)
 {
     uint32_t payload = frame.op == SMB_COPIED_RECORD ? RECORD_BYTES : frame.length;
-    struct forward *made = feed_make(&replica->group->feed, SMB_FRAME_BYTES + payload);
+    struct forward *made = feed_make(&replica->bundle->feed, SMB_FRAME_BYTES + payload);
     frame.opcode = SMB_COPY;
     frame.session = replica->id;
     frame.lane = REPLICA_LANE;
     if (made)
-        group_encode(replica, made, frame);
+        bundle_encode(replica, made, frame);
     return made;
 }
 
@@ -51,7 +51,7 @@ void copy_tell_evictions(struct replica *replica)
     if (part)
         append_part(replica, part);
     else
-        replica->group->copy.failed = true; /* the copy would not know */
+        replica->bundle->copy.failed = true; /* the copy would not know */
 }
 
 void copy_make_note(struct replica *replica, struct forward *forward, const uint64_t *result)
@@ -67,14 +67,14 @@ void copy_make_note(struct replica *replica, struct forward *forward, const uint
                              .segment = replica->id,
                              .offset = result != NULL,
                              .argument = result ? *result : 0};
-    feed_replace(&replica->group->feed, forward, &note);
+    feed_replace(&replica->bundle->feed, forward, &note);
 }
 
 /* With the lock. Whether that copy is under way. */
-static bool copies(const struct replica_group *group, uint32_t epoch)
+static bool copies(const struct segment_bundle *bundle, uint32_t epoch)
 {
-    return group_is_primary(group) && group->copy.under_way && !group->copy.failed &&
-           atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch;
+    return bundle_is_primary(bundle) && bundle->copy.under_way && !bundle->copy.failed &&
+           atomic_load_explicit(&bundle->epoch, memory_order_relaxed) == epoch;
 }
 
 struct image {
@@ -87,35 +87,35 @@ struct image {
 static void append_image(void *argument, const uint8_t bytes[RECORD_BYTES])
 {
     struct image *image = argument;
-    struct replica_group *group = image->replica->group;
+    struct segment_bundle *bundle = image->replica->bundle;
     memcpy(image->part->frame + SMB_FRAME_BYTES, bytes, RECORD_BYTES);
-    pthread_mutex_lock(&group->lock);
-    if (copies(group, image->epoch) && !image->replica->left) {
+    pthread_mutex_lock(&bundle->lock);
+    if (copies(bundle, image->epoch) && !image->replica->left) {
         append_part(image->replica, image->part);
         image->part = NULL;
     }
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_unlock(&bundle->lock);
 }
 _Static_assert((int)SMB_COPIED_RECORD_BYTES == (int)RECORD_BYTES, "one travels as it is");
 
 /* This and the next two: the lock is held, and given back. */
 static int copy_record(struct replica *replica, uint32_t epoch)
 {
-    struct replica_group *group = replica->group;
+    struct segment_bundle *bundle = replica->bundle;
     uint32_t place = replica->places[replica->places_done];
     struct image image = {.replica = replica,
                           .epoch = epoch,
                           .part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_RECORD})};
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_unlock(&bundle->lock);
     if (!image.part)
         return SMB_OUT_OF_MEMORY;
     int status = records_image(replica->records, place, append_image, &image);
-    pthread_mutex_lock(&group->lock);
+    pthread_mutex_lock(&bundle->lock);
     if (image.part)
-        feed_free(&group->feed, image.part);
-    if (status != SMB_BUSY && copies(group, epoch))
+        feed_free(&bundle->feed, image.part);
+    if (status != SMB_BUSY && copies(bundle, epoch))
         replica->places_done++;
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_unlock(&bundle->lock);
     return status == SMB_NOT_FOUND ? SMB_OK : status;
 }
 
@@ -129,12 +129,12 @@ static bool has_left(struct smb_segment *const *members, int count)
 }
 
 /* Of all members at once: no change of several of them finds one copied and another one not. */
-static int copy_chunk(struct replica_group *group, struct smb_segment *const *members, int count,
+static int copy_chunk(struct segment_bundle *bundle, struct smb_segment *const *members, int count,
                       uint32_t epoch)
 {
-    struct forward *parts[GROUP_MEMBERS_MAX] = {0};
+    struct forward *parts[BUNDLE_MEMBERS_MAX] = {0};
     const struct replica *first = replica_at(members[0]);
-    uint64_t offset = group->copy.chunks_done * first->chunk_bytes;
+    uint64_t offset = bundle->copy.chunks_done * first->chunk_bytes;
     uint64_t left = first->data_bytes - offset;
     uint32_t length = (uint32_t)(left < first->chunk_bytes ? left : first->chunk_bytes);
     int status = SMB_OK;
@@ -147,15 +147,15 @@ static int copy_chunk(struct replica_group *group, struct smb_segment *const *me
         if (!parts[i])
             status = SMB_OUT_OF_MEMORY;
     }
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_unlock(&bundle->lock);
     if (status == SMB_OK)
         status = smb_segment_lock_each(members, count, offset, SMB_TRY);
     bool locked = status == SMB_OK;
     for (int i = 0; i < count && locked; i++)
         memcpy(parts[i]->frame + SMB_FRAME_BYTES,
                (const uint8_t *)smb_segment_data(members[i]) + offset, length);
-    pthread_mutex_lock(&group->lock);
-    if (locked && !copies(group, epoch))
+    pthread_mutex_lock(&bundle->lock);
+    if (locked && !copies(bundle, epoch))
         status = SMB_STALE_EPOCH;
     else if (locked && has_left(members, count))
         status = SMB_BUSY;
@@ -163,12 +163,12 @@ static int copy_chunk(struct replica_group *group, struct smb_segment *const *me
         if (status == SMB_OK)
             append_part(replica_at(members[i]), parts[i]);
         else if (parts[i])
-            feed_free(&group->feed, parts[i]);
+            feed_free(&bundle->feed, parts[i]);
     }
     if (status == SMB_OK)
-        group->copy.chunks_done++;
-    feed_send(&group->feed);
-    group_unlock(group);
+        bundle->copy.chunks_done++;
+    feed_send(&bundle->feed);
+    bundle_unlock(bundle);
     for (int i = 0; i < count && locked; i++)
         smb_segment_unlock(members[i], offset);
     FAILPOINT("replica.copied");
@@ -177,20 +177,20 @@ static int copy_chunk(struct replica_group *group, struct smb_segment *const *me
 
 static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
 {
-    struct replica_group *group = replica->group;
-    pthread_mutex_unlock(&group->lock);
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_unlock(&bundle->lock);
     uint32_t *places = malloc((records + 1) * sizeof *places);
     if (!places)
         return SMB_OUT_OF_MEMORY;
     uint32_t count = records_places(replica->records, places);
-    pthread_mutex_lock(&group->lock);
-    if (copies(group, epoch) && !replica->places) {
+    pthread_mutex_lock(&bundle->lock);
+    if (copies(bundle, epoch) && !replica->places) {
         replica->places = places;
         replica->place_count = count;
         copy_tell_evictions(replica);
         places = NULL;
     }
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_unlock(&bundle->lock);
     free(places);
     /* Changes of these words go there since the copy is under way; here is what they were. */
     sync_show(replica->sync, smb_boot_ns());
@@ -198,31 +198,31 @@ static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
 }
 
 /* One part more. The first of the members stands for all. */
-static int copy_part(struct replica_group *group, struct smb_segment *const *members, int count,
+static int copy_part(struct segment_bundle *bundle, struct smb_segment *const *members, int count,
                      uint32_t epoch)
 {
-    pthread_mutex_lock(&group->lock);
-    struct copy *copy = &group->copy;
+    pthread_mutex_lock(&bundle->lock);
+    struct copy *copy = &bundle->copy;
     const struct replica *first = replica_at(members[0]);
     uint64_t chunks = format_chunk_count(first->data_bytes, (uint32_t)first->chunk_bytes);
     bool sent = copy->counted;
-    bool confirmed = atomic_load_explicit(&group->confirmed, memory_order_relaxed) >= copy->order;
-    if (copies(group, epoch) && !copy->whole &&
-        (group->settling || group->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
+    bool confirmed = atomic_load_explicit(&bundle->confirmed, memory_order_relaxed) >= copy->order;
+    if (copies(bundle, epoch) && !copy->whole &&
+        (bundle->settling || bundle->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
          (sent && !confirmed))) {
         uint64_t until_ns = smb_now_ns() + (uint64_t)COPY_WAIT_MS * 1000000U;
         struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
                                  .tv_nsec = (long)(until_ns % 1000000000U)};
-        pthread_cond_clockwait(&group->room, &group->lock, CLOCK_MONOTONIC, &until);
-        pthread_mutex_unlock(&group->lock);
+        pthread_cond_clockwait(&bundle->room, &bundle->lock, CLOCK_MONOTONIC, &until);
+        pthread_mutex_unlock(&bundle->lock);
         return SMB_BUSY;
     }
-    if (!copies(group, epoch)) {
-        pthread_mutex_unlock(&group->lock);
+    if (!copies(bundle, epoch)) {
+        pthread_mutex_unlock(&bundle->lock);
         return SMB_STALE_EPOCH;
     }
     if (has_left(members, count)) {
-        pthread_mutex_unlock(&group->lock);
+        pthread_mutex_unlock(&bundle->lock);
         return SMB_BUSY;
     }
     for (int i = 0; i < count; i++) {
@@ -233,17 +233,17 @@ static int copy_part(struct replica_group *group, struct smb_segment *const *mem
             return copy_record(replica, epoch);
     }
     if (copy->chunks_done < chunks)
-        return copy_chunk(group, members, count, epoch);
+        return copy_chunk(bundle, members, count, epoch);
     if (!copy->counted) {
         for (int i = 0; i < count; i++)
             copy_tell_evictions(replica_at(members[i]));
         copy->counted = true;
-        feed_send(&group->feed);
-        group_unlock(group);
+        feed_send(&bundle->feed);
+        bundle_unlock(bundle);
         return SMB_OK;
     }
     copy->whole = true;
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_unlock(&bundle->lock);
     return SMB_EXISTS;
 }
 
@@ -263,41 +263,41 @@ static int keep_told(struct smb_segment **members, int count, uint32_t epoch)
     return kept;
 }
 
-/* Another member stands for the group: it copies. */
-static int look_at_copy(struct replica_group *group, uint32_t epoch)
+/* Another member stands for the bundle: it copies. */
+static int look_at_copy(struct segment_bundle *bundle, uint32_t epoch)
 {
-    pthread_mutex_lock(&group->lock);
-    int status = !copies(group, epoch) ? SMB_STALE_EPOCH
-                 : group->copy.whole   ? SMB_EXISTS
-                                       : SMB_BUSY;
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_lock(&bundle->lock);
+    int status = !copies(bundle, epoch) ? SMB_STALE_EPOCH
+                 : bundle->copy.whole   ? SMB_EXISTS
+                                        : SMB_BUSY;
+    pthread_mutex_unlock(&bundle->lock);
     return status;
 }
 
 int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint64_t bytes,
                     uint64_t *copied, uint64_t *total)
 {
-    struct smb_segment *segment, *members[GROUP_MEMBERS_MAX];
+    struct smb_segment *segment, *members[BUNDLE_MEMBERS_MAX];
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
         return SMB_NOT_FOUND;
-    struct replica_group *group = replica->group;
-    int count = keep_told(members, group_hold_members(group, members), epoch), status = SMB_OK;
+    struct segment_bundle *bundle = replica->bundle;
+    int count = keep_told(members, bundle_hold_members(bundle, members), epoch), status = SMB_OK;
     uint64_t before = 0, now = 0;
     for (bool first = true; status == SMB_OK; first = false) {
-        pthread_mutex_lock(&group->lock);
-        now = group->copy.chunks_done * replica->chunk_bytes;
-        pthread_mutex_unlock(&group->lock);
+        pthread_mutex_lock(&bundle->lock);
+        now = bundle->copy.chunks_done * replica->chunk_bytes;
+        pthread_mutex_unlock(&bundle->lock);
         if (first)
             before = now;
         if (now >= before + bytes)
             break;
-        status = count > 0 && members[0] == segment ? copy_part(group, members, count, epoch)
-                                                    : look_at_copy(group, epoch);
+        status = count > 0 && members[0] == segment ? copy_part(bundle, members, count, epoch)
+                                                    : look_at_copy(bundle, epoch);
     }
     *total = replica->data_bytes;
     *copied = now < *total ? now : *total;
-    group_release_members(members, count);
+    bundle_release_members(members, count);
     smb_segment_release(segment);
     return status;
 }
@@ -308,18 +308,19 @@ int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epo
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
         return SMB_NOT_FOUND;
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
-    struct copy *copy = &group->copy;
-    bool ours = group_is_primary(group) &&
-                atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch;
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
+    struct copy *copy = &bundle->copy;
+    bool ours = bundle_is_primary(bundle) &&
+                atomic_load_explicit(&bundle->epoch, memory_order_relaxed) == epoch;
     int status = ours && (copy->given_up || (copy->under_way && !copy->whole)) ? SMB_OK
                                                                                : SMB_STALE_EPOCH;
     if (status == SMB_OK) {
-        group_stop_forwarding(group, SMB_OK); /* nobody is made the primary from a part of a copy */
-        copy->given_up = true;                /* another member may ask */
+        bundle_stop_forwarding(bundle,
+                               SMB_OK); /* nobody is made the primary from a part of a copy */
+        copy->given_up = true;          /* another member may ask */
     }
-    group_unlock(group);
+    bundle_unlock(bundle);
     smb_segment_release(segment);
     return status;
 }

@@ -112,14 +112,14 @@ void feed_clear(struct feed *feed)
 
 /* ---- the connection -------------------------------------------------------------------------- */
 
-void feed_connect(struct feed *feed, struct channel channel, uint64_t group, uint64_t segment,
+void feed_connect(struct feed *feed, struct channel channel, uint64_t bundle, uint64_t segment,
                   uint32_t epoch, uint64_t instance)
 {
     feed_disconnect(feed);
     struct smb_frame hello = {
-        .opcode = SMB_HELLO, .session = group, .lane = REPLICA_LANE, .segment = 0};
+        .opcode = SMB_HELLO, .session = bundle, .lane = REPLICA_LANE, .segment = 0};
     struct smb_frame begin = {.opcode = SMB_REPLICATE,
-                              .session = group,
+                              .session = bundle,
                               .lane = REPLICA_LANE,
                               .segment = segment,
                               .epoch = epoch};

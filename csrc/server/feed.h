@@ -63,8 +63,8 @@ void feed_replace(struct feed *feed, struct forward *forward, const struct smb_f
 void feed_enter_epoch(struct feed *feed, uint32_t epoch);
 
 /* Over this channel from here on; a handshake that it needs is done on the way. The other end is to
- * be that run of its server. `segment`: any one of that group. */
-void feed_connect(struct feed *feed, struct channel channel, uint64_t group, uint64_t segment,
+ * be that run of its server. `segment`: any one of that bundle. */
+void feed_connect(struct feed *feed, struct channel channel, uint64_t bundle, uint64_t segment,
                   uint32_t epoch, uint64_t instance);
 static inline bool feed_is_dialled(const struct feed *feed)
 {

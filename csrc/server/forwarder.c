@@ -15,30 +15,30 @@
 enum { EVENTS_PER_WAIT = 64 };
 
 /* With the lock. */
-static void confirm(struct replica_group *group, struct forward *done)
+static void confirm(struct segment_bundle *bundle, struct forward *done)
 {
     if (done->asked_ns) {
-        group->asked_at_ns = done->asked_ns;
-        group->question_pending = false;
+        bundle->asked_at_ns = done->asked_ns;
+        bundle->question_pending = false;
     }
-    atomic_store_explicit(&group->confirmed, done->order, memory_order_release);
+    atomic_store_explicit(&bundle->confirmed, done->order, memory_order_release);
     uint64_t order = done->order;
-    feed_free(&group->feed, done);
-    if (group->seen_off > 0 ||
-        (group->copy.under_way &&
-         (group->feed.queued_bytes < COPY_QUEUED_BYTES_MAX || order >= group->copy.order)))
-        pthread_cond_broadcast(&group->room);
-    group_answer_waiting(group, order, SMB_OK);
+    feed_free(&bundle->feed, done);
+    if (bundle->seen_off > 0 ||
+        (bundle->copy.under_way &&
+         (bundle->feed.queued_bytes < COPY_QUEUED_BYTES_MAX || order >= bundle->copy.order)))
+        pthread_cond_broadcast(&bundle->room);
+    bundle_answer_waiting(bundle, order, SMB_OK);
 }
 
-static void receive_answers(struct replica_group *group)
+static void receive_answers(struct segment_bundle *bundle)
 {
-    pthread_mutex_lock(&group->lock);
+    pthread_mutex_lock(&bundle->lock);
     struct forward *done;
-    while ((done = feed_receive(&group->feed)))
-        confirm(group, done);
-    feed_send(&group->feed);
-    group_unlock(group);
+    while ((done = feed_receive(&bundle->feed)))
+        confirm(bundle, done);
+    feed_send(&bundle->feed);
+    bundle_unlock(bundle);
 }
 
 static void *run_forwarder(void *argument)
@@ -55,7 +55,7 @@ static void *run_forwarder(void *argument)
                                           : NULL;
             if (!replica)
                 continue;
-            receive_answers(replica->group);
+            receive_answers(replica->bundle);
             smb_segment_release(segment);
         }
     }
@@ -112,9 +112,9 @@ int smb_server_feed_why(struct smb_server *server, uint64_t id, char why[SMB_WHY
     why[0] = 0;
     if (!replica)
         return SMB_NOT_FOUND;
-    pthread_mutex_lock(&replica->group->lock);
-    memcpy(why, replica->group->feed.why, SMB_WHY_BYTES);
-    group_unlock(replica->group);
+    pthread_mutex_lock(&replica->bundle->lock);
+    memcpy(why, replica->bundle->feed.why, SMB_WHY_BYTES);
+    bundle_unlock(replica->bundle);
     smb_segment_release(segment);
     return SMB_OK;
 }
@@ -129,27 +129,27 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
         channel_close(&channel);
         return SMB_NOT_FOUND;
     }
-    struct replica_group *group = replica->group;
+    struct segment_bundle *bundle = replica->bundle;
     int status = server->guarded && !tls ? SMB_DENIED : start_forwarder(server);
     if (status == SMB_OK && tls && !(channel.tls = tls_begin(tls, fd, expected)))
         status = SMB_OUT_OF_MEMORY;
-    pthread_mutex_lock(&group->lock);
+    pthread_mutex_lock(&bundle->lock);
     /* One that has left is not found by its name: nobody would read the answers. */
-    if (status == SMB_OK && (!is_paired(group) || replica->left ||
-                             epoch != atomic_load_explicit(&group->epoch, memory_order_relaxed)))
+    if (status == SMB_OK && (!is_paired(bundle) || replica->left ||
+                             epoch != atomic_load_explicit(&bundle->epoch, memory_order_relaxed)))
         status = SMB_STALE_EPOCH;
-    if (status == SMB_OK && group->words_lost)
+    if (status == SMB_OK && bundle->words_lost)
         status = SMB_OUT_OF_MEMORY;
     if (status == SMB_OK) {
-        feed_connect(&group->feed, channel, group->id, id, epoch, instance);
-        if (group_watch_feed(group, id, EPOLL_CTL_ADD))
-            feed_send(&group->feed);
+        feed_connect(&bundle->feed, channel, bundle->id, id, epoch, instance);
+        if (bundle_watch_feed(bundle, id, EPOLL_CTL_ADD))
+            feed_send(&bundle->feed);
         else
             status = SMB_SYSTEM;
     } else {
         channel_close(&channel);
     }
-    group_unlock(group);
+    bundle_unlock(bundle);
     smb_segment_release(segment);
     return status;
 }
@@ -160,10 +160,10 @@ int smb_server_suspend(struct smb_server *server, uint64_t id)
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
         return SMB_NOT_FOUND;
-    pthread_mutex_lock(&replica->group->lock);
+    pthread_mutex_lock(&replica->bundle->lock);
     /* Their clients ask elsewhere. The changes stay here, not confirmed. */
-    group_answer_waiting(replica->group, UINT64_MAX, SMB_STALE_EPOCH);
-    pthread_mutex_unlock(&replica->group->lock);
+    bundle_answer_waiting(replica->bundle, UINT64_MAX, SMB_STALE_EPOCH);
+    pthread_mutex_unlock(&replica->bundle->lock);
     sync_send_away(replica->sync, SMB_STALE_EPOCH);
     smb_segment_release(segment);
     return SMB_OK;
@@ -188,7 +188,7 @@ uint64_t smb_server_await_replicas(struct smb_server *server, uint64_t seen, uin
 
 void smb_server_wake_replicas(struct smb_server *server)
 {
-    group_tell_change(server);
+    bundle_tell_change(server);
 }
 
 struct look {
@@ -203,23 +203,23 @@ static void look_at(void *argument, struct smb_segment *segment)
     if (!replica)
         return;
     if (look->found < look->most) {
-        struct replica_group *group = replica->group;
-        pthread_mutex_lock(&group->lock);
-        uint64_t order = atomic_load_explicit(&group->order, memory_order_relaxed);
+        struct segment_bundle *bundle = replica->bundle;
+        pthread_mutex_lock(&bundle->lock);
+        uint64_t order = atomic_load_explicit(&bundle->order, memory_order_relaxed);
         look->replicas[look->found] = (struct smb_replica_status){
             .segment = replica->id,
-            .group = group->id,
-            .epoch = atomic_load_explicit(&group->epoch, memory_order_relaxed),
-            .role = atomic_load_explicit(&group->role, memory_order_relaxed),
-            .paired = is_paired(group),
-            .dialled = feed_is_dialled(&group->feed),
-            .broken_ms = group->feed.broken_ns
-                             ? 1 + (uint32_t)((smb_now_ns() - group->feed.broken_ns) / 1000000U)
+            .group = bundle->id,
+            .epoch = atomic_load_explicit(&bundle->epoch, memory_order_relaxed),
+            .role = atomic_load_explicit(&bundle->role, memory_order_relaxed),
+            .paired = is_paired(bundle),
+            .dialled = feed_is_dialled(&bundle->feed),
+            .broken_ms = bundle->feed.broken_ns
+                             ? 1 + (uint32_t)((smb_now_ns() - bundle->feed.broken_ns) / 1000000U)
                              : 0,
-            .unconfirmed = order - atomic_load_explicit(&group->confirmed, memory_order_relaxed),
-            .queued_bytes = group->feed.queued_bytes,
-            .refused = group->feed.refused};
-        pthread_mutex_unlock(&group->lock);
+            .unconfirmed = order - atomic_load_explicit(&bundle->confirmed, memory_order_relaxed),
+            .queued_bytes = bundle->feed.queued_bytes,
+            .refused = bundle->feed.refused};
+        pthread_mutex_unlock(&bundle->lock);
     }
     look->found++;
 }

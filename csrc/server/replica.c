@@ -18,28 +18,28 @@
 static void forward_words(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
 {
     struct replica *replica = argument;
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
-    if (is_paired(group) && !group->words_lost && !replica->left) {
-        struct forward *made = feed_make(&group->feed, SMB_FRAME_BYTES + SYNC_IMAGE_BYTES);
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
+    if (is_paired(bundle) && !bundle->words_lost && !replica->left) {
+        struct forward *made = feed_make(&bundle->feed, SMB_FRAME_BYTES + SYNC_IMAGE_BYTES);
         if (made) {
-            group_encode(replica, made,
-                         (struct smb_frame){.opcode = SMB_COPY,
-                                            .op = SMB_COPIED_WORDS,
-                                            .session = replica->id,
-                                            .lane = REPLICA_LANE,
-                                            .sequence = 1});
+            bundle_encode(replica, made,
+                          (struct smb_frame){.opcode = SMB_COPY,
+                                             .op = SMB_COPIED_WORDS,
+                                             .session = replica->id,
+                                             .lane = REPLICA_LANE,
+                                             .sequence = 1});
             memcpy(made->frame + SMB_FRAME_BYTES, image, SYNC_IMAGE_BYTES);
-            group_append(replica, made);
-            feed_send(&group->feed);
+            bundle_append(replica, made);
+            feed_send(&bundle->feed);
         } else {
-            /* The group loses its backup: it stays broken until the coordinator says so. */
-            group->words_lost = true;
-            group->copy.failed = true;
-            feed_disconnect(&group->feed);
+            /* The bundle loses its backup: it stays broken until the coordinator says so. */
+            bundle->words_lost = true;
+            bundle->copy.failed = true;
+            feed_disconnect(&bundle->feed);
         }
     }
-    group_unlock(group);
+    bundle_unlock(bundle);
 }
 
 int replica_create(struct smb_server *server, struct smb_segment *segment)
@@ -62,7 +62,7 @@ int replica_create(struct smb_server *server, struct smb_segment *segment)
     made->chunk_bytes = info.chunk_bytes;
     made->data_bytes = info.data_bytes;
     made->dtype = (uint32_t)smb_segment_dtype(segment);
-    int status = group_join(server, smb_segment_group(segment), made);
+    int status = bundle_join(server, smb_segment_bundle(segment), made);
     if (status != SMB_OK) {
         free(made->chunk_orders);
         free(made);
@@ -71,7 +71,7 @@ int replica_create(struct smb_server *server, struct smb_segment *segment)
     /* An older role says nothing, also after a restart: the file has the last one's epoch. */
     uint32_t epoch;
     smb_segment_copy(segment, &epoch);
-    group_begin_at(made->group, epoch);
+    bundle_begin_at(made->bundle, epoch);
     sync_on_change(made->sync, forward_words, made);
     atomic_store_explicit(&served->replica, made, memory_order_release);
     return SMB_OK;
@@ -79,13 +79,13 @@ int replica_create(struct smb_server *server, struct smb_segment *segment)
 
 void replica_close(struct replica *replica)
 {
-    group_leave(replica);
+    bundle_leave(replica);
 }
 
 void replica_destroy(struct replica *replica)
 {
-    group_leave(replica);
-    group_release(replica->group);
+    bundle_leave(replica);
+    bundle_release(replica->bundle);
     free(replica->places);
     free(replica->chunk_orders);
     free(replica);
@@ -93,34 +93,34 @@ void replica_destroy(struct replica *replica)
 
 bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed)
 {
-    const struct replica_group *group = replica->group;
+    const struct segment_bundle *bundle = replica->bundle;
     /* The role last: it is given after the epoch. */
-    int role = atomic_load_explicit(&group->role, memory_order_acquire);
+    int role = atomic_load_explicit(&bundle->role, memory_order_acquire);
     return role == (fed ? SMB_REPLICA_BACKUP : SMB_REPLICA_PRIMARY) &&
-           atomic_load_explicit(&group->epoch, memory_order_acquire) == epoch;
+           atomic_load_explicit(&bundle->epoch, memory_order_acquire) == epoch;
 }
 
 bool replica_is_behind(const struct replica *replica, uint32_t epoch)
 {
-    const struct replica_group *group = replica->group;
-    uint32_t now = atomic_load_explicit(&group->epoch, memory_order_acquire);
-    int role = atomic_load_explicit(&group->role, memory_order_acquire);
+    const struct segment_bundle *bundle = replica->bundle;
+    uint32_t now = atomic_load_explicit(&bundle->epoch, memory_order_acquire);
+    int role = atomic_load_explicit(&bundle->role, memory_order_acquire);
     return epoch > now || (epoch == now && role == SMB_REPLICA_NONE);
 }
 
 bool replica_is_primary(const struct replica *replica)
 {
-    return group_is_primary(replica->group);
+    return bundle_is_primary(replica->bundle);
 }
 
 int replica_role(const struct replica *replica)
 {
-    return atomic_load_explicit(&replica->group->role, memory_order_acquire);
+    return atomic_load_explicit(&replica->bundle->role, memory_order_acquire);
 }
 
 bool replica_moves_with(const struct replica *replica, const struct replica *other)
 {
-    return other && replica->group == other->group;
+    return other && replica->bundle == other->bundle;
 }
 
 bool replica_allows(const struct smb_frame *frame)
@@ -150,43 +150,43 @@ bool replica_allows(const struct smb_frame *frame)
 /* ---- changes --------------------------------------------------------------------------------- */
 
 /* With the lock. */
-static int may_begin(const struct replica_group *group)
+static int may_begin(const struct segment_bundle *bundle)
 {
-    if (!group_is_primary(group))
+    if (!bundle_is_primary(bundle))
         return SMB_STALE_EPOCH;
-    return group->settling ||
-                   (is_paired(group) && group->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
+    return bundle->settling ||
+                   (is_paired(bundle) && bundle->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
                ? SMB_BUSY
                : SMB_OK;
 }
 
 int replica_prepare_sync(struct replica *replica)
 {
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
-    int status = may_begin(group);
-    group->in_progress += status == SMB_OK;
-    pthread_mutex_unlock(&group->lock);
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
+    int status = may_begin(bundle);
+    bundle->in_progress += status == SMB_OK;
+    pthread_mutex_unlock(&bundle->lock);
     return status;
 }
 
 int replica_prepare(struct replica *replica, const struct smb_frame *frame, const uint8_t *words,
                     const uint8_t *payload, struct forward **forward)
 {
-    struct replica_group *group = replica->group;
+    struct segment_bundle *bundle = replica->bundle;
     uint32_t body = smb_frame_body(frame);
     struct forward *made = NULL;
-    pthread_mutex_lock(&group->lock);
-    bool paired = is_paired(group);
-    int status = may_begin(group);
-    if (status == SMB_OK && paired && !(made = feed_make(&group->feed, SMB_FRAME_BYTES + body)))
+    pthread_mutex_lock(&bundle->lock);
+    bool paired = is_paired(bundle);
+    int status = may_begin(bundle);
+    if (status == SMB_OK && paired && !(made = feed_make(&bundle->feed, SMB_FRAME_BYTES + body)))
         status = SMB_OUT_OF_MEMORY;
-    group->in_progress += status == SMB_OK;
-    pthread_mutex_unlock(&group->lock);
+    bundle->in_progress += status == SMB_OK;
+    pthread_mutex_unlock(&bundle->lock);
     *forward = made;
     if (!made)
         return status;
-    group_encode(replica, made, *frame);
+    bundle_encode(replica, made, *frame);
     uint32_t before = words ? SMB_APPLY_BYTES : 0;
     if (words)
         memcpy(made->frame + SMB_FRAME_BYTES, words, before);
@@ -197,33 +197,33 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
 
 void replica_done(struct replica *replica, struct forward *forward)
 {
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
     if (forward)
-        feed_free(&group->feed, forward);
-    if (--group->in_progress == 0 && group->settling) {
-        group->settling = false;
-        pthread_cond_broadcast(&group->room);
+        feed_free(&bundle->feed, forward);
+    if (--bundle->in_progress == 0 && bundle->settling) {
+        bundle->settling = false;
+        pthread_cond_broadcast(&bundle->room);
     }
-    feed_send(&group->feed);
-    group_unlock(group);
+    feed_send(&bundle->feed);
+    bundle_unlock(bundle);
 }
 
 int replica_enqueue(struct smb_segment *const *targets, int count, struct forward *forward,
                     uint64_t offset, const uint64_t *result, uint64_t *order)
 {
     struct replica *replica = replica_at(targets[0]);
-    struct replica_group *group = replica->group;
+    struct segment_bundle *bundle = replica->bundle;
     int status = SMB_OK;
     *order = 0;
-    pthread_mutex_lock(&group->lock);
-    if (is_paired(group)) {
-        if (group->copy.under_way) {
+    pthread_mutex_lock(&bundle->lock);
+    if (is_paired(bundle)) {
+        if (bundle->copy.under_way) {
             copy_tell_evictions(replica);
-            if (offset / replica->chunk_bytes >= group->copy.chunks_done)
+            if (offset / replica->chunk_bytes >= bundle->copy.chunks_done)
                 copy_make_note(replica, forward, result);
         }
-        group_append(replica, forward);
+        bundle_append(replica, forward);
         *order = forward->order;
         /* Release: pairs with replica_check_read, of readers that do not take the chunk's lock. */
         for (int i = 0; i < count; i++)
@@ -231,10 +231,10 @@ int replica_enqueue(struct smb_segment *const *targets, int count, struct forwar
                 &replica_at(targets[i])->chunk_orders[offset / replica->chunk_bytes], *order,
                 memory_order_release);
     } else {
-        feed_free(&group->feed, forward); /* it lost its backup, or its role, in between */
-        status = group_is_primary(group) ? SMB_OK : SMB_STALE_EPOCH;
+        feed_free(&bundle->feed, forward); /* it lost its backup, or its role, in between */
+        status = bundle_is_primary(bundle) ? SMB_OK : SMB_STALE_EPOCH;
     }
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_unlock(&bundle->lock);
     return status;
 }
 
@@ -251,75 +251,75 @@ int replica_prepare_refusal(struct replica *replica, const struct smb_frame *fra
 
 void replica_enqueue_refusal(struct replica *replica, struct forward *forward)
 {
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
-    if (is_paired(group) && group->copy.under_way)
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
+    if (is_paired(bundle) && bundle->copy.under_way)
         copy_tell_evictions(replica);
-    if (is_paired(group))
-        group_append(replica, forward);
+    if (is_paired(bundle))
+        bundle_append(replica, forward);
     else
-        feed_free(&group->feed, forward); /* it lost its backup, or its role, in between */
-    pthread_mutex_unlock(&group->lock);
+        feed_free(&bundle->feed, forward); /* it lost its backup, or its role, in between */
+    pthread_mutex_unlock(&bundle->lock);
 }
 
 /* ---- what may be told ------------------------------------------------------------------------ */
 
 uint64_t replica_newest(struct replica *replica)
 {
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
-    uint64_t order = is_paired(group) ? atomic_load_explicit(&group->order, memory_order_relaxed)
-                     : group_is_primary(group) ? 0
-                                               : UINT64_MAX;
-    pthread_mutex_unlock(&group->lock);
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
+    uint64_t order = is_paired(bundle) ? atomic_load_explicit(&bundle->order, memory_order_relaxed)
+                     : bundle_is_primary(bundle) ? 0
+                                                 : UINT64_MAX;
+    pthread_mutex_unlock(&bundle->lock);
     return order;
 }
 
 bool replica_has_confirmed(struct replica *replica, uint64_t order)
 {
-    const struct replica_group *group = replica->group;
-    return atomic_load_explicit(&group->confirmed, memory_order_acquire) >= order;
+    const struct segment_bundle *bundle = replica->bundle;
+    return atomic_load_explicit(&bundle->confirmed, memory_order_acquire) >= order;
 }
 
 /* With the lock: a question whether it is still the backup is on its way after this, unless memory
  * is out. */
 static bool ask_backup(struct replica *replica)
 {
-    struct replica_group *group = replica->group;
-    struct forward *question = feed_make(&group->feed, SMB_FRAME_BYTES);
+    struct segment_bundle *bundle = replica->bundle;
+    struct forward *question = feed_make(&bundle->feed, SMB_FRAME_BYTES);
     if (!question)
         return false;
     /* By the name of one that the backup has. */
-    if (replica->left && group->members)
-        replica = group->members;
-    group_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
+    if (replica->left && bundle->members)
+        replica = bundle->members;
+    bundle_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
     question->asked_ns = smb_now_ns();
-    group->question_pending = true;
-    group_append(replica, question);
-    feed_send(&group->feed);
+    bundle->question_pending = true;
+    bundle_append(replica, question);
+    feed_send(&bundle->feed);
     return true;
 }
 
 /* Acquire: pairs with smb_server_yield. */
-static bool lease_runs(const struct replica_group *group)
+static bool lease_runs(const struct segment_bundle *bundle)
 {
-    return !atomic_load_explicit(&group->yields, memory_order_acquire) &&
+    return !atomic_load_explicit(&bundle->yields, memory_order_acquire) &&
            smb_boot_ns() <
-               atomic_load_explicit(&group->server->serving_until_ns, memory_order_acquire);
+               atomic_load_explicit(&bundle->server->serving_until_ns, memory_order_acquire);
 }
 
 uint64_t replica_told_by_sync(struct replica *replica)
 {
-    struct replica_group *group = replica->group;
+    struct segment_bundle *bundle = replica->bundle;
     uint64_t order = 0;
-    pthread_mutex_lock(&group->lock);
+    pthread_mutex_lock(&bundle->lock);
     /* Without memory it waits until the segment has other roles. */
-    if (!group_is_primary(group) || group->words_lost ||
-        (is_paired(group) && !lease_runs(group) && !ask_backup(replica)))
+    if (!bundle_is_primary(bundle) || bundle->words_lost ||
+        (is_paired(bundle) && !lease_runs(bundle) && !ask_backup(replica)))
         order = UINT64_MAX;
-    else if (is_paired(group))
-        order = atomic_load_explicit(&group->order, memory_order_relaxed);
-    group_unlock(group);
+    else if (is_paired(bundle))
+        order = atomic_load_explicit(&bundle->order, memory_order_relaxed);
+    bundle_unlock(bundle);
     return order;
 }
 
@@ -332,18 +332,18 @@ uint64_t replica_newest_of(const struct replica *replica, uint64_t offset)
 
 int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_ns)
 {
-    struct replica_group *group = replica->group;
-    bool paired = is_paired(group); /* before the role: take_role */
-    if (!group_is_primary(group) || !replica_has_confirmed(replica, order))
+    struct segment_bundle *bundle = replica->bundle;
+    bool paired = is_paired(bundle); /* before the role: take_role */
+    if (!bundle_is_primary(bundle) || !replica_has_confirmed(replica, order))
         return SMB_BUSY; /* the next try of one that is none is refused at the gate */
-    if (!paired || lease_runs(group))
+    if (!paired || lease_runs(bundle))
         return SMB_OK;
     /* The backup may have been promoted. It says that it was not, after the read began. */
-    pthread_mutex_lock(&group->lock);
-    bool fresh = !is_paired(group) || group->asked_at_ns > begun_ns;
-    if (!fresh && !group->question_pending)
+    pthread_mutex_lock(&bundle->lock);
+    bool fresh = !is_paired(bundle) || bundle->asked_at_ns > begun_ns;
+    if (!fresh && !bundle->question_pending)
         ask_backup(replica);
-    group_unlock(group);
+    bundle_unlock(bundle);
     return fresh ? SMB_OK : SMB_BUSY;
 }
 
@@ -351,59 +351,59 @@ int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_n
 
 bool replica_has_copied(const struct replica *replica, uint64_t sequence)
 {
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
-    bool has = sequence <= group->copied;
-    pthread_mutex_unlock(&group->lock);
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
+    bool has = sequence <= bundle->copied;
+    pthread_mutex_unlock(&bundle->lock);
     return has;
 }
 
 void replica_note_copied(struct replica *replica, uint32_t epoch, uint64_t sequence)
 {
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
     /* Of a segment that was made anew meanwhile it says nothing. */
-    if (!replica->left && atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch)
-        group->copied = sequence;
-    pthread_mutex_unlock(&group->lock);
+    if (!replica->left && atomic_load_explicit(&bundle->epoch, memory_order_relaxed) == epoch)
+        bundle->copied = sequence;
+    pthread_mutex_unlock(&bundle->lock);
 }
 
 bool replica_is_peer(struct replica *replica, uint32_t epoch, const char *name)
 {
-    struct replica_group *group = replica->group;
-    pthread_mutex_lock(&group->lock);
-    bool is = replica_serves(replica, epoch, true) && name[0] && strcmp(group->peer, name) == 0;
-    pthread_mutex_unlock(&group->lock);
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
+    bool is = replica_serves(replica, epoch, true) && name[0] && strcmp(bundle->peer, name) == 0;
+    pthread_mutex_unlock(&bundle->lock);
     return is;
 }
 
-struct replica_group *replica_feed_begins(struct replica *replica, const struct connection *feeder)
+struct segment_bundle *replica_feed_begins(struct replica *replica, const struct connection *feeder)
 {
-    struct replica_group *group = group_hold(replica->group);
-    pthread_mutex_lock(&group->lock);
-    group->feeder = feeder;
-    group->feed.broken_ns = 0;
-    group_unlock(group);
-    return group;
+    struct segment_bundle *bundle = bundle_hold(replica->bundle);
+    pthread_mutex_lock(&bundle->lock);
+    bundle->feeder = feeder;
+    bundle->feed.broken_ns = 0;
+    bundle_unlock(bundle);
+    return bundle;
 }
 
-bool replica_is_of(const struct replica *replica, const struct replica_group *group)
+bool replica_is_of(const struct replica *replica, const struct segment_bundle *bundle)
 {
-    return replica->group == group;
+    return replica->bundle == bundle;
 }
 
-uint64_t replica_group_id(const struct replica *replica)
+uint64_t replica_bundle_id(const struct replica *replica)
 {
-    return replica->group->id;
+    return replica->bundle->id;
 }
 
-void replica_feed_ends(struct replica_group *group, const struct connection *feeder)
+void replica_feed_ends(struct segment_bundle *bundle, const struct connection *feeder)
 {
-    pthread_mutex_lock(&group->lock);
-    if (group->feeder == feeder) {
-        group->feeder = NULL;
-        group->feed.broken_ns = smb_now_ns();
+    pthread_mutex_lock(&bundle->lock);
+    if (bundle->feeder == feeder) {
+        bundle->feeder = NULL;
+        bundle->feed.broken_ns = smb_now_ns();
     }
-    group_unlock(group);
-    group_release(group);
+    bundle_unlock(bundle);
+    bundle_release(bundle);
 }

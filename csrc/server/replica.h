@@ -1,15 +1,15 @@
 /* replica.h: the second copy of a segment: what the primary forwards, and what waits until the
- * backup has it. docs/decisions/0025. Segments that move together are a group, which has the order,
- * the connection and the roles: docs/decisions/0038.
+ * backup has it. docs/decisions/0025. Segments that move together are a bundle, which has the
+ * order, the connection and the roles: docs/decisions/0038.
  *
- * Order. A change gets its group's next order number under its chunk's lock. Changes go to the
+ * Order. A change gets its bundle's next order number under its chunk's lock. Changes go to the
  * backup in that order over one connection, each with its client's session, lane and sequence. The
  * backup answers in that order. `confirmed` is the last one that it has answered.
  *
- * Invariant: while the group is paired, no answer tells of a change that is not confirmed: not its
+ * Invariant: while the bundle is paired, no answer tells of a change that is not confirmed: not its
  * own answer, no watermark, no repetition's, and no read of its chunk.
  *
- * Threads. The group's `lock` guards all of it but the words marked _Atomic, which are written
+ * Threads. The bundle's `lock` guards all of it but the words marked _Atomic, which are written
  * with it. It is taken after a chunk's lock, and before a loop's answers and `forward_lock`. The
  * thread that enqueues also sends. One thread of the server, the forwarder, reads the backups'
  * answers and sends what sockets did not take. */
@@ -25,7 +25,7 @@
 struct connection;
 struct forward;
 struct replica;
-struct replica_group;
+struct segment_bundle;
 struct smb_server;
 struct sync;
 struct wait;
@@ -35,7 +35,7 @@ enum { REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
 /* Of a segment that is served, or is about to be: replica_at finds it. It has no role yet. */
 int replica_create(struct smb_server *server, struct smb_segment *segment);
 void replica_destroy(struct replica *replica);
-/* The segment is deleted, or the daemon stops. If it is its group's last one, waiting requests are
+/* The segment is deleted, or the daemon stops. If it is its bundle's last one, waiting requests are
  * answered. */
 void replica_close(struct replica *replica);
 /* After that, of one that was marked deleted: waits a second at most until the backup has every
@@ -64,7 +64,7 @@ int replica_prepare(struct replica *replica, const struct smb_frame *frame, cons
 /* It was made, or will not be; `forward`, where it was not enqueued. Sends what can be sent. */
 void replica_done(struct replica *replica, struct forward *forward);
 /* Under the chunk's lock, once the change and its record are made, and before readers without the
- * lock see it. `targets`: the frame's segment, and those of the group that change with it. *order:
+ * lock see it. `targets`: the frame's segment, and those of the bundle that change with it. *order:
  * what its answer waits for; 0: it need not wait. SMB_STALE_EPOCH: it is the primary no more, and
  * nobody may hear of the change. `result`: of a change that has one. */
 int replica_enqueue(struct smb_segment *const *targets, int count, struct forward *forward,
@@ -103,12 +103,13 @@ bool replica_has_copied(const struct replica *replica, uint64_t sequence);
 void replica_note_copied(struct replica *replica, uint32_t epoch, uint64_t sequence);
 /* At the backup: whether the server of that name may bring the changes of that epoch. */
 bool replica_is_peer(struct replica *replica, uint32_t epoch, const char *name);
-/* At the backup: which connection brings the changes of that replica's group, by what is returned.
+/* At the backup: which connection brings the changes of that replica's bundle, by what is returned.
  * It has to end. */
-struct replica_group *replica_feed_begins(struct replica *replica, const struct connection *feeder);
-void replica_feed_ends(struct replica_group *group, const struct connection *feeder);
-bool replica_is_of(const struct replica *replica, const struct replica_group *group);
+struct segment_bundle *replica_feed_begins(struct replica *replica,
+                                           const struct connection *feeder);
+void replica_feed_ends(struct segment_bundle *bundle, const struct connection *feeder);
+bool replica_is_of(const struct replica *replica, const struct segment_bundle *bundle);
 /* The session of its feed. */
-uint64_t replica_group_id(const struct replica *replica);
+uint64_t replica_bundle_id(const struct replica *replica);
 
 #endif

@@ -1,4 +1,4 @@
-/* replica_state.h: the structs of replicas and their groups, for replica.c, group.c, copy.c,
+/* replica_state.h: the structs of replicas and their bundles, for replica.c, bundle.c, copy.c,
  * roles.c and forwarder.c alone. replica.h says what guards them.
  */
 #ifndef SMB_REPLICA_STATE_H
@@ -6,12 +6,12 @@
 
 #include "memory/records.h"
 #include "server/feed.h"
-#include "server/group.h"
+#include "server/bundle.h"
 #include "server/replica.h"
 
 struct wait;
 
-/* How far a copy of a group is that is being made, for a server that is to be the backup. Chunks
+/* How far a copy of a bundle is that is being made, for a server that is to be the backup. Chunks
  * are copied in their order, each of all members at once; the changes of those before `chunks_done`
  * are forwarded, of the others only that they were made. docs/decisions/0025, "A new copy". */
 struct copy {
@@ -27,11 +27,11 @@ struct copy {
 
 /* Segments that move together: docs/decisions/0038. Most have one member. It lives as long as any
  * of them. */
-struct replica_group {
+struct segment_bundle {
     struct smb_server *server;
     uint64_t id;
-    struct replica_group *next; /* in the server's list: forward_lock */
-    uint32_t references;        /* likewise */
+    struct segment_bundle *next; /* in the server's list: forward_lock */
+    uint32_t references;         /* likewise */
     pthread_mutex_t lock;
     struct replica *members; /* those that are served */
     pthread_cond_t room;     /* less is queued, or what was waited for has ended */
@@ -58,11 +58,11 @@ struct replica_group {
     const struct connection *feeder;     /* backup: the primary's, compared only */
 };
 
-/* One segment of a group. */
+/* One segment of a bundle. */
 struct replica {
-    struct replica_group *group;
-    struct replica *next; /* of the group's members */
-    bool left;            /* it is served no more; the group's lock */
+    struct segment_bundle *bundle;
+    struct replica *next; /* of the bundle's members */
+    bool left;            /* it is served no more; the bundle's lock */
     uint64_t id;
     uint64_t chunk_bytes, data_bytes;
     uint32_t dtype;
@@ -75,42 +75,43 @@ struct replica {
     uint64_t evictions, ended_evictions;
 };
 
-static inline bool is_paired(const struct replica_group *group)
+static inline bool is_paired(const struct segment_bundle *bundle)
 {
-    return atomic_load_explicit(&group->paired, memory_order_acquire);
+    return atomic_load_explicit(&bundle->paired, memory_order_acquire);
 }
 
 /* Takes the segment in. SMB_INVALID: it is cut in another way than the others, or these are as many
  * as may be. */
-int group_join(struct smb_server *server, uint64_t id, struct replica *replica);
-/* It is served no more; the group may go on. It keeps its reference until group_release. */
-void group_leave(struct replica *replica);
-struct replica_group *group_hold(struct replica_group *group);
-void group_release(struct replica_group *group);
+int bundle_join(struct smb_server *server, uint64_t id, struct replica *replica);
+/* It is served no more; the bundle may go on. It keeps its reference until bundle_release. */
+void bundle_leave(struct replica *replica);
+struct segment_bundle *bundle_hold(struct segment_bundle *bundle);
+void bundle_release(struct segment_bundle *bundle);
 /* References to the members that are served now; returns how many. */
-int group_hold_members(struct replica_group *group, struct smb_segment *members[GROUP_MEMBERS_MAX]);
-void group_release_members(struct smb_segment *const *members, int count);
+int bundle_hold_members(struct segment_bundle *bundle,
+                        struct smb_segment *members[BUNDLE_MEMBERS_MAX]);
+void bundle_release_members(struct smb_segment *const *members, int count);
 /* Fills the header in; the body is whoever made it's. */
-void group_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame);
+void bundle_encode(const struct replica *replica, struct forward *forward, struct smb_frame frame);
 /* With the lock: the next in order. */
-void group_append(struct replica *replica, struct forward *forward);
+void bundle_append(struct replica *replica, struct forward *forward);
 /* Instead of plain unlocking, after what may have made or broken a connection. */
-void group_unlock(struct replica_group *group);
+void bundle_unlock(struct segment_bundle *bundle);
 /* Wakes the control thread that looks after connections. */
-void group_tell_change(struct smb_server *server);
-/* With the lock: the forwarder finds the group by that member. false: there is no connection any
+void bundle_tell_change(struct smb_server *server);
+/* With the lock: the forwarder finds the bundle by that member. false: there is no connection any
  * more. `how`: of epoll_ctl. */
-bool group_watch_feed(struct replica_group *group, uint64_t id, int how);
+bool bundle_watch_feed(struct segment_bundle *bundle, uint64_t id, int how);
 /* With the lock: those up to that order are answered; with another status than SMB_OK, refused. */
-void group_answer_waiting(struct replica_group *group, uint64_t order, int status);
+void bundle_answer_waiting(struct segment_bundle *bundle, uint64_t order, int status);
 /* With the lock. Nothing of the last copy stays. */
-void group_end_copy(struct replica_group *group);
+void bundle_end_copy(struct segment_bundle *bundle);
 /* With the lock. Nothing is forwarded any more. Waiting requests are answered. A primary goes on
  * alone: as the only copy it has all that it tells of. Any other status sends clients elsewhere. */
-void group_stop_forwarding(struct replica_group *group, int status);
-bool group_is_primary(const struct replica_group *group);
-/* A member has had a role of that epoch. As long as the group has none, it takes no older one. */
-void group_begin_at(struct replica_group *group, uint32_t epoch);
+void bundle_stop_forwarding(struct segment_bundle *bundle, int status);
+bool bundle_is_primary(const struct segment_bundle *bundle);
+/* A member has had a role of that epoch. As long as the bundle has none, it takes no older one. */
+void bundle_begin_at(struct segment_bundle *bundle, uint32_t epoch);
 /* A reference to the segment with it; NULL: not here, or it has one copy. */
 struct replica *replica_of(struct smb_server *server, uint64_t id, struct smb_segment **segment);
 

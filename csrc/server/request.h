@@ -9,7 +9,7 @@
 #include "server/grants.h"
 
 struct forward;
-struct replica_group;
+struct segment_bundle;
 struct smb_server;
 
 /* The gate's knowledge of a connection, from one request to the next. */
@@ -19,7 +19,7 @@ struct gate_peer {
     /* of segments with two copies (replica.h) */
     bool fed; /* it is a primary's, for its backup here */
     /* for these segments it was taken as their primary's: frames of many sessions; NULL */
-    struct replica_group *feeds;
+    struct segment_bundle *feeds;
     /* a change for the one segment of its lane was sent away: so is every later one, as the lane's
      * watermark would speak for the first one, too */
     bool sent_away;

@@ -1,4 +1,4 @@
-/* A group's role, primary or backup, from an epoch on: given by the coordinator. Control threads,
+/* A bundle's role, primary or backup, from an epoch on: given by the coordinator. Control threads,
  * one at a time (roles_lock). */
 #include <string.h>
 
@@ -10,48 +10,49 @@
 #include "server/server.h"
 #include "server/waits.h"
 
-static void take_role(struct replica_group *group, uint32_t epoch, int role, bool paired,
+static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, bool paired,
                       bool copying, const char *peer)
 {
-    pthread_mutex_lock(&group->lock);
+    pthread_mutex_lock(&bundle->lock);
     /* Before `paired`: whoever finds it unpaired and a primary takes it for the only copy. */
     if (role != SMB_REPLICA_PRIMARY)
-        atomic_store_explicit(&group->role, role, memory_order_release);
-    bool goes_on = role == SMB_REPLICA_PRIMARY && paired && !copying && group->copy.whole;
+        atomic_store_explicit(&bundle->role, role, memory_order_release);
+    bool goes_on = role == SMB_REPLICA_PRIMARY && paired && !copying && bundle->copy.whole;
     if (goes_on) {
         /* The new backup still has to get all that is queued. */
-        feed_enter_epoch(&group->feed, epoch);
-        group_end_copy(group);
+        feed_enter_epoch(&bundle->feed, epoch);
+        bundle_end_copy(bundle);
     } else {
-        group_stop_forwarding(group, role == SMB_REPLICA_PRIMARY ? SMB_OK : SMB_STALE_EPOCH);
-        group->words_lost = false;
+        bundle_stop_forwarding(bundle, role == SMB_REPLICA_PRIMARY ? SMB_OK : SMB_STALE_EPOCH);
+        bundle->words_lost = false;
     }
-    group->copied = 0;
-    atomic_store_explicit(&group->paired, role == SMB_REPLICA_PRIMARY && paired,
+    bundle->copied = 0;
+    atomic_store_explicit(&bundle->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
-    atomic_store_explicit(&group->yields, false, memory_order_release);
-    strcpy(group->peer, peer);
-    atomic_store_explicit(&group->epoch, epoch, memory_order_release);
-    atomic_store_explicit(&group->role, role, memory_order_release);
+    atomic_store_explicit(&bundle->yields, false, memory_order_release);
+    strcpy(bundle->peer, peer);
+    atomic_store_explicit(&bundle->epoch, epoch, memory_order_release);
+    atomic_store_explicit(&bundle->role, role, memory_order_release);
     if (copying && role == SMB_REPLICA_PRIMARY)
-        group->copy = (struct copy){.under_way = true};
-    if (group->copy.under_way)
-        group->settling = group->in_progress > 0;
-    group->feed.broken_ns = smb_now_ns();
-    group->told_works = false;
-    pthread_mutex_unlock(&group->lock);
-    group_tell_change(group->server);
+        bundle->copy = (struct copy){.under_way = true};
+    if (bundle->copy.under_way)
+        bundle->settling = bundle->in_progress > 0;
+    bundle->feed.broken_ns = smb_now_ns();
+    bundle->told_works = false;
+    pthread_mutex_unlock(&bundle->lock);
+    bundle_tell_change(bundle->server);
 }
 
 /* It can have a backup that was not copied to if both are new, or if the copy has just become
  * whole. */
-static bool may_take(struct replica_group *group, int role_now, int role, bool paired, bool copying)
+static bool may_take(struct segment_bundle *bundle, int role_now, int role, bool paired,
+                     bool copying)
 {
     if (role != SMB_REPLICA_PRIMARY || !paired || copying || role_now == SMB_REPLICA_NONE)
         return true;
-    pthread_mutex_lock(&group->lock);
-    bool whole = group->copy.whole;
-    pthread_mutex_unlock(&group->lock);
+    pthread_mutex_lock(&bundle->lock);
+    bool whole = bundle->copy.whole;
+    pthread_mutex_unlock(&bundle->lock);
     return whole;
 }
 
@@ -72,18 +73,18 @@ static int gate_segment(struct smb_server *server, struct smb_segment *segment)
 }
 
 /* It was the backup: the old primary's requests here end before another primary's begin. */
-static void stop_following(struct replica_group *group, uint32_t epoch, int role)
+static void stop_following(struct segment_bundle *bundle, uint32_t epoch, int role)
 {
-    take_role(group, epoch, SMB_REPLICA_NONE, false, false, "");
-    lanes_fence_session(group->server, group->id);
+    take_role(bundle, epoch, SMB_REPLICA_NONE, false, false, "");
+    lanes_fence_session(bundle->server, bundle->id);
     FAILPOINT("replica.fenced");
     if (role != SMB_REPLICA_PRIMARY)
         return;
-    struct smb_segment *members[GROUP_MEMBERS_MAX];
-    int count = group_hold_members(group, members);
+    struct smb_segment *members[BUNDLE_MEMBERS_MAX];
+    int count = bundle_hold_members(bundle, members);
     for (int i = 0; i < count; i++)
         waits_take_over(members[i]);
-    group_release_members(members, count);
+    bundle_release_members(members, count);
 }
 
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
@@ -99,26 +100,26 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
                  : role == SMB_REPLICA_PRIMARY ? gate_segment(server, segment)
                                                : SMB_INVALID;
     if (status == SMB_OK) {
-        struct replica_group *group = replica_at(segment)->group;
-        uint32_t epoch_now = atomic_load_explicit(&group->epoch, memory_order_relaxed);
-        int role_now = atomic_load_explicit(&group->role, memory_order_relaxed);
+        struct segment_bundle *bundle = replica_at(segment)->bundle;
+        uint32_t epoch_now = atomic_load_explicit(&bundle->epoch, memory_order_relaxed);
+        int role_now = atomic_load_explicit(&bundle->role, memory_order_relaxed);
         /* The other members' roles change with the first one's. */
         bool anew = role_now == SMB_REPLICA_NONE
                         ? role != SMB_REPLICA_NONE
                         : role_now == SMB_REPLICA_PRIMARY && role == SMB_REPLICA_NONE;
         if (epoch > epoch_now || (epoch == epoch_now && anew)) {
-            if (!may_take(group, role_now, role, paired, copying)) {
+            if (!may_take(bundle, role_now, role, paired, copying)) {
                 status = SMB_INVALID;
             } else {
                 if (role_now == SMB_REPLICA_BACKUP)
-                    stop_following(group, epoch, role);
-                take_role(group, epoch, role, paired, copying, peer);
+                    stop_following(bundle, epoch, role);
+                take_role(bundle, epoch, role, paired, copying, peer);
             }
         }
         /* Of each member by itself: a daemon that is killed in between told of all of them. */
         if (status == SMB_OK && role != SMB_REPLICA_NONE &&
-            atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch &&
-            atomic_load_explicit(&group->role, memory_order_relaxed) == role)
+            atomic_load_explicit(&bundle->epoch, memory_order_relaxed) == epoch &&
+            atomic_load_explicit(&bundle->role, memory_order_relaxed) == role)
             smb_segment_note_copy(segment, epoch, role == SMB_REPLICA_PRIMARY || !copying);
     }
     pthread_mutex_unlock(&server->roles_lock);
@@ -152,14 +153,14 @@ int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch)
     struct replica *replica = replica_of(server, id, &segment);
     if (!replica)
         return SMB_NOT_FOUND;
-    struct replica_group *group = replica->group;
+    struct segment_bundle *bundle = replica->bundle;
     pthread_mutex_lock(&server->roles_lock);
-    int status = group_is_primary(group) && is_paired(group) &&
-                         atomic_load_explicit(&group->epoch, memory_order_relaxed) == epoch
+    int status = bundle_is_primary(bundle) && is_paired(bundle) &&
+                         atomic_load_explicit(&bundle->epoch, memory_order_relaxed) == epoch
                      ? SMB_OK
                      : SMB_STALE_EPOCH;
     if (status == SMB_OK)
-        atomic_store_explicit(&group->yields, true, memory_order_release);
+        atomic_store_explicit(&bundle->yields, true, memory_order_release);
     pthread_mutex_unlock(&server->roles_lock);
     smb_segment_release(segment);
     return status;

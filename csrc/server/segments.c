@@ -36,7 +36,7 @@ static int publish(struct smb_server *server, struct smb_segment *segment, const
 }
 
 static int create(struct smb_server *server, const char *path, uint64_t id, uint32_t epoch,
-                  int dtype, uint64_t data_bytes, uint32_t chunk_bytes, const uint64_t *group)
+                  int dtype, uint64_t data_bytes, uint32_t chunk_bytes, const uint64_t *bundle)
 {
     uint64_t file_bytes = smb_segment_file_bytes(data_bytes, chunk_bytes);
     if (file_bytes == 0)
@@ -46,8 +46,8 @@ static int create(struct smb_server *server, const char *path, uint64_t id, uint
         return status;
     struct smb_segment *segment;
     status = smb_segment_create(path, id, epoch, dtype, data_bytes, chunk_bytes, &segment);
-    if (status == SMB_OK && group)
-        smb_segment_mark_replicated(segment, *group); /* before anybody can find it */
+    if (status == SMB_OK && bundle)
+        smb_segment_mark_replicated(segment, *bundle); /* before anybody can find it */
     if (status == SMB_OK) {
         status = publish(server, segment, path, false);
         if (status != SMB_OK) {
@@ -67,10 +67,10 @@ int smb_server_create_segment(struct smb_server *server, const char *path, uint6
 }
 
 int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
-                              uint64_t group, uint32_t epoch, int dtype, uint64_t data_bytes,
+                              uint64_t bundle, uint32_t epoch, int dtype, uint64_t data_bytes,
                               uint32_t chunk_bytes)
 {
-    return create(server, path, id, epoch, dtype, data_bytes, chunk_bytes, &group);
+    return create(server, path, id, epoch, dtype, data_bytes, chunk_bytes, &bundle);
 }
 
 int smb_server_adopt_segment(struct smb_server *server, const char *path,

@@ -21,7 +21,7 @@
 #include "memory/sync.h"
 #include "server/counters.h"
 #include "server/grants.h"
-#include "server/group.h"
+#include "server/bundle.h"
 #include "server/listener.h"
 #include "server/registry.h"
 #include "server/strangers.h"
@@ -87,8 +87,8 @@ struct smb_server {
     uint32_t past_count;
     /* forwarder.c: one thread, from the first segment with two copies on */
     pthread_mutex_t roles_lock;   /* one change of roles at a time; before all others */
-    pthread_mutex_t forward_lock; /* after a group's lock */
-    struct replica_group *groups[GROUP_BUCKETS]; /* forward_lock */
+    pthread_mutex_t forward_lock; /* after a bundle's lock */
+    struct segment_bundle *bundles[BUNDLE_BUCKETS]; /* forward_lock */
     pthread_cond_t replica_changed;
     uint64_t replica_changes; /* of roles and connections; forward_lock */
     pthread_t forwarder;

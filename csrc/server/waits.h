@@ -32,7 +32,7 @@ struct wait {
     uint64_t begun_ns;
     /* of a segment with two copies: answered once this change is confirmed (replica.h) */
     uint64_t order;
-    struct wait *before, *after; /* the lock of the replica's group */
+    struct wait *before, *after; /* the lock of the replica's bundle */
     bool in_replica;
 };
 

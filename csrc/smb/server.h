@@ -119,7 +119,7 @@ void smb_server_know_ended(struct smb_server *server, bool all);
 enum smb_replica_role { SMB_REPLICA_NONE = 0, SMB_REPLICA_PRIMARY = 1, SMB_REPLICA_BACKUP = 2 };
 struct smb_replica_status {
     uint64_t segment;
-    uint64_t group; /* all that follows is of the group */
+    uint64_t group; /* the bundle that it moves with; all that follows is of the bundle */
     uint32_t epoch;
     int role;
     bool paired;
@@ -129,13 +129,13 @@ struct smb_replica_status {
     uint64_t queued_bytes;
     int refused; /* primary: the status with which the last connection ended; SMB_OK: none such */
 };
-/* As smb_server_create_segment, of one of them: nobody is let in until it has a role. `group`: it
+/* As smb_server_create_segment, of one of them: nobody is let in until it has a role. `bundle`: it
  * moves with the segments that were made with this number, and has their role; 0: its own id.
  * SMB_INVALID: those are cut in another way, or are 16 already. */
 int smb_server_create_replica(struct smb_server *server, const char *path, uint64_t id,
-                              uint64_t group, uint32_t epoch, int dtype, uint64_t data_bytes,
+                              uint64_t bundle, uint32_t epoch, int dtype, uint64_t data_bytes,
                               uint32_t chunk_bytes);
-/* Its role, and that of its group, from an epoch on; an older one than is known is left.
+/* Its role, and that of its bundle, from an epoch on; an older one than is known is left.
  * `paired`: the primary of a segment that has a backup, or (`copying`) one that gets it:
  * smb_server_copy. `peer`: the name of the server of the other copy; a guarded backup takes
  * changes from that server alone. A segment that has been made with one copy is gated: clients
@@ -144,7 +144,7 @@ int smb_server_create_replica(struct smb_server *server, const char *path, uint6
  * long. */
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
                            bool paired, bool copying, const char *peer);
-/* Sends about so many bytes more to the new backup, for one of a group's members; of the others
+/* Sends about so many bytes more to the new backup, for one of a bundle's members; of the others
  * it says how far they are. SMB_OK: *copied of *total bytes of this one went there so far.
  * SMB_BUSY: nothing can be sent now; waits a little before it says so. SMB_EXISTS: all is there
  * and confirmed. SMB_STALE_EPOCH: that copy is not wanted any more, or was given up. */

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
+from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.draining import BOUND
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, ServerCounted
-from smb.coordinator.groups import Groups, group_of
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message
 from smb.coordinator.placement import Pool
@@ -56,7 +56,7 @@ class CopyMaker:
         self._moves: dict[int, Move] = {}  # by segment; forgotten with this run: they can be asked for again
         self._avoided_until: dict[str, float] = {}
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
-        self._said: dict[int, str] = {}  # by group: the last warning
+        self._said: dict[int, str] = {}  # by bundle: the last warning
         self._bound: dict[int, float] = {}  # segments of which their servers said that they can't move; until when
         self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
         self._making: set[tuple[str, int]] = set()  # servers, and segments of copies that have not begun
@@ -66,12 +66,12 @@ class CopyMaker:
         return self._bound.keys()
 
     def resting(self) -> Collection[int]:
-        """Groups of which no copy is begun: their source has told that it lacks one of their segments."""
+        """Bundles of which no copy is begun: their source has told that it lacks one of their segments."""
         state = self._commit_log.state
         if not any(state.missing.values()):
             return frozenset()
         return frozenset(
-            group_of(segment)
+            bundle_of(segment)
             for record in state.buffers.values()
             for segment in record.segments
             if not segment.backup and segment.id in state.missing.get(segment.server, ())
@@ -201,9 +201,9 @@ class CopyMaker:
         """Ask this server for nothing, for a while."""
         doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
         text = f"no {doing} of a segment of {wish.record.title} for now: {error}"
-        group = group_of(wish.segment)
-        _log.log(logging.DEBUG if self._said.get(group) == text else logging.WARNING, "%s", text)
-        self._said[group] = text
+        bundle = bundle_of(wish.segment)
+        _log.log(logging.DEBUG if self._said.get(bundle) == text else logging.WARNING, "%s", text)
+        self._said[bundle] = text
         self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
         asyncio.get_running_loop().call_later(pause_s, self.look_now)
 
@@ -280,18 +280,18 @@ class CopyMaker:
     def _say_lacking(self, records: list[BufferRecord]) -> None:
         """Say what keeps buffers from a second copy whose memory is there: they move together with one that is lost."""
         missing = self._commit_log.state.missing
-        lacking: dict[int, list[str]] = {}  # by group: the titles of what is lost
+        lacking: dict[int, list[str]] = {}  # by bundle: the titles of what is lost
         for record in records:
             for segment in record.segments if record.ready else ():
                 if not segment.backup and segment.id in missing.get(segment.server, ()):
-                    lacking.setdefault(group_of(segment), []).append(record.title)
+                    lacking.setdefault(bundle_of(segment), []).append(record.title)
         if not lacking:
             return
-        groups = Groups(records)
+        bundles = Bundles(records)
         for record in records:
             for segment in record.segments:
-                lost = lacking.pop(group_of(segment), [])
-                members = groups.members(record, segment) if lost else ()
+                lost = lacking.pop(bundle_of(segment), [])
+                members = bundles.members(record, segment) if lost else ()
                 if len(members) <= len(lost):  # nothing is lost, or nothing is there
                     continue
                 titles = ", ".join(sorted(of.title for of, _ in members))
@@ -299,16 +299,16 @@ class CopyMaker:
                     f"{titles} move together, and have one copy as long as {segment.server} lacks "
                     f"{', '.join(sorted(lost))}: delete what is lost"
                 )
-                if self._said.get(group_of(segment)) != text:
+                if self._said.get(bundle_of(segment)) != text:
                     _log.warning("%s", text)
-                    self._said[group_of(segment)] = text
+                    self._said[bundle_of(segment)] = text
 
     def _say_without_room(self, records: list[BufferRecord], pool: Pool) -> None:
-        groups = Groups(records)
+        bundles = Bundles(records)
         found = frozenset(
             record.title
             for record in records
-            if record.degraded and record.ready and without_room(record, pool, groups)
+            if record.degraded and record.ready and without_room(record, pool, bundles)
         )
         for title in sorted(found - self._without_room):
             _log.warning("%s stays degraded: no other server has room for a copy", title)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from smb.config.parse import format_bytes
-from smb.coordinator.groups import Groups, group_of
+from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.placement import SERVERS_SHOWN_MAX, Pool, place_copy
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
 from smb.coordinator.replicas import stays_on
@@ -41,7 +41,7 @@ def check_room(records: Collection[BufferRecord], pool: Pool, name: str) -> None
         )
     pool = replace(pool, free_bytes=free)
     refused: dict[str, int] = {}
-    for record, segment in sorted(_copies(records, name, Groups(records)), key=lambda each: -each[1].file_bytes):
+    for record, segment in sorted(_copies(records, name, Bundles(records)), key=lambda each: -each[1].file_bytes):
         title, wanted = record.title, record.replicas
         source = stays_on(segment, name) or segment.server
         # Of a copy that is alone a second one is made first, and then another one in its own place.
@@ -69,22 +69,22 @@ def staying(
     use. `bound`: segments of which their servers have said that they can't move.
     """
     found = []
-    groups = Groups(records)
+    bundles = Bundles(records)
     for record in sorted(records, key=lambda record: record.name):
         ours = [segment for segment in record.copies if segment.server == name]
-        if ours and record.ready and record.kind is Kind.BUFFER and (why := _why(record, pool, name, bound, groups)):
+        if ours and record.ready and record.kind is Kind.BUFFER and (why := _why(record, pool, name, bound, bundles)):
             found.append(Staying(record, len(ours), sum(segment.file_bytes for segment in ours), why))
     return found
 
 
-def _why(record: BufferRecord, pool: Pool, name: str, bound: Container[int], groups: Groups) -> str:
+def _why(record: BufferRecord, pool: Pool, name: str, bound: Container[int], bundles: Bundles) -> str:
     if record.mirror_of:
         return MIRROR
     if any(segment.server == name and segment.id in bound for segment in record.segments):
         return BOUND
     stuck = [
         segment
-        for _, segment in _copies((record,), name, groups)
+        for _, segment in _copies((record,), name, bundles)
         if not place_copy(pool, stays_on(segment, name) or segment.server, segment.file_bytes)
     ]
     if not stuck:
@@ -92,7 +92,9 @@ def _why(record: BufferRecord, pool: Pool, name: str, bound: Container[int], gro
     return f"no other server has room for {format_bytes(stuck[0].file_bytes)}; free: {_shown(pool, name)}"
 
 
-def _copies(records: Iterable[BufferRecord], name: str, groups: Groups) -> Iterator[tuple[BufferRecord, SegmentRecord]]:
+def _copies(
+    records: Iterable[BufferRecord], name: str, bundles: Bundles
+) -> Iterator[tuple[BufferRecord, SegmentRecord]]:
     """Yield the segments of which a server has a copy that can move and is not about to leave it. Of those that move
     together one stands for all, with the bytes of all.
     """
@@ -101,9 +103,9 @@ def _copies(records: Iterable[BufferRecord], name: str, groups: Groups) -> Itera
         for segment in record.segments if record.replicas > 1 or record.moves_alone else ():
             here = (segment.server, segment.backup) if record.replicas > 1 else (segment.server,)
             moved = record.replicas == 1 and segment.backup
-            if name in here and not segment.copying_to and not moved and group_of(segment) not in seen:
-                seen.add(group_of(segment))
-                yield record, replace(segment, file_bytes=groups.file_bytes(record, segment))
+            if name in here and not segment.copying_to and not moved and bundle_of(segment) not in seen:
+                seen.add(bundle_of(segment))
+                yield record, replace(segment, file_bytes=bundles.file_bytes(record, segment))
 
 
 def _shown(pool: Pool, name: str) -> str:

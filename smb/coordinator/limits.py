@@ -3,7 +3,7 @@
 SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown this long
 BUFFERS_MAX = 65_536  # each is a record in memory and in one ListBuffers reply
 DELETED_ATTEMPTS_MAX = 4096  # the latest deletions, of which a creation that is asked for again is told
-GROUP_BUFFERS_MAX = 16  # that move together: their records change in one transaction of the store
+BUNDLE_BUFFERS_MAX = 16  # that move together: their records change in one transaction of the store
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
 SESSIONS_MAX = 65_536
 SESSIONS_PER_CERTIFICATE_MAX = 32_768  # so that the holder of one leaves places for others

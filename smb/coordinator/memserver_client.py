@@ -77,7 +77,7 @@ class MemoryServers:
         """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
         unknown), and InvalidArgumentError where the server is too old to keep it together with others.
         """
-        group_id = 0 if segment.group == segment.id else segment.group  # a group of its own needs no server that knows
+        bundle_id = 0 if segment.group == segment.id else segment.group  # one of its own needs no server that knows
         request = pb.CreateSegmentRequest(
             id=segment.id,
             epoch=segment.epoch or record.epoch,
@@ -86,7 +86,7 @@ class MemoryServers:
             chunk_bytes=record.chunk_bytes,
             token_floor=token_floor,
             replica=replica,
-            group_id=group_id,
+            group_id=bundle_id,
             stamp=stamp_message(stamp) if stamp is not None else None,
         )
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
@@ -95,7 +95,7 @@ class MemoryServers:
             reply = await peer.stub.CreateSegment(request, timeout=deadline_s)
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "make a segment", error) from error
-        if reply.group_id != group_id:
+        if reply.group_id != bundle_id:
             raise InvalidArgumentError(
                 f'memory server "{server.name}" is too old to move segments together with others: upgrade it'
             )

@@ -229,7 +229,7 @@ def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
             copying_to=segment.copying_to, group_id=segment.group,
         )  # fmt: skip
         told = state.progress.get(segment.server, {}) if segment.copying_to else {}
-        progress = told.get(segment.id) or told.get(segment.group)  # of a group one segment is named
+        progress = told.get(segment.id) or told.get(segment.group)  # of a bundle one segment is named
         if progress is not None and progress.total_bytes:
             message.copied = progress.copied_bytes / progress.total_bytes
             if progress.bytes_per_s:

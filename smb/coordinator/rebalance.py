@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from smb.coordinator.groups import Groups, group_of
+from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
@@ -84,14 +84,14 @@ _Copy = tuple[str, SegmentRecord, str]  # its server, the segment, the buffer's 
 
 def _pairs(records: list[BufferRecord], pool: Pool) -> Iterator[_Copy]:
     """Yield the copies of segments with two. Of those that move together one stands for all, with the bytes of all."""
-    groups = Groups(records)
+    bundles = Bundles(records)
     seen: set[int] = set()
     for record in records:
         for segment in record.segments if record.replicas > 1 and record.ready and record.mirror_of == 0 else ():
-            if group_of(segment) in seen:
+            if bundle_of(segment) in seen:
                 continue
-            seen.add(group_of(segment))
-            whole = replace(segment, file_bytes=groups.file_bytes(record, segment))
+            seen.add(bundle_of(segment))
+            whole = replace(segment, file_bytes=bundles.file_bytes(record, segment))
             for name in (segment.backup, segment.server):
                 if pool.alive(stays_on(segment, name)):
                     yield name, whole, record.title

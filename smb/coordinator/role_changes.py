@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
+from smb.coordinator.bundles import Bundles
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import (
     BackupsLost,
@@ -17,7 +18,6 @@ from smb.coordinator.events import (
     ServerReturned,
     Ticked,
 )
-from smb.coordinator.groups import Groups
 from smb.coordinator.memserver_client import MemoryServers, RunState
 from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import ServerRecord
@@ -187,7 +187,7 @@ class RoleChanges:
         does not answer hears of it when it renews.
         """
         state = self._commit_log.state
-        together = Groups(state.buffers.values()).named_by(segment_ids)
+        together = Bundles(state.buffers.values()).named_by(segment_ids)
         await asyncio.gather(
             *(self._tell_roles_to(state.servers[name], together) for name in names if name in state.servers)
         )

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from smb.coordinator.groups import Groups, Member, group_of
+from smb.coordinator.bundles import Bundles, Member, bundle_of
 from smb.coordinator.placement import Pool, place_copy
 from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
@@ -66,13 +66,13 @@ def wishes(
 ) -> list[Wish]:
     """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
     then `moves`, by segment. `avoid`: servers that are not to be asked for anything. `apart`: pairs of which
-    neither is to copy to the other. `bound`: segments that can't move. `resting`: groups that wait. `kept`: servers
-    that have another copy of a segment in quarantine. A group of segments is one copy, which waits while one of its
+    neither is to copy to the other. `bound`: segments that can't move. `resting`: bundles that wait. `kept`: servers
+    that have another copy of a segment in quarantine. A bundle of segments is one copy, which waits while one of its
     buffers is being made, too.
     """
-    groups = Groups(records)
+    bundles = Bundles(records)
     under_way = {
-        group_of(segment): (segment, groups.file_bytes(record, segment))
+        bundle_of(segment): (segment, bundles.file_bytes(record, segment))
         for record in records
         for segment in record.segments
         if segment.copying_to
@@ -88,13 +88,13 @@ def wishes(
         *_moving_out(records, pool, bound),
         *_moving(records, moves or {}, bound),
     ):
-        nbytes = groups.file_bytes(record, segment)
+        nbytes = bundles.file_bytes(record, segment)
         if (
             not pool.alive(source)
             or {source, leaving} & avoid
-            or group_of(segment) in begun
-            or group_of(segment) in resting
-            or not groups.ready(record, segment)
+            or bundle_of(segment) in begun
+            or bundle_of(segment) in resting
+            or not bundles.ready(record, segment)
             or not sources.allows(source, nbytes)
         ):
             continue
@@ -105,40 +105,40 @@ def wishes(
             if name in free
             and targets.allows(name, nbytes)
             and frozenset((source, name)) not in apart
-            and not any((name, member.id) in kept for _, member in groups.members(record, segment))
+            and not any((name, member.id) in kept for _, member in bundles.members(record, segment))
         }
         target = place_copy(replace(pool, free_bytes=open_to), source, nbytes)
         if not target:
             continue
-        begun.add(group_of(segment))
+        begun.add(bundle_of(segment))
         sources.add(source, nbytes)
         targets.add(target, nbytes)
         free[target] -= nbytes
-        found.append(Wish(record, segment, target, source, leaving, tuple(groups.members(record, segment))))
+        found.append(Wish(record, segment, target, source, leaving, tuple(bundles.members(record, segment))))
     return found
 
 
 def copies_to_come(records: Collection[BufferRecord], pool: Pool, resting: Container[int] = frozenset()) -> int:
     """Return how many segments have one copy for now: another one is being made, or will be. `resting`: as above."""
-    groups = Groups(records)
+    bundles = Bundles(records)
     return sum(
         bool(
             segment.copying_to
-            or (pool.alive(segment.server) and place_copy(pool, segment.server, groups.file_bytes(record, segment)))
+            or (pool.alive(segment.server) and place_copy(pool, segment.server, bundles.file_bytes(record, segment)))
         )
         for record in records
         for segment in (record.segments if record.degraded else ())
-        if not segment.backup and group_of(segment) not in resting
+        if not segment.backup and bundle_of(segment) not in resting
     )
 
 
-def without_room(record: BufferRecord, pool: Pool, groups: Groups) -> bool:
+def without_room(record: BufferRecord, pool: Pool, bundles: Bundles) -> bool:
     """Whether some segment of it has one copy, and no other live server has room for a second one."""
     return any(
         not segment.backup
         and not segment.copying_to
         and pool.alive(segment.server)
-        and not place_copy(pool, segment.server, groups.file_bytes(record, segment))
+        and not place_copy(pool, segment.server, bundles.file_bytes(record, segment))
         for segment in record.segments
     )
 

@@ -49,7 +49,7 @@ class Pair:
             engine.set_keys({GENERATION: KEY}, NOW_MS)
             engine.use_tls(tls_of(certificates, f"server-{number}"))
             form = SegmentForm(SEGMENT, EPOCH, Dtype.FLOAT32, CHUNK, CHUNK)
-            engine.create_segment(directory / str(number), form, group_id=0)
+            engine.create_segment(directory / str(number), form, bundle_id=0)
             engine.serve_until(time.clock_gettime(time.CLOCK_BOOTTIME) + 600)
             self.ports.append(engine.listen_tcp("127.0.0.1", 0))
         self.primary, self.backup = self.engines
@@ -216,7 +216,7 @@ def test_the_named_server_feeds_what_it_was_named_for(pair: Pair, tmp_path: Path
     """Not another segment, not in another epoch, not over a client's lane; and no more once roles have changed."""
     path = Path("/dev/shm") / f"smb-test-{secrets.token_hex(6)}"
     other = SegmentForm(SEGMENT + 1, EPOCH, Dtype.FLOAT32, CHUNK, CHUNK)
-    pair.backup.create_segment(path, other, group_id=0)
+    pair.backup.create_segment(path, other, bundle_id=0)
     pair.backup.set_replica(SEGMENT + 1, EPOCH, BACKUP, "server-2")
     with pair.connect("server-0") as client:  # on a client's lane it needs a client's token, as its relay does
         assert client.ask(Frame(Opcode.HELLO, lane=256))[0].status == Status.OK

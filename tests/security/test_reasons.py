@@ -92,7 +92,7 @@ def engine(number: int, shown: Credentials) -> Iterator[Engine]:
     made.guard()
     made.set_keys({1: bytes(32)}, 1)
     made.use_tls(Tls(shown.ca, shown.certificate, shown.key))
-    made.create_segment(path, SegmentForm(7, 1, 2, 16384, 16384), group_id=0)
+    made.create_segment(path, SegmentForm(7, 1, 2, 16384, 16384), bundle_id=0)
     made.serve_until(time.clock_gettime(time.CLOCK_BOOTTIME) + 600)
     try:
         yield made

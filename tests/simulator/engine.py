@@ -2,7 +2,7 @@
 
 A segment's data are cells, one for each client: the number of its last write. Cells lie in chunks, which are copied one
 after the other. What is in `Memory` outlives the process; roles, connections and what waits do not. The comments at
-csrc/smb/server.h and csrc/server/replica.c, group.c, roles.c, copy.c are the reference; docs/decisions/0025 says why.
+csrc/smb/server.h and csrc/server/replica.c, bundle.c, roles.c, copy.c are the reference; docs/decisions/0025 says why.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Memory:
     form: SegmentForm
     file_bytes: int
     epoch: int
-    group: int = 0  # of one that has, or had, a role; 0: it has one copy, and everybody may use it
+    bundle: int = 0  # of one that has, or had, a role; 0: it has one copy, and everybody may use it
     whole: bool | None = None  # as Held.whole
     cells: dict[int, int] = field(default_factory=dict)
     lock: tuple[int, int, float] = LOCK_OF_NOBODY
@@ -73,7 +73,7 @@ class _Copying:
 
 
 @dataclass
-class _Group:
+class _Bundle:
     """The segments that have one role, and the connection between the two servers."""
 
     number: int
@@ -110,11 +110,11 @@ class Engine:
         """`on_delete` is called before memory is destroyed."""
         self._loop, self._network, self._process, self._host = loop, network, process, host
         self.instance_id, self._capacity_bytes, self._on_delete = instance_id, capacity_bytes, on_delete
-        self._groups: dict[int, _Group] = {}
+        self._bundles: dict[int, _Bundle] = {}
         self._ended: set[int] = set()
         self._serving_until = 0.0
         self._dialled: dict[int, Pipe] = {}
-        self._fed: dict[Pipe, _Group] = {}
+        self._fed: dict[Pipe, _Bundle] = {}
         self._dials = 0
         self.changed = asyncio.Event()
         self.writes = 0
@@ -131,7 +131,7 @@ class Engine:
 
     session_shares = segment_shares
 
-    def create_segment(self, path: object, form: SegmentForm, *, group_id: int | None = None) -> None:
+    def create_segment(self, path: object, form: SegmentForm, *, bundle_id: int | None = None) -> None:
         """See memserver.engine."""
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
         if form.id in self._host.segments:
@@ -139,8 +139,8 @@ class Engine:
         if self.counters().segment_bytes + file_bytes > self._capacity_bytes:
             raise OutOfMemoryError("no room")
         memory = Memory(form, file_bytes, form.epoch, used_at=self._loop.time())
-        if group_id is not None:
-            memory.group = group_id or form.id
+        if bundle_id is not None:
+            memory.bundle = bundle_id or form.id
             self._join(form.id, memory)
         else:
             memory.whole = True
@@ -149,36 +149,36 @@ class Engine:
     def adopt_segment(self, segment_id: int) -> SegmentForm:
         """Serve a segment of an earlier run."""
         memory = self._host.segments[segment_id]
-        if memory.group:
+        if memory.bundle:
             self._join(segment_id, memory)
         return memory.form
 
     def _join(self, segment_id: int, memory: Memory) -> None:
-        group = self._groups.setdefault(memory.group, _Group(memory.group))
-        group.members.append(segment_id)
-        if group.role == NONE:
-            group.epoch = max(group.epoch, memory.epoch)
+        bundle = self._bundles.setdefault(memory.bundle, _Bundle(memory.bundle))
+        bundle.members.append(segment_id)
+        if bundle.role == NONE:
+            bundle.epoch = max(bundle.epoch, memory.epoch)
 
     def delete_segment(self, segment_id: int) -> None:
         """See memserver.engine."""
         memory = self._memory(segment_id)
         self._on_delete(self._host, segment_id)
         del self._host.segments[segment_id]
-        group = self._group(memory)
-        if group is not None:
-            group.members.remove(segment_id)
-            if not group.members:
-                group.role = NONE
-                self._stop_forwarding(group, STALE)
-                del self._groups[group.number]
+        bundle = self._bundle(memory)
+        if bundle is not None:
+            bundle.members.remove(segment_id)
+            if not bundle.members:
+                bundle.role = NONE
+                self._stop_forwarding(bundle, STALE)
+                del self._bundles[bundle.number]
 
     def retire_segment(self, segment_id: int, idle_ms: int) -> int | None:
         """See memserver.engine."""
         memory = self._memory(segment_id)
         if self._holder(memory) or self._loop.time() - memory.used_at < idle_ms / 1000:
             return None
-        group = self._group(memory)
-        if group is not None and group.role != PRIMARY:
+        bundle = self._bundle(memory)
+        if bundle is not None and bundle.role != PRIMARY:
             return None
         memory.retired = True
         return memory.token
@@ -198,8 +198,8 @@ class Engine:
         return None if memory is None else self._held(segment_id, memory)
 
     def _held(self, number: int, memory: Memory) -> FoundSegment:
-        group = self._group(memory)
-        return FoundSegment(number, memory.file_bytes, memory.epoch, memory.whole, group.role if group else NONE)
+        bundle = self._bundle(memory)
+        return FoundSegment(number, memory.file_bytes, memory.epoch, memory.whole, bundle.role if bundle else NONE)
 
     def _memory(self, segment_id: int) -> Memory:
         memory = self._host.segments.get(segment_id)
@@ -207,8 +207,8 @@ class Engine:
             raise NotFoundError(f"segment {segment_id:016x} is not here")
         return memory
 
-    def _group(self, memory: Memory) -> _Group | None:
-        return self._groups.get(memory.group) if memory.group else None
+    def _bundle(self, memory: Memory) -> _Bundle | None:
+        return self._bundles.get(memory.bundle) if memory.bundle else None
 
     def end_session(self, session_id: int) -> None:
         """See memserver.engine."""
@@ -225,63 +225,63 @@ class Engine:
     def set_replica(self, segment_id: int, epoch: int, role: int, peer: str, *, copying: bool = False) -> None:
         """See memserver.engine."""
         memory = self._memory(segment_id)
-        if not memory.group:
+        if not memory.bundle:
             if role != PRIMARY or memory.bound:
                 raise InvalidArgumentError("it has one copy")
-            memory.group, memory.movable = segment_id, True
+            memory.bundle, memory.movable = segment_id, True
             self._join(segment_id, memory)
-        group = self._groups[memory.group]
-        ends = role == NONE and group.role == PRIMARY
-        if epoch > group.epoch or (epoch == group.epoch and (group.role == NONE or ends)):
-            whole = group.copying is not None and group.copying.whole
-            if role == PRIMARY and peer and not copying and group.role != NONE and not whole:
+        bundle = self._bundles[memory.bundle]
+        ends = role == NONE and bundle.role == PRIMARY
+        if epoch > bundle.epoch or (epoch == bundle.epoch and (bundle.role == NONE or ends)):
+            whole = bundle.copying is not None and bundle.copying.whole
+            if role == PRIMARY and peer and not copying and bundle.role != NONE and not whole:
                 raise InvalidArgumentError("it cannot have a backup without being copied")
-            self._take_role(group, epoch, role, peer, copying)
-        if role != NONE and group.epoch == epoch and group.role == role:
+            self._take_role(bundle, epoch, role, peer, copying)
+        if role != NONE and bundle.epoch == epoch and bundle.role == role:
             memory.epoch, memory.whole = epoch, role == PRIMARY or not copying
 
-    def _take_role(self, group: _Group, epoch: int, role: int, peer: str, copying: bool) -> None:
+    def _take_role(self, bundle: _Bundle, epoch: int, role: int, peer: str, copying: bool) -> None:
         paired = role == PRIMARY and bool(peer)
-        if paired and not copying and group.copying is not None and group.copying.whole:
-            group.copying = None  # the new backup still has to get all that is queued, in this epoch
-            self._hang_up(group)
+        if paired and not copying and bundle.copying is not None and bundle.copying.whole:
+            bundle.copying = None  # the new backup still has to get all that is queued, in this epoch
+            self._hang_up(bundle)
         else:
-            self._stop_forwarding(group, OK if role == PRIMARY else STALE)
-        group.copied, group.paired, group.yields, group.peer = 0, paired, False, peer
-        group.epoch, group.role = epoch, role
+            self._stop_forwarding(bundle, OK if role == PRIMARY else STALE)
+        bundle.copied, bundle.paired, bundle.yields, bundle.peer = 0, paired, False, peer
+        bundle.epoch, bundle.role = epoch, role
         if copying and role == PRIMARY:
-            group.copying = _Copying(epoch)
-        group.broken_at = self._loop.time()
+            bundle.copying = _Copying(epoch)
+        bundle.broken_at = self._loop.time()
         self.changed.set()
 
-    def _stop_forwarding(self, group: _Group, status: str) -> None:
-        self._hang_up(group)
-        group.queue.clear()
-        group.copying = None
-        group.paired = False
+    def _stop_forwarding(self, bundle: _Bundle, status: str) -> None:
+        self._hang_up(bundle)
+        bundle.queue.clear()
+        bundle.copying = None
+        bundle.paired = False
         if status == OK:
-            group.confirmed = group.order
-        self._answer_waiting(group, group.order, status)
+            bundle.confirmed = bundle.order
+        self._answer_waiting(bundle, bundle.order, status)
 
-    def _hang_up(self, group: _Group) -> None:
-        pipe, group.pipe, group.dialled = group.pipe, None, False
+    def _hang_up(self, bundle: _Bundle) -> None:
+        pipe, bundle.pipe, bundle.dialled = bundle.pipe, None, False
         if pipe is not None:
             self._fed.pop(pipe, None)
             pipe.close(self._process)
 
-    def _answer_waiting(self, group: _Group, order: int, status: str) -> None:
-        ready = [future for at, future in group.waiting if at <= order]
-        group.waiting = [each for each in group.waiting if each[0] > order]
+    def _answer_waiting(self, bundle: _Bundle, order: int, status: str) -> None:
+        ready = [future for at, future in bundle.waiting if at <= order]
+        bundle.waiting = [each for each in bundle.waiting if each[0] > order]
         for future in ready:
             if not future.done():
                 future.set_result(status)
 
     def yield_role(self, segment_id: int, epoch: int) -> None:
         """See memserver.engine."""
-        group = self._group(self._memory(segment_id))
-        if group is None or group.role != PRIMARY or not group.paired or group.epoch != epoch:
+        bundle = self._bundle(self._memory(segment_id))
+        if bundle is None or bundle.role != PRIMARY or not bundle.paired or bundle.epoch != epoch:
             raise UnavailableError("it is not the primary of a pair in that epoch")
-        group.yields = True
+        bundle.yields = True
 
     def let_move(self, segment_id: int) -> bool:
         """See memserver.engine."""
@@ -304,12 +304,12 @@ class Engine:
         now = self._loop.time()
         return [
             ReplicaStatus(
-                number, group.number, group.epoch, group.role, group.paired, group.dialled,
-                0 if group.broken_at is None else 1 + int((now - group.broken_at) * 1000),
-                group.order - group.confirmed, 0, "",
+                number, bundle.number, bundle.epoch, bundle.role, bundle.paired, bundle.dialled,
+                0 if bundle.broken_at is None else 1 + int((now - bundle.broken_at) * 1000),
+                bundle.order - bundle.confirmed, 0, "",
             )
             for number, memory in self._host.segments.items()
-            if (group := self._group(memory)) is not None
+            if (bundle := self._bundle(memory)) is not None
         ]  # fmt: skip
 
     def wake_replicas(self) -> None:
@@ -318,9 +318,9 @@ class Engine:
 
     def suspend(self, segment_id: int) -> None:
         """See memserver.engine."""
-        group = self._group(self._memory(segment_id))
-        if group is not None:
-            self._answer_waiting(group, group.order, STALE)
+        bundle = self._bundle(self._memory(segment_id))
+        if bundle is not None:
+            self._answer_waiting(bundle, bundle.order, STALE)
 
     # ---- the connection to the backup
 
@@ -348,43 +348,43 @@ class Engine:
     def feed(self, segment_id: int, epoch: int, fd: int, instance_id: int, tls: object = None, name: str = "") -> None:
         """See memserver.engine."""
         pipe = self._dialled.pop(fd)
-        group = self._group(self._memory(segment_id))
-        if group is None or not group.paired or group.epoch != epoch:
+        bundle = self._bundle(self._memory(segment_id))
+        if bundle is None or not bundle.paired or bundle.epoch != epoch:
             pipe.close(self._process)
             raise UnavailableError("not that epoch")
-        self._hang_up(group)
-        group.pipe, group.dialled = pipe, True
-        self._fed[pipe] = group
-        pipe.send(self._process, ("hello", group.number, epoch, instance_id))
+        self._hang_up(bundle)
+        bundle.pipe, bundle.dialled = pipe, True
+        self._fed[pipe] = bundle
+        pipe.send(self._process, ("hello", bundle.number, epoch, instance_id))
 
     def _is_broken(self, pipe: Pipe) -> None:
-        group = self._fed.pop(pipe, None)
-        if group is not None and group.pipe is pipe:
-            group.pipe, group.dialled, group.broken_at = None, False, self._loop.time()
+        bundle = self._fed.pop(pipe, None)
+        if bundle is not None and bundle.pipe is pipe:
+            bundle.pipe, bundle.dialled, bundle.broken_at = None, False, self._loop.time()
             self.changed.set()
 
     def _receive(self, pipe: Pipe, message: tuple[Any, ...]) -> None:
         if pipe.far is self._process:
             self._receive_as_backup(pipe, message)
             return
-        group = self._fed.get(pipe)
-        if group is None:
+        bundle = self._fed.get(pipe)
+        if bundle is None:
             return
         if message[0] == "hello":
-            group.broken_at = None
+            bundle.broken_at = None
             self.changed.set()
-            for order, frame in group.queue:
-                pipe.send(self._process, ("frame", group.number, group.epoch, order, frame))
+            for order, frame in bundle.queue:
+                pipe.send(self._process, ("frame", bundle.number, bundle.epoch, order, frame))
         elif message[0] == "done":
-            while group.queue and group.queue[0][0] <= message[1]:
-                group.queue.popleft()
-            group.confirmed = max(group.confirmed, message[1])
-            self._answer_waiting(group, group.confirmed, OK)
+            while bundle.queue and bundle.queue[0][0] <= message[1]:
+                bundle.queue.popleft()
+            bundle.confirmed = max(bundle.confirmed, message[1])
+            self._answer_waiting(bundle, bundle.confirmed, OK)
 
     def _receive_as_backup(self, pipe: Pipe, message: tuple[Any, ...]) -> None:
         number, epoch = message[1], message[2]
-        group = self._groups.get(number)
-        if group is None or group.role != BACKUP or group.epoch != epoch:
+        bundle = self._bundles.get(number)
+        if bundle is None or bundle.role != BACKUP or bundle.epoch != epoch:
             self._fed.pop(pipe, None)
             pipe.close(self._process)
             return
@@ -392,19 +392,19 @@ class Engine:
             if message[3] != self.instance_id:
                 pipe.close(self._process)
                 return
-            if group.pipe is not None and group.pipe is not pipe:
-                self._hang_up(group)
-            group.pipe, group.broken_at = pipe, None
-            self._fed[pipe] = group
+            if bundle.pipe is not None and bundle.pipe is not pipe:
+                self._hang_up(bundle)
+            bundle.pipe, bundle.broken_at = pipe, None
+            self._fed[pipe] = bundle
             self.changed.set()
             pipe.send(self._process, ("hello",))
             return
-        if group.pipe is not pipe:
+        if bundle.pipe is not pipe:
             return
-        self._apply(group, message[4])
+        self._apply(bundle, message[4])
         pipe.send(self._process, ("done", message[3]))
 
-    def _apply(self, group: _Group, frame: tuple[Any, ...]) -> None:
+    def _apply(self, bundle: _Bundle, frame: tuple[Any, ...]) -> None:
         kind, number = frame[0], frame[1]
         memory = self._host.segments.get(number)
         if memory is None:
@@ -413,46 +413,46 @@ class Engine:
             memory.cells[frame[2]] = max(memory.cells.get(frame[2], 0), frame[3])
         elif kind == "lock":
             memory.lock, memory.token = frame[2], max(memory.token, frame[3])
-        elif kind == "chunk" and frame[2] > group.copied:
-            group.copied = frame[2]
+        elif kind == "chunk" and frame[2] > bundle.copied:
+            bundle.copied = frame[2]
             memory.cells |= dict(frame[3])
 
-    def _forward(self, group: _Group, frame: tuple[Any, ...]) -> int:
-        group.order += 1
-        group.queue.append((group.order, frame))
-        if group.pipe is not None and group.broken_at is None:
-            group.pipe.send(self._process, ("frame", group.number, group.epoch, group.order, frame))
-        return group.order
+    def _forward(self, bundle: _Bundle, frame: tuple[Any, ...]) -> int:
+        bundle.order += 1
+        bundle.queue.append((bundle.order, frame))
+        if bundle.pipe is not None and bundle.broken_at is None:
+            bundle.pipe.send(self._process, ("frame", bundle.number, bundle.epoch, bundle.order, frame))
+        return bundle.order
 
     # ---- new copies
 
     def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyState, int, int]:
         """See memserver.engine."""
         memory = self._host.segments.get(segment_id)
-        group = self._group(memory) if memory is not None else None
-        if memory is None or group is None or group.role != PRIMARY or group.epoch != epoch:
+        bundle = self._bundle(memory) if memory is not None else None
+        if memory is None or bundle is None or bundle.role != PRIMARY or bundle.epoch != epoch:
             return CopyState.GONE, 0, 0
-        copying = group.copying
+        copying = bundle.copying
         if copying is None or copying.given_up:
             return CopyState.GONE, 0, 0
         total = memory.form.nbytes
         copied = total * copying.chunks // CHUNKS
         if copying.whole:
             return CopyState.WHOLE, total, total
-        told = [member for member in group.members if self._host.segments[member].epoch == epoch]
-        if told[:1] != [segment_id] or len(group.queue) > QUEUED_MAX:
+        told = [member for member in bundle.members if self._host.segments[member].epoch == epoch]
+        if told[:1] != [segment_id] or len(bundle.queue) > QUEUED_MAX:
             return CopyState.BUSY, copied, total
         if copying.chunks < CHUNKS:
             for member in told:
                 cells = self._host.segments[member].cells
                 part = tuple(each for each in cells.items() if each[0] % CHUNKS == copying.chunks)
                 copying.sequence += 1
-                copying.order = self._forward(group, ("chunk", member, copying.sequence, part))
+                copying.order = self._forward(bundle, ("chunk", member, copying.sequence, part))
                 if copying.chunks == 0:
-                    self._show_lock(group, member)
+                    self._show_lock(bundle, member)
             copying.chunks += 1
             return CopyState.MORE, total * copying.chunks // CHUNKS, total
-        if group.confirmed < copying.order:
+        if bundle.confirmed < copying.order:
             return CopyState.BUSY, copied, total
         copying.whole = True
         return CopyState.WHOLE, total, total
@@ -460,65 +460,65 @@ class Engine:
     def abandon_copy(self, segment_id: int, epoch: int) -> bool:
         """See memserver.engine."""
         memory = self._host.segments.get(segment_id)
-        group = self._group(memory) if memory is not None else None
-        if group is None or group.role != PRIMARY or group.epoch != epoch or group.copying is None:
+        bundle = self._bundle(memory) if memory is not None else None
+        if bundle is None or bundle.role != PRIMARY or bundle.epoch != epoch or bundle.copying is None:
             return False
-        if group.copying.whole and not group.copying.given_up:
+        if bundle.copying.whole and not bundle.copying.given_up:
             return False
-        self._stop_forwarding(group, OK)
-        group.copying = _Copying(epoch, given_up=True)
+        self._stop_forwarding(bundle, OK)
+        bundle.copying = _Copying(epoch, given_up=True)
         return True
 
     # ---- what clients ask
 
-    def _primary(self, segment_id: int, epoch: int) -> tuple[str, Memory | None, _Group | None]:
+    def _primary(self, segment_id: int, epoch: int) -> tuple[str, Memory | None, _Bundle | None]:
         memory = self._host.segments.get(segment_id)
         if memory is None or memory.retired:
             return NOT_FOUND, None, None
-        group = self._group(memory)
-        if memory.group and (group is None or group.role != PRIMARY or group.epoch != epoch):
+        bundle = self._bundle(memory)
+        if memory.bundle and (bundle is None or bundle.role != PRIMARY or bundle.epoch != epoch):
             return STALE, None, None
-        return OK, memory, group
+        return OK, memory, bundle
 
     async def write(self, segment_id: int, epoch: int, client: int, number: int) -> str:
         """Make a client's write."""
-        status, memory, group = self._primary(segment_id, epoch)
+        status, memory, bundle = self._primary(segment_id, epoch)
         if memory is None:
             return status
         memory.cells[client] = max(memory.cells.get(client, 0), number)
         memory.used_at = self._loop.time()
-        if group is None or not group.paired:
+        if bundle is None or not bundle.paired:
             return OK
-        copying, frame = group.copying, ("write", segment_id, client, number)
+        copying, frame = bundle.copying, ("write", segment_id, client, number)
         if copying is not None and client % CHUNKS >= copying.chunks:
             frame = ("note", segment_id, client, number)  # the chunk's bytes will have it
-        return await self._confirmed(group, self._forward(group, frame))
+        return await self._confirmed(bundle, self._forward(bundle, frame))
 
-    async def _confirmed(self, group: _Group, order: int) -> str:
-        if group.confirmed >= order:
+    async def _confirmed(self, bundle: _Bundle, order: int) -> str:
+        if bundle.confirmed >= order:
             return OK
         waits = self._loop.create_future()
-        group.waiting.append((order, waits))
+        bundle.waiting.append((order, waits))
         return str(await waits)
 
     async def read(self, segment_id: int, epoch: int) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Return all cells."""
-        status, memory, group = self._primary(segment_id, epoch)
+        status, memory, bundle = self._primary(segment_id, epoch)
         if memory is None:
             return status, ()
         cells = tuple(memory.cells.items())
-        if group is not None and group.paired:
-            status = await self._confirmed(group, group.order)
-            if status == OK and not await self._may_tell(group, epoch):
+        if bundle is not None and bundle.paired:
+            status = await self._confirmed(bundle, bundle.order)
+            if status == OK and not await self._may_tell(bundle, epoch):
                 status = STALE
         return (OK, cells) if status == OK else (status, ())
 
-    async def _may_tell(self, group: _Group, epoch: int) -> bool:
+    async def _may_tell(self, bundle: _Bundle, epoch: int) -> bool:
         """Whether nobody else is the primary since a read began."""
-        asks = group.paired and (group.yields or self._loop.time() >= self._serving_until)
-        if asks and await self._confirmed(group, self._forward(group, ("ask", 0))) != OK:
+        asks = bundle.paired and (bundle.yields or self._loop.time() >= self._serving_until)
+        if asks and await self._confirmed(bundle, self._forward(bundle, ("ask", 0))) != OK:
             return False
-        return group.role == PRIMARY
+        return bundle.role == PRIMARY
 
     # ---- locks
 
@@ -528,17 +528,17 @@ class Engine:
 
     def _set_lock(self, number: int, memory: Memory, lock: tuple[int, int, float]) -> None:
         memory.lock, memory.token = lock, max(memory.token, lock[1])
-        group = self._group(memory)
-        if group is not None and group.role == PRIMARY and group.paired:
-            self._show_lock(group, number)
+        bundle = self._bundle(memory)
+        if bundle is not None and bundle.role == PRIMARY and bundle.paired:
+            self._show_lock(bundle, number)
 
-    def _show_lock(self, group: _Group, number: int) -> int:
+    def _show_lock(self, bundle: _Bundle, number: int) -> int:
         memory = self._host.segments[number]
-        return self._forward(group, ("lock", number, memory.lock, memory.token))
+        return self._forward(bundle, ("lock", number, memory.lock, memory.token))
 
     async def lock(self, segment_id: int, epoch: int, session: int) -> tuple[str, int]:
         """Give a session the lock; return its token."""
-        status, memory, group = self._primary(segment_id, epoch)
+        status, memory, bundle = self._primary(segment_id, epoch)
         if memory is None:
             return status, 0
         memory.used_at = self._loop.time()
@@ -549,22 +549,22 @@ class Engine:
             return BUSY, 0
         token = memory.lock[1] if holder == session else memory.token + 2
         self._set_lock(segment_id, memory, (session, token, self._loop.time() + LOCK_LEASE_S))
-        return await self._told(group, epoch), token
+        return await self._told(bundle, epoch), token
 
     async def unlock(self, segment_id: int, epoch: int, session: int, token: int) -> str:
         """Free it, if the session holds it by that token."""
-        status, memory, group = self._primary(segment_id, epoch)
+        status, memory, bundle = self._primary(segment_id, epoch)
         if memory is None:
             return status
         if memory.lock[:2] == (session, token):
             self._set_lock(segment_id, memory, LOCK_OF_NOBODY)
-        return await self._told(group, epoch)
+        return await self._told(bundle, epoch)
 
-    async def _told(self, group: _Group | None, epoch: int) -> str:
-        if group is None or not group.paired:
+    async def _told(self, bundle: _Bundle | None, epoch: int) -> str:
+        if bundle is None or not bundle.paired:
             return OK
-        status = await self._confirmed(group, group.order)
-        return status if status != OK or await self._may_tell(group, epoch) else STALE
+        status = await self._confirmed(bundle, bundle.order)
+        return status if status != OK or await self._may_tell(bundle, epoch) else STALE
 
 
 @dataclass(frozen=True)

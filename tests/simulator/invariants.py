@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from smb.coordinator.groups import Groups, group_of
+from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.state import Allocation, State
 from tests.simulator.engine import Host
 from tests.simulator.truth import Part
@@ -179,14 +179,14 @@ def allocation_is_the_sum_of_the_records(world: World, state: State) -> str:
 @after("commit")
 def groups_move_together(world: World, state: State) -> str:
     """All members of a group have the same servers and epoch."""
-    groups = Groups(state.buffers.values())
+    bundles = Bundles(state.buffers.values())
     for record in state.buffers.values():
         for segment in record.segments if record.movable else ():
-            for _, other in groups.members(record, segment):
+            for _, other in bundles.members(record, segment):
                 if (other.server, other.backup, other.epoch, other.copying_to) != (
                     segment.server, segment.backup, segment.epoch, segment.copying_to,
                 ):  # fmt: skip
-                    return f"group {group_of(segment):016x}: {segment} and {other}"
+                    return f"bundle {bundle_of(segment):016x}: {segment} and {other}"
     return ""
 
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from smb.config.parse import format_bytes
+from smb.coordinator.bundles import Bundles
 from smb.coordinator.dashboard.history import Seen
 from smb.coordinator.events import Instant
-from smb.coordinator.groups import Groups
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.state import ARRIVED, State
 from smb.coordinator.wanted_copies import without_room
@@ -262,11 +262,11 @@ def _of_creations(state: State, now: Instant) -> Iterator[Problem]:
 def _of_copies(state: State, now: Instant) -> Iterator[Problem]:
     degraded = [record for record in state.listed() if record.degraded]
     pool = state.pool(now) if degraded else None
-    groups = Groups(state.buffers.values() if degraded else ())
+    bundles = Bundles(state.buffers.values() if degraded else ())
     for record in degraded:
         lost = [segment for segment in record.segments if not segment.backup]
         copying = sum(bool(segment.copying_to) for segment in lost)
-        full = pool is not None and without_room(record, pool, groups)
+        full = pool is not None and without_room(record, pool, bundles)
         detail = (
             f"{len(lost)} of its {len(record.segments)} segments have one copy, {copying} of them are being copied. "
             f"If a server with one of these is lost, data is lost."

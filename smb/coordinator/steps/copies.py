@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from smb.coordinator.bundles import Bundles, Member
 from smb.coordinator.drop_rules import dropped, is_newer, is_that_copy
 from smb.coordinator.events import (
     BackupsLost,
@@ -19,7 +20,6 @@ from smb.coordinator.events import (
     SaveBuffer,
     ServerReturned,
 )
-from smb.coordinator.groups import Groups, Member
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
 from smb.coordinator.replicas import (
     begin_copy,
@@ -54,7 +54,7 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
             f"segments has not been heard of yet; it is to register again"
         )
     missing = event.missing | not_those_copies(state, event.name, event.held)
-    missing = Groups(state.buffers.values()).lacking(event.name, missing, heard)
+    missing = Bundles(state.buffers.values()).lacking(event.name, missing, heard)
 
     def judge(record: BufferRecord) -> BufferRecord:
         return come_back(record, event.name, missing, heard, restarted=restarted)
@@ -106,7 +106,7 @@ def backups_of(state: State, server: str) -> list[str]:
 
 def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
     """A primary says which backups do not follow any more."""
-    segment_ids = Groups(state.buffers.values()).named_by(event.segment_ids)
+    segment_ids = Bundles(state.buffers.values()).named_by(event.segment_ids)
 
     def judge(record: BufferRecord) -> BufferRecord:
         if not any(copy.segment_id in segment_ids for copy in copies_on(record, event.name)):
@@ -131,15 +131,15 @@ def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
         raise NotFoundError(
             f'memory server "{segment.server}", which has the other copy, has not confirmed that it has it'
         )
-    groups = Groups(state.buffers.values())
-    members = groups.members(record, segment)
+    bundles = Bundles(state.buffers.values())
+    members = bundles.members(record, segment)
     _check_members(event, members)
     if not all(state.confirmed(segment.server, member.id, now) for _, member in members):
         raise NotFoundError(f'memory server "{segment.server}" lacks one of the segments that move together')
     text = f"a segment of {record.title} is being copied to {event.target}"
     if len(members) > 1:
         text += f", with {len(members) - 1} that move together with it"
-    changed = (judged, *groups.followers(judged))
+    changed = (judged, *bundles.followers(judged))
     effects: list[Effect] = [*map(SaveBuffer, changed)]
     if event.leaving:
         text += f", and leaves {event.leaving}"
@@ -197,7 +197,7 @@ def copy_dropped(state: State, event: CopyDropped, now: Instant) -> Step:
 
 def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
     """New copies are whole, or were given up."""
-    epochs = Groups(state.buffers.values()).with_epochs(event.epochs)
+    epochs = Bundles(state.buffers.values()).with_epochs(event.epochs)
 
     def judge(record: BufferRecord) -> BufferRecord:
         return end_copies(record, event.name, epochs, whole=event.whole)
@@ -214,13 +214,13 @@ def judge_copies(
     level: int = logging.WARNING,
     contested: frozenset[int] = frozenset(),
 ) -> Step:
-    """Give at most so many buffers whose segments have roles those that `judge` says. All segments of a group
+    """Give at most so many buffers whose segments have roles those that `judge` says. All segments of a bundle
     change at once, however many these are. Those that are `contested`, or of which a server has a newer copy, stay.
     """
     effects: list[Effect] = []
     changed: dict[str, BufferRecord] = {}
     left = CHANGED_BYTES_MAX
-    groups: Groups | None = None
+    bundles: Bundles | None = None
     contested |= state.contested()
     for record in state.buffers.values():
         if not record.movable or not contested.isdisjoint(segment.id for segment in record.segments):
@@ -228,8 +228,8 @@ def judge_copies(
         present = changed.get(record.key, record)
         if (judged := judge(present)) is present:
             continue
-        groups = groups or Groups(state.buffers.values())
-        together = [judged, *groups.followers(judged, changed)]
+        bundles = bundles or Bundles(state.buffers.values())
+        together = [judged, *bundles.followers(judged, changed)]
         more = [each for each in together if each.key not in changed]
         size = sum(len(each.to_json()) for each in more) if changes_max is not None else 0
         if changes_max is not None and changed and (len(changed) + len(more) > changes_max or size > left):

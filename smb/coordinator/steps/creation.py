@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import repeat
 
 from smb.coordinator import limits
+from smb.coordinator.bundles import Bundles, bundle_of, move_together
 from smb.coordinator.drop_rules import dropped
 from smb.coordinator.events import (
     BufferFailed,
@@ -20,7 +21,6 @@ from smb.coordinator.events import (
     SaveBuffer,
     WakeOpeners,
 )
-from smb.coordinator.groups import Groups, group_of, move_together
 from smb.coordinator.placement import Placement, Pool, place, place_backups, place_copy, place_like, place_together
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
@@ -132,7 +132,7 @@ def _joining(state: State, creation: Creation) -> Creation:
 
 def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: bool) -> tuple[Placement, tuple[str, ...]]:
     """Place a buffer to move together with `like` from here on. Raises NotNowError while `like` is moving, and
-    NotFoundError if memory of its group is lost: no member gets a second copy until the lost one is deleted.
+    NotFoundError if memory of its bundle is lost: no member gets a second copy until the lost one is deleted.
     """
     asked = f'to move together with "{like.name}"'
     if any(segment.copying_to for segment in like.segments):
@@ -142,33 +142,33 @@ def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: boo
         raise NotNowError(
             f"{asked} it waits until that one has left {', '.join(leaves)}, which is being drained; try again then"
         )
-    groups = Groups(state.buffers.values())
+    bundles = Bundles(state.buffers.values())
     lost = {
         of.name: member.server
         for segment in like.segments
-        for of, member in groups.members(like, segment)
+        for of, member in bundles.members(like, segment)
         if not member.backup and member.id in state.missing.get(member.server, ())
     }
     if lost:
         where = ", ".join(f'"{name}" (on {server})' for name, server in sorted(lost.items()))
         raise NotFoundError(f"{asked}: the memory of {where} was lost; delete that buffer and create it again first")
-    # Else a copy of them would never begin while states come and go: it takes a group of which none is being made.
+    # Else a copy of them would never begin while states come and go: it takes a bundle of which none is being made.
     if waits and any(
-        not segment.backup and place_copy(pool, segment.server, groups.file_bytes(like, segment))
+        not segment.backup and place_copy(pool, segment.server, bundles.file_bytes(like, segment))
         for segment in like.segments
     ):
         raise NotNowError(f"{asked} it waits for the lost copy of that one to be made anew; try again once it is there")
-    members = {of.key for segment in like.segments for of, _ in groups.members(like, segment)}
-    if len(members) >= limits.GROUP_BUFFERS_MAX:
+    members = {of.key for segment in like.segments for of, _ in bundles.members(like, segment)}
+    if len(members) >= limits.BUNDLE_BUFFERS_MAX:
         raise OutOfMemoryError(
-            f"{asked}: at most {limits.GROUP_BUFFERS_MAX} buffers move together, and there are as many; delete some"
+            f"{asked}: at most {limits.BUNDLE_BUFFERS_MAX} buffers move together, and there are as many; delete some"
         )
     return place_together(pool, like)
 
 
 def _joined(record: BufferRecord, like: BufferRecord) -> tuple[BufferRecord, BufferRecord]:
-    """Return the record with the groups and epochs of `like`, and `like` with its groups written down."""
-    first = replace(like, segments=tuple(replace(other, group=group_of(other)) for other in like.segments))
+    """Return the record with the bundles and epochs of `like`, and `like` with its bundles written down."""
+    first = replace(like, segments=tuple(replace(other, group=bundle_of(other)) for other in like.segments))
     segments = tuple(
         replace(segment, epoch=other.epoch, group=other.group)
         for segment, other in zip(record.segments, first.segments, strict=True)

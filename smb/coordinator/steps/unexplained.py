@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
+from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.drop_rules import Confirmed, Where, dropped, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.events import (
     DropSegments,
@@ -21,7 +22,6 @@ from smb.coordinator.events import (
     SegmentsForgotten,
     UnexplainedJudged,
 )
-from smb.coordinator.groups import Groups, group_of
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
 from smb.coordinator.state import SERVER_LEASE_S, State, Step, add, remove, without
 from smb.coordinator.steps.copies import CHANGED_BYTES_MAX
@@ -104,12 +104,12 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
             continue
         taken = _as_claimed(segment, claims, _with_all_members(state, record, segment))
         judged = replace(record, segments=tuple(taken if each.id == segment_id else each for each in record.segments))
-        changed = (judged, *Groups(state.buffers.values()).followers(judged))
+        changed = (judged, *Bundles(state.buffers.values()).followers(judged))
         left -= len(changed)
         left_bytes -= sum(len(each.to_json()) for each in changed)
         if effects and (left < 0 or left_bytes < 0):
             break
-        members = {each.id for of in changed for each in of.segments if group_of(each) == group_of(taken)}
+        members = {each.id for of in changed for each in of.segments if bundle_of(each) == bundle_of(taken)}
         for each in changed:
             effects.append(SaveBuffer(each))
             state = add(remove(state, state.buffers[each.key]), each)
@@ -138,7 +138,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
 
 def _with_all_members(state: State, record: BufferRecord, segment: SegmentRecord) -> Callable[[str, int], bool]:
     """Return whether a server holds, in an epoch, all of every segment that moves together with this one."""
-    members = [each.id for _, each in Groups(state.buffers.values()).members(record, segment)]
+    members = [each.id for _, each in Bundles(state.buffers.values()).members(record, segment)]
 
     def has_all(server: str, epoch: int) -> bool:
         held, missing = state.unexplained.get(server, {}), state.missing.get(server, frozenset())

@@ -15,7 +15,7 @@ struct pair {
     uint16_t ports[2];
     struct smb_tls *inside; /* what the primary shows the backup; NULL: it speaks no TLS */
     int dtype;
-    int members; /* of one group, with the ids from ID on */
+    int members; /* of one bundle, with the ids from ID on */
 };
 
 void pair_start(struct pair *pair, int dtype, int members);

@@ -45,7 +45,7 @@ class AirEngine:
     _active: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def create_segment(self, path: Path, form: SegmentForm, *, group_id: int | None) -> None:
+    def create_segment(self, path: Path, form: SegmentForm, *, bundle_id: int | None) -> None:
         self._enter(form.id)
         try:
             with self._lock:

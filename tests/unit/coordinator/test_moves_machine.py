@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smb.coordinator.bundles import bundle_of
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -22,7 +23,6 @@ from smb.coordinator.events import (
     ServerDrained,
     Ticked,
 )
-from smb.coordinator.groups import group_of
 from smb.coordinator.rebalance import plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.wanted_copies import still_wanted, wishes
@@ -62,7 +62,7 @@ class Machine:
         self.cluster.do(event)
         groups: dict[int, set[tuple[str, str, int, str]]] = {}
         for number, now in self.segments.items():
-            groups.setdefault(group_of(now), set()).add((now.server, now.backup, now.epoch, now.copying_to))
+            groups.setdefault(bundle_of(now), set()).add((now.server, now.backup, now.epoch, now.copying_to))
             was = before.get(number)
             if was is None or now == replace(was, group=now.group):
                 continue

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from smb import errors
+from smb.coordinator.bundles import Bundles
 from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
@@ -15,7 +16,6 @@ from smb.coordinator.events import (
     ServerDied,
     ServerRenewed,
 )
-from smb.coordinator.groups import Groups
 from smb.coordinator.messages import buffer_message
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import Copy, CopyRole
@@ -71,9 +71,9 @@ def test_a_lost_copy_is_wanted_where_there_is_room(cluster: Cluster) -> None:
 def test_without_room_it_stays_degraded(cluster: Cluster) -> None:
     """Nothing is wanted, and that is known."""
     record, pool = cluster.state.buffers["w"], cluster.state.pool(cluster.now)
-    assert not without_room(record, pool, Groups([record]))
+    assert not without_room(record, pool, Bundles([record]))
     full = replace(pool, free_bytes={"a": 64 * MIB, "b": 1, "c": 1})
-    assert without_room(record, full, Groups([record]))
+    assert without_room(record, full, Bundles([record]))
     assert wishes([record], full) == []
 
 

@@ -1,4 +1,4 @@
-"""smb.coordinator.groups: segments that move together, by state.step alone."""
+"""smb.coordinator.bundles: segments that move together, by state.step alone."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def saved(cluster: Cluster) -> set[str]:
 
 
 def test_a_state_lies_where_its_weights_do(cluster: Cluster) -> None:
-    """Copy by copy, in their epoch; the weights' record says from then on that it is the first of a group."""
+    """Copy by copy, in their epoch; the weights' record says from then on that it is the first of a bundle."""
     assert place(cluster) == ("a", "b", 1, "")
     assert {segment(cluster, name).group for name in NAMES} == {segment(cluster).id}
     assert cluster.state.buffers["m"].replicas == 2
@@ -113,7 +113,7 @@ def test_of_one_copy_it_is_like(cluster: Cluster) -> None:
 
 
 def test_records_and_messages(cluster: Cluster) -> None:
-    """Records of before are read, those without a group are written as they were, and clients are told."""
+    """Records of before are read, those without a bundle are written as they were, and clients are told."""
     for name in NAMES:
         record = cluster.state.buffers[name]
         assert BufferRecord.from_json(record.to_json()) == record
@@ -155,7 +155,7 @@ def test_a_request_that_makes_no_sense() -> None:
     assert creation_of(pb.CreateBufferRequest(name="m", like="w", joins=True)).replicas == 0
 
 
-def test_an_existing_buffer_has_to_be_of_the_group(cluster: Cluster) -> None:
+def test_an_existing_buffer_has_to_be_of_the_bundle(cluster: Cluster) -> None:
     """With exist_ok, as it has to be of the same shape."""
     made(cluster)
     assert join(cluster, "m", exist_ok=True) is cluster.state.buffers["m"]
@@ -178,7 +178,7 @@ def test_without_room_nothing_is_made(cluster: Cluster) -> None:
 
 def test_so_many_move_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their records have to change in one transaction."""
-    monkeypatch.setattr(limits, "GROUP_BUFFERS_MAX", 3)
+    monkeypatch.setattr(limits, "BUNDLE_BUFFERS_MAX", 3)
     with pytest.raises(errors.OutOfMemoryError, match="at most 3 buffers move together"):
         join(cluster, "n")
 
@@ -234,7 +234,7 @@ def test_roles_change_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     assert saved(cluster) in (set(), set(NAMES))
 
 
-def test_changes_are_bounded_by_whole_groups(cluster: Cluster) -> None:
+def test_changes_are_bounded_by_whole_bundles(cluster: Cluster) -> None:
     """What moves together changes at once; what does not fit any more comes with the next event."""
     cluster.create("w2", 1000, replicas=2, server_names=("a",))
     join(cluster, "m2", elements=1000, like="w2")

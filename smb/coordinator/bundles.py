@@ -1,6 +1,6 @@
-"""Segments that move together (docs/decisions/0038): a group has one server, one backup and one epoch. Pure.
+"""Segments that move together (docs/decisions/0038): a bundle has one server, one backup and one epoch. Pure.
 
-Invariant: in every state all members of a group have the same server, backup, epoch and copying_to, those of buffers
+Invariant: in every state all members of a bundle have the same server, backup, epoch and copying_to, those of buffers
 that are still being made included.
 """
 
@@ -15,8 +15,8 @@ from smb.coordinator.records import BufferRecord, SegmentRecord
 Member = tuple[BufferRecord, SegmentRecord]
 
 
-class Groups:
-    """The members of each group, among these records. A segment that moves alone is a group by itself."""
+class Bundles:
+    """The members of each bundle, among these records. A segment that moves alone is a bundle by itself."""
 
     def __init__(self, records: Iterable[BufferRecord]) -> None:
         self._members: dict[int, list[Member]] = {}
@@ -59,7 +59,7 @@ class Groups:
         return told
 
     def lacking(self, server: str, missing: Collection[int], heard: Callable[[str], bool]) -> frozenset[int]:
-        """Return the segments that count as missing on a server, where these are: of a group that is there in part all
+        """Return the segments that count as missing on a server, where these are: of a bundle that is there in part all
         or none. None, if it has the primary and no other server that was heard of has a copy: what is missing is lost,
         and the others are not to be lost with it. Else all: the other server has all of them.
         """
@@ -88,7 +88,7 @@ class Groups:
         together with its segments gets their servers and epochs. `changed`: records that took others' places before.
         """
         leaders = {segment.group: segment for segment in judged.segments if segment.group}
-        others = {record.key: record for group in leaders for record, _ in self._members.get(group, ())}
+        others = {record.key: record for bundle in leaders for record, _ in self._members.get(bundle, ())}
         others.pop(judged.key, None)
         found = []
         for key, known in others.items():
@@ -99,14 +99,14 @@ class Groups:
         return found
 
 
-def group_of(segment: SegmentRecord) -> int:
-    """Return the id of a segment's group: its own where it moves alone."""
+def bundle_of(segment: SegmentRecord) -> int:
+    """Return the id of a segment's bundle: its own where it moves alone."""
     return segment.group or segment.id
 
 
 def move_together(record: BufferRecord, other: BufferRecord) -> bool:
-    """Whether each segment of one buffer is in the same group as the other's."""
-    return tuple(map(group_of, record.segments)) == tuple(map(group_of, other.segments))
+    """Whether each segment of one buffer is in the same bundle as the other's."""
+    return tuple(map(bundle_of, record.segments)) == tuple(map(bundle_of, other.segments))
 
 
 def _following(segment: SegmentRecord, leader: SegmentRecord | None) -> SegmentRecord:

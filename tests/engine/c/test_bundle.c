@@ -10,7 +10,7 @@
 #include "memory/chunk.h"
 #include "memory/segment.h"
 #include "pair.h"
-#include "server/group.h"
+#include "server/bundle.h"
 
 enum {
     FIRST_MOMENT = ID + 1,
@@ -22,7 +22,7 @@ enum {
     ROUNDS = 60
 };
 
-/* A segment with one copy, and beside it another group's. */
+/* A segment with one copy, and beside it another bundle's. */
 static void start(struct pair *pair)
 {
     pair_start(pair, SMB_FLOAT32, MEMBERS);
@@ -232,7 +232,7 @@ static void *move(void *argument)
 
 /* Round after round a server is lost, with all segments, and they are copied anew while clients
  * make steps: each step is in all of them, once, and the copies are equal at rest. */
-static void a_group_is_copied_under_load(void)
+static void a_bundle_is_copied_under_load(void)
 {
     struct pair pair;
     int server;
@@ -333,7 +333,7 @@ static void a_member_leaves(void)
     pthread_join(thread, NULL);
     CHECK_EQ(data_of(&pair, 1, FIRST_MOMENT)[0], 1);
     CHECK_EQ(smb_server_delete_segment(pair.servers[1], FIRST_MOMENT), SMB_OK);
-    for (int i = 0; i < 2; i++) /* by this one's name, which is the group's number */
+    for (int i = 0; i < 2; i++) /* by this one's name, which is the bundle's number */
         CHECK_EQ(smb_server_delete_segment(pair.servers[i], ID), SMB_OK);
     for (int i = 0; i < 5; i++)
         must(stepper.second, (struct smb_request){.opcode = SMB_FILL, .bytes = SEGMENT_BYTES});
@@ -390,7 +390,7 @@ static uint32_t format_of(const char *name)
 }
 
 /* What one of them is told is the role of all. They are known again after a restart. */
-static void a_role_is_the_groups(void)
+static void a_role_is_the_bundles(void)
 {
     struct pair pair;
     struct smb_replica_status found[MEMBERS];
@@ -410,7 +410,7 @@ static void a_role_is_the_groups(void)
     struct smb_segment_info info;
     CHECK_EQ(smb_server_create(1002, 1, (uint64_t)1 << 30, &next), SMB_OK);
     CHECK_EQ(format_of("a"), 4);
-    CHECK_EQ(format_of("a2"), 5); /* a server that knows no groups leaves that one aside */
+    CHECK_EQ(format_of("a2"), 5); /* a server that knows no bundles leaves that one aside */
     CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a2"), &info), SMB_OK);
     CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a"), &info), SMB_OK);
     CHECK_EQ(smb_server_set_replica(next, SECOND_MOMENT, 3, SMB_REPLICA_PRIMARY, false, false, ""),
@@ -456,12 +456,12 @@ static void what_is_refused(void)
                                        SMB_FLOAT32, SEGMENT_BYTES + CHUNK, CHUNK),
              SMB_INVALID);
     CHECK(access(scratch_path("d"), F_OK) != 0);
-    for (int i = MEMBERS; i <= GROUP_MEMBERS_MAX; i++) {
+    for (int i = MEMBERS; i <= BUNDLE_MEMBERS_MAX; i++) {
         char name[] = {'m', (char)('a' + i), 0};
         CHECK_EQ(smb_server_create_replica(pair.servers[0], scratch_path(name),
                                            ELSEWHERE + (uint64_t)i, ID, 1, SMB_FLOAT32,
                                            SEGMENT_BYTES, CHUNK),
-                 i < GROUP_MEMBERS_MAX ? SMB_OK : SMB_INVALID);
+                 i < BUNDLE_MEMBERS_MAX ? SMB_OK : SMB_INVALID);
     }
     end(&stepper);
     stop(&pair);
@@ -502,13 +502,13 @@ int main(void)
     static const struct test tests[] = {
         TEST(steps_are_forwarded),
         TEST(no_part_of_a_step_is_told_before_the_backup_has_it),
-        TEST(a_group_is_copied_under_load),
+        TEST(a_bundle_is_copied_under_load),
         TEST(a_member_that_is_in_no_record),
         TEST(a_member_leaves),
         TEST(a_member_leaves_a_slow_backup),
         TEST(a_member_leaves_without_the_backup),
         TEST(a_backup_that_refuses_counts_as_broken),
-        TEST(a_role_is_the_groups),
+        TEST(a_role_is_the_bundles),
         TEST(what_is_refused),
     };
     return RUN_TESTS(tests);

@@ -1,0 +1,11 @@
+/* bundle.h: segments that move together: one primary, one backup, one order of changes, one feed.
+ * docs/decisions/0038. A segment that moves alone is a bundle of one.
+ *
+ * Threads. As replica.h says.
+ */
+#ifndef SMB_BUNDLE_H
+#define SMB_BUNDLE_H
+
+enum { BUNDLE_BUCKETS = 256, BUNDLE_MEMBERS_MAX = 16 };
+
+#endif
