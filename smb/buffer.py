@@ -280,9 +280,7 @@ class Buffer:
                 f"another, so its servers alone change it, and it has no view; use read()"
             )
         if self._dispatcher.info.versions > 1:
-            raise InvalidArgumentError(
-                f"{self._arguments.asked('view')}: it has several copies that take turns; use read()"
-            )
+            raise InvalidArgumentError(f"{self._arguments.asked('view')}: it keeps several versions; use read()")
         handle = self._dispatcher.paths.ensure(Deadline(self._session.timeout))
         for place, path in zip(self.layout.segments, self._dispatcher.paths.found, strict=True):
             if path.segment is None:
@@ -467,9 +465,7 @@ class Buffer:
         for each in others:
             check_beside(asked, self, each)
             if each.info.versions > 1:
-                raise InvalidArgumentError(
-                    f"{asked}: {each!r} has several copies that take turns; read() it and accumulate"
-                )
+                raise InvalidArgumentError(f"{asked}: {each!r} keeps several versions; read() it and accumulate")
         itemsize = self._arguments.itemsize
         request = Request(Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=numbers[0])
         if len(others) > 1:
@@ -523,8 +519,8 @@ class Buffer:
             raise InvalidArgumentError(f"{asked}: rule {rule!r} has {wanted} as its state, but {len(state)} were given")
         if self._arguments.dtype.name != "float32":
             raise InvalidArgumentError(f"{asked}: it is {self._arguments.dtype.name}; rules are for float32 buffers")
-        if not self._dispatcher.one_copy:
-            raise InvalidArgumentError(f"{asked}: it has several copies that take turns (versions); use others")
+        if not self._dispatcher.unversioned:
+            raise InvalidArgumentError(f"{asked}: it keeps several versions (versions); use others")
         others = self._operands("apply", gradient, *state)
         check_step(asked, known, self, gradient, state)
         offset, count = self._arguments.range(offset, count, "apply")
@@ -573,7 +569,7 @@ class Buffer:
         self._check_versions("pin")
         if version is not None:
             self._check_version("pin", version)
-        return Pin(self.name, self._dispatcher.paths.homes()[0], self._read_copy, ttl, version)
+        return Pin(self.name, self._dispatcher.paths.homes()[0], self._read_slot, ttl, version)
 
     def publish(
         self, array: Any, *, timeout: float | None = None, ttl: float | None = None, readers: float | None = None
@@ -823,7 +819,9 @@ class Buffer:
 
     def _check_versions(self, call: str) -> None:
         if self._dispatcher.info.versions == 1:
-            raise InvalidArgumentError(f"{self._arguments.asked(call)}: it has one copy; create it with versions=2")
+            raise InvalidArgumentError(
+                f"{self._arguments.asked(call)}: it keeps one version; create it with versions=2"
+            )
 
     def _check_version(self, call: str, version: int) -> None:
         self._check_versions(call)
@@ -848,11 +846,11 @@ class Buffer:
         result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
         return offset, count, result, self._arguments.writable(result, count, "read")
 
-    def _read_copy(self, version: int, offset: int, count: int | None, out: Any, wire: str | None) -> Array | None:
+    def _read_slot(self, version: int, offset: int, count: int | None, out: Any, wire: str | None) -> Array | None:
         """Read that version; None if a publisher has begun to overwrite it."""
         number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
-        if not self._versions.read_copy(version, offset, count, memory.place, number):
+        if not self._versions.read_slot(version, offset, count, memory.place, number):
             return None
         if memory.deliver is not None:
             memory.deliver()

@@ -392,12 +392,12 @@ int smb_segment_find_version(const struct smb_segment *segment, uint64_t sought,
 {
     const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header +
                                                                  SYNC_OFFSET);
-    /* Seen before whatever is read of the copy; and, for the second look, after all that was read.
-     * Pairs with the release of sync_state.h (word_put): `version` after the copy's last byte and
-     * its place; `copies` before the publisher is answered and stores the first byte over it. */
+    /* Seen before whatever is read of the slot; and, for the second look, after all that was read.
+     * Pairs with the release of sync_state.h (word_put): `version` after the slot's last byte and
+     * its number; `slots` before the publisher is answered and stores the first byte over it. */
     atomic_thread_fence(memory_order_acquire);
     *published = atomic_load_explicit(&words->version, memory_order_acquire);
-    return sync_find_copy(words, sought == UINT64_MAX ? *published : sought);
+    return sync_find_slot(words, sought == UINT64_MAX ? *published : sought);
 }
 
 uint64_t smb_segment_data_bytes(const struct smb_segment *segment)

@@ -118,7 +118,7 @@ void sync_install(struct sync *sync, const uint8_t image[SYNC_IMAGE_BYTES], uint
     pthread_mutex_lock(&sync->mutex);
     pthread_rwlock_wrlock(&sync->fence);
     for (size_t at = 0; at < SYNC_IMAGE_BYTES; at += 8) {
-        if (at >= offsetof(struct sync_words, round) && at < offsetof(struct sync_words, copies))
+        if (at >= offsetof(struct sync_words, round) && at < offsetof(struct sync_words, slots))
             continue; /* a barrier's, which has one copy; and the primary's own: retired */
         uint64_t word = smb_load64(image + at);
         for (int i = 0; i < SYNC_LOCKS; i++)
@@ -240,9 +240,9 @@ int sync_ask(struct sync *sync, const struct sync_request *request, struct waite
              uint64_t now_ns, struct sync_answer *answer)
 {
     waiter->request = *request;
-    waiter->request.copies = 0;
+    waiter->request.slots = 0;
     if (request->opcode == SMB_LOCK) {
-        waiter->request.copies = request->argument >> SYNC_LOCK_BITS;
+        waiter->request.slots = request->argument >> SYNC_LOCK_BITS;
         waiter->request.argument &= ((uint64_t)1 << SYNC_LOCK_BITS) - 1;
     }
     waiter->sync = sync;

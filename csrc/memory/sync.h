@@ -6,11 +6,11 @@
  * later through the owner's `answer`.
  *
  * Requests (four words w[0..3] each, see frame.h) and answers (two words a, b):
- *   LOCK           argument: which lock; of the publisher's, << 8, how many copies the buffer has
+ *   LOCK           argument: which lock; of the publisher's, << 8, how many slots the buffer has
  *                  (0: 2). w: ttl_ms, timeout_ms (0: try; UINT64_MAX: no end), age_ms since first
  *                  sent, how long pins may delay it (0: SYNC_PIN_MS). OK: a token, b the version
- *                  that a publisher may write; if it named the copies, in its highest 8 bits the
- *                  copy for it. TIMEOUT. Repeated (same session and sequence) by its holder: the
+ *                  that a publisher may write; if it named the slots, in its highest 8 bits the
+ *                  slot for it. TIMEOUT. Repeated (same session and sequence) by its holder: the
  *                  same answer; ttl from now on.
  *   UNLOCK         argument: which lock. w: token. OK (also repeated), LOCK_LOST.
  *   RENEW          argument: which lock. w: token, ttl_ms. OK, LOCK_LOST.
@@ -24,14 +24,14 @@
  *   AWAIT_VERSION  w: version, timeout_ms, 1 + the version that is looked for (UINT64_MAX: the one
  *                  published last; 0: none). OK once version >= w[0] (at once for 0): a version, b
  *                  version being written or 0. TIMEOUT: likewise a and b. Where one is looked for:
- *                  b 1 + its copy, 0 if that is, or is being, overwritten, or was never published.
+ *                  b 1 + its slot, 0 if that is, or is being, overwritten, or was never published.
  *   PUBLISH        w: token of the publisher's lock, version. OK: a the version; the lock is
  *                  released; waiters are woken. Also repeated. LOCK_LOST. INVALID if it is not the
  *                  next one.
  *   PIN            w: ttl_ms (0: SYNC_PIN_MS; more than that is INVALID), name of a pin to renew
  *                  (0: a new one), 1 + version (0: the one published last). OK: a version, b the
  *                  pin's name. LOCK_LOST: the pin to renew is over, or that version is not there.
- *                  Nobody may begin to overwrite its copy until UNPIN, until the
+ *                  Nobody may begin to overwrite its slot until UNPIN, until the
  *                  session ends, or for the ttl. Repeated: the same pin, no longer than before.
  *                  OUT_OF_MEMORY: the session has very many.
  *   UNPIN          w: the pin's name. OK, also if there is none.
@@ -72,7 +72,7 @@ struct sync_request {
     uint64_t sequence;
     uint64_t argument;
     uint64_t words[SMB_SYNC_WORDS];
-    uint64_t copies; /* of a LOCK, from its argument; sync_ask sets it */
+    uint64_t slots; /* of a LOCK, from its argument; sync_ask sets it */
 };
 
 struct sync_answer {

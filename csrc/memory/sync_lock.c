@@ -33,9 +33,9 @@ static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *
 }
 
 /* Of a publisher that says nothing: 2. */
-static int copies_of(const struct sync_request *publisher)
+static int slots_of(const struct sync_request *publisher)
 {
-    return publisher->copies ? (int)publisher->copies : 2;
+    return publisher->slots ? (int)publisher->slots : 2;
 }
 
 /* Readers renew their pins; but publishers wait for them no longer than the first publisher
@@ -46,7 +46,7 @@ static bool publisher_may_begin(struct sync *sync, const struct sync_request *pu
                                 uint64_t now_ns)
 {
     pins_drop_expired(&sync->pins, now_ns);
-    bool pinned = version_oldest_copy(sync, copies_of(publisher), false) < 0;
+    bool pinned = version_oldest_slot(sync, slots_of(publisher), false) < 0;
     if (pinned && sync->pinned_ns == UINT64_MAX)
         sync->pinned_ns = now_ns;
     return !pinned || pins_end_ns(sync, publisher) <= now_ns;
@@ -63,8 +63,8 @@ static struct sync_answer granted(const struct sync *sync, const struct sync_req
 {
     int which = (int)request->argument;
     uint64_t version = which == SYNC_PUBLISHER ? word_get(&sync->words->version) + 1 : 0;
-    if (request->copies)
-        version |= (uint64_t)sync_find_copy(sync->words, SYNC_BEGUN | version) << SYNC_VERSION_BITS;
+    if (request->slots)
+        version |= (uint64_t)sync_find_slot(sync->words, SYNC_BEGUN | version) << SYNC_VERSION_BITS;
     return (struct sync_answer){SMB_OK, word_get(&sync->words->locks[which].token), version};
 }
 
@@ -94,8 +94,8 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     word_put(&lock->session, request->session);
     word_put(&lock->request, request->sequence);
     if (which == SYNC_PUBLISHER) {
-        int copies = copies_of(request), copy = version_oldest_copy(sync, copies, false);
-        version_begin(sync, copy < 0 ? version_oldest_copy(sync, copies, true) : copy);
+        int slots = slots_of(request), slot = version_oldest_slot(sync, slots, false);
+        version_begin(sync, slot < 0 ? version_oldest_slot(sync, slots, true) : slot);
     }
     FAILPOINT("sync.granting");
     word_put(&lock->expires_ns, expires_ns);
@@ -144,7 +144,7 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
     const struct sync_request *request = &waiter->request;
     if (request->argument >= SYNC_LOCKS || request->words[0] < SYNC_TTL_MS_MIN ||
         request->words[0] > SYNC_TTL_MS_MAX ||
-        request->copies > (request->argument == SYNC_PUBLISHER ? SYNC_COPIES_MAX : 0))
+        request->slots > (request->argument == SYNC_PUBLISHER ? SYNC_SLOTS_MAX : 0))
         return SMB_INVALID;
     int which = (int)request->argument;
     struct sync_lock_words *lock = &sync->words->locks[which];

@@ -10,42 +10,42 @@ struct sync_answer version_answer(const struct sync *sync, int status)
                                 word_get(&sync->words->writing)};
 }
 
-static bool is_pinned(const struct sync *sync, int copy)
+static bool is_pinned(const struct sync *sync, int slot)
 {
-    uint64_t version = word_get(&sync->words->copies[copy]);
-    return pins_hold(&sync->pins, version) && sync_find_copy(sync->words, version) == copy;
+    uint64_t version = word_get(&sync->words->slots[slot]);
+    return pins_hold(&sync->pins, version) && sync_find_slot(sync->words, version) == slot;
 }
 
-int version_oldest_copy(const struct sync *sync, int copies, bool overtake)
+int version_oldest_slot(const struct sync *sync, int slots, bool overtake)
 {
     uint64_t published = word_get(&sync->words->version), lowest = UINT64_MAX;
-    int latest = sync_find_copy(sync->words, published), oldest = -1;
-    for (int copy = 0; copy < copies; copy++) {
-        uint64_t version = word_get(&sync->words->copies[copy]);
+    int latest = sync_find_slot(sync->words, published), oldest = -1;
+    for (int slot = 0; slot < slots; slot++) {
+        uint64_t version = word_get(&sync->words->slots[slot]);
         if (version > published)
-            return copy; /* a publisher began there, and died */
-        if (copy == latest || version > lowest || (!overtake && is_pinned(sync, copy)))
+            return slot; /* a publisher began there, and died */
+        if (slot == latest || version > lowest || (!overtake && is_pinned(sync, slot)))
             continue;
-        oldest = copy; /* of several that were never written the last: the first is version 0 */
+        oldest = slot; /* of several that were never written the last: the first is version 0 */
         lowest = version;
     }
-    return copies == 1 ? 0 : oldest;
+    return slots == 1 ? 0 : oldest;
 }
 
-void version_begin(struct sync *sync, int copy)
+void version_begin(struct sync *sync, int slot)
 {
     struct sync_words *words = sync->words;
     uint64_t next = word_get(&words->version) + 1;
     /* Their readers learn of it at their next renewal. */
-    if (is_pinned(sync, copy))
-        pins_drop_version(&sync->pins, word_get(&words->copies[copy]));
+    if (is_pinned(sync, slot))
+        pins_drop_version(&sync->pins, word_get(&words->slots[slot]));
     sync->pinned_ns = UINT64_MAX;
-    word_put(&words->copies[copy], SYNC_BEGUN | next);
+    word_put(&words->slots[slot], SYNC_BEGUN | next);
     FAILPOINT("sync.begun");
     word_put(&words->writing, next);
 }
 
-/* Two copies took turns by the version's number before there was a table. */
+/* Two slots took turns by the version's number before there was a table. */
 void version_mend_words(struct sync_words *words)
 {
     uint64_t version = word_get(&words->version), writing = word_get(&words->writing);
@@ -53,14 +53,14 @@ void version_mend_words(struct sync_words *words)
         writing = version + 1; /* garbage: that may have begun */
         word_put(&words->writing, writing);
     }
-    if (sync_find_copy(words, version) < 0) {
-        word_put(&words->copies[version % 2], version);
+    if (sync_find_slot(words, version) < 0) {
+        word_put(&words->slots[version % 2], version);
         if (writing == version && version > 0)
-            word_put(&words->copies[(version - 1) % 2], version - 1);
+            word_put(&words->slots[(version - 1) % 2], version - 1);
     }
-    if (writing == version + 1 && sync_find_copy(words, SYNC_BEGUN | writing) < 0 &&
-        sync_find_copy(words, writing) < 0 && sync_find_copy(words, version) != (int)(writing % 2))
-        word_put(&words->copies[writing % 2], SYNC_BEGUN | writing);
+    if (writing == version + 1 && sync_find_slot(words, SYNC_BEGUN | writing) < 0 &&
+        sync_find_slot(words, writing) < 0 && sync_find_slot(words, version) != (int)(writing % 2))
+        word_put(&words->slots[writing % 2], SYNC_BEGUN | writing);
 }
 
 int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
@@ -69,7 +69,7 @@ int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
     *reply = version_answer(sync, SMB_OK);
     uint64_t sought = waiter->request.words[2];
     if (sought)
-        reply->b = (uint64_t)(1 + sync_find_copy(sync->words,
+        reply->b = (uint64_t)(1 + sync_find_slot(sync->words,
                                                  sought == UINT64_MAX ? reply->a : sought - 1));
     if (reply->a >= waiter->request.words[0])
         return SMB_OK;
@@ -101,9 +101,9 @@ int version_ask_publish(struct sync *sync, const struct sync_request *request, u
     /* 0: after garbage the count may wrap */
     if (begun == 0 || begun != published + 1 || version < begun || version >> SYNC_VERSION_BITS)
         return SMB_INVALID;
-    int copy = sync_find_copy(sync->words, SYNC_BEGUN | begun);
-    if (copy >= 0) /* else it was killed after this, and asks again; or all is garbage */
-        word_put(&sync->words->copies[copy], version);
+    int slot = sync_find_slot(sync->words, SYNC_BEGUN | begun);
+    if (slot >= 0) /* else it was killed after this, and asks again; or all is garbage */
+        word_put(&sync->words->slots[slot], version);
     FAILPOINT("sync.placed");
     word_put(&sync->words->writing, version);
     word_put(&sync->words->version, version);
@@ -135,7 +135,7 @@ int version_ask_pin(struct sync *sync, const struct sync_request *request, uint6
     if (!pin) {
         uint64_t published = word_get(&sync->words->version),
                  version = request->words[2] ? request->words[2] - 1 : published;
-        if (version > published || sync_find_copy(sync->words, version) < 0)
+        if (version > published || sync_find_slot(sync->words, version) < 0)
             return SMB_LOCK_LOST;
         /* One of an older version may be what delays a publisher. */
         if (!sync->pins.names.count)

@@ -5,11 +5,11 @@
 #include "memory/sync_state.h"
 
 struct sync_answer version_answer(const struct sync *sync, int status);
-/* The copy for the next version of a buffer that has so many: the oldest that is not the latest
+/* The slot for the next version of a buffer that has so many: the oldest that is not the latest
  * and not pinned. -1: all are. `overtake`: never mind the pins. */
-int version_oldest_copy(const struct sync *sync, int copies, bool overtake);
+int version_oldest_slot(const struct sync *sync, int slots, bool overtake);
 /* From now on the next version is being written there. Pins on what is there are gone. */
-void version_begin(struct sync *sync, int copy);
+void version_begin(struct sync *sync, int slot);
 /* State of an earlier run: the words of versions. */
 void version_mend_words(struct sync_words *words);
 /* Requests; see sync.h. */

@@ -9,9 +9,9 @@
 /* the lowest bit of every token of it */
 enum sync_lock { SYNC_USER = 0, SYNC_PUBLISHER = 1, SYNC_LOCKS = 2 };
 
-enum { SYNC_COPIES_MAX = 16 };
-enum { SYNC_LOCK_BITS = 8 }; /* of a LOCK's argument: which one; above them the buffer's copies */
-enum { SYNC_VERSION_BITS = 56 }; /* of a version; a granted turn has the copy above them */
+enum { SYNC_SLOTS_MAX = 16 };
+enum { SYNC_LOCK_BITS = 8 }; /* of a LOCK's argument: which one; above them the buffer's slots */
+enum { SYNC_VERSION_BITS = 56 }; /* of a version; a granted turn has the slot above them */
 static const uint64_t SYNC_BEGUN = (uint64_t)1 << 63;
 
 /* In the segment's header page. Zeroes: nothing was ever locked, published or awaited. Everything
@@ -35,20 +35,20 @@ struct sync_words {
     _Atomic uint64_t broken;  /* bit (round mod 64): that round was broken */
     /* SYNC_RETIRED: nothing is asked of it any more; any other value means nothing */
     _Atomic uint64_t retired;
-    /* The version in each of the buffer's copies; SYNC_BEGUN | version while that is being written
-     * there. A copy that was never written holds version 0, zeros. Only one is in the middle of
+    /* The version in each of the buffer's slots; SYNC_BEGUN | version while that is being written
+     * there. A slot that was never written holds version 0, zeros. Only one is in the middle of
      * that, and nobody needs what is there: the next publication goes there. */
-    _Atomic uint64_t copies[SYNC_COPIES_MAX];
+    _Atomic uint64_t slots[SYNC_SLOTS_MAX];
 };
 static const uint64_t SYNC_RETIRED = 0x64656E7275746572; /* "returned" */
 _Static_assert(sizeof(struct sync_words) <= 512, "a place in the header page");
 
-/* The copy in which this is; -1: none. The caller sees to it that it has so many copies. */
-static inline int sync_find_copy(const struct sync_words *words, uint64_t content)
+/* The slot in which this is; -1: none. The caller sees to it that it has so many slots. */
+static inline int sync_find_slot(const struct sync_words *words, uint64_t content)
 {
-    for (int copy = 0; copy < SYNC_COPIES_MAX; copy++)
-        if (atomic_load_explicit(&words->copies[copy], memory_order_acquire) == content)
-            return copy;
+    for (int slot = 0; slot < SYNC_SLOTS_MAX; slot++)
+        if (atomic_load_explicit(&words->slots[slot], memory_order_acquire) == content)
+            return slot;
     return -1;
 }
 

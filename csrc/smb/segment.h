@@ -57,7 +57,7 @@ uint64_t smb_segment_data_offset(const struct smb_segment *segment);
  * changes. */
 const void *smb_segment_states(const struct smb_segment *segment, uint64_t *bytes,
                                uint32_t *sequence_at);
-/* Of the buffer whose first segment this is: the copy in which a version lies (UINT64_MAX: the one
+/* Of the buffer whose first segment this is: the slot in which a version lies (UINT64_MAX: the one
  * published last), -1 once it is being overwritten; and which was published last. */
 int smb_segment_find_version(const struct smb_segment *segment, uint64_t sought,
                              uint64_t *published);

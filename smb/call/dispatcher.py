@@ -100,7 +100,7 @@ class Dispatcher:
         self.place = Place(functools.partial(_go_on, weakref.ref(self)))
         self.turns = session.turns_of(info.id, self.arguments.itemsize)
         self.paths = Paths(session, self.arguments, self.place, self.turns)
-        self.one_copy = info.versions == 1
+        self.unversioned = info.versions == 1
 
     @property
     def info(self) -> BufferInfo:
@@ -130,7 +130,7 @@ class Dispatcher:
             call = _Call(request, fence, others, deadline, ended, self.paths.handle)
             if self._is_empty(call):
                 return 0
-            if ended is None and not in_turn and self.one_copy:
+            if ended is None and not in_turn and self.unversioned:
                 self._take_turn(call)
             while True:
                 if call.ended is None:
@@ -152,7 +152,7 @@ class Dispatcher:
     def _is_empty(self, call: _Call) -> bool:
         """Whether there is nothing to ask of anybody. Raises InvalidArgumentError for a call that cannot be made."""
         request, fence = call.request, call.fence
-        if not self.one_copy and request.opcode is not Opcode.READ and not request.token:
+        if not self.unversioned and request.opcode is not Opcode.READ and not request.token:
             raise InvalidArgumentError(
                 f"{self.arguments.asked_by(request)}: with versions={self.info.versions} it changes by publish() alone"
             )
@@ -363,7 +363,7 @@ class Dispatcher:
             return result
 
         future = None
-        if handle is not None and self.one_copy and request.nbytes > 0 and not self.paths.lost:
+        if handle is not None and self.unversioned and request.nbytes > 0 and not self.paths.lost:
             timeout_ms = self.session.timeout_ms
             future = calls.transfer(
                 request, handle, self.turns, go_on, timeout_ms, result=result, keeps=keeps, window=window,

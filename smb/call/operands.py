@@ -47,7 +47,7 @@ def check_step(asked: str, rule: OptimizerRule, weights: Operand, gradient: Oper
     for other in (gradient, *state):
         check_beside(asked, weights, other)
         if other.info.versions > 1:
-            raise InvalidArgumentError(f"{asked}: {other!r} has several copies that take turns (versions)")
+            raise InvalidArgumentError(f"{asked}: {other!r} keeps several versions (versions)")
     if len({each.info.id for each in (weights, gradient, *state)}) != 2 + len(state):
         raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
     for each in (weights, *state) if state else ():

@@ -29,7 +29,7 @@ _LOOKS = 2  # at a version, before a reader that loses against the publisher pin
 _LOOK_S = 0.5  # after so much time a read looks whether its version is still there, and pins it
 _PIECE_BYTES = 1 << 20  # of such a read, to begin with: what is fast is read in larger ones
 _PIECE_MIN = 1 << 14  # elements
-_VERSION_BITS = 56  # of a publisher's turn; above them the copy
+_VERSION_BITS = 56  # of a publisher's turn; above them the slot
 _VERSION_MASK = 2**_VERSION_BITS - 1
 
 _log = logging.getLogger("smb")
@@ -40,18 +40,18 @@ class Publication:
     sees it before `commit`.
     """
 
-    def __init__(self, calls: Dispatcher, token: int, version: int, copy: int, ttl: float) -> None:
+    def __init__(self, calls: Dispatcher, token: int, version: int, slot: int, ttl: float) -> None:
         self._calls = calls
         self._asked = calls.arguments.asked("publish")
         self._token = token
         self.version = version
         self._ttl_ms = round(1000 * ttl)
-        self.copy = copy
+        self.slot = slot
 
     @property
     def turn(self) -> tuple[int, int, int, float]:
         """The words with which another client takes part: Versions.take_part."""
-        return self._token, self.version, self.copy, self._ttl_ms / 1000
+        return self._token, self.version, self.slot, self._ttl_ms / 1000
 
     @contextlib.contextmanager
     def kept(self, is_late: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Publication:
 
     def write(self, start: int, nbytes: int, source: Any) -> None:
         """Write bytes of it, through the servers: refused once the turn is another's."""
-        base = self.copy * self._calls.info.copy_stride_bytes
+        base = self.slot * self._calls.info.copy_stride_bytes
         self._calls.call(Request(Opcode.WRITE, base + start, nbytes, source, token=self._token))
 
     def renew(self) -> None:
@@ -102,8 +102,8 @@ class Publication:
 
 
 class Versions:
-    """The versions of one buffer. With several copies, only publication changes it, and its home knows which version
-    lies in which copy; a buffer with one copy just counts them.
+    """The versions of one buffer. With several slots, only publication changes it, and its home knows which version
+    lies in which slot; a buffer with one slot just counts them.
     """
 
     def __init__(self, calls: Dispatcher) -> None:
@@ -111,7 +111,7 @@ class Versions:
         self._arguments = calls.arguments
 
     def find(self, version: int = LATEST) -> tuple[int, int]:
-        """(version published last, copy in which `version` lies, -1 if it is not there), from the home's own memory
+        """(version published last, slot in which `version` lies, -1 if it is not there), from the home's own memory
         where it is mapped.
         """
         self._calls.session.check_open()
@@ -119,7 +119,7 @@ class Versions:
         while True:
             self._calls.paths.ensure(deadline)
             segment = self._calls.paths.found[0].segment
-            latest, copy = (0, -1) if segment is None else segment.find_version(version)
+            latest, slot = (0, -1) if segment is None else segment.find_version(version)
             if segment is None or segment.shared():
                 break
             self._calls.paths.look_again()  # it may have moved, and a later version be there
@@ -128,9 +128,9 @@ class Versions:
             reply = self._calls.paths.homes()[0].ask(
                 self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, words
             )
-            latest, copy = reply.a, reply.b - 1
-        there = copy < self._calls.info.versions and (version == LATEST or version <= latest)
-        return latest, copy if there else -1
+            latest, slot = reply.a, reply.b - 1
+        there = slot < self._calls.info.versions and (version == LATEST or version <= latest)
+        return latest, slot if there else -1
 
     def read(self, offset: int, count: int, sink: Any, wire: int, wanted: int | None = None) -> int:
         """Read elements; see read_ranges."""
@@ -141,7 +141,7 @@ class Versions:
         which version that was: all of them are of it. 0, and nothing was read, before the first publication. Raises
         NotFoundError if the one that is wanted is not there.
 
-        No byte of it changed if it is still in that copy after the read.
+        No byte of it changed if it is still in that slot after the read.
 
         In pieces, with a look in between where that takes a while: a read that takes longer than publications come is
         pinned, and its pin renewed as long as its bytes flow. All of it within the client's timeout.
@@ -156,7 +156,7 @@ class Versions:
             last = max(offset + length for offset, length, _ in ranges if length)
             self._calls.wait_turn(Request(Opcode.READ, first * itemsize, (last - first) * itemsize), deadline)
         home, asked = self._calls.paths.homes()[0], self._arguments.asked("read")
-        version, copy = self._find_readable(wanted, deadline)
+        version, slot = self._find_readable(wanted, deadline)
         if version == 0:
             return 0
         done, lost = 0, 0
@@ -169,13 +169,13 @@ class Versions:
                     place = bisect_right(ends, done)
                     offset, size, sink = ranges[place]
                     inside = done - (ends[place] - size)
-                    base = self._copy_base(copy) + offset + inside
+                    base = self._slot_base(slot) + offset + inside
                     length = self._piece(base, size - inside, piece)
                     self._read(base, length, memory_at(address_of(sink) + inside * itemsize), wire, started)
                     done += length
                 now = time.monotonic()
                 piece = max(_PIECE_MIN, piece // 2 if now - began > _LOOK_S else min(4 * piece, self._arguments.size))
-                if done == count and self.find(version)[1] == copy:
+                if done == count and self.find(version)[1] == slot:
                     break
                 if done < count and now - looked < _LOOK_S:
                     continue
@@ -193,7 +193,7 @@ class Versions:
                         f"it; give the client a longer timeout, or the publisher a larger readers="
                     )
                 if done == count and lost < _LOOKS:
-                    version, copy = self._find_readable(wanted, deadline)
+                    version, slot = self._find_readable(wanted, deadline)
                     done, pin = 0, None
                     continue
                 # Publishers are faster than we read: hold them back, for as long as they bear it.
@@ -204,9 +204,9 @@ class Versions:
                 pin = reply.b
                 if reply.a != version or done == count:
                     done = 0
-                version, copy = reply.a, self.find(reply.a)[1]
-                if copy < 0:  # a publisher who would not wait has overtaken it already
-                    version, copy = self._find_readable(wanted, deadline)
+                version, slot = reply.a, self.find(reply.a)[1]
+                if slot < 0:  # a publisher who would not wait has overtaken it already
+                    version, slot = self._find_readable(wanted, deadline)
                     done = 0
         except BaseException:
             if pin is not None:
@@ -231,31 +231,31 @@ class Versions:
             return False  # a publisher would not wait any longer
         return True
 
-    def read_copy(self, version: int, offset: int, count: int, sink: Any, wire: int) -> bool:
-        """Read from that version's copy. False if a publisher has begun to overwrite it."""
-        copy = self.find(version)[1]
-        if copy < 0:
+    def read_slot(self, version: int, offset: int, count: int, sink: Any, wire: int) -> bool:
+        """Read from that version's slot. False if a publisher has begun to overwrite it."""
+        slot = self.find(version)[1]
+        if slot < 0:
             return False
-        self._read(self._copy_base(copy) + offset, count, sink, wire)
-        return self.find(version)[1] == copy
+        self._read(self._slot_base(slot) + offset, count, sink, wire)
+        return self.find(version)[1] == slot
 
     def _find_readable(self, wanted: int | None, deadline: Deadline) -> tuple[int, int]:
-        """Return a version and its copy: the one that is wanted, else the latest. Raises NotFoundError."""
+        """Return a version and its slot: the one that is wanted, else the latest. Raises NotFoundError."""
         while True:
-            version, copy = self.find(LATEST if wanted is None else wanted)
-            if copy >= 0:
-                return version if wanted is None else wanted, copy
+            version, slot = self.find(LATEST if wanted is None else wanted)
+            if slot >= 0:
+                return version if wanted is None else wanted, slot
             if wanted is not None:
                 raise self._not_there(wanted)
             if deadline.left() == 0.0:  # between two looks at its own memory a whole publication passed
                 raise DeadlineError(f"{self._arguments.asked('read')}: its versions pass faster than they are found")
 
     def _not_there(self, version: int) -> NotFoundError:
-        latest, copies = self.find()[0], self._calls.info.versions
+        latest, slots = self.find()[0], self._calls.info.versions
         why = "is not published yet" if version > latest else "was overwritten"
         return NotFoundError(
-            f"{self._arguments.asked('read')}: version {version} {why}: the latest is {latest}, and {copies - 1} of "
-            f"the last {copies} can be read (versions={copies})"
+            f"{self._arguments.asked('read')}: version {version} {why}: the latest is {latest}, and {slots - 1} of "
+            f"the last {slots} can be read (versions={slots})"
         )
 
     def begin(self, timeout: float, ttl: float, readers: float) -> Publication:
@@ -298,7 +298,7 @@ class Versions:
         try:
             begun.write(0, self._calls.info.nbytes, source)
         except BaseException as error:
-            if not self._calls.one_copy:  # only a copy that nobody reads was changed
+            if not self._calls.unversioned:  # only a slot that nobody reads was changed
                 self._nothing_done(error)
             begun.give_up()
             raise
@@ -315,16 +315,16 @@ class Versions:
         failure: Any = error
         failure.outcome, failure.smb_account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
 
-    def read_from(self, copy: int, offset: int, count: int, sink: Any) -> None:
-        """Read elements of a copy, whatever is in it; exact."""
-        self._read(self._copy_base(copy) + offset, count, sink, 0)
+    def read_from(self, slot: int, offset: int, count: int, sink: Any) -> None:
+        """Read elements of a slot, whatever is in it; exact."""
+        self._read(self._slot_base(slot) + offset, count, sink, 0)
 
-    def _copy_base(self, copy: int) -> int:
-        """First element of a copy."""
-        return copy * self._calls.info.copy_stride_bytes // self._arguments.dtype.itemsize
+    def _slot_base(self, slot: int) -> int:
+        """First element of a slot."""
+        return slot * self._calls.info.copy_stride_bytes // self._arguments.dtype.itemsize
 
     def _read(self, offset: int, count: int, sink: Any, wire: int, started: float | None = None) -> None:
-        """Read elements of the memory; of a buffer with several copies, of any."""
+        """Read elements of the memory; of a buffer with several slots, of any."""
         itemsize = self._arguments.itemsize
         request = Request(Opcode.READ, offset * itemsize, count * itemsize, sink=sink, wire=wire)
         self._calls.call(request, started=started)

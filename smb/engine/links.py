@@ -37,10 +37,10 @@ class Segment:
         return bool(lib.smb_segment_bind(self.pointer) == Status.OK)
 
     def find_version(self, version: int) -> tuple[int, int]:
-        """(version published, copy in which `version` lies, -1 once it is being overwritten); LATEST: the published."""
+        """(version published, slot in which `version` lies, -1 once it is being overwritten); LATEST: the published."""
         published = ffi.new("uint64_t *")
-        copy = lib.smb_segment_find_version(self.pointer, version, published)
-        return int(published[0]), int(copy)
+        slot = lib.smb_segment_find_version(self.pointer, version, published)
+        return int(published[0]), int(slot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Which bytes of a version have arrived in a mirror: so that they are served on before all are there.
 
-Beside each mirror lies a small buffer of words: the version that arrives (or has arrived), the copy in which it lies,
+Beside each mirror lies a small buffer of words: the version that arrives (or has arrived), the slot in which it lies,
 and a bit for each piece. Its own version is counted up with each change, which wakes who waits. Rules:
 
-- the words name another version before the first byte of it is written into a copy;
+- the words name another version before the first byte of it is written into a slot;
 - a bit is set after its piece was written.
 
-A reader that sees the bit of a piece, reads the piece and finds version and copy unchanged has read that version.
+A reader that sees the bit of a piece, reads the piece and finds version and slot unchanged has read that version.
 
 A mirror of a log (smb/relay/publication_log.py) has such words, too. Their version is the generation whose delta
 arrives or has arrived last.
@@ -68,10 +68,10 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The pieces that a mirror has, of this version, in this copy."""
+    """The pieces that a mirror has, of this version, in this slot."""
 
     version: int
-    copy: int
+    slot: int
     bits: int
 
     @staticmethod
@@ -82,7 +82,7 @@ class Arrived:
     def to_words(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the words."""
         words = np.zeros(WORDS, np.int64)
-        words[0], words[1] = self.version, self.copy
+        words[0], words[1] = self.version, self.slot
         words[2:] = np.frombuffer(self.bits.to_bytes(PIECES_MAX // 8, "little"), np.int64)
         return words
 

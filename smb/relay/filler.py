@@ -50,7 +50,7 @@ class VersionFinder(Protocol):
     """Where something lies in a parent."""
 
     def find(self, buffer: Buffer, version: int) -> int:
-        """Return the copy in which all of a version lies, in the source or in another mirror; -1 if it is not there."""
+        """Return the slot in which all of a version lies, in the source or in another mirror; -1 if it is not there."""
 
 
 class Filler:
@@ -101,10 +101,10 @@ class Filler:
         """Write all of it under a publisher's turn; return whether it is there: not if it was stopped. `where` it lies
         in its parents; `words`: of what has arrived. `renew` is called now and then. Raises what went wrong.
         """
-        self.where, copy = where, publication.copy
+        self.where, slot = where, publication.slot
         # Before the first byte: from here on nobody takes what is overwritten for what it was.
-        words.publish(Arrived(fill.version, copy, 0).to_words(), ttl=TURN_S)
-        teller = threading.Thread(target=self._tell, args=(fill, words, copy), daemon=True)
+        words.publish(Arrived(fill.version, slot, 0).to_words(), ttl=TURN_S)
+        teller = threading.Thread(target=self._tell, args=(fill, words, slot), daemon=True)
         teller.start()
         try:
             self._begin(fill, publication)
@@ -140,7 +140,7 @@ class Filler:
                 renewed = now
                 renew()
 
-    def _tell(self, fill: Fill, words: Buffer, copy: int) -> None:
+    def _tell(self, fill: Fill, words: Buffer, slot: int) -> None:
         """Say what has arrived, until all has."""
         told = 0
         while True:
@@ -150,7 +150,7 @@ class Filler:
                 bits, active = fill.bits, fill.active
             if bits != told:
                 try:
-                    words.publish(Arrived(fill.version, copy, bits).to_words(), ttl=TURN_S)
+                    words.publish(Arrived(fill.version, slot, bits).to_words(), ttl=TURN_S)
                 except Error as error:
                     fill.fail(error)
                 told = bits
@@ -201,16 +201,16 @@ class _Feeder:
 
     def _from_source(self, buffer: Buffer, fill: Fill, publication: Publication) -> None:
         where = self._filler.where
-        copy = where.find(buffer, fill.version)
+        slot = where.find(buffer, fill.version)
         while fill.wants(self._parent):
             pieces = fill.take(self._parent, lambda _: True, fill.at_once)
             if not pieces:
                 with fill.changed:
                     fill.changed.wait(AGAIN_S)
                 continue
-            if copy >= 0:
-                self._read(buffer, copy, fill, pieces)
-            if copy < 0 or where.find(buffer, fill.version) != copy:
+            if slot >= 0:
+                self._read(buffer, slot, fill, pieces)
+            if slot < 0 or where.find(buffer, fill.version) != slot:
                 fill.fail(NotFoundError(f"version {fill.version} of {buffer.name!r} was overwritten on its way"))
                 return
             self._put(fill, publication, pieces)
@@ -222,11 +222,11 @@ class _Feeder:
         seen = self._words.version
         has = arrived.look(self._words)
         while fill.wants(self._parent):
-            copy = has.copy
+            slot = has.slot
             pieces = fill.take(self._parent, has.has, fill.at_once) if has.version == fill.version else []
             if not pieces and has.version > fill.version:  # it has gone on, and may still have this one
-                copy = where.find(buffer, fill.version)
-                if copy >= 0:
+                slot = where.find(buffer, fill.version)
+                if slot >= 0:
                     pieces = fill.take(self._parent, lambda _: True, fill.at_once)
             if not pieces:
                 try:
@@ -235,16 +235,16 @@ class _Feeder:
                     continue
                 has = arrived.look(self._words)
                 continue
-            self._read(buffer, copy, fill, pieces)
+            self._read(buffer, slot, fill, pieces)
             now = arrived.look(self._words)
-            same = (now.version, now.copy) == (fill.version, copy)
-            if same or where.find(buffer, fill.version) == copy:
+            same = (now.version, now.slot) == (fill.version, slot)
+            if same or where.find(buffer, fill.version) == slot:
                 self._put(fill, publication, pieces)
             else:
                 fill.give_back(pieces)
             has = now
 
-    def _read(self, buffer: Buffer, copy: int, fill: Fill, pieces: Sequence[int]) -> None:
+    def _read(self, buffer: Buffer, slot: int, fill: Fill, pieces: Sequence[int]) -> None:
         """Read them into our memory, one behind the other."""
         size = fill.pieces.piece_bytes
         if self._memory.nbytes < size * len(pieces):
@@ -254,7 +254,7 @@ class _Feeder:
             for place, piece in enumerate(pieces):
                 start, nbytes = fill.pieces.range(piece)
                 there = memory_of(self._memory[place * size :])
-                versions_of(buffer).read_from(copy, start // itemsize, nbytes // itemsize, there)
+                versions_of(buffer).read_from(slot, start // itemsize, nbytes // itemsize, there)
 
     def _put(self, fill: Fill, publication: Publication, pieces: Sequence[int]) -> None:
         for place, piece in enumerate(pieces):

@@ -197,6 +197,6 @@ class _LogTail:
         return entry.generation
 
     def find(self, buffer: Buffer, version: int) -> int:
-        """As VersionFinder: a log has one copy."""
+        """As VersionFinder: a log has one slot."""
         entry, known = self._entry, self._latest if buffer.name == self._log.buffer.name else 0
         return 0 if entry.generation == version and self._log.holds(buffer, entry, known) else -1

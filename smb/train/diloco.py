@@ -7,7 +7,7 @@ Rule (Douillard et al., DiLoCo: Distributed low-communication training of langua
     W -= lr (g + mu v)
 
 with lr = outer_lr and mu = outer_momentum, w_i = 1, or the worker's samples with token_weights. The inner optimizer,
-AdamW there, keeps its state and never sends it. v lives on the servers, in two copies that take turns, and the step is
+AdamW there, keeps its state and never sends it. v lives on the servers, in two slots that take turns, and the step is
 made of sums: W += - lr mu^2 v_before - lr (1 + mu) g (rounds.py).
 
 Taxonomy: data parallel; central; synchronous, H steps apart; one write and one read of the model per worker and round:

@@ -521,7 +521,7 @@ def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
     except OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"join of training {name!r}: scheme {scheme.NAME!r} keeps copies of the model on the memory servers, "
-            f"{scheme.copies()}, of {format_bytes(model_bytes)} each; {error}"
+            f"{scheme.footprint()}, of {format_bytes(model_bytes)} each; {error}"
         ) from error
 
 

@@ -34,7 +34,7 @@ from smb.safetensors import parse_safetensors, safetensors_header
 from smb.tensors import TensorPlace, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.closing import momentum_name, state_copy, step_name
+from smb.train.exchange.closing import momentum_name, state_slot, step_name
 from smb.train.fragments import Span
 from smb.train.guards import Guards
 from smb.train.parameters import PIECE_ELEMENTS
@@ -196,8 +196,8 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
     if group.scheme.traits.outer:
         for stored, name_of in _OUTER.items():
             with contextlib.suppress(NotFoundError):  # nobody has trained yet, or the scheme has none
-                copies = [group.client.open(f"{group.name}/{name_of(copy)}") for copy in (0, 1)]
-                ranges = tuple((copies[copy], span) for copy, span in _good_states(group.spans, number))
+                slots = [group.client.open(f"{group.name}/{name_of(slot)}") for slot in (0, 1)]
+                ranges = tuple((slots[slot], span) for slot, span in _good_states(group.spans, number))
                 sources.append(_Source(ranges, _whole(weights.size), {_WHOLE: stored}))
     forms: dict[str, tuple[tuple[int, ...], str]] = {}
     for source in sources:
@@ -230,9 +230,9 @@ def _all(buffer: Buffer) -> tuple[tuple[Buffer, Span], ...]:
 
 
 def _good_states(spans: tuple[Span, ...], number: int) -> Iterator[tuple[int, Span]]:
-    """Yield which copy of the outer state is good in round `number`, by fragment: the one that its next round reads."""
+    """Yield which slot of the outer state is good in round `number`, by fragment: the one that its next round reads."""
     for index, span in enumerate(spans):
-        yield state_copy(number + (index - number) % len(spans), len(spans)), span
+        yield state_slot(number + (index - number) % len(spans), len(spans)), span
 
 
 def _read(ranges: tuple[tuple[Buffer, Span], ...], place: TensorPlace) -> Iterator[memoryview]:
@@ -399,9 +399,9 @@ def _make(
         _fill(weights, place.offset // 4, file, *where[each])
     spans = head.scheme.spans(weights)
     for stored in _OUTER.keys() & where.keys():
-        copies = [new(f"{name}/{_OUTER[stored](copy)}", like=weights) for copy in (0, 1)]
-        for copy, (offset, count) in _good_states(spans, fields["round"]):
-            _fill(copies[copy], offset, file, where[stored][0] + 4 * offset, count)
+        slots = [new(f"{name}/{_OUTER[stored](slot)}", like=weights) for slot in (0, 1)]
+        for slot, (offset, count) in _good_states(spans, fields["round"]):
+            _fill(slots[slot], offset, file, where[stored][0] + 4 * offset, count)
     if (kept := fields.get("statistics")) is not None:
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])
         values = np.zeros(kept["size"], np.float32)

@@ -32,8 +32,8 @@ Json: TypeAlias = Any
 __all__ = [
     "SCHEMES",
     "WHOLE_MAX",
-    "Copies",
     "Exchange",
+    "Footprint",
     "Json",
     "Scheme",
     "Span",
@@ -105,7 +105,7 @@ class Exchange(ABC):
         return
 
 
-class Copies(NamedTuple):
+class Footprint(NamedTuple):
     """How many copies of the model a scheme keeps on the memory servers: of the group, and for each worker and host."""
 
     group: int = 1
@@ -159,9 +159,9 @@ class Scheme(ABC):
         """
         return 1
 
-    def copies(self) -> Copies:
+    def footprint(self) -> Footprint:
         """Return how many copies of the model it keeps on the memory servers."""
-        return Copies()
+        return Footprint()
 
     def check(self, name: str, parameters: Parameters) -> None:  # noqa: B027 - most schemes train whatever there is
         """Raise InvalidArgumentError where a worker with such parameters can't take part in the training `name`."""

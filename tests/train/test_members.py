@@ -157,8 +157,10 @@ def test_no_room(connect: Connect, scheme: smb.train.Scheme) -> None:
     """However far a join came before there was no room, nothing of it stays, and it is told how much it takes; a second
     one that fails leaves the first as it was."""
     client, values = connect(), np.zeros(MODEL_BYTES // 4, np.float32)
-    needed = sum(scheme.copies())
-    says = rf"of training 'run': scheme '{scheme.NAME}' keeps copies .*, {scheme.copies().group} \+ .* of 3 MiB each; "
+    needed = sum(scheme.footprint())
+    says = (
+        rf"of training 'run': scheme '{scheme.NAME}' keeps copies .*, {scheme.footprint().group} \+ .* of 3 MiB each; "
+    )
     for models in range(needed):
         _leave_room(client, models)
         with pytest.raises(smb.OutOfMemoryError, match=says):
@@ -191,13 +193,13 @@ def test_a_join_that_fails_leaves_the_group_to_others(client: smb.Client, connec
 
 @pytest.mark.parametrize("name", ["asp", "asyncdiloco", "bsp", "diloco", "eamsgd", "easgd", "hsgd", "localsgd", "r2sp",
                                   "seasgd", "ssp"])  # fmt: skip
-def test_copies(connect: Connect, name: str) -> None:
+def test_footprint(connect: Connect, name: str) -> None:
     """A scheme keeps as many copies of the model as it says."""
     client = connect()
     scheme = smb.train.scheme_of(name, {"every": 1} if name == "localsgd" else {})
     with smb.train.join(client, "run", _ones(), scheme), smb.train.join(client, "run", _ones()):
         found = sum(info.shape == (100,) for info in client.list())
-    assert found == scheme.copies().group + 2 * scheme.copies().worker + scheme.copies().host
+    assert found == scheme.footprint().group + 2 * scheme.footprint().worker + scheme.footprint().host
 
 
 def test_a_server_is_away_for_long() -> None:

@@ -124,7 +124,7 @@ def _joining(state: State, creation: Creation) -> Creation:
         )
     if like.versions > 1:
         raise InvalidArgumentError(
-            f'{creation.asked} with state_of="{like.name}": that has several copies that take turns '
+            f'{creation.asked} with state_of="{like.name}": that keeps several versions '
             f"(versions={like.versions}), and no optimizer's step changes it; make it with versions=1"
         )
     return replace(creation, replicas=like.replicas, joins=like.replicas > 1)

@@ -324,7 +324,7 @@ def _row(
     received = question.spec.nbytes / every
     asked = question.scheme(scheme)
     received *= _share(asked.traits.step_wire)
-    copies = asked.copies()
+    footprint = asked.footprint()
     return Row(
         workers=workers,
         scheme=scheme,
@@ -339,7 +339,7 @@ def _row(
         sent_bytes=sent,
         received_bytes=received,
         bytes_per_hour=3600 / iteration_s * workers * (sent + received) * shares(question, workers).crossing,
-        server_bytes=question.spec.nbytes * (copies.group + workers * copies.worker),
+        server_bytes=question.spec.nbytes * (footprint.group + workers * footprint.worker),
     )
 
 

@@ -60,8 +60,8 @@ class Closer:
         for gone in _gone(group.table.read(), member.former):
             group.client.delete(f"{group.name}/{inbox_name(gone)}", missing_ok=True)
         self._next = group.buffer("next")
-        self._momenta = [group.buffer(momentum_name(copy)) for copy in (0, 1)] if outer else []
-        self.steps_made = [group.buffer(step_name(copy)) for copy in (0, 1)] if step_wire != EXACT else []
+        self._momenta = [group.buffer(momentum_name(slot)) for slot in (0, 1)] if outer else []
+        self.steps_made = [group.buffer(step_name(slot)) for slot in (0, 1)] if step_wire != EXACT else []
         # Last: it is nobody else's, so where there is no room for a further worker nothing of it stays.
         self.inbox = group.buffer(inbox_name(member.incarnation))
         self._inboxes = {member.incarnation: self.inbox}
@@ -265,27 +265,27 @@ class Closer:
         at_once([lambda: combine(new, *momentum), moved], remote=self._group.remote)
         combine(following, (weights, 1.0, EXACT), (step, 1.0, self._step_wire))
 
-    def _turns(self, number: int, copies: list[Buffer]) -> tuple[Buffer, Buffer]:
-        """Return of two copies that take turns the one as it is in that round, and where the next is made."""
-        turn = state_copy(number, len(self._group.spans))
-        return copies[turn], copies[1 - turn]
+    def _turns(self, number: int, slots: list[Buffer]) -> tuple[Buffer, Buffer]:
+        """Return of two slots that take turns the one as it is in that round, and where the next is made."""
+        turn = state_slot(number, len(self._group.spans))
+        return slots[turn], slots[1 - turn]
 
 
-def state_copy(number: int, fragments: int) -> int:
-    """Return which of the two copies of the outer state is good for round `number`, in that round's fragment: they take
+def state_slot(number: int, fragments: int) -> int:
+    """Return which of the two slots of the outer state is good for round `number`, in that round's fragment: they take
     turns each time that the fragment is exchanged.
     """
     return number // fragments % 2
 
 
-def momentum_name(copy: int) -> str:
-    """Return how the buffer of that copy is named behind the group's name."""
-    return f"outer/{copy}/0"
+def momentum_name(slot: int) -> str:
+    """Return how the buffer of that slot is named behind the group's name."""
+    return f"outer/{slot}/0"
 
 
-def step_name(copy: int) -> str:
-    """Return how the buffer of that copy of the servers' step is named behind the group's name."""
-    return f"outer/{copy}/step"
+def step_name(slot: int) -> str:
+    """Return how the buffer of that slot of the servers' step is named behind the group's name."""
+    return f"outer/{slot}/step"
 
 
 def inbox_name(incarnation: int) -> str:

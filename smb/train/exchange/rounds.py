@@ -52,7 +52,7 @@ from smb.train.exchange.mover import mover_of
 from smb.train.group import BUILT, Group
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
-from smb.train.scheme import Copies, Exchange, Scheme, is_number, is_whole
+from smb.train.scheme import Exchange, Footprint, Scheme, is_number, is_whole
 from smb.train.traits import EXACT, ROUNDS
 
 _log = logging.getLogger("smb")
@@ -98,11 +98,11 @@ class RoundScheme(Scheme):
         """Return how the servers' step travels to the members; "exact": they read the weights."""
         return EXACT
 
-    def copies(self) -> Copies:
+    def footprint(self) -> Footprint:
         """The weights and the next ones; an outer optimizer's momentum, twice; its step, twice, if members read that;
         an inbox for each worker.
         """
-        return Copies(2 + 2 * bool(self.outer()) + 2 * (self.step_wires() != EXACT), 1)
+        return Footprint(2 + 2 * bool(self.outer()) + 2 * (self.step_wires() != EXACT), 1)
 
     def first_clock(self, rows: t.Rows) -> int:
         """Nobody waits for who joins in the middle of a round, but for who is there before anybody's first one."""

@@ -29,7 +29,7 @@ from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error
 from smb.train import member_table as t
-from smb.train.exchange.closing import state_copy
+from smb.train.exchange.closing import state_slot
 from smb.train.exchange.mover import ArrayMover
 from smb.train.exchange.rounds import RoundExchange
 from smb.train.group import WIRE_BYTES, Group, wake
@@ -254,7 +254,7 @@ class FragmentExchange(RoundExchange):
         closed meanwhile, and the base is as it was.
         """
         index, mover = self._index, self._movers[self._index]
-        made = 1 - state_copy(self._bases[index], len(self._movers))
+        made = 1 - state_slot(self._bases[index], len(self._movers))
         room = self._delta[: mover.fetched.size]  # what it held was written
 
         def read(_: Buffer) -> None:

@@ -22,7 +22,7 @@ from smb.train.elastic import ElasticExchange
 from smb.train.exchange.elastic_force import Elastic, check_settings
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import ArrayParameters, Parameters
-from smb.train.scheme import Copies, Exchange, Scheme
+from smb.train.scheme import Exchange, Footprint, Scheme
 from smb.train.traits import ELASTIC, Traits
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ class HSGD(Scheme):
             raise InvalidArgumentError(f"scheme {self.NAME!r}: alpha=None; the number of hosts is not known, so say it")
         check_settings(self.NAME, self.alpha, self.every)
 
-    def copies(self) -> Copies:
+    def footprint(self) -> Footprint:
         """The shared model, and what BSP keeps in each host."""
-        inside = BSP().copies()
-        return Copies(1, worker=inside.worker, host=inside.group)
+        inside = BSP().footprint()
+        return Footprint(1, worker=inside.worker, host=inside.group)
 
     def run(self, group: Group, parameters: Parameters) -> Exchange:
         """Return this worker's exchange. Joins the host's group, made first where there is none."""

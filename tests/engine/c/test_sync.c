@@ -549,7 +549,7 @@ static void copies_of_others(void)
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 1, 2, 1000, 0, 0), SMB_INVALID);
     for (uint64_t version = 2; version < 6; version++) {
         for (int began = 0; began < 2; began++) {
-            memset((void *)place.words->copies, 0, sizeof place.words->copies);
+            memset((void *)place.words->slots, 0, sizeof place.words->slots);
             place.words->version = version;
             place.words->writing = version + (uint64_t)began;
             place_restart(&place);

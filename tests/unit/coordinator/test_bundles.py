@@ -128,7 +128,7 @@ def test_records_and_messages(cluster: Cluster) -> None:
     [
         ({"replicas": 1}, '"w" has replicas=2, and its state has as many; leave replicas out'),
         ({"like": "none"}, 'no buffer "none"'),
-        ({"like": "news"}, 'with state_of="news": that has several copies that take turns'),
+        ({"like": "news"}, 'with state_of="news": that keeps several versions'),
         ({"shape": (5,)}, 'like="w" needs shape'),
     ],
 )

@@ -78,7 +78,7 @@ def test_the_document_tells_them() -> None:
             field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default!r}"
             for field in dataclasses.fields(scheme)
         }
-        assert (name, set(settings.split(", ")) - {""}, copies) == (scheme.NAME, wanted, str(made.copies()))
+        assert (name, set(settings.split(", ")) - {""}, copies) == (scheme.NAME, wanted, str(made.footprint()))
         told |= {field.name for field in dataclasses.fields(scheme)}
     meanings = text.split("| setting | meaning |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", meanings, re.MULTILINE)) == told
