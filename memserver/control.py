@@ -284,8 +284,8 @@ class ControlServer:
         self._server.stop(STOP_GRACE_S).wait()
 
 
-def _remote(place: ReachableMemory) -> pb.RemoteMemory:
-    return pb.RemoteMemory(address=place.address, key=place.key, nbytes=place.nbytes)
+def _remote(memory: ReachableMemory) -> pb.RemoteMemory:
+    return pb.RemoteMemory(address=memory.address, key=memory.key, nbytes=memory.nbytes)
 
 
 def _answer(context: grpc.ServicerContext, act: Callable[[], Reply]) -> Reply:

@@ -154,18 +154,18 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
     host, port = parse_address(options.listen)
     numeric = _numeric(host)  # an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)
-    place = MemoryDirectory(take_memory_directory(options.memory_dir), options.name)
-    leaving.callback(place.close)
-    take_in(place)
-    place.check_capacity(options.capacity_bytes)
-    limit = MemoryLimit() if place.counts_as_memory() else None
+    memory_dir = MemoryDirectory(take_memory_directory(options.memory_dir), options.name)
+    leaving.callback(memory_dir.close)
+    take_in(memory_dir)
+    memory_dir.check_capacity(options.capacity_bytes)
+    limit = MemoryLimit() if memory_dir.counts_as_memory() else None
     if limit is not None:
         limit.check_capacity(options.capacity_bytes)
     instance_id = secrets.randbits(64) or 1
     engine = Engine(instance_id, options.loops, options.capacity_bytes)
     leaving.callback(engine.close)
-    segments = Segments(engine, place, options.capacity_bytes, limit)
-    life = recover(engine, place, segments, options.capacity_bytes)
+    segments = Segments(engine, memory_dir, options.capacity_bytes, limit)
+    life = recover(engine, memory_dir, segments, options.capacity_bytes)
 
     if options.credentials is not None:
         engine.guard()
@@ -175,7 +175,7 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
     if data_tls is not None:
         leaving.callback(data_tls.close)
     data_port = engine.listen_tcp(numeric, port)
-    engine.listen_unix(place.socket_path)
+    engine.listen_unix(memory_dir.socket_path)
     verbs = None if options.data_tls == tls.ON or options.verbs is None else settings_of(options.verbs)
     rdma = RdmaTarget(engine, instance_id, verbs)
     if options.data_tls == tls.ON:
@@ -195,7 +195,7 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
         replication.forget(segment_id)
 
     segments.on_drop = forget
-    stamps = Stamps(StampsFile(place.stamps_path))
+    stamps = Stamps(StampsFile(memory_dir.stamps_path))
     control = ControlServer(
         control_host, asked_port, segments, rdma, replication, stamps, options.credentials, check_proof
     )
@@ -223,7 +223,7 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
         control_address=format_address(
             reachable if control_host in (*_ANY_ADDRESS, numeric) else asked_host, control.port
         ),
-        unix_path=str(place.socket_path),
+        unix_path=str(memory_dir.socket_path),
         metrics_address=_shown_to_others(pages.address, reachable),
         capacity_bytes=options.capacity_bytes,
         weight=options.weight,
@@ -253,7 +253,7 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
         options.coordinator,
         identity,
         segments,
-        lambda: load_of(engine, place, last, limit),
+        lambda: load_of(engine, memory_dir, last, limit),
         MissingNames(engine, buffers, clients),
         decided,
         take_keys,

@@ -259,9 +259,9 @@ class Engine:
                 f"{lib.SMB_KEYS_MAX} of {lib.SMB_KEY_BYTES}"
             )
         taken = ffi.new("struct smb_key[]", len(keys))
-        for place, (generation, key) in zip(taken, keys.items(), strict=True):
-            place.generation = generation
-            ffi.memmove(place.bytes, key, len(key))
+        for known_key, (generation, key) in zip(taken, keys.items(), strict=True):
+            known_key.generation = generation
+            ffi.memmove(known_key.bytes, key, len(key))
         _check(lib.smb_server_set_keys(self._server, len(keys), taken, now_ms), "take keys")
 
     def check_proof(self, session_id: int, shown: Token, bond: bytes) -> float:

@@ -74,7 +74,9 @@ class LastLook:
         self.shortage, self.segments, self.sessions = Shortage(), BusiestMeter(), BusiestMeter()
 
 
-def load_of(engine: Engine, place: MemoryDirectory, last: LastLook, limit: MemoryLimit | None = None) -> pb.ServerLoad:
+def load_of(
+    engine: Engine, memory_dir: MemoryDirectory, last: LastLook, limit: MemoryLimit | None = None
+) -> pb.ServerLoad:
     """Return the counters since the start, what is held and waits now, and who was busy since the last time."""
     counters = engine.counters()
     last.shortage.look(counters.turned_away_total)
@@ -94,7 +96,7 @@ def load_of(engine: Engine, place: MemoryDirectory, last: LastLook, limit: Memor
         replayed_requests=counters.replayed_total,
         recovered_locks=counters.recovered_locks,
         segment_count=counters.segments,
-        memory_free_bytes=_free_bytes(place, limit),
+        memory_free_bytes=_free_bytes(memory_dir, limit),
         waits=[
             pb.Wait(
                 segment_id=wait.segment_id,
@@ -114,10 +116,10 @@ def load_of(engine: Engine, place: MemoryDirectory, last: LastLook, limit: Memor
     )
 
 
-def _free_bytes(place: MemoryDirectory, limit: MemoryLimit | None) -> int:
+def _free_bytes(memory_dir: MemoryDirectory, limit: MemoryLimit | None) -> int:
     """Return how much a create may take, at least 1: 0 says that nobody knows."""
     try:
-        found = os.statvfs(place.directory)
+        found = os.statvfs(memory_dir.directory)
     except OSError:  # somebody removed the directory: a renewal must not fail for that
         return 0
     free = found.f_bavail * found.f_frsize

@@ -17,16 +17,16 @@ from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryEr
 _log = logging.getLogger("memserver")
 
 
-def recover(engine: Engine, place: MemoryDirectory, segments: Segments, capacity_bytes: int) -> Life:
+def recover(engine: Engine, memory_dir: MemoryDirectory, segments: Segments, capacity_bytes: int) -> Life:
     """Adopt every segment's file of this server's name. A file that is none is reported and left where it is. Returns
     what was found, for metrics.
 
     Raises InvalidArgumentError if they take more than the capacity: they are somebody's data, so none is given up.
     """
     begun = time.monotonic()
-    complete, unfinished = place.segment_files()
+    complete, unfinished = memory_dir.segment_files()
     for path in unfinished:
-        if place.make_way(path, must=False):
+        if memory_dir.make_way(path, must=False):
             _log.info("removed %s: a creation that was not finished", path)
     adopted = 0
     for path in complete:
@@ -39,16 +39,17 @@ def recover(engine: Engine, place: MemoryDirectory, segments: Segments, capacity
         except OutOfMemoryError:
             held = sum(other.lstat().st_size for other in complete if not fault_at(other))
             raise InvalidArgumentError(
-                f'--capacity {format_bytes(capacity_bytes)} is less than what the segments of "{place.name}" in '
-                f"{place.directory} take ({format_bytes(held)}); offer more, or remove their files to give that data up"
+                f'--capacity {format_bytes(capacity_bytes)} is less than what the segments of "{memory_dir.name}" in '
+                f"{memory_dir.directory} take ({format_bytes(held)}); offer more, or remove their files to give that "
+                f"data up"
             ) from None
         except PermissionDeniedError:
-            _log.error("%s; the file is left aside", place.refusal(path, fault_at(path)))
+            _log.error("%s; the file is left aside", memory_dir.refusal(path, fault_at(path)))
         except Error as error:
             _log.error("%s; the file is left aside", error)
     if adopted:
         _log.info("found %d segments of an earlier run, %s", adopted, format_bytes(segments.used_bytes()))
-    found = _recover_journal(engine, place)
+    found = _recover_journal(engine, memory_dir)
     return Life(
         recovery_s=time.monotonic() - begun,
         recovered_segments=adopted,
@@ -57,11 +58,11 @@ def recover(engine: Engine, place: MemoryDirectory, segments: Segments, capacity
     )
 
 
-def _recover_journal(engine: Engine, place: MemoryDirectory) -> Recovery:
+def _recover_journal(engine: Engine, memory_dir: MemoryDirectory) -> Recovery:
     """Finish the changes that a kill interrupted. Clients that come back learn that the changes were made."""
-    found = engine.open_journal(place.journal_path)
+    found = engine.open_journal(memory_dir.journal_path)
     if found.journal_lost:
-        _log.warning("%s was no journal of ours; it was replaced", place.journal_path)
+        _log.warning("%s was no journal of ours; it was replaced", memory_dir.journal_path)
     if found.finished:
         _log.info("finished %d changes that an earlier run was making", found.finished)
     if found.torn_chunks:

@@ -36,20 +36,20 @@ class Segments:
     """The segments that are held, by id."""
 
     def __init__(
-        self, engine: Engine, place: MemoryDirectory, capacity_bytes: int, limit: MemoryLimit | None = None
+        self, engine: Engine, memory_dir: MemoryDirectory, capacity_bytes: int, limit: MemoryLimit | None = None
     ) -> None:
         """`limit` None: there is none, or the directory's pages do not count against it."""
         self._limit = limit
         self._making_bytes = 0  # of the segments that are being made
         self._engine = engine
-        self._place = place
+        self._memory_dir = memory_dir
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Condition()
         self._held: dict[int, SegmentForm] = {}
         self._busy: set[int] = set()
         self._dropped: dict[int, int] = {}  # up to which epoch, in the order in which they came
         self._ended: dict[int, None] = {}  # in the order in which they came
-        self._quarantined = place.quarantined()
+        self._quarantined = memory_dir.quarantined()
         self.on_drop: Callable[[int], None] = lambda _id: None  # once it is served no more
         self.on_end: Callable[[int], None] = lambda _id: None  # once the engine lets it in no more
 
@@ -183,7 +183,7 @@ class Segments:
         for segment_id in segment_ids:
             with self._lock:
                 if segment_id in self._held and segment_id not in self._quarantined:
-                    self._place.quarantine(segment_id)
+                    self._memory_dir.quarantine(segment_id)
                     self._quarantined.add(segment_id)
                     _log.warning("segment %016x is quarantined: the coordinator's records do not have it", segment_id)
 
@@ -191,7 +191,7 @@ class Segments:
         """End its quarantine: a buffer has it, or it is gone."""
         with self._lock:
             if segment_id in self._quarantined:
-                self._place.quarantine(segment_id, ends=True)
+                self._memory_dir.quarantine(segment_id, ends=True)
                 self._quarantined.discard(segment_id)
 
     def role_taken(self, segment_id: int, epoch: int) -> None:
@@ -279,7 +279,7 @@ class Segments:
         try:
             self._check_limit(file_bytes)
             try:
-                self._engine.create_segment(self._place.segment_path(form.id), form, bundle_id=bundle_id)
+                self._engine.create_segment(self._memory_dir.segment_path(form.id), form, bundle_id=bundle_id)
             except OutOfMemoryError:
                 raise OutOfMemoryError(self._no_room(file_bytes)) from None
         finally:
@@ -302,7 +302,7 @@ class Segments:
         asked, free, whole = map(format_bytes, (file_bytes, max(free_bytes, 0), self._capacity_bytes))
         if file_bytes > free_bytes:
             return f"{asked} asked, {free} of {whole} free"
-        return f"{asked} asked, {free} of {whole} free, but the file system of {self._place.directory} is full"
+        return f"{asked} asked, {free} of {whole} free, but the file system of {self._memory_dir.directory} is full"
 
     def _end(self, segment_id: int) -> None:
         with self._lock:

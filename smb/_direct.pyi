@@ -9,7 +9,7 @@ def forked() -> None: ...
 class Switch:
     open: bool
 
-class Place:
+class DirectTarget:
     def __init__(self, go_on: Callable[[float, int, int], int]) -> None: ...
     def arm(
         self,

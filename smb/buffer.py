@@ -91,13 +91,13 @@ class Buffer:
     Type int4 does so with blocks of 64 and s = max|x|/7: the error is at most max|x|/14. It wants an ErrorFeedback.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_place")  # `_place` is where direct methods look
+    __slots__ = ("__dict__", "__weakref__", "_target")  # `_target` is where direct methods look
 
     def __init__(self, session: Session, info: BufferInfo) -> None:
         self._session = session
         self._dispatcher = Dispatcher(session, info)
         self._arguments = self._dispatcher.arguments
-        self._place = self._dispatcher.place
+        self._target = self._dispatcher.target
         self._versions = Versions(self._dispatcher)
         self._table: TensorTable | None = None  # once somebody asks
 
@@ -153,7 +153,7 @@ class Buffer:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The named tensors inside it, in their order; none unless it was created with tensors=."""
-        return {name: Tensor(self, name, place) for name, place in self.table.items()}
+        return {name: Tensor(self, name, info) for name, info in self.table.items()}
 
     def tensor(self, name: str) -> Tensor:
         """Return the named tensor inside it, to be read, written and accumulated by itself. Raises NotFoundError."""
@@ -181,7 +181,7 @@ class Buffer:
         return tuple(sorted({path.transport for path in self._dispatcher.paths.found}))
 
     def __repr__(self) -> str:
-        servers = len({place.server for place in self.layout.segments})
+        servers = len({segment.server for segment in self.layout.segments})
         return f"<smb.Buffer {self.name!r} {self.dtype.name}{list(self.shape)} on {servers} server{'s'[: servers > 1]}>"
 
     # ---- reading and writing
@@ -217,8 +217,8 @@ class Buffer:
             self._await_published(version, timeout)
         if self._dispatcher.info.versions == 1:
             itemsize = self._arguments.itemsize
-            self._dispatcher.call(Request(_READ, offset * itemsize, count * itemsize, sink=memory.place, wire=number))
-        elif self._versions.read(offset, count, memory.place, number, version) == 0:
+            self._dispatcher.call(Request(_READ, offset * itemsize, count * itemsize, sink=memory.pointer, wire=number))
+        elif self._versions.read(offset, count, memory.pointer, number, version) == 0:
             raise self._nothing_yet("read")
         if memory.deliver is not None:
             memory.deliver()
@@ -231,7 +231,7 @@ class Buffer:
         self._check_versions("read_version")
         number = self._arguments.wire(wire, "read_version")
         memory = self._arguments.writable(out, self.size, "read_version")
-        version = self._versions.read(0, self.size, memory.place, number)
+        version = self._versions.read(0, self.size, memory.pointer, number)
         if version == 0:
             raise self._nothing_yet("read_version")
         if memory.deliver is not None:
@@ -251,9 +251,9 @@ class Buffer:
         element.
         """
         number = self._arguments.wire(wire, "write")
-        place, offset, count, _owner = self._arguments.source(array, offset, "write")
+        pointer, offset, count, _owner = self._arguments.source(array, offset, "write")
         itemsize = self._arguments.itemsize
-        self._dispatcher.call(Request(_WRITE, offset * itemsize, count * itemsize, place, wire=number), fence=fence)
+        self._dispatcher.call(Request(_WRITE, offset * itemsize, count * itemsize, pointer, wire=number), fence=fence)
 
     @accounted
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
@@ -282,10 +282,10 @@ class Buffer:
         if self._dispatcher.info.versions > 1:
             raise InvalidArgumentError(f"{self._arguments.asked('view')}: it keeps several versions; use read()")
         handle = self._dispatcher.paths.ensure(Deadline(self._session.timeout))
-        for place, path in zip(self.layout.segments, self._dispatcher.paths.found, strict=True):
+        for segment, path in zip(self.layout.segments, self._dispatcher.paths.found, strict=True):
             if path.segment is None:
                 raise TransportError(
-                    f"{self._arguments.asked('view')}: its part on server {place.server} is reached over "
+                    f"{self._arguments.asked('view')}: its part on server {segment.server} is reached over "
                     f"{path.transport} ({path.why}), and a view needs shared memory; use read()"
                 )
         try:
@@ -386,25 +386,28 @@ class Buffer:
         """
         asked = self._arguments.asked("accumulate_sparse")
         try:
-            places = arrays.readable(indices, DTYPES["int64"])
+            positions = arrays.readable(indices, DTYPES["int64"])
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{asked}: indices: {error}; pass int64") from error.__cause__
-        where, memory = arrays.as_flat(places, DTYPES["int64"]), self._arguments.readable(values, "accumulate_sparse")
+        where, memory = (
+            arrays.as_flat(positions, DTYPES["int64"]),
+            self._arguments.readable(values, "accumulate_sparse"),
+        )
         if feedback is not None:
             self._check_feedback(feedback, op, "accumulate_sparse")
             if scale != 1.0:
                 raise InvalidArgumentError(f"{asked}: scale={scale!r} with feedback=: give it to top_k, which scales")
         number = self._arguments.op(op, scale, "accumulate_sparse")
-        if len(places.shape) != 1 or len(memory.shape) > 1 or where.size != memory.count:
+        if len(positions.shape) != 1 or len(memory.shape) > 1 or where.size != memory.count:
             raise InvalidArgumentError(
-                f"{asked}: int64{list(places.shape)} indices for values of shape {memory.shape}; pass flat ones"
+                f"{asked}: int64{list(positions.shape)} indices for values of shape {memory.shape}; pass flat ones"
             )
         first, count = (int(where[0]), int(where[-1]) - int(where[0]) + 1) if where.size else (0, 0)
         if first < 0 or first + count > self.size or not (where[1:] > where[:-1]).all():
             raise InvalidArgumentError(f"{asked}: indices must ascend strictly, from 0 to {self.size - 1}")
         itemsize = self._arguments.itemsize
         request = Request(
-            _ACCUMULATE, first * itemsize, count * itemsize, memory.place, op=number, scale=scale, wire=SPARSE_WIRE,
+            _ACCUMULATE, first * itemsize, count * itemsize, memory.pointer, op=number, scale=scale, wire=SPARSE_WIRE,
             indices=where,
         )  # fmt: skip
         try:
@@ -608,7 +611,7 @@ class Buffer:
             raise InvalidArgumentError(f"{asked}: ttl={ttl!r} is not between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s")
         if self.info.mirror_of:
             raise InvalidArgumentError(f"{asked}: it is a mirror; publish to {self.info.mirror_of!r}")
-        return self._versions.publish(memory.place, timeout, ttl, readers)
+        return self._versions.publish(memory.pointer, timeout, ttl, readers)
 
     def wait(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until `version` or a later one is published; return the latest. TimeoutError after `timeout` seconds."""
@@ -695,7 +698,7 @@ class Buffer:
         if memory.deliver is not None:
             return self._submit(call, offset, count, changes=False, **when)
         itemsize = self._arguments.itemsize
-        request = Request(_READ, start * itemsize, elements * itemsize, sink=memory.place, wire=number)
+        request = Request(_READ, start * itemsize, elements * itemsize, sink=memory.pointer, wire=number)
         return self._dispatcher.later(request, call, result=result, keeps=memory, **when)
 
     @accounted_later
@@ -709,9 +712,9 @@ class Buffer:
 
         try:
             number = self._arguments.wire(wire, "write")
-            place, start, count, owner = self._arguments.source(array, offset, "write")
+            pointer, start, count, owner = self._arguments.source(array, offset, "write")
             itemsize = self._arguments.itemsize
-            request = Request(_WRITE, start * itemsize, count * itemsize, place, wire=number)
+            request = Request(_WRITE, start * itemsize, count * itemsize, pointer, wire=number)
             return self._dispatcher.later(request, call, result=None, keeps=owner, fence=fence, **when)
         except InvalidArgumentError:
             return self._submit(call, offset, _elements(array), **when)
@@ -754,26 +757,26 @@ class Buffer:
         """Return (request, array to return, what keeps the array alive, what to do when it is done)."""
         number = self._arguments.op(op, scale, "accumulate")
         wires = self._arguments.wire(wire, "accumulate")
-        place, offset, count, owner = self._arguments.source(array, offset, "accumulate")
+        pointer, offset, count, owner = self._arguments.source(array, offset, "accumulate")
         result, sink, deliver = self._fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
-        if out is not None and abs(address_of(sink) - address_of(place)) < nbytes:
+        if out is not None and abs(address_of(sink) - address_of(pointer)) < nbytes:
             # After a broken connection the answer would be sent in place of the array.
             raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= shares memory with the array")
-        request = Request(_ACCUMULATE, start, nbytes, place, sink, op=number, scale=scale, wire=wires)
+        request = Request(_ACCUMULATE, start, nbytes, pointer, sink, op=number, scale=scale, wire=wires)
         return request, result, owner, deliver
 
     def _fetched(
         self, shape: tuple[int, ...], count: int, fetch: bool, out: Any
     ) -> tuple[Any, Any, Callable[[], object] | None]:
-        """Return (array to return, its place, its `deliver`) for the values that fetch=True brings back."""
+        """Return (array to return, its pointer, its `deliver`) for the values that fetch=True brings back."""
         if out is not None and not fetch:
             raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= is for fetch=True")
         if not fetch:
             return None, NOWHERE, None
         result = np.empty(shape, self.dtype) if out is None else out
         memory = self._arguments.writable(result, count, "accumulate")
-        return result, memory.place, memory.deliver
+        return result, memory.pointer, memory.deliver
 
     def _submit(
         self,
@@ -850,7 +853,7 @@ class Buffer:
         """Read that version; None if a publisher has begun to overwrite it."""
         number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
-        if not self._versions.read_slot(version, offset, count, memory.place, number):
+        if not self._versions.read_slot(version, offset, count, memory.pointer, number):
             return None
         if memory.deliver is not None:
             memory.deliver()

@@ -14,7 +14,7 @@ from smb.errors import InvalidArgumentError
 from smb.layout import Layout
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import unpack
-from smb.transport.base import SegmentPlace
+from smb.transport.base import SegmentLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class BufferInfo:
     created: float
     versions: int
     copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
-    replicas: int = 1  # copies on different servers; which segments have lost one: SegmentPlace.backup
+    replicas: int = 1  # copies on different servers; which segments have lost one: SegmentLocation.backup
     wire: str = "exact"  # how its elements travel unless a call says
     mirror_of: str = ""  # of a mirror: the published buffer
     mirrors: tuple[Mirror, ...] = ()  # of a published buffer; of one that was listed, ()
@@ -57,37 +57,37 @@ class BufferInfo:
     @property
     def movable(self) -> bool:
         """Whether it is reached through its servers alone, as its segments may move: with two copies, or moved once."""
-        return self.replicas > 1 or any(place.epoch for place in self.layout.segments)
+        return self.replicas > 1 or any(segment.epoch for segment in self.layout.segments)
 
     @property
     def degraded(self) -> bool:
         """Whether it has two copies, has lost one of some segment, and has no other one yet."""
-        return self.replicas > 1 and any(not place.backup for place in self.layout.segments)
+        return self.replicas > 1 and any(not segment.backup for segment in self.layout.segments)
 
     @property
     def lost(self) -> bool:
         """Whether the memory of some segment is lost: its server came back without it."""
-        return any(place.lost for place in self.layout.segments)
+        return any(segment.lost for segment in self.layout.segments)
 
     def moves_with(self, other: BufferInfo) -> bool:
         """Whether each of its segments moves together with the other's, as they are in one group. That is for good, and
         `other` may have been described before there was a group: its segments are the first ones then.
         """
         here, there = self.layout.segments, other.layout.segments
-        return [place.group or place.id for place in here] == [place.group or place.id for place in there]
+        return [segment.group or segment.id for segment in here] == [segment.group or segment.id for segment in there]
 
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
         """Return it from the coordinator's message."""
         dtype = DTYPES[buffer.dtype]
-        places = tuple(_place(buffer, segment) for segment in buffer.layout.segments)
+        locations = tuple(_location(buffer, segment) for segment in buffer.layout.segments)
         layout = Layout(
             buffer.layout.epoch,
             (buffer.versions or 1) * buffer.copy_stride_bytes or buffer.nbytes,
             dtype.itemsize,
             buffer.layout.stripe_bytes,
             buffer.layout.chunk_bytes,
-            places,
+            locations,
         )
         return cls(
             buffer.name,
@@ -126,8 +126,8 @@ def check_replicas(asked: str, replicas: object) -> None:
         raise InvalidArgumentError(f"{asked}: replicas={replicas!r}; there are 1 and 2")
 
 
-def _place(buffer: pb.Buffer, segment: pb.Segment) -> SegmentPlace:
-    return SegmentPlace(
+def _location(buffer: pb.Buffer, segment: pb.Segment) -> SegmentLocation:
+    return SegmentLocation(
         segment.id,
         segment.server,
         segment.nbytes,

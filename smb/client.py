@@ -49,7 +49,7 @@ from smb.rpc.metadata import JSON, encode
 from smb.security.credentials import Credentials, find
 from smb.spi import note_name
 from smb.tensors import METADATA_KEY, TensorTable
-from smb.transport.base import SegmentPlace
+from smb.transport.base import SegmentLocation
 from smb.transport.choose import MakesRdma, rdma_with
 
 if TYPE_CHECKING:
@@ -401,7 +401,7 @@ class Client:
                     f"relay of {name!r}: it belongs to the published state {state!r}; mirror that"
                 )
         if to == "auto":
-            parts = {place.server for place in source.layout.segments}
+            parts = {segment.server for segment in source.layout.segments}
             open_to = [server.name for server in self.servers() if server.may_live and not server.draining]
             servers = [name for name in open_to if name not in parts]
         else:
@@ -410,7 +410,7 @@ class Client:
         try:
             self._add_mirrors(source, servers, made)
             others = self._beside(source)  # after the state: what is left of one that failed is found by it
-            apart = {place.server for other in others for place in other.layout.segments}
+            apart = {segment.server for other in others for segment in other.layout.segments}
             for other in others:
                 self._add_mirrors(other, [server for server in servers if server not in apart], made)
         except BaseException:
@@ -536,13 +536,13 @@ class Client:
             home = self._homes.get((kind, name))
         if home is None:
 
-            def locate() -> SegmentPlace:
+            def locate() -> SegmentLocation:
                 copies = self._copies.get(name, 1) if kind == pb.LOCK else 1
                 bound = min(self.timeout, _FIND_S)
                 return BufferInfo.of(self._coordinator.place(kind, name, bound, copies)).layout.segments[0]
 
-            place = self._coordinator.place(kind, name, patience, replicas)
-            info = BufferInfo.of(place)
+            placed = self._coordinator.place(kind, name, patience, replicas)
+            info = BufferInfo.of(placed)
             home = Home(
                 self._session,
                 f"{word} {name!r}" if kind != pb.LOCK else repr(name),
@@ -627,7 +627,7 @@ def _copies_of(name: str, weights: Buffer, replicas: int | None) -> int:
 def _check_together(name: str, weights: Buffer, buffer: Buffer) -> None:
     if weights.info.replicas == 1 or buffer.info.moves_with(weights.info):
         return
-    if all(place.group for place in buffer.layout.segments):
+    if all(segment.group for segment in buffer.layout.segments):
         raise AlreadyExistsError(
             f"create {name!r}: {weights.name!r} was deleted and made anew meanwhile, and {name!r} moves together with "
             f"the new one; open the weights again"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from smb import engine
 from smb.errors import InvalidArgumentError
-from smb.transport.base import SegmentPlace
+from smb.transport.base import SegmentLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Layout:
     itemsize: int
     stripe_bytes: int
     chunk_bytes: int
-    segments: tuple[SegmentPlace, ...]
+    segments: tuple[SegmentLocation, ...]
 
     def pieces(self, offset: int, count: int) -> Iterator[Piece]:
         """Yield the pieces of `count` elements from element `offset`, in order. Raises InvalidArgumentError."""

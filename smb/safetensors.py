@@ -9,7 +9,7 @@ from typing import Any
 from smb.config.limits import BYTES_MAX, DIMENSIONS_MAX, HEADER_BYTES_MAX, HEADER_PARTS_MAX
 from smb.config.untrusted import is_encodable, parse_json, quoted, shortened
 from smb.errors import InvalidArgumentError
-from smb.tensors import TensorPlace, TensorTable
+from smb.tensors import TensorInfo, TensorTable
 
 # Names of element types, little-endian.
 _SAFETENSORS = {
@@ -24,21 +24,21 @@ def safetensors_header(table: TensorTable, metadata: object = None) -> bytes:
     """Return the header of a file in which the tensors follow each other without gaps, as the format wants it."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
-    for name, place in table.items():
+    for name, info in table.items():
         header[name] = {
-            "dtype": _SAFETENSORS[place.dtype.name],
-            "shape": list(place.shape),
-            "data_offsets": [end, end + place.nbytes],
+            "dtype": _SAFETENSORS[info.dtype.name],
+            "shape": list(info.shape),
+            "data_offsets": [end, end + info.nbytes],
         }
-        end += place.nbytes
+        end += info.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def can_hold(table: Mapping[str, TensorPlace]) -> bool:
+def can_hold(table: Mapping[str, TensorInfo]) -> bool:
     """Whether the format has these tensors' dtypes, and their names can be written."""
-    return all(place.dtype.name in _SAFETENSORS for place in table.values()) and is_encodable(*table)
+    return all(info.dtype.name in _SAFETENSORS for info in table.values()) and is_encodable(*table)
 
 
 def parse_safetensors(

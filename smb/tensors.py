@@ -46,7 +46,7 @@ ELEMENTS: dict[str, Dtype] = DTYPES | {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorInfo:
     """One tensor of a table. `offset` is bytes from the buffer's start."""
 
     dtype: np.dtype[Any]
@@ -64,24 +64,24 @@ class TensorPlace:
         return self.size * self.dtype.itemsize
 
 
-class TensorTable(Mapping[str, TensorPlace]):
-    """Name -> TensorPlace, in the order of the places. Immutable."""
+class TensorTable(Mapping[str, TensorInfo]):
+    """Name -> TensorInfo, in the order in which they lie. Immutable."""
 
-    def __init__(self, places: Mapping[str, TensorPlace]) -> None:
-        self._places = dict(places)
+    def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
+        self._infos = dict(infos)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any], asked: str = "tensors") -> TensorTable:
         """Lay out tensors one after the other, each at a multiple of 64 bytes.
 
         A value is a pair (shape, dtype), or anything that has both (a numpy array, a torch tensor of any device, a
-        TensorPlace); data is not looked at. Raises InvalidArgumentError, whose message begins with `asked`.
+        TensorInfo); data is not looked at. Raises InvalidArgumentError, whose message begins with `asked`.
         """
         if not isinstance(tensors, Mapping) or not tensors:
             raise InvalidArgumentError(
                 f"{asked}: {quoted(tensors)} is no mapping of names to tensors, with at least one"
             )
-        places: dict[str, TensorPlace] = {}
+        infos: dict[str, TensorInfo] = {}
         end = 0
         for name, tensor in tensors.items():
             if not isinstance(name, str) or not name:
@@ -93,13 +93,13 @@ class TensorTable(Mapping[str, TensorPlace]):
                     f"{asked}: {quoted(name)} is no name of a tensor; half of a surrogate pair is not a character"
                 )
             offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            places[name] = place = TensorPlace(*_form(f"{asked}: tensor {quoted(name)}", tensor), offset)
-            end = offset + place.nbytes
+            infos[name] = info = TensorInfo(*_form(f"{asked}: tensor {quoted(name)}", tensor), offset)
+            end = offset + info.nbytes
             if end > BYTES_MAX:
                 raise InvalidArgumentError(
                     f"{asked}: tensor {quoted(name)} ends at {end} bytes, past the largest buffer's end"
                 )
-        return cls(places)
+        return cls(infos)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], dtype: np.dtype[Any], nbytes: int) -> TensorTable:
@@ -111,8 +111,8 @@ class TensorTable(Mapping[str, TensorPlace]):
         if not isinstance(stored, Mapping):
             raise Error("its table of tensors can't be read: it is not an object of JSON")
         try:
-            places = {
-                name: TensorPlace(
+            infos = {
+                name: TensorInfo(
                     ELEMENTS[entry["dtype"]].numpy, _extents(entry["shape"]), operator.index(entry["offset"])
                 )
                 for name, entry in stored.items()
@@ -120,36 +120,36 @@ class TensorTable(Mapping[str, TensorPlace]):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Error(f"its table of tensors can't be read: {shortened(repr(error))}") from error
         end = 0
-        for name, place in places.items():
-            if place.offset < end or place.offset % ALIGNMENT_BYTES or place.offset + place.nbytes > nbytes:
+        for name, info in infos.items():
+            if info.offset < end or info.offset % ALIGNMENT_BYTES or info.offset + info.nbytes > nbytes:
                 raise Error(
-                    f"its table of tensors is no good: {quoted(name)} at byte {place.offset}, {place.nbytes} bytes, "
+                    f"its table of tensors is no good: {quoted(name)} at byte {info.offset}, {info.nbytes} bytes, "
                     f"overlaps another, is not at a multiple of {ALIGNMENT_BYTES}, or lies outside the "
                     f"buffer's {nbytes} bytes"
                 )
-            if place.dtype != dtype != np.uint8:
-                raise Error(f"its table of tensors is no good: {quoted(name)} is {place.dtype}, the buffer {dtype}")
-            end = place.offset + place.nbytes
-        return cls(places)
+            if info.dtype != dtype != np.uint8:
+                raise Error(f"its table of tensors is no good: {quoted(name)} is {info.dtype}, the buffer {dtype}")
+            end = info.offset + info.nbytes
+        return cls(infos)
 
     def to_metadata(self) -> dict[str, Any]:
         """Return what from_metadata reads."""
         return {
             METADATA_KEY: {
-                name: {"dtype": place.dtype.name, "shape": list(place.shape), "offset": place.offset}
-                for name, place in self._places.items()
+                name: {"dtype": info.dtype.name, "shape": list(info.shape), "offset": info.offset}
+                for name, info in self._infos.items()
             }
         }
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes from the start to the last tensor's end."""
-        return max((place.offset + place.nbytes for place in self._places.values()), default=0)
+        return max((info.offset + info.nbytes for info in self._infos.values()), default=0)
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
         """The element type of a buffer that holds these tensors: theirs, or uint8."""
-        names = {place.dtype.name for place in self._places.values()}
+        names = {info.dtype.name for info in self._infos.values()}
         return DTYPES[names.pop()].numpy if len(names) == 1 and names <= DTYPES.keys() else np.dtype(np.uint8)
 
     @property
@@ -165,8 +165,8 @@ class TensorTable(Mapping[str, TensorPlace]):
             )
         flat = memory.reshape(-1).view(np.uint8)
         return {
-            name: flat[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
-            for name, place in self._places.items()
+            name: flat[info.offset : info.offset + info.nbytes].view(info.dtype).reshape(info.shape)
+            for name, info in self._infos.items()
         }
 
     def differences(self, other: TensorTable) -> list[str]:
@@ -174,9 +174,9 @@ class TensorTable(Mapping[str, TensorPlace]):
 
         Places count only if nothing else differs: behind one tensor of another size all have others.
         """
-        found = [f"{name}: only in one" for name in self._places.keys() ^ other._places.keys()]
+        found = [f"{name}: only in one" for name in self._infos.keys() ^ other._infos.keys()]
         moved = []
-        for name in self._places.keys() & other._places.keys():
+        for name in self._infos.keys() & other._infos.keys():
             ours, theirs = self[name], other[name]
             if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
                 found.append(f"{name}: {_describe(ours)}, not {_describe(theirs)}")
@@ -184,14 +184,14 @@ class TensorTable(Mapping[str, TensorPlace]):
                 moved.append(f"{name}: at byte {ours.offset}, not {theirs.offset}")
         return sorted(found or moved)
 
-    def __getitem__(self, name: str) -> TensorPlace:
-        return self._places[name]
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self._infos[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._infos)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._infos)
 
 
 class Tensor:
@@ -201,35 +201,35 @@ class Tensor:
     buffer have several element types, it is a buffer of bytes, and accumulate is refused.
     """
 
-    def __init__(self, buffer: Buffer, name: str, place: TensorPlace) -> None:
+    def __init__(self, buffer: Buffer, name: str, info: TensorInfo) -> None:
         self.buffer = buffer
         self.name = name
-        self._place = place
+        self._info = info
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The element type."""
-        return self._place.dtype
+        return self._info.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape; () for a single element."""
-        return self._place.shape
+        return self._info.shape
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self._place.size
+        return self._info.size
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self._place.nbytes
+        return self._info.nbytes
 
     @property
     def offset(self) -> int:
         """Where it begins, in elements of the buffer."""
-        return self._place.offset // self.buffer.dtype.itemsize
+        return self._info.offset // self.buffer.dtype.itemsize
 
     def __repr__(self) -> str:
         return f"<smb.Tensor {self.name!r} {self.dtype.name}{list(self.shape)} of buffer {self.buffer.name!r}>"
@@ -322,9 +322,9 @@ class Tensor:
 
 def tensor_of(buffer: Buffer, table: TensorTable, name: str) -> Tensor:
     """Return the buffer's tensor of that name. Raises NotFoundError, which names those that are spelt alike."""
-    place = table.get(name)
-    if place is not None:
-        return Tensor(buffer, name, place)
+    info = table.get(name)
+    if info is not None:
+        return Tensor(buffer, name, info)
     if not table:
         raise NotFoundError(f"buffer {buffer.name!r} has no tensors inside it: it was created without tensors=")
     alike = difflib.get_close_matches(str(name), list(table), 3, 0.4) or list(table)[:3]
@@ -361,5 +361,5 @@ def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
     return extents
 
 
-def _describe(place: TensorPlace) -> str:
-    return f"{place.dtype.name}{list(place.shape)}"
+def _describe(info: TensorInfo) -> str:
+    return f"{info.dtype.name}{list(info.shape)}"

@@ -402,7 +402,7 @@ int smb_async_create(struct smb_client *client, struct smb_async **async)
 static bool touches_mapped(const struct smb_buffer *buffer)
 {
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++)
-        if (buffer->places[i].segment)
+        if (buffer->paths[i].segment)
             return true;
     return false;
 }

@@ -11,7 +11,7 @@ int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout
         layout->bytes % smb_dtype_bytes(dtype) != 0)
         return SMB_INVALID;
     struct smb_buffer *made = calloc(1,
-                                     sizeof *made + layout->segment_count * sizeof made->places[0]);
+                                     sizeof *made + layout->segment_count * sizeof made->paths[0]);
     if (!made)
         return SMB_OUT_OF_MEMORY;
     made->client = client;
@@ -26,26 +26,26 @@ int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segm
                         uint32_t epoch, struct smb_link *link)
 {
     if (index >= buffer->layout.segment_count || link->client != buffer->client ||
-        place_is_set(&buffer->places[index]))
+        path_is_set(&buffer->paths[index]))
         return SMB_INVALID;
     int may = link_may_use(link);
     if (may != SMB_OK)
         return may;
     link_retain(link);
-    buffer->places[index] = (struct place){.segment_id = segment_id, .epoch = epoch, .link = link};
+    buffer->paths[index] = (struct path){.segment_id = segment_id, .epoch = epoch, .link = link};
     return SMB_OK;
 }
 
 int smb_buffer_add_lane(struct smb_buffer *buffer, uint32_t index, struct smb_link *link)
 {
     if (index >= buffer->layout.segment_count || link->client != buffer->client ||
-        !buffer->places[index].link || buffer->places[index].further_count == SMB_LANES_FURTHER_MAX)
+        !buffer->paths[index].link || buffer->paths[index].further_count == SMB_LANES_FURTHER_MAX)
         return SMB_INVALID;
     int may = link_may_use(link);
     if (may != SMB_OK)
         return may;
-    struct place *place = &buffer->places[index];
-    place->further[place->further_count++] = link_retain(link);
+    struct path *path = &buffer->paths[index];
+    path->further[path->further_count++] = link_retain(link);
     buffer->further_count++;
     return SMB_OK;
 }
@@ -54,12 +54,12 @@ int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_s
 {
     struct smb_segment_info info;
     smb_segment_info(segment, &info);
-    if (index >= buffer->layout.segment_count || place_is_set(&buffer->places[index]) ||
+    if (index >= buffer->layout.segment_count || path_is_set(&buffer->paths[index]) ||
         info.dtype != (uint32_t)buffer->dtype || info.chunk_bytes != buffer->layout.chunk_bytes ||
         info.data_bytes != smb_layout_segment_bytes(&buffer->layout, index))
         return SMB_INVALID;
     smb_segment_retain(segment);
-    buffer->places[index] = (struct place){
+    buffer->paths[index] = (struct path){
         .segment_id = info.id, .epoch = info.epoch, .segment = segment};
     return SMB_OK;
 }
@@ -67,13 +67,13 @@ int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_s
 void smb_buffer_destroy(struct smb_buffer *buffer)
 {
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
-        struct place *place = &buffer->places[i];
-        if (place->link)
-            link_release(place->link);
-        for (uint32_t lane = 0; lane < place->further_count; lane++)
-            link_release(place->further[lane]);
-        if (place->segment)
-            smb_segment_release(place->segment);
+        struct path *path = &buffer->paths[i];
+        if (path->link)
+            link_release(path->link);
+        for (uint32_t lane = 0; lane < path->further_count; lane++)
+            link_release(path->further[lane]);
+        if (path->segment)
+            smb_segment_release(path->segment);
     }
     free(buffer);
 }

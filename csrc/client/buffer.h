@@ -6,7 +6,7 @@
 #include "client/link.h"
 #include "smb/client.h"
 
-struct place {
+struct path {
     uint64_t segment_id;
     uint32_t epoch;
     struct smb_link *link; /* one of the two is set */
@@ -24,19 +24,19 @@ struct smb_buffer {
     int dtype;
     /* 1, 2, 4 or 8: a multiple is found without a division, which small calls feel */
     uint32_t element_bytes;
-    uint32_t further_count; /* of all places */
-    struct place places[];
+    uint32_t further_count; /* of all paths */
+    struct path paths[];
 };
 
-static inline bool place_is_set(const struct place *place)
+static inline bool path_is_set(const struct path *path)
 {
-    return place->link || place->segment;
+    return path->link || path->segment;
 }
 
 /* Of lane 0, 1 and so on to further_count. */
-static inline struct smb_link *place_link(const struct place *place, uint32_t lane)
+static inline struct smb_link *path_link(const struct path *path, uint32_t lane)
 {
-    return lane == 0 ? place->link : place->further[lane - 1];
+    return lane == 0 ? path->link : path->further[lane - 1];
 }
 
 #endif

@@ -18,7 +18,7 @@
 
 struct smb_unknown;
 struct smb_link;
-struct place;
+struct path;
 
 struct call {
     struct smb_outcome *outcome;
@@ -48,9 +48,9 @@ struct stream {
     const struct smb_ask *ask; /* instead of a request: one frame, no range */
     struct smb_reply *reply;
     struct smb_cursor cursor;
-    /* Of several lanes to a segment, else NULL: the place, and the first stream's cursor, of which
+    /* Of several lanes to a segment, else NULL: the path, and the first stream's cursor, of which
      * each takes its next piece once its lane has room. */
-    const struct place *place;
+    const struct path *path;
     struct smb_cursor *shared;
     struct smb_piece piece; /* the next to be sent, if have_piece */
     bool have_piece;

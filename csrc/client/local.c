@@ -37,7 +37,7 @@ static int local_source(struct local_work *work, const struct smb_piece *piece,
 {
     struct smb_change read = {
         .opcode = SMB_READ, .offset = piece->segment_offset, .bytes = piece->bytes, .sink = to};
-    int status = smb_segment_apply(source->places[work->index].segment, &read, deadline_ns);
+    int status = smb_segment_apply(source->paths[work->index].segment, &read, deadline_ns);
     if (status == SMB_OK && wire != SMB_WIRE_EXACT)
         smb_kernel_round(wire, to, piece->bytes / 4, piece->buffer_offset,
                          work->buffer->layout.chunk_bytes, to);
@@ -64,7 +64,7 @@ static int local_sum(struct local_work *work, const struct smb_piece *piece, uin
 static int local_piece(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
 {
     const struct smb_request *request = work->request;
-    struct place *place = &work->buffer->places[work->index];
+    struct path *path = &work->buffer->paths[work->index];
     uint64_t within = piece->buffer_offset - request->offset;
     struct smb_change change = {
         .opcode = request->opcode,
@@ -103,7 +103,7 @@ static int local_piece(struct local_work *work, const struct smb_piece *piece, u
         change.wire = request->wire;
         change.source = work->scratch;
     }
-    int status = smb_segment_apply(place->segment, &change, deadline_ns);
+    int status = smb_segment_apply(path->segment, &change, deadline_ns);
     if (status == SMB_OK) {
         if (request->wire != SMB_WIRE_EXACT && request->opcode == SMB_READ)
             smb_kernel_round(request->wire, change.sink, piece->bytes / 4, piece->buffer_offset,
@@ -121,8 +121,8 @@ bool local_step(void *argument)
     struct local_work *work = argument;
     struct smb_buffer *buffer = work->buffer;
     for (; work->index < buffer->layout.segment_count; work->index++, work->walking = false) {
-        struct place *place = &buffer->places[work->index];
-        if (!place->segment)
+        struct path *path = &buffer->paths[work->index];
+        if (!path->segment)
             continue;
         if (!work->walking) {
             work->cursor = smb_cursor_make(&buffer->layout, work->index, work->request->offset,
@@ -148,7 +148,7 @@ bool local_step(void *argument)
             local_failed(work, piece, status);
         }
         if (work->bytes_here > 0)
-            smb_segment_count(place->segment, work->request->opcode, work->bytes_here);
+            smb_segment_count(path->segment, work->request->opcode, work->bytes_here);
     }
     return false;
 }

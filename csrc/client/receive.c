@@ -123,10 +123,11 @@ static void finish_reading(struct smb_link *link)
  * place. */
 static bool lands_apart(const struct smb_link *link, const struct inflight *inflight)
 {
-    const uint8_t *place = inflight_landing(inflight);
+    const uint8_t *landing = inflight_landing(inflight);
     for (const struct inflight *before = link->sent; before != inflight; before = before->next) {
         const uint8_t *other = inflight_landing(before);
-        if (other && place < other + before->answer_bytes && other < place + inflight->answer_bytes)
+        if (other && landing < other + before->answer_bytes &&
+            other < landing + inflight->answer_bytes)
             return false;
     }
     return true;

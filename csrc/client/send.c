@@ -54,10 +54,10 @@ void link_take_out_of_queue(struct smb_link *link, struct stream *stream)
 
 /* Of several lanes: none has something on its way that its caller gave up, and that may still be
  * carried out after what comes next over another one. */
-static bool is_clear(const struct place *place)
+static bool is_clear(const struct path *path)
 {
-    for (uint32_t lane = 0; lane <= place->further_count; lane++)
-        if (link_was_given_up(place_link(place, lane)))
+    for (uint32_t lane = 0; lane <= path->further_count; lane++)
+        if (link_was_given_up(path_link(path, lane)))
             return false;
     return true;
 }
@@ -67,7 +67,7 @@ static bool may_make(const struct smb_link *link, const struct stream *stream)
     /* Waits are answered when their time comes: they leave no room for each other to take. */
     return stream->ask ||
            (link->in_flight < link->window &&
-            (!stream->shared || (link->in_flight_bytes < LANE_BYTES && is_clear(stream->place))) &&
+            (!stream->shared || (link->in_flight_bytes < LANE_BYTES && is_clear(stream->path))) &&
             (!opcode_is_atomic(stream->request->opcode) ||
              link->atomics_in_flight < ATOMICS_IN_FLIGHT_MAX));
 }

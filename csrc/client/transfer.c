@@ -110,18 +110,18 @@ bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request
 static struct stream make_stream(const struct smb_buffer *buffer, const struct smb_request *request,
                                  struct call *call, uint32_t index, struct smb_link *link)
 {
-    const struct place *place = &buffer->places[index];
+    const struct path *path = &buffer->paths[index];
     struct stream stream = {.call = call,
                             .link = link,
                             .request = request,
                             .segment_index = index,
-                            .segment_id = place->segment_id,
-                            .epoch = place->epoch,
+                            .segment_id = path->segment_id,
+                            .epoch = path->epoch,
                             .dtype = (uint8_t)buffer->dtype};
     const struct smb_buffer *others[SMB_SOURCES_MAX];
     int sources = others_of(request, others), first = request_brings(request);
     for (int s = 0; s < sources; s++)
-        stream.source_ids[first + s] = others[s]->places[index].segment_id;
+        stream.source_ids[first + s] = others[s]->paths[index].segment_id;
     return stream;
 }
 
@@ -130,23 +130,23 @@ static uint32_t make_lanes(const struct smb_buffer *buffer, const struct smb_req
                            struct call *call, uint32_t index, struct smb_cursor cursor,
                            struct stream *streams)
 {
-    const struct place *place = &buffer->places[index];
-    streams[0] = make_stream(buffer, request, call, index, place->link);
+    const struct path *path = &buffer->paths[index];
+    streams[0] = make_stream(buffer, request, call, index, path->link);
     streams[0].cursor = cursor;
     stream_advance(&streams[0]);
     if (!streams[0].have_piece)
         return 0; /* nothing of the range is there */
-    if (place->further_count == 0)
+    if (path->further_count == 0)
         return 1;
     uint32_t count = 1;
     struct smb_piece piece;
     struct smb_cursor ahead = streams[0].cursor;
-    while (count <= place->further_count && smb_cursor_next(&ahead, &piece)) {
-        streams[count] = make_stream(buffer, request, call, index, place_link(place, count));
+    while (count <= path->further_count && smb_cursor_next(&ahead, &piece)) {
+        streams[count] = make_stream(buffer, request, call, index, path_link(path, count));
         count++;
     }
     for (uint32_t lane = 0; lane < count; lane++) {
-        streams[lane].place = place;
+        streams[lane].path = path;
         streams[lane].shared = &streams[0].cursor;
     }
     return count;
@@ -163,7 +163,7 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
                                                    request->bytes);
         if (cursor.position >= cursor.end)
             continue;
-        if (buffer->places[i].segment) {
+        if (buffer->paths[i].segment) {
             *local = true;
             continue;
         }
@@ -174,19 +174,19 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
 
 /* Every segment of the range is reachable, over the same kind of path in all buffers. A request
  * that must pass the gate needs a link. */
-static bool places_are_set(const struct smb_buffer *buffer, const struct smb_request *request,
-                           uint32_t *missing)
+static bool paths_are_set(const struct smb_buffer *buffer, const struct smb_request *request,
+                          uint32_t *missing)
 {
     const struct smb_buffer *others[SMB_SOURCES_MAX];
     int count = others_of(request, others);
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
-        const struct place *place = &buffer->places[i];
-        bool beside_the_gate = (request->token || request->opcode == SMB_APPLY) && place->segment;
+        const struct path *path = &buffer->paths[i];
+        bool beside_the_gate = (request->token || request->opcode == SMB_APPLY) && path->segment;
         bool alike = true;
         for (int o = 0; o < count; o++)
-            alike = alike && place_is_set(&others[o]->places[i]) &&
-                    !others[o]->places[i].segment == !place->segment;
-        if (!place_is_set(place) || !alike || beside_the_gate) {
+            alike = alike && path_is_set(&others[o]->paths[i]) &&
+                    !others[o]->paths[i].segment == !path->segment;
+        if (!path_is_set(path) || !alike || beside_the_gate) {
             *missing = i;
             return false;
         }
@@ -210,8 +210,8 @@ static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_requ
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
         struct smb_cursor cursor = smb_cursor_make(&buffer->layout, i, request->offset,
                                                    request->bytes);
-        const struct smb_link *link = buffer->places[i].link;
-        if (cursor.position < cursor.end && !buffer->places[i].segment && link &&
+        const struct smb_link *link = buffer->paths[i].link;
+        if (cursor.position < cursor.end && !buffer->paths[i].segment && link &&
             !(atomic_load_explicit(&link->features, memory_order_relaxed) & feature)) {
             *without = i;
             return false;
@@ -250,7 +250,7 @@ static inline bool uses_itself(const struct smb_buffer *buffer, const struct smb
 {
     if (!views_any())
         return false;
-    uint64_t id = buffer->places[0].segment_id;
+    uint64_t id = buffer->paths[0].segment_id;
     return (request->source && views_overlap(request->source, source_bytes(buffer, request), id)) ||
            (request->indices &&
             views_overlap(request->indices, request->count * sizeof *request->indices, id)) ||
@@ -313,7 +313,7 @@ static inline __attribute__((always_inline)) bool done_at_once(struct smb_buffer
         return false;
     struct smb_piece piece;
     smb_layout_piece(&buffer->layout, request->offset, request->bytes, &piece);
-    struct smb_segment *segment = buffer->places[piece.segment].segment;
+    struct smb_segment *segment = buffer->paths[piece.segment].segment;
     if (!segment)
         return false;
     struct smb_change change = {.opcode = request->opcode,
@@ -417,7 +417,7 @@ static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *r
 int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
                    const struct smb_request *request, struct smb_outcome *outcome)
 {
-    if (!places_are_set(buffer, request, &outcome->segment))
+    if (!paths_are_set(buffer, request, &outcome->segment))
         return outcome->status = SMB_INVALID;
     if (!wire_is_known(buffer, request, &outcome->segment))
         return outcome->status = SMB_VERSION;

@@ -93,11 +93,11 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
 {
     const struct smb_layout *layout = &buffer->layout;
     for (uint32_t i = 0; i < layout->segment_count; i++)
-        if (!buffer->places[i].segment)
+        if (!buffer->paths[i].segment)
             return SMB_INVALID;
     /* A mapping can't follow. They are bound at the end: no view that failed is to keep them. */
     for (uint32_t i = 0; i < layout->segment_count; i++)
-        if (smb_segment_moves(buffer->places[i].segment))
+        if (smb_segment_moves(buffer->paths[i].segment))
             return SMB_BUSY;
     uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN *
                      SMB_CHUNK_BYTES_MIN;
@@ -111,13 +111,13 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
         struct smb_piece piece;
         status = smb_layout_piece(layout, at, layout->bytes, &piece);
         if (status == SMB_OK)
-            status = map_stripe(buffer->places[piece.segment].segment, base + at, &piece);
+            status = map_stripe(buffer->paths[piece.segment].segment, base + at, &piece);
         at += piece.bytes;
     }
     for (uint32_t i = 0; i < layout->segment_count && status == SMB_OK; i++)
-        status = smb_segment_bind(buffer->places[i].segment);
+        status = smb_segment_bind(buffer->paths[i].segment);
     if (status == SMB_OK)
-        status = views_add(base, whole, buffer->places[0].segment_id);
+        status = views_add(base, whole, buffer->paths[0].segment_id);
     if (status != SMB_OK) {
         int saved = errno;
         munmap(base, whole);

@@ -66,8 +66,8 @@ static inline uint64_t delta_term(uint64_t factor, uint64_t word)
  * word in which it lies belongs to the state. */
 static inline uint64_t delta_change(uint8_t *to, uint64_t element, uint32_t width, uint64_t value)
 {
-    uint64_t place = element * width, factor = delta_factor(place / 8);
-    uint8_t *word = to - place % 8;
+    uint64_t byte = element * width, factor = delta_factor(byte / 8);
+    uint8_t *word = to - byte % 8;
     uint64_t before = delta_term(factor, delta_load(word, 8));
     delta_store(to, value, width);
     return delta_term(factor, delta_load(word, 8)) - before;

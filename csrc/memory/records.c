@@ -117,19 +117,19 @@ static uint64_t top_of(const struct record *record)
 
 static bool is_refused(const struct record *record, uint64_t sequence)
 {
-    uint64_t top = top_of(record), place = sequence % RECORD_REFUSALS;
+    uint64_t top = top_of(record), bit_index = sequence % RECORD_REFUSALS;
     return sequence <= top && top - sequence < RECORD_REFUSALS &&
-           (record->refused[place / 63] >> place % 63 & 1) != 0;
+           (record->refused[bit_index / 63] >> bit_index % 63 & 1) != 0;
 }
 
 static void set_refused(struct record *record, uint64_t sequence, bool refused)
 {
-    uint64_t place = sequence % RECORD_REFUSALS, bit = (uint64_t)1 << place % 63;
+    uint64_t bit_index = sequence % RECORD_REFUSALS, bit = (uint64_t)1 << bit_index % 63;
     if (top_of(record) - sequence >= RECORD_REFUSALS)
         return;
     atomic_signal_fence(memory_order_seq_cst);
-    record->refused[place / 63] = refused ? record->refused[place / 63] | bit
-                                          : record->refused[place / 63] & ~bit;
+    record->refused[bit_index / 63] = refused ? record->refused[bit_index / 63] | bit
+                                              : record->refused[bit_index / 63] & ~bit;
     atomic_signal_fence(memory_order_seq_cst);
 }
 
@@ -161,11 +161,11 @@ static void advance(struct record *record, uint64_t sequence)
     bool any = record->refused[0] != REFUSED_NONE || record->refused[1] != REFUSED_NONE;
     uint64_t steps = sequence - top < RECORD_REFUSALS ? sequence - top : RECORD_REFUSALS;
     for (uint64_t i = 1; any && i <= steps; i++) {
-        uint64_t place = (top + i) % RECORD_REFUSALS, bit = (uint64_t)1 << place % 63;
-        if ((record->refused[place / 63] & bit) == 0)
+        uint64_t bit_index = (top + i) % RECORD_REFUSALS, bit = (uint64_t)1 << bit_index % 63;
+        if ((record->refused[bit_index / 63] & bit) == 0)
             continue;
         forget_refusal(record, top + i - RECORD_REFUSALS);
-        record->refused[place / 63] &= ~bit;
+        record->refused[bit_index / 63] &= ~bit;
         atomic_signal_fence(memory_order_seq_cst);
     }
     record->refused_top = REFUSED_NONE | sequence;
@@ -475,26 +475,26 @@ static uint64_t word_at(const uint8_t *bytes)
     return value;
 }
 
-uint32_t records_places(struct records *records, uint32_t *places)
+uint32_t records_indices(struct records *records, uint32_t *indices)
 {
     uint32_t count = 0;
     pthread_mutex_lock(&records->mutex);
     for (uint32_t at = records->oldest; at != NONE; at = records->entries[at].newer)
-        places[count++] = at;
+        indices[count++] = at;
     pthread_mutex_unlock(&records->mutex);
     return count;
 }
 
-int records_image(struct records *records, uint32_t place, records_see see, void *argument)
+int records_image(struct records *records, uint32_t index, records_see see, void *argument)
 {
     int status = SMB_OK;
     pthread_mutex_lock(&records->mutex);
-    if (records->entries[place].bucket == NONE) {
+    if (records->entries[index].bucket == NONE) {
         status = SMB_NOT_FOUND;
-    } else if (records->entries[place].in_use > 0) {
+    } else if (records->entries[index].in_use > 0) {
         status = SMB_BUSY;
     } else {
-        const struct record *record = record_at(records, place);
+        const struct record *record = record_at(records, index);
         uint8_t bytes[RECORD_BYTES];
         put_word(bytes, read_word(&record->session));
         put_word(bytes + 8, read_word(&record->lane));
@@ -562,17 +562,17 @@ void record_note(struct record *record, uint64_t sequence, bool with_result, uin
 {
     SMB_ASSERT(sequence > 0);
     if (with_result) {
-        int place = 0;
+        int oldest = 0;
         for (int i = 0; i < RECORD_RESULTS; i++) {
             if (record->results[i].sequence == sequence) {
-                place = i;
+                oldest = i;
                 break;
             }
-            if (record->results[i].sequence < record->results[place].sequence)
-                place = i;
+            if (record->results[i].sequence < record->results[oldest].sequence)
+                oldest = i;
         }
-        record->results[place].result = result;
-        record->results[place].sequence = sequence;
+        record->results[oldest].result = result;
+        record->results[oldest].sequence = sequence;
     }
     /* the change and its result are made before the record says so, here or below */
     atomic_signal_fence(memory_order_seq_cst);

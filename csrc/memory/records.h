@@ -82,14 +82,14 @@ int records_watermark(struct records *records, uint64_t session, uint16_t lane, 
 /* It sends nothing more. Its records are the first to be evicted. */
 void records_end_session(struct records *records, uint64_t session);
 
-/* For a copy of the segment elsewhere. The places of all records, first those that were not used
- * for longest; returns how many. `places` has room for the table. */
-uint32_t records_places(struct records *records, uint32_t *places);
+/* For a copy of the segment elsewhere. The indices of all records, first those that were not used
+ * for longest; returns how many. `indices` has room for the table. */
+uint32_t records_indices(struct records *records, uint32_t *indices);
 /* Called with a record's image. */
 typedef void (*records_see)(void *argument, const uint8_t bytes[RECORD_BYTES]);
-/* The record at that place, as bytes, while nobody changes it: `see` is called under the mutex.
+/* The record at that index, as bytes, while nobody changes it: `see` is called under the mutex.
  * SMB_BUSY: a request has it. SMB_NOT_FOUND: there is none. */
-int records_image(struct records *records, uint32_t place, records_see see, void *argument);
+int records_image(struct records *records, uint32_t index, records_see see, void *argument);
 /* At the copy: the lane's record is as that image says. SMB_INVALID: it is none. */
 int records_install(struct records *records, const uint8_t bytes[RECORD_BYTES]);
 /* How many records were evicted; at a copy, at least so many. */

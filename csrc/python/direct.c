@@ -2,12 +2,12 @@
  * (smb._direct).
  *
  * A small call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to
- * 2 us. `Method` stands in front of a Python method of a class whose objects hold a `Place` in
- * their slot `_place`. A usual call (a numpy array of the buffer's dtype, contiguous, on a buffer
- * whose segments are known) is handed to the engine from here. Everything else goes to the Python
- * method, with nothing done. The Python method is the definition, and this the short path to the
- * same end. When the engine refuses a call, the place's `go_on` gets it and its outcome: it decides
- * and raises as for Python's own calls.
+ * 2 us. `Method` stands in front of a Python method of a class whose objects hold a `DirectTarget`
+ * in their slot `_target`. A usual call (a numpy array of the buffer's dtype, contiguous, on a
+ * buffer whose segments are known) is handed to the engine from here. Everything else goes to the
+ * Python method, with nothing done. The Python method is the definition, and this the short path to
+ * the same end. When the engine refuses a call, the target's `go_on` gets it and its outcome: it
+ * decides and raises as for Python's own calls.
  *
  * Threads. All fields are read and written with the GIL. A call that may wait or takes long
  * releases it, with a reference to the handle: another thread may disarm meanwhile. The engine's
@@ -78,7 +78,7 @@ static PyMemberDef switch_members[] = {
 
 static PyTypeObject switch_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.Switch",
-    .tp_doc = "Turns all places that were armed with it on and off.",
+    .tp_doc = "Turns all targets that were armed with it on and off.",
     .tp_basicsize = sizeof(Switch),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
@@ -98,9 +98,9 @@ typedef struct {
     uint32_t itemsize, timeout_ms;
     char format; /* of the buffer protocol */
     unsigned long forks;
-} Place;
+} DirectTarget;
 
-static int place_traverse(Place *self, visitproc visit, void *arg)
+static int target_traverse(DirectTarget *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->go_on);
     Py_VISIT(self->handle);
@@ -110,7 +110,7 @@ static int place_traverse(Place *self, visitproc visit, void *arg)
     return 0;
 }
 
-static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
+static PyObject *target_disarm(DirectTarget *self, PyObject *Py_UNUSED(ignored))
 {
     Py_CLEAR(self->handle);
     Py_CLEAR(self->client);
@@ -119,21 +119,21 @@ static PyObject *place_disarm(Place *self, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-static int place_clear(Place *self)
+static int target_clear(DirectTarget *self)
 {
-    Py_DECREF(place_disarm(self, NULL));
+    Py_DECREF(target_disarm(self, NULL));
     Py_CLEAR(self->go_on);
     return 0;
 }
 
-static void place_dealloc(Place *self)
+static void target_dealloc(DirectTarget *self)
 {
     PyObject_GC_UnTrack(self);
-    place_clear(self);
+    target_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *place_arm(Place *self, PyObject *args)
+static PyObject *target_arm(DirectTarget *self, PyObject *args)
 {
     PyObject *handle, *client, *quiet, *shape;
     unsigned long long buffer, size;
@@ -160,40 +160,41 @@ static PyObject *place_arm(Place *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *place_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+static PyObject *target_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"go_on", NULL};
     PyObject *callable;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O:Place", names, &callable))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O:DirectTarget", names, &callable))
         return NULL;
-    Place *self = (Place *)type->tp_alloc(type, 0);
+    DirectTarget *self = (DirectTarget *)type->tp_alloc(type, 0);
     if (self)
         self->go_on = Py_NewRef(callable);
     return (PyObject *)self;
 }
 
-static PyMethodDef place_methods[] = {
-    {"arm", (PyCFunction)place_arm, METH_VARARGS,
+static PyMethodDef target_methods[] = {
+    {"arm", (PyCFunction)target_arm, METH_VARARGS,
      "arm(handle, client, quiet, buffer, shape, size, itemsize, format, timeout_ms): calls may\n"
      "go straight to the engine's `buffer`, which `handle` keeps alive, while both switches are\n"
      "on."},
-    {"disarm", (PyCFunction)place_disarm, METH_NOARGS, "All calls go to the Python methods again."},
+    {"disarm", (PyCFunction)target_disarm, METH_NOARGS,
+     "All calls go to the Python methods again."},
     {NULL},
 };
 
-static PyTypeObject place_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.Place",
+static PyTypeObject target_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.DirectTarget",
     .tp_doc =
-        "Place(go_on): where the direct calls of one object go.\n"
+        "DirectTarget(go_on): where the direct calls of one object go.\n"
         "go_on(started, request, outcome) finishes a call that failed: seconds of the monotonic\n"
         "clock, and the addresses of the engine's structs.",
-    .tp_basicsize = sizeof(Place),
+    .tp_basicsize = sizeof(DirectTarget),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = place_new,
-    .tp_dealloc = (destructor)place_dealloc,
-    .tp_traverse = (traverseproc)place_traverse,
-    .tp_clear = (inquiry)place_clear,
-    .tp_methods = place_methods,
+    .tp_new = target_new,
+    .tp_dealloc = (destructor)target_dealloc,
+    .tp_traverse = (traverseproc)target_traverse,
+    .tp_clear = (inquiry)target_clear,
+    .tp_methods = target_methods,
 };
 
 /* ---- the methods ----------------------------------------------------------------------------- */
@@ -202,7 +203,7 @@ typedef struct {
     PyObject_HEAD PyObject *function; /* the Python method */
     /* the class that has it; NULL outside of one: then Python does every call */
     PyTypeObject *owner;
-    Py_ssize_t place_at; /* offset of the owner's slot `_place` */
+    Py_ssize_t slot_at; /* offset of the owner's slot `_target` */
     vectorcallfunc call;
     int opcode;
 } Method;
@@ -262,15 +263,15 @@ static bool integer_of(PyObject *value, long long *integer)
 }
 
 /* An array of two or more dimensions must have the buffer's shape. */
-static bool fits_shape(const Place *place, const Py_buffer *view)
+static bool fits_shape(const DirectTarget *target, const Py_buffer *view)
 {
     if (view->ndim < 2)
         return true;
-    if (PyTuple_GET_SIZE(place->shape) != view->ndim)
+    if (PyTuple_GET_SIZE(target->shape) != view->ndim)
         return false;
     for (int i = 0; i < view->ndim; i++) {
         long long extent;
-        if (!integer_of(PyTuple_GET_ITEM(place->shape, i), &extent) || extent != view->shape[i])
+        if (!integer_of(PyTuple_GET_ITEM(target->shape, i), &extent) || extent != view->shape[i])
             return false;
     }
     return true;
@@ -278,7 +279,7 @@ static bool fits_shape(const Place *place, const Py_buffer *view)
 
 /* The array's memory, if it is of the usual kind and as large as it has to be. Fills in the
  * range. */
-static bool array_of(const Place *place, const struct given *given, bool writable,
+static bool array_of(const DirectTarget *target, const struct given *given, bool writable,
                      struct smb_request *request, Py_buffer *view)
 {
     long long offset = 0, count = -1;
@@ -287,7 +288,7 @@ static bool array_of(const Place *place, const struct given *given, bool writabl
     if ((given->offset && !integer_of(given->offset, &offset)) ||
         (given->count && !integer_of(given->count, &count)))
         return false;
-    if (offset < 0 || (uint64_t)offset > place->size)
+    if (offset < 0 || (uint64_t)offset > target->size)
         return false;
     if (PyObject_GetBuffer(given->array, view,
                            PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) !=
@@ -295,42 +296,42 @@ static bool array_of(const Place *place, const struct given *given, bool writabl
         PyErr_Clear();
         return false;
     }
-    uint64_t elements = (uint64_t)view->len / place->itemsize;
-    bool usual = view->format && view->format[0] == place->format && view->format[1] == 0 &&
-                 (uint32_t)view->itemsize == place->itemsize && elements > 0 &&
-                 elements <= place->size - (uint64_t)offset;
+    uint64_t elements = (uint64_t)view->len / target->itemsize;
+    bool usual = view->format && view->format[0] == target->format && view->format[1] == 0 &&
+                 (uint32_t)view->itemsize == target->itemsize && elements > 0 &&
+                 elements <= target->size - (uint64_t)offset;
     /* Of a read it must be all that was asked for, of a change without an offset all there is. */
     if (usual && writable)
-        usual = elements == (given->count ? (uint64_t)count : place->size - (uint64_t)offset) &&
-                (elements < place->size || PyTuple_GET_SIZE(place->shape) < 2 ||
-                 fits_shape(place, view));
+        usual = elements == (given->count ? (uint64_t)count : target->size - (uint64_t)offset) &&
+                (elements < target->size || PyTuple_GET_SIZE(target->shape) < 2 ||
+                 fits_shape(target, view));
     else if (usual)
-        usual = (given->offset || elements == place->size) && fits_shape(place, view);
+        usual = (given->offset || elements == target->size) && fits_shape(target, view);
     if (!usual) {
         PyBuffer_Release(view);
         return false;
     }
-    request->offset = (uint64_t)offset * place->itemsize;
+    request->offset = (uint64_t)offset * target->itemsize;
     request->bytes = (uint64_t)view->len;
     return true;
 }
 
-static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssize_t positional,
-                         PyObject *names, bool *taken)
+static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args,
+                         Py_ssize_t positional, PyObject *names, bool *taken)
 {
     struct given given = {0};
     *taken = false;
-    if (!place->handle || !place->client->open || !place->quiet->open || place->forks != forks ||
-        !sort_arguments(opcode, args, positional, names, &given))
+    if (!target->handle || !target->client->open || !target->quiet->open ||
+        target->forks != forks || !sort_arguments(opcode, args, positional, names, &given))
         return NULL;
-    struct smb_request request = {.opcode = opcode, .scale = 1.0, .timeout_ms = place->timeout_ms};
+    struct smb_request request = {.opcode = opcode, .scale = 1.0, .timeout_ms = target->timeout_ms};
     Py_buffer view = {0};
     if (is_atomic(opcode)) {
         long long index, value, expected = 0;
-        if (place->format != 'l' || !given.value || !integer_of(given.offset, &index) ||
+        if (target->format != 'l' || !given.value || !integer_of(given.offset, &index) ||
             !integer_of(given.value, &value) ||
             (given.expected && !integer_of(given.expected, &expected)) || index < 0 ||
-            (uint64_t)index >= place->size)
+            (uint64_t)index >= target->size)
             return NULL;
         request.offset = (uint64_t)index * 8;
         request.bytes = 8;
@@ -338,13 +339,13 @@ static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssi
         request.expected = (uint64_t)expected;
     } else {
         if (opcode == SMB_ACCUMULATE) {
-            bool integers = place->format == 'l' || place->format == 'i' || place->format == 'B';
+            bool integers = target->format == 'l' || target->format == 'i' || target->format == 'B';
             if (given.scale && (integers || !PyFloat_CheckExact(given.scale)))
                 return NULL;
             request.op = SMB_SUM;
             request.scale = given.scale ? PyFloat_AS_DOUBLE(given.scale) : 1.0;
         }
-        if (!array_of(place, &given, opcode == SMB_READ, &request, &view))
+        if (!array_of(target, &given, opcode == SMB_READ, &request, &view))
             return NULL;
         if (opcode == SMB_READ)
             request.sink = view.buf;
@@ -354,10 +355,10 @@ static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssi
     *taken = true;
     struct smb_outcome outcome;
     uint64_t started_ns = 0;
-    PyObject *handle = place->handle;
-    struct smb_buffer *buffer = place->buffer;
+    PyObject *handle = target->handle;
+    struct smb_buffer *buffer = target->buffer;
     Py_INCREF(handle);
-    Py_INCREF(place);
+    Py_INCREF(target);
     if (request.bytes > HOLD_GIL_BYTES || !engine_transfer_at_once(buffer, &request, &outcome)) {
         Py_BEGIN_ALLOW_THREADS;
         started_ns = smb_now_ns();
@@ -369,7 +370,7 @@ static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssi
     if (!interrupt)
         run_handlers();
     if (outcome.status != SMB_OK || interrupt)
-        result = PyObject_CallFunction(place->go_on, "dKK", (double)started_ns / 1e9,
+        result = PyObject_CallFunction(target->go_on, "dKK", (double)started_ns / 1e9,
                                        (unsigned long long)(uintptr_t)&request,
                                        (unsigned long long)(uintptr_t)&outcome);
     else if (is_atomic(opcode))
@@ -379,7 +380,7 @@ static PyObject *call_of(int opcode, Place *place, PyObject *const *args, Py_ssi
     if (result && !is_atomic(opcode)) /* what was gone on with gives a number, as _call does */
         Py_SETREF(result, Py_NewRef(opcode == SMB_READ ? given.array : Py_None));
     Py_DECREF(handle);
-    Py_DECREF(place);
+    Py_DECREF(target);
     if (view.obj)
         PyBuffer_Release(&view);
     return result;
@@ -390,13 +391,13 @@ static PyObject *method_vectorcall(PyObject *callable, PyObject *const *args, si
 {
     Method *method = (Method *)callable;
     Py_ssize_t count = PyVectorcall_NARGS(flags);
-    PyObject *place = NULL;
+    PyObject *target = NULL;
     if (count > 0 && method->owner && PyObject_TypeCheck(args[0], method->owner))
-        place = *(PyObject **)((char *)args[0] + method->place_at);
-    if (place && Py_TYPE(place) == &place_type) {
+        target = *(PyObject **)((char *)args[0] + method->slot_at);
+    if (target && Py_TYPE(target) == &target_type) {
         bool taken;
-        PyObject *result = call_of(method->opcode, (Place *)place, args + 1, count - 1, names,
-                                   &taken);
+        PyObject *result = call_of(method->opcode, (DirectTarget *)target, args + 1, count - 1,
+                                   names, &taken);
         if (taken)
             return result;
     }
@@ -448,13 +449,13 @@ static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSE
 }
 
 /* Python calls it when the class is made. A slot lies at the same offset in every object of the
- * class and its subclasses, so a call finds its place by one load. */
+ * class and its subclasses, so a call finds its target by one load. */
 static PyObject *method_set_name(Method *self, PyObject *args)
 {
     PyObject *owner, *name;
     if (!PyArg_ParseTuple(args, "O!O:__set_name__", &PyType_Type, &owner, &name))
         return NULL;
-    PyObject *slot = PyObject_GetAttrString(owner, "_place");
+    PyObject *slot = PyObject_GetAttrString(owner, "_target");
     if (!slot)
         return NULL;
     const PyMemberDef *member = Py_IS_TYPE(slot, &PyMemberDescr_Type)
@@ -462,13 +463,13 @@ static PyObject *method_set_name(Method *self, PyObject *args)
                                     : NULL;
     bool usable = member && member->type == T_OBJECT_EX;
     if (usable) {
-        self->place_at = member->offset;
+        self->slot_at = member->offset;
         Py_INCREF(owner);
         Py_XSETREF(self->owner, (PyTypeObject *)owner);
     }
     Py_DECREF(slot);
     if (!usable)
-        return PyErr_Format(PyExc_TypeError, "%S of %R: direct methods need a slot \"_place\"",
+        return PyErr_Format(PyExc_TypeError, "%S of %R: direct methods need a slot \"_target\"",
                             name, owner);
     Py_RETURN_NONE;
 }
@@ -557,7 +558,7 @@ static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 static PyMethodDef functions[] = {
     {"set_up", set_up, METH_VARARGS,
      "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once,\n"
-     "before any place is armed."},
+     "before any target is armed."},
     {"look_address", look_address, METH_NOARGS,
      "The address of what the engine is to ask while a call waits: smb_set_look."},
     {"take_interrupt", take_interrupt, METH_NOARGS,
@@ -578,8 +579,8 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__direct(void)
 {
-    PyTypeObject *types[] = {&switch_type, &place_type, &method_type};
-    const char *names[] = {"Switch", "Place", "Method"};
+    PyTypeObject *types[] = {&switch_type, &target_type, &method_type};
+    const char *names[] = {"Switch", "DirectTarget", "Method"};
     name_offset = PyUnicode_InternFromString("offset");
     name_count = PyUnicode_InternFromString("count");
     name_out = PyUnicode_InternFromString("out");

@@ -308,9 +308,9 @@ bool replica_forget(struct replica *replica, struct wait *wait)
 /* With the lock. Nothing of the last copy stays. */
 static void forget_copy(struct replica *replica)
 {
-    free(replica->places);
-    replica->places = NULL;
-    replica->place_count = replica->places_done = 0;
+    free(replica->record_indices);
+    replica->record_indices = NULL;
+    replica->record_count = replica->records_done = 0;
     replica->evictions = replica->ended_evictions = 0;
 }
 

@@ -102,19 +102,19 @@ _Static_assert((int)SMB_COPIED_RECORD_BYTES == (int)RECORD_BYTES, "one travels a
 static int copy_record(struct replica *replica, uint32_t epoch)
 {
     struct segment_bundle *bundle = replica->bundle;
-    uint32_t place = replica->places[replica->places_done];
+    uint32_t index = replica->record_indices[replica->records_done];
     struct image image = {.replica = replica,
                           .epoch = epoch,
                           .part = make_part(replica, (struct smb_frame){.op = SMB_COPIED_RECORD})};
     pthread_mutex_unlock(&bundle->lock);
     if (!image.part)
         return SMB_OUT_OF_MEMORY;
-    int status = records_image(replica->records, place, append_image, &image);
+    int status = records_image(replica->records, index, append_image, &image);
     pthread_mutex_lock(&bundle->lock);
     if (image.part)
         feed_free(&bundle->feed, image.part);
     if (status != SMB_BUSY && copies(bundle, epoch))
-        replica->places_done++;
+        replica->records_done++;
     pthread_mutex_unlock(&bundle->lock);
     return status == SMB_NOT_FOUND ? SMB_OK : status;
 }
@@ -179,19 +179,19 @@ static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
 {
     struct segment_bundle *bundle = replica->bundle;
     pthread_mutex_unlock(&bundle->lock);
-    uint32_t *places = malloc((records + 1) * sizeof *places);
-    if (!places)
+    uint32_t *indices = malloc((records + 1) * sizeof *indices);
+    if (!indices)
         return SMB_OUT_OF_MEMORY;
-    uint32_t count = records_places(replica->records, places);
+    uint32_t count = records_indices(replica->records, indices);
     pthread_mutex_lock(&bundle->lock);
-    if (copies(bundle, epoch) && !replica->places) {
-        replica->places = places;
-        replica->place_count = count;
+    if (copies(bundle, epoch) && !replica->record_indices) {
+        replica->record_indices = indices;
+        replica->record_count = count;
         copy_tell_evictions(replica);
-        places = NULL;
+        indices = NULL;
     }
     pthread_mutex_unlock(&bundle->lock);
-    free(places);
+    free(indices);
     /* Changes of these words go there since the copy is under way; here is what they were. */
     sync_show(replica->sync, smb_boot_ns());
     return SMB_OK;
@@ -227,9 +227,9 @@ static int copy_part(struct segment_bundle *bundle, struct smb_segment *const *m
     }
     for (int i = 0; i < count; i++) {
         struct replica *replica = replica_at(members[i]);
-        if (!replica->places)
+        if (!replica->record_indices)
             return begin_copy(replica, smb_segment_records(members[i]).count, epoch);
-        if (replica->places_done < replica->place_count)
+        if (replica->records_done < replica->record_count)
             return copy_record(replica, epoch);
     }
     if (copy->chunks_done < chunks)

@@ -18,11 +18,11 @@
 /* NULL: no memory for it; the request is counted all the same, for its loop. */
 static struct share *share_of(struct smb_segment *segment, const struct loop *loop)
 {
-    struct share *_Atomic *place = &served_of(segment)->shares[loop->index];
-    struct share *share = atomic_load_explicit(place, memory_order_relaxed); /* ours alone */
+    struct share *_Atomic *entry = &served_of(segment)->shares[loop->index];
+    struct share *share = atomic_load_explicit(entry, memory_order_relaxed); /* ours alone */
     if (!share) {
         share = calloc(1, sizeof *share);
-        atomic_store_explicit(place, share, memory_order_release);
+        atomic_store_explicit(entry, share, memory_order_release);
     }
     return share;
 }
@@ -148,8 +148,8 @@ uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *
     return count;
 }
 
-/* The session's place among those written, which it gets if it has none. NULL: there is no room. */
-static struct smb_share *place_of(struct smb_share *shares, uint64_t *count, uint64_t most,
+/* The session's entry among those written, which it gets if it has none. NULL: there is no room. */
+static struct smb_share *entry_of(struct smb_share *shares, uint64_t *count, uint64_t most,
                                   uint64_t session)
 {
     uint64_t i = 0;
@@ -171,7 +171,7 @@ uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *
         shares[count++] = past->share;
     for (const struct connection *connection = server->lanes; connection;
          connection = connection->lane_next) {
-        struct smb_share *share = place_of(shares, &count, most, connection->session);
+        struct smb_share *share = entry_of(shares, &count, most, connection->session);
         if (share)
             tally_read(&connection->done, share->operations[connection->transport],
                        share->bytes[connection->transport]);

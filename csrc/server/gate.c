@@ -202,7 +202,7 @@ bool gate_may_tell(const struct gate_request *request, uint64_t order)
            SMB_OK;
 }
 
-int gate_open(struct gate_request *request, uint8_t **place)
+int gate_open(struct gate_request *request, uint8_t **data)
 {
     SMB_ASSERT(request->segment);
     if (smb_segment_deleted(request->segment))
@@ -218,7 +218,7 @@ int gate_open(struct gate_request *request, uint8_t **place)
         smb_segment_unlock(request->segment, request->frame.offset);
         return status;
     }
-    *place = (uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
+    *data = (uint8_t *)smb_segment_data(request->segment) + request->frame.offset;
     return SMB_OK;
 }
 

@@ -25,7 +25,7 @@ bool gate_may_tell(const struct gate_request *request, uint64_t order);
 /* The other path of a read: the range itself, under its chunk's lock, for the socket to be sent
  * from. Not to be held while anything is waited for. The lock is tried once: with SMB_BUSY defer
  * it, or take another path. */
-int gate_open(struct gate_request *request, uint8_t **place);
+int gate_open(struct gate_request *request, uint8_t **data);
 void gate_close(struct gate_request *request);
 
 #endif

@@ -70,9 +70,9 @@ int access_check(struct access_keys *keys, const struct access_connection *conne
 
 /* ---- what a connection has shown ------------------------------------------------------------- */
 
-/* Ids are random: their low bits will do. The place of the segment's grant, or the free one where
+/* Ids are random: their low bits will do. The entry of the segment's grant, or the free one where
  * it would be. */
-static struct grant *place_of(const struct grants *grants, uint64_t segment)
+static struct grant *find_entry(const struct grants *grants, uint64_t segment)
 {
     uint32_t at = (uint32_t)segment & (grants->room - 1);
     while (grants->entries[at].segment != 0 && grants->entries[at].segment != segment)
@@ -84,7 +84,7 @@ const struct grant *grants_find(const struct grants *grants, uint64_t segment)
 {
     if (grants->room == 0 || segment == 0)
         return NULL;
-    const struct grant *found = place_of(grants, segment);
+    const struct grant *found = find_entry(grants, segment);
     return found->segment ? found : NULL;
 }
 
@@ -102,7 +102,7 @@ static int grow(struct grants *grants)
         return SMB_OUT_OF_MEMORY;
     for (uint32_t i = 0; i < grants->room; i++) {
         if (grants->entries[i].segment != 0 && grants->entries[i].expires_ns > now_ns) {
-            *place_of(&larger, grants->entries[i].segment) = grants->entries[i];
+            *find_entry(&larger, grants->entries[i].segment) = grants->entries[i];
             larger.count++;
         }
     }
@@ -118,9 +118,9 @@ int grants_put(struct grants *grants, const struct grant *grant)
         if (status != SMB_OK)
             return status;
     }
-    struct grant *place = place_of(grants, grant->segment);
-    grants->count += place->segment == 0;
-    *place = *grant;
+    struct grant *entry = find_entry(grants, grant->segment);
+    grants->count += entry->segment == 0;
+    *entry = *grant;
     return SMB_OK;
 }
 

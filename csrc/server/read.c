@@ -61,15 +61,15 @@ static int batch_open(struct batch *batch)
 {
     for (uint32_t i = batch->count = 0; i < batch->admitted; i++) {
         const struct smb_frame *frame = &batch->requests[i].frame;
-        uint8_t *place;
-        int status = gate_open(&batch->requests[i], &place);
+        uint8_t *data;
+        int status = gate_open(&batch->requests[i], &data);
         if (status != SMB_OK)
             return i == 0 ? status : SMB_OK;
         struct smb_frame reply = smb_frame_reply(frame, SMB_OK);
         reply.length = reply.payload = frame->length;
         smb_frame_encode(&reply, batch->headers[i]);
         batch->parts[1 + 2 * i] = (struct iovec){batch->headers[i], SMB_FRAME_BYTES};
-        batch->parts[2 + 2 * i] = (struct iovec){place, frame->length};
+        batch->parts[2 + 2 * i] = (struct iovec){data, frame->length};
         batch->count++;
     }
     return SMB_OK;

@@ -86,7 +86,7 @@ void replica_destroy(struct replica *replica)
 {
     bundle_leave(replica);
     bundle_release(replica->bundle);
-    free(replica->places);
+    free(replica->record_indices);
     free(replica->chunk_orders);
     free(replica);
 }

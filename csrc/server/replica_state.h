@@ -70,8 +70,8 @@ struct replica {
     struct sync *sync;
     _Atomic uint64_t *chunk_orders; /* of each chunk the last change; written under its lock too */
     /* of the copy that is being made: the records that there were, and what was sent */
-    uint32_t *places;
-    uint32_t place_count, places_done;
+    uint32_t *record_indices;
+    uint32_t record_count, records_done;
     uint64_t evictions, ended_evictions;
 };
 

@@ -2,7 +2,7 @@
  * them goes when there are more.
  *
  * They are all served by loop 0, which accepts them, so that nothing here is shared; a connection
- * that has proved itself is no stranger any more. No place in the table is any address's own: where
+ * that has proved itself is no stranger any more. No entry of the table is any address's own: where
  * it is full, the address that has the most loses its oldest. So a peer that comes from another
  * address than the many is never the one to go; and of one address the newest has the longest time
  * left. */
@@ -44,16 +44,16 @@ void strangers_enter(struct connection *connection)
     SMB_ASSERT(!strangers_are_many(connection->loop->server) && !connection->counted_at);
     struct strangers *strangers = &connection->loop->server->strangers;
     struct stranger_source source = source_of(connection->channel.fd);
-    struct stranger_count *free_place = NULL, *mine = NULL;
+    struct stranger_count *free_entry = NULL, *mine = NULL;
     for (int i = 0; i < STRANGERS_MAX && !mine; i++) {
         struct stranger_count *count = &strangers->counts[i];
         if (count->now == 0)
-            free_place = free_place ? free_place : count;
+            free_entry = free_entry ? free_entry : count;
         else if (same_source(&count->source, &source))
             mine = count;
     }
-    if (!mine) { /* there is a free place: no more connections are counted than there are places */
-        mine = free_place;
+    if (!mine) { /* there is a free entry: no more connections are counted than there are entries */
+        mine = free_entry;
         mine->source = source;
     }
     mine->now++;

@@ -18,7 +18,7 @@ struct stranger_source {
 };
 struct stranger_count {
     struct stranger_source source;
-    uint32_t now; /* 0: a free place */
+    uint32_t now; /* 0: a free entry */
 };
 /* Loop 0's, but for `now`, which others may read. */
 struct strangers {

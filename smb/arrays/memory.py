@@ -37,24 +37,24 @@ _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: 
 
 
 class Memory:
-    """Memory of somebody else: `count` elements at `place`, alive as long as `owner` is. `shape` is the array's.
+    """Memory of somebody else: `count` elements at `pointer`, alive as long as `owner` is. `shape` is the array's.
 
-    `deliver` is of an array to write to whose values are not what its memory holds: `place` is beside it then, and a
+    `deliver` is of an array to write to whose values are not what its memory holds: `pointer` is beside it then, and a
     call that has filled that calls `deliver`, which sets the array.
     """
 
     # A dataclass that is frozen takes 3 times as long to make.
-    __slots__ = ("count", "deliver", "owner", "place", "shape")
+    __slots__ = ("count", "deliver", "owner", "pointer", "shape")
 
     def __init__(
         self,
-        place: Any,
+        pointer: Any,
         count: int,
         shape: tuple[int, ...],
         owner: object,
         deliver: Callable[[], object] | None = None,
     ) -> None:
-        self.place = place
+        self.pointer = pointer
         self.count = count
         self.shape = shape
         self.owner = owner
@@ -130,7 +130,7 @@ class _Held:
 
     def __init__(self, memory: Memory, count: int, typestr: str, read_only: bool) -> None:
         self._memory = memory
-        at = (address_of(memory.place), read_only)
+        at = (address_of(memory.pointer), read_only)
         self.__array_interface__ = {"version": 3, "shape": (count,), "typestr": typestr, "data": at}
 
 

@@ -62,7 +62,7 @@ class Arguments:
         return memory
 
     def source(self, array: Any, offset: int | None, call: str) -> tuple[Any, int, int, Any]:
-        """Return (place, first element, elements, what keeps it alive and has its shape) of an array to be read from.
+        """Return (pointer, first element, elements, what keeps it alive and has its shape) of an array to be read from.
         It is for the elements from `offset` on; None: for all of them.
         """
         if self.note is not None:
@@ -70,7 +70,7 @@ class Arguments:
         if type(array) is np.ndarray and array.dtype is self.info.dtype and array.flags.c_contiguous:
             return memory_of(array), *self.part(array.shape, array.size, offset, call), array
         memory = self.readable(array, call)
-        return memory.place, *self.part(memory.shape, memory.count, offset, call), memory
+        return memory.pointer, *self.part(memory.shape, memory.count, offset, call), memory
 
     def part(self, shape: tuple[int, ...], count: int, offset: int | None, call: str) -> tuple[int, int]:
         """Return (offset, count) of the elements that an array of this shape stands for."""

@@ -305,9 +305,9 @@ class AsyncCalls:
         if not turns.tags or here.inside:
             return
         end = time.monotonic() + timeout
-        place = turns.key, start * turns.itemsize, (stop - start) * turns.itemsize
+        waited = turns.key, start * turns.itemsize, (stop - start) * turns.itemsize
         left, last = timeout, self._operations.no_last()
-        while not self._operations.wait(*place, max(0, round(1000 * min(left, _LOOK_S))), last, changes=changes):
+        while not self._operations.wait(*waited, max(0, round(1000 * min(left, _LOOK_S))), last, changes=changes):
             left = end - time.monotonic()
             if left <= 0:
                 raise DeadlineError(

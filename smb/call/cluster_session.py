@@ -30,7 +30,7 @@ from smb.errors import (
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator, SessionEndedError
 from smb.security.credentials import Credentials
-from smb.transport.base import Deadline, SegmentPath, SegmentPlace
+from smb.transport.base import Deadline, SegmentLocation, SegmentPath
 from smb.transport.choose import MakesRdma, choose, choose_gated, choose_waits, for_each, make_transports
 from smb.transport.connector import ServerAddress
 from smb.transport.reconnect import Links, Outages, refused
@@ -119,49 +119,51 @@ class ClusterSession:
         if self._pid != _current_pid:
             raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
 
-    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
+    def reach(self, locations: Sequence[SegmentLocation], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the path to each segment."""
         return for_each(
-            places,
-            lambda place: (
-                self._reach_copies(place, deadline) if place.epoch else choose(self._transports, place, epoch, deadline)
+            locations,
+            lambda location: (
+                self._reach_copies(location, deadline)
+                if location.epoch
+                else choose(self._transports, location, epoch, deadline)
             ),
             lambda path: path.transport == Tcp.name,
         )
 
-    def _reach_copies(self, place: SegmentPlace, deadline: Deadline) -> SegmentPath:
+    def _reach_copies(self, location: SegmentLocation, deadline: Deadline) -> SegmentPath:
         """Return the path to a segment that may move: always through the server that has the primary."""
-        link, local = self._link_to_copies(place, deadline, waits=False)
-        how = "two copies" if place.backup else "through its server"
-        name, why = ("unix", f"same host, {how}") if local else (Tcp.name, f"{place.address}, {how}")
+        link, local = self._link_to_copies(location, deadline, waits=False)
+        how = "two copies" if location.backup else "through its server"
+        name, why = ("unix", f"same host, {how}") if local else (Tcp.name, f"{location.address}, {how}")
         return SegmentPath(name, why, (link,))
 
-    def _link_to_copies(self, place: SegmentPlace, deadline: Deadline, *, waits: bool) -> tuple[Link, bool]:
+    def _link_to_copies(self, location: SegmentLocation, deadline: Deadline, *, waits: bool) -> tuple[Link, bool]:
         if self.transport not in ("auto", Tcp.name):
             raise TransportError(
-                f"{place.buffer[0]!r} has two copies, or has moved: it is reached over TCP, or its servers' Unix "
+                f"{location.buffer[0]!r} has two copies, or has moved: it is reached over TCP, or its servers' Unix "
                 f"sockets, and not over {self.transport}; use transport='auto'"
             )
         try:
-            return self._links.reach_copies(place, deadline, may_be_local=self.transport == "auto", waits=waits)
+            return self._links.reach_copies(location, deadline, may_be_local=self.transport == "auto", waits=waits)
         except EngineError as error:
-            raise refused(place, error) from error
+            raise refused(location, error) from error
 
-    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+    def reach_gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
         """Return the links on which changes of a segment go through its server."""
-        if place.epoch:
-            return self._link_to_copies(place, deadline, waits=False)[:1]
-        return choose_gated(self._transports, place, deadline)
+        if location.epoch:
+            return self._link_to_copies(location, deadline, waits=False)[:1]
+        return choose_gated(self._transports, location, deadline)
 
-    def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def reach_waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """Return the link for what waits at a segment's server."""
-        if place.epoch:
-            return self._link_to_copies(place, deadline, waits=True)[0]
-        return choose_waits(self._transports, place, deadline)
+        if location.epoch:
+            return self._link_to_copies(location, deadline, waits=True)[0]
+        return choose_waits(self._transports, location, deadline)
 
-    def server_of(self, place: SegmentPlace) -> str:
+    def server_of(self, location: SegmentLocation) -> str:
         """Return the server that a segment's calls go to."""
-        return self._links.server_of(place)
+        return self._links.server_of(location)
 
     def turns_of(self, buffer_id: int, itemsize: int) -> Turns:
         """Return the order of the async calls on a buffer: one for all objects of it."""
@@ -242,25 +244,27 @@ def _locate(session: weakref.ref[ClusterSession], server: str) -> ServerAddress 
     raise NotFoundError(f"memory server {server} has no segment any more")
 
 
-def _locate_copies(session: weakref.ref[ClusterSession], place: SegmentPlace) -> SegmentPlace | None:
+def _locate_copies(session: weakref.ref[ClusterSession], location: SegmentLocation) -> SegmentLocation | None:
     """Ask the coordinator which server has the primary of a segment now, and where. Raises NotFoundError if the
     buffer, or the lock, is gone, or the segment's memory.
     """
     ours = session()
-    name, buffer_id = place.buffer
+    name, buffer_id = location.buffer
     if ours is None:
         return None
     try:
-        info = BufferInfo.of(ours.coordinator.open_buffer(name, 0.0, _LOCATE_S, buffer_id, cast("pb.Kind", place.kind)))
+        info = BufferInfo.of(
+            ours.coordinator.open_buffer(name, 0.0, _LOCATE_S, buffer_id, cast("pb.Kind", location.kind))
+        )
     except (UnavailableError, DeadlineError) as error:
         _log.debug("the coordinator does not say where buffer %s is: %s", name, error)
         return None
     for segment in info.layout.segments:
-        if segment.id == place.id and segment.lost:
+        if segment.id == location.id and segment.lost:
             raise NotFoundError(f"memory server {segment.server} came back without the memory of {name!r}")
-        if segment.id == place.id:
+        if segment.id == location.id:
             return segment
-    raise NotFoundError(f"{pb.Kind.Name(cast('pb.Kind', place.kind)).lower()} {name!r} was deleted")
+    raise NotFoundError(f"{pb.Kind.Name(cast('pb.Kind', location.kind)).lower()} {name!r} was deleted")
 
 
 def _after_fork() -> None:

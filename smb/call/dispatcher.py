@@ -31,11 +31,11 @@ from smb.engine import (
     NOWHERE,
     Attempt,
     BufferHandle,
+    DirectTarget,
     EngineError,
     Opcode,
     Outcome,
     PartState,
-    Place,
     Request,
     Status,
     Window,
@@ -97,9 +97,9 @@ class Dispatcher:
         self.session = session
         self.arguments = Arguments(info)
         # Weak, as a circle would keep a forgotten buffer's mappings and links until a collection.
-        self.place = Place(functools.partial(_go_on, weakref.ref(self)))
+        self.target = DirectTarget(functools.partial(_go_on, weakref.ref(self)))
         self.turns = session.turns_of(info.id, self.arguments.itemsize)
-        self.paths = Paths(session, self.arguments, self.place, self.turns)
+        self.paths = Paths(session, self.arguments, self.target, self.turns)
         self.unversioned = info.versions == 1
 
     @property
@@ -410,8 +410,8 @@ class Dispatcher:
 
     def _error(self, call: _Call, outcome: Outcome) -> Error:
         request, opcode = call.request, call.request.opcode
-        place = self.info.layout.segments[outcome.segment]
-        where = f"memory server {place.server} at {place.address}"
+        segment = self.info.layout.segments[outcome.segment]
+        where = f"memory server {segment.server} at {segment.address}"
         known = self._known_of(call, outcome)
         applied = (
             "reading can be repeated" if outcome.sent and opcode is Opcode.READ else
@@ -420,9 +420,9 @@ class Dispatcher:
             f"outcome unknown: {outcome.bytes_applied} bytes are confirmed, the rest may or may not have been applied; "
             f"buffer.settle(error) finds out"
         )  # fmt: skip
-        reader = opcode is not Opcode.READ and self.session.coordinator.tokens.read_only(place.id)
+        reader = opcode is not Opcode.READ and self.session.coordinator.tokens.read_only(segment.id)
         asked = self.arguments.asked_by(request)
-        why, timeout = self.session.why_untrusted(place.server), self.session.timeout
+        why, timeout = self.session.why_untrusted(segment.server), self.session.timeout
         infos = [each.info for each in (self, *call.others)]
         lost = any(info.lost for info in infos)
         moved = any(info.movable for info in infos) and not lost

@@ -80,5 +80,5 @@ def _placement(layout: Layout, moves: bool) -> tuple[object, ...]:
     """Return what two buffers have in common that servers can combine. Where one of them moves they need not lie on the
     same servers: the client brings what lies apart.
     """
-    servers = len(layout.segments) if moves else [place.server for place in layout.segments]
+    servers = len(layout.segments) if moves else [segment.server for segment in layout.segments]
     return (layout.nbytes, layout.stripe_bytes, layout.chunk_bytes, servers)

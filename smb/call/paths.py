@@ -15,14 +15,14 @@ from smb.call.reaching import until_reached
 from smb.call.recovery import Heard
 from smb.call.session import Session
 from smb.call.sync_requests import LOST, Home
-from smb.engine import BufferHandle, EngineError, Link, Place
+from smb.engine import BufferHandle, DirectTarget, EngineError, Link
 from smb.errors import (
     DeadlineError,
     Error,
     NotFoundError,
     UnavailableError,
 )
-from smb.transport.base import Deadline, SegmentPath, SegmentPlace
+from smb.transport.base import Deadline, SegmentLocation, SegmentPath
 from smb.transport.choose import describe
 
 _ASK_S = 1.0  # at most, for where a buffer is: without an answer its servers may still be where they were
@@ -34,8 +34,8 @@ _log = logging.getLogger("smb")
 class Paths:
     """One buffer's paths, and what is known of it. Thread-safe: calls in progress keep the handle they began with."""
 
-    def __init__(self, session: Session, arguments: Arguments, place: Place, turns: Turns) -> None:
-        """`arguments` has what was last heard of the buffer. `place` is where direct methods look for a handle; they
+    def __init__(self, session: Session, arguments: Arguments, target: DirectTarget, turns: Turns) -> None:
+        """`arguments` has what was last heard of the buffer. `target` is where direct methods look for a handle; they
         may use it while the async calls of `turns` are done.
         """
         self.session = session
@@ -44,7 +44,7 @@ class Paths:
         self.found: tuple[SegmentPath, ...] = ()
         self.lost = arguments.info.lost  # memory of some segment, as the coordinator said
         self._arguments = arguments
-        self._place = place
+        self._target = target
         self._turns = turns
         self._lock = threading.Lock()  # while paths are looked for
         self._gated_links: tuple[tuple[Link, ...], ...] = ()  # of its segments
@@ -71,7 +71,7 @@ class Paths:
                 arguments, info = self._arguments, self.info
                 if info.versions == 1 and not arguments.default_wire and arguments.note is None and not self.lost:
                     self.handle.arm(
-                        self._place, self.session.switch, self._turns.quiet, info.shape, arguments.itemsize,
+                        self._target, self.session.switch, self._turns.quiet, info.shape, arguments.itemsize,
                         info.dtype.char, self.session.timeout_ms,
                     )  # fmt: skip
             return self.handle
@@ -88,7 +88,7 @@ class Paths:
         """Look for new paths at the next call, unless another thread has done so already."""
         with self._lock:
             if handle is not None and handle in (self.handle, self.gated_handle):
-                self._place.disarm()
+                self._target.disarm()
                 self.handle = self.gated_handle = None
                 self._homes = self._gated_links = ()
                 self._ask_first = True
@@ -172,15 +172,15 @@ class Paths:
                 Home(
                     self.session,
                     f"of buffer {self.info.name!r}",
-                    place,
-                    place.epoch or layout.epoch,
+                    segment,
+                    segment.epoch or layout.epoch,
                     functools.partial(self._relocated, index),
                 )
-                for index, place in enumerate(layout.segments)
+                for index, segment in enumerate(layout.segments)
             )
         return homes
 
-    def _relocated(self, index: int) -> SegmentPlace:
+    def _relocated(self, index: int) -> SegmentLocation:
         if not self.refresh(Deadline(_ASK_S)):
             raise UnavailableError("the coordinator does not answer")
         return self.info.layout.segments[index]
@@ -194,7 +194,7 @@ class Paths:
         return Heard(answered, self._servers() != before, self.lost)
 
     def _servers(self) -> list[tuple[str, int]]:
-        return [(place.server, place.epoch) for place in self.info.layout.segments]
+        return [(segment.server, segment.epoch) for segment in self.info.layout.segments]
 
     def _explain(self, error: Error, lost: bool) -> None:
         """Raise what says more of a segment that is not reached, if there is more to say."""
@@ -219,13 +219,13 @@ class Paths:
         except NotFoundError as error:
             self.refresh(deadline)  # raises if the buffer is gone for the coordinator too
             raise UnavailableError(f"buffer {self.info.name!r}: {error}; {LOST}") from error
-        for place, path in zip(layout.segments, paths, strict=True):
-            if place.lost and path.links and not any(link.connected() for link in path.links):
-                away = f"memory server {place.server} at {place.address} is away, and had no such segment"
+        for segment, path in zip(layout.segments, paths, strict=True):
+            if segment.lost and path.links and not any(link.connected() for link in path.links):
+                away = f"memory server {segment.server} at {segment.address} is away, and had no such segment"
                 raise UnavailableError(f"buffer {self.info.name!r}: {away}; {LOST}")
         handle = self._new_handle()
-        for index, (place, path) in enumerate(zip(layout.segments, paths, strict=True)):
-            path.apply(handle, index, place, layout.epoch)
+        for index, (segment, path) in enumerate(zip(layout.segments, paths, strict=True)):
+            path.apply(handle, index, segment, layout.epoch)
         self.found = paths
         self._arguments.note = self.session.verbs.note if any(path.transport == "verbs" for path in paths) else None
         _log.info('buffer "%s": %s', self.info.name, describe(list(zip(layout.segments, paths, strict=True))))
@@ -234,9 +234,9 @@ class Paths:
     def _attach_gated(self, deadline: Deadline) -> BufferHandle:
         """Find a path through its server to every segment."""
         handle = self._new_handle()
-        reached = [self.session.reach_gated(place, deadline) for place in self.info.layout.segments]
-        for index, (place, links) in enumerate(zip(self.info.layout.segments, reached, strict=True)):
-            handle.set_links(index, place.id, place.epoch or self.info.layout.epoch, links)
+        reached = [self.session.reach_gated(segment, deadline) for segment in self.info.layout.segments]
+        for index, (segment, links) in enumerate(zip(self.info.layout.segments, reached, strict=True)):
+            handle.set_links(index, segment.id, segment.epoch or self.info.layout.epoch, links)
         self._gated_links = tuple(reached)
         return handle
 

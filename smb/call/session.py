@@ -10,7 +10,7 @@ from smb.call.lock_renewals import Renewals
 from smb.engine import EngineClient, Link, Switch
 from smb.errors import InvalidArgumentError
 from smb.rpc.coordinator_client import Coordinator
-from smb.transport.base import Deadline, Rdma, SegmentPath, SegmentPlace
+from smb.transport.base import Deadline, Rdma, SegmentLocation, SegmentPath
 
 
 class Session(Protocol):
@@ -28,16 +28,16 @@ class Session(Protocol):
     def check_open(self) -> None:
         """Raise UnavailableError if it was closed, Error in a child of fork."""
 
-    def reach(self, places: Sequence[SegmentPlace], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
+    def reach(self, locations: Sequence[SegmentLocation], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the path to each segment."""
 
-    def reach_gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+    def reach_gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
         """Return the links on which changes of a segment go through its server."""
 
-    def reach_waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def reach_waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """Return the link for what waits at a segment's server."""
 
-    def server_of(self, place: SegmentPlace) -> str:
+    def server_of(self, location: SegmentLocation) -> str:
         """Return the server that a segment's calls go to."""
 
     def turns_of(self, buffer_id: int, itemsize: int) -> Turns:

@@ -31,7 +31,7 @@ from smb.errors import (
     TransportError,
     UnavailableError,
 )
-from smb.transport.base import Deadline, SegmentPlace
+from smb.transport.base import Deadline, SegmentLocation
 
 USER_LOCK, PUBLISHER_LOCK = 0, 1  # of a segment: csrc/memory/sync.h
 FOREVER_MS = 2**64 - 1
@@ -97,9 +97,9 @@ class Home:
         self,
         client: Session,
         what: str,
-        place: SegmentPlace,
+        location: SegmentLocation,
         epoch: int,
-        relocate: Callable[[], SegmentPlace],
+        relocate: Callable[[], SegmentLocation],
         *,
         named: bool = False,
     ) -> None:
@@ -107,7 +107,7 @@ class Home:
         self.what = what
         self.named = named
         self._client = client
-        self._place = place
+        self._location = location
         self._epoch = epoch
         self._relocate = relocate
         self._link: Link | None = None
@@ -149,7 +149,7 @@ class Home:
         is made again; FAIL: its error is to be raised. Raises what says more than that error.
         """
         refused, heard = _Refused(_STATUSES[type(error)]), None
-        read_only = self._client.coordinator.tokens.read_only(self._place.id)
+        read_only = self._client.coordinator.tokens.read_only(self._location.id)
         while True:
             facts = Facts(
                 in_time=not backoff.over() or (heard is not None and heard.moved),  # where it is now nobody was asked
@@ -157,7 +157,7 @@ class Home:
                 repeatable=not read_only,
                 read_only=read_only,
                 reopened=reopened,
-                known_lost=self._place.lost,
+                known_lost=self._location.lost,
                 named=self.named,
                 asks_first=True,
             )
@@ -167,7 +167,7 @@ class Home:
                     heard = self._follow()
                 case Action.REOPEN:
                     if refused.status is not Status.DENIED:
-                        self._place_again(backoff)
+                        self._locate_again(backoff)
                         return Action.RETRY
                     if self._open_again():
                         return action
@@ -192,13 +192,13 @@ class Home:
             return Heard(answered=False)
         except Error:
             return Heard(answered=True)
-        if found.id != self._place.id:  # a name made anew: who was waiting at the old one must not go on at this one
-            self._place = replace(self._place, lost=False)
+        if found.id != self._location.id:  # a name made anew: who was waiting at the old one must not go on at this one
+            self._location = replace(self._location, lost=False)
             return Heard(answered=True)
         return self._go_to(found)
 
-    def _go_to(self, found: SegmentPlace) -> Heard:
-        before, self._place = self._place, found
+    def _go_to(self, found: SegmentLocation) -> Heard:
+        before, self._location = self._location, found
         moved = (found.id, found.server, found.epoch) != (before.id, before.server, before.epoch)
         if moved:
             self._epoch = found.epoch or self._epoch
@@ -208,7 +208,7 @@ class Home:
     def _is_there(self) -> bool:
         """Whether the coordinator still has a segment that its server does not have: then its memory was lost."""
         try:
-            return self._relocate().id == self._place.id
+            return self._relocate().id == self._location.id
         except Error:
             return False
 
@@ -217,12 +217,12 @@ class Home:
         outcome, done = (UNKNOWN, "outcome unknown") if sent else (NOT_APPLIED, "nothing was done")
         return UnavailableError(f"{asked}: {self._where()} has no such segment; {lost}; {done}", outcome=outcome)
 
-    def _place_again(self, backoff: Backoff) -> None:
+    def _locate_again(self, backoff: Backoff) -> None:
         """Find the name's new place, or make it. For a moment it is retired and has its old one still."""
-        before = self._place.id
+        before = self._location.id
         self._go_to(self._relocate())
         self._link = None
-        if self._place.id == before:
+        if self._location.id == before:
             time.sleep(backoff.next_s())
 
     def _ask(self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None) -> Reply:
@@ -254,14 +254,14 @@ class Home:
         link = self._link
         if link is None or not link.alive():
             link = self._reach(asked or f"request {self.what}")
-        return link.ask(opcode, self._place.id, self._epoch, argument, *words)
+        return link.ask(opcode, self._location.id, self._epoch, argument, *words)
 
     def tell(self, opcode: AskOpcode, words: tuple[int, ...]) -> None:
         """Send a request whose answer does not matter, where there is a connection. Does not wait, raises nothing."""
         link = self._link
         if link is not None and link.connected():
             with contextlib.suppress(EngineError):
-                link.ask(opcode, self._place.id, self._epoch, 0, *words).end()  # the engine sends before it gives up
+                link.ask(opcode, self._location.id, self._epoch, 0, *words).end()  # the engine sends before it gives up
 
     def finish(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
         """Return the answer. Raises as `ask`."""
@@ -312,24 +312,24 @@ class Home:
         return link
 
     def _attach(self, deadline: Deadline) -> Link:
-        return self._client.reach_waits(self._place, deadline)
+        return self._client.reach_waits(self._location, deadline)
 
     # ---- what is to be reached, and how
 
     @property
     def movable(self) -> bool:
         """Whether its server has a role, which may change."""
-        return self._place.epoch > 0
+        return self._location.epoch > 0
 
     def look(self, _deadline: Deadline) -> Heard:
         """Ask where the segment is now, and go there. Raises NotFoundError if it is gone."""
         try:
             return self._go_to(self._relocate())
         except (UnavailableError, DeadlineError):
-            return Heard(answered=False, lost=self._place.lost)
+            return Heard(answered=False, lost=self._location.lost)
 
     def _where(self) -> str:
-        return f"memory server {self._place.server} at {self._place.address}"
+        return f"memory server {self._location.server} at {self._location.address}"
 
     def _error(self, asked: str, reply: Reply) -> Error:
         match reply.status:

@@ -166,9 +166,9 @@ class Versions:
             while True:
                 began = time.monotonic()
                 if done < count:
-                    place = bisect_right(ends, done)
-                    offset, size, sink = ranges[place]
-                    inside = done - (ends[place] - size)
+                    index = bisect_right(ends, done)
+                    offset, size, sink = ranges[index]
+                    inside = done - (ends[index] - size)
                     base = self._slot_base(slot) + offset + inside
                     length = self._piece(base, size - inside, piece)
                     self._read(base, length, memory_at(address_of(sink) + inside * itemsize), wire, started)

@@ -385,8 +385,8 @@ def read_file(path: Path) -> dict[str, FoundSetting]:
     except ValueError as error:
         if not str(error).endswith(")"):
             raise InvalidArgumentError(f"{path}: {error}") from None
-        place = re.search(r"\(at line (\d+), column \d+\)", str(error))
-        line = int(place[1]) if place else text.count("\n") + 1  # "(at end of document)"
+        found = re.search(r"\(at line (\d+), column \d+\)", str(error))
+        line = int(found[1]) if found else text.count("\n") + 1  # "(at end of document)"
         what = shortened(re.sub(r"\s*\(at [^)]*\)", "", str(error)))
         raise InvalidArgumentError(f"{path}:{line}: {what}") from None
     lines = _Lines(text)
@@ -475,9 +475,9 @@ class _Lines:
                 self._lines.setdefault((section, ""), number)
             elif key := self._KEY.match(line):
                 outer, inner = key[1], key[2] or ""
-                place = (section, outer) if section else (outer, inner)
-                self._lines.setdefault(place, number)
-                self._lines.setdefault((place[0], ""), number)
+                name = (section, outer) if section else (outer, inner)
+                self._lines.setdefault(name, number)
+                self._lines.setdefault((name[0], ""), number)
 
     def of(self, section: str, key: str = "") -> int:
         return self._lines.get((section, key)) or self._lines.get((section, ""), 1)

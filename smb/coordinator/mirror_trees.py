@@ -96,15 +96,15 @@ def _cuts(shares: Mapping[str, float] | Mapping[str | None, float]) -> _Cuts:
     return (*cuts[:-1], (1.0, cuts[-1][1]))
 
 
-def _at(cuts: _Cuts, place: float) -> str | None:
-    return next(name for end, name in cuts if place < end)
+def _at(cuts: _Cuts, point: float) -> str | None:
+    return next(name for end, name in cuts if point < end)
 
 
-def _within(cuts: _Cuts, place: float) -> float:
-    """Return how far into its range a place is, from 0 to 1."""
-    low = max((end for end, _ in cuts if end <= place), default=0.0)
-    high = min(end for end, _ in cuts if place < end)
-    return (place - low) / (high - low)
+def _within(cuts: _Cuts, point: float) -> float:
+    """Return how far into its range a point is, from 0 to 1."""
+    low = max((end for end, _ in cuts if end <= point), default=0.0)
+    high = min(end for end, _ in cuts if point < end)
+    return (point - low) / (high - low)
 
 
 def _star(feeder: str, members: Sequence[TreeNode], gate: str | None) -> dict[str, str]:

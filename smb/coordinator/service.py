@@ -252,8 +252,8 @@ class CoordinatorService(CoordinatorServicer):
             return
         look = await self._servers.look(rival)
         # A server of before does not say which run it is; at its own address it is the one that registers.
-        same_place = rival.control_address == event.server.control_address
-        if look.run is RunState.ALIVE or (look.run is RunState.UNNAMED and not same_place):
+        same_address = rival.control_address == event.server.control_address
+        if look.run is RunState.ALIVE or (look.run is RunState.UNNAMED and not same_address):
             raise AlreadyExistsError(
                 f'a memory server "{rival.name}" runs already at {rival.data_address}; '
                 f"give this one another --name, or stop that one"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 try:
-    from smb._direct import Place, Switch, take_interrupt
+    from smb._direct import DirectTarget, Switch, take_interrupt
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"{error}: the compiled engine is not in {Path(__file__).parents[1]}. If this is a checkout of the project, "
@@ -90,6 +90,7 @@ __all__ = [
     "Attempt",
     "BufferHandle",
     "ClientCounters",
+    "DirectTarget",
     "EngineClient",
     "EngineError",
     "Lane",
@@ -99,7 +100,6 @@ __all__ = [
     "Outcome",
     "PartState",
     "PendingRequest",
-    "Place",
     "Reply",
     "Request",
     "Segment",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar, cast
 
-from smb._direct import Method, Place, Switch, forked, look_address, set_up
+from smb._direct import DirectTarget, Method, Switch, forked, look_address, set_up
 from smb._engine import ffi, lib
 from smb.engine.arithmetic import layout_of
 from smb.engine.calls import Attempt, Outcome, Request, memory_of, outcome_of, raw_request
@@ -33,7 +33,7 @@ def _set_up() -> None:
 
 
 def direct(opcode: Opcode) -> Callable[[Function], Function]:
-    """Put the direct path (csrc/python/direct.c) in front of a method of a class that has a Place in its slot `_place`.
+    """Put the direct path (csrc/python/direct.c) before a method of a class whose slot `_target` has a DirectTarget.
 
     READ: (offset, count, *, out); WRITE: (array, offset); ACCUMULATE: (array, offset, *, scale); FETCH_ADD: (index,
     value); COMPARE_SWAP: (index, expected, new). With others, or where these are not the usual ones, the method itself
@@ -112,7 +112,7 @@ class BufferHandle:
 
     def arm(
         self,
-        place: Place,
+        target: DirectTarget,
         client: Switch,
         quiet: Switch,
         shape: tuple[int, ...],
@@ -120,9 +120,9 @@ class BufferHandle:
         code: str,
         timeout_ms: int,
     ) -> None:
-        """Let the place's direct methods come here: elements of the buffer protocol's format `code`."""
+        """Let the target's direct methods come here: elements of the buffer protocol's format `code`."""
         buffer, size = int(ffi.cast("uintptr_t", self.pointer)), math.prod(shape)
-        place.arm(self, client, quiet, buffer, shape, size, itemsize, code, timeout_ms)
+        target.arm(self, client, quiet, buffer, shape, size, itemsize, code, timeout_ms)
 
     def map(self) -> tuple[int, int]:
         """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""

@@ -100,7 +100,7 @@ def view_of(
         return None
     own = metadata.get(METADATA_KEY)  # another program may have stored anything there
     header = safetensors_header(table, own if can_be_metadata(own) else None)
-    return _with_header(header, [(place.offset, place.nbytes) for place in table.values()])
+    return _with_header(header, [(info.offset, info.nbytes) for info in table.values()])
 
 
 def path_in(metadata: Mapping[str, Any]) -> str | None:

@@ -200,7 +200,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
                 return {}
             raise
         layout = buffer.layout
-        servers = ",".join(place.server for place in layout.segments)
+        servers = ",".join(segment.server for segment in layout.segments)
         version = buffer.version if shown.version is None else shown.version
         return {
             "name": buffer.name,

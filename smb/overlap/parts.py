@@ -162,20 +162,20 @@ class Flow:
         else:
             for number in self._adopted:
                 for run in self.cut.pull[number].runs:
-                    ledger.base[run.place] = self.landing[run.place]
+                    ledger.base[run.indices] = self.landing[run.indices]
         self._adopted = set()
 
     def make(self, number: int) -> None:
         """Make a part of the delta: from here on the scheme may send it. Later changes are the next delta."""
         part, ledger = self.cut.push[number], self.ledger
         before = ledger.due if self._on_top else ledger.rest
-        kept = [None if before is None else before[run.place].copy() for run in part.runs]
+        kept = [None if before is None else before[run.indices].copy() for run in part.runs]
         self.parameters.delta(part, ledger.base, self.due)
         found = Norm()
         for run, due in zip(part.runs, kept, strict=True):
             ledger.noted(run, due)
             for piece in run.cut():
-                found.add(self.due[piece.place])
+                found.add(self.due[piece.indices])
         self._norms[number] = found
         with self.changed:
             self._made.append(number)
@@ -399,7 +399,7 @@ class PartsMover(Mover):
         found = Norm()
 
         def write(run: Run, part: Part) -> Future[Any]:
-            return queue.write(inbox, flow.due[run.place], run.there, priority=part.urgency)
+            return queue.write(inbox, flow.due[run.indices], run.there, priority=part.urgency)
 
         try:
             for fresh, found, _ in flow.as_made(self._go_on):  # noqa: B007 - the last one is of all
@@ -456,9 +456,9 @@ class PartsMover(Mover):
         part = flow.cut.push[number]
 
         def call(run: Run) -> Future[Any]:
-            out = flow.landing[run.place] if fetch else None
+            out = flow.landing[run.indices] if fetch else None
             return queue.accumulate(
-                weights, flow.due[run.place], run.there, fetch=fetch, out=out, priority=part.urgency
+                weights, flow.due[run.indices], run.there, fetch=fetch, out=out, priority=part.urgency
             )
 
         sending.add(part, call, (lambda: flow.came(number)) if fetch else None)
@@ -494,7 +494,7 @@ class PartsMover(Mover):
         return True
 
     def _add(self, run: Run) -> None:
-        self._weights.accumulate(self._flow.due[run.place], run.there)
+        self._weights.accumulate(self._flow.due[run.indices], run.there)
 
 
 def read_parts(flow: Flow, weights: Buffer) -> None:
@@ -503,7 +503,7 @@ def read_parts(flow: Flow, weights: Buffer) -> None:
     for number, part in enumerate(flow.cut.pull):
 
         def call(run: Run, part: Part = part) -> Future[Any]:
-            out = flow.landing[run.place]
+            out = flow.landing[run.indices]
             return queue.read(weights, run.there, run.count, out=out, wire="exact", priority=part.urgency)
 
         sending.add(part, call, lambda number=number: flow.came(number))  # type: ignore[misc]

@@ -39,7 +39,7 @@ class Pieces:
     nbytes: int
     piece_bytes: int
     start: int = 0  # first byte in the buffer
-    first: int = 0  # which piece the first one stands for in `place`: so that a row of small ones has many parents
+    first: int = 0  # which piece the first one stands for in `point`: so that a row of small ones has many parents
 
     @staticmethod
     def of(buffer: Buffer) -> Pieces:
@@ -61,7 +61,7 @@ class Pieces:
         start = piece * self.piece_bytes
         return self.start + start, min(self.piece_bytes, self.nbytes - start)
 
-    def place(self, piece: int) -> float:
+    def point(self, piece: int) -> float:
         """Return where in [0, 1) a piece is: evenly, and neighbours far from each other."""
         return ((self.first + piece) * _GOLDEN) % 1.0
 

@@ -43,8 +43,8 @@ class Fill:
         self._busy_s: dict[str, float] = {}
         self._began = now = time.monotonic()
         for piece in range(pieces.count):
-            place = pieces.place(piece)
-            parent = next((name for end, name in parents if place < end), source)
+            point = pieces.point(piece)
+            parent = next((name for end, name in parents if point < end), source)
             self._open.setdefault(parent, {})[piece] = None
             self._moved[parent] = now
 

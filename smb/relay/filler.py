@@ -251,15 +251,15 @@ class _Feeder:
             self._memory = np.empty(size * fill.at_once, np.uint8)
         itemsize = buffer.dtype.itemsize
         with fill.reading(self._parent):
-            for place, piece in enumerate(pieces):
+            for at, piece in enumerate(pieces):
                 start, nbytes = fill.pieces.range(piece)
-                there = memory_of(self._memory[place * size :])
+                there = memory_of(self._memory[at * size :])
                 versions_of(buffer).read_from(slot, start // itemsize, nbytes // itemsize, there)
 
     def _put(self, fill: Fill, publication: Publication, pieces: Sequence[int]) -> None:
-        for place, piece in enumerate(pieces):
+        for at, piece in enumerate(pieces):
             start, nbytes = fill.pieces.range(piece)
-            there = memory_of(self._memory[place * fill.pieces.piece_bytes :])
+            there = memory_of(self._memory[at * fill.pieces.piece_bytes :])
             try:
                 fill.put(piece, self._parent, partial(publication.write, start, nbytes, there))
             except Error as error:  # of our own mirror, not of the parent

@@ -7,7 +7,7 @@ g of the buffer is published. Its entry was written before that, and stays for a
 A delta that is in reach of entry g stays in the ring while g + 1 and g + 2 are written. So what was read from the ring
 is whole if it is in reach of an entry that was published when the read had ended.
 
-A mirror of a log has the same places, and takes one entry after the other, each once its delta is there. Where some
+A mirror of a log has the same positions, and takes one entry after the other, each once its delta is there. Where some
 between are gone it goes on with an entry that says no more than that there is a whole state.
 """
 
@@ -40,13 +40,13 @@ Slots = np.ndarray[Any, np.dtype[np.int64]]  # (slots, words)
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One generation. `place` is where its delta begins in the ring, counted on without end; `total` the sum of its
+    """One generation. `position` is where its delta begins in the ring, counted on without end; `total` the sum of its
     state. `whole_generation` is the last generation up to it that is also there whole, as `whole_version` of the
     state's buffer.
     """
 
     generation: int
-    place: int
+    position: int
     nbytes: int
     total: int
     whole_generation: int
@@ -61,12 +61,12 @@ class LogEntry:
     @property
     def end(self) -> int:
         """Where the next delta may begin."""
-        return self.place + self.nbytes
+        return self.position + self.nbytes
 
     def to_words(self) -> np.ndarray[Any, Any]:
         """Return what lies in its slot."""
         words = np.zeros(_WORDS, np.int64)
-        words[:4] = self.generation, _FORMAT, self.place, self.nbytes
+        words[:4] = self.generation, _FORMAT, self.position, self.nbytes
         words[5:7] = self.whole_generation, self.whole_version
         words.view(np.uint64)[[4, 7]] = self.total, self.whole_total
         return words
@@ -82,7 +82,7 @@ class LogEntry:
         )
         if words[1] != _FORMAT or not 1 <= entry.whole_generation <= generation:
             raise Error(f"the log's entry of generation {generation} makes no sense; no Publisher wrote it")
-        if entry.place < 0 or not 0 <= entry.nbytes <= ring_bytes:
+        if entry.position < 0 or not 0 <= entry.nbytes <= ring_bytes:
             raise Error(f"the log's entry of generation {generation} names bytes that its delta can't have")
         return entry
 
@@ -130,11 +130,11 @@ class PublicationLog:
         """Return the first byte of that generation's entry."""
         return generation % self.slots * ENTRY_BYTES
 
-    def place(self, entry: LogEntry) -> int:
+    def position(self, entry: LogEntry) -> int:
         """Return the first byte of its delta."""
-        return self.start + entry.place % self.size
+        return self.start + entry.position % self.size
 
-    def next_place(self, end: int, nbytes: int) -> int:
+    def next_position(self, end: int, nbytes: int) -> int:
         """Return where a delta lies in one row that comes behind `end`."""
         left = self.size - end % self.size
         return end if nbytes <= left else end + left
@@ -142,7 +142,7 @@ class PublicationLog:
     def pieces(self, entry: LogEntry) -> Pieces:
         """Return how its delta is cut on its way through relays; alike for everybody."""
         cut = Pieces.cut(entry.nbytes, self.buffer.layout.chunk_bytes)
-        return Pieces(entry.nbytes, cut, self.place(entry), entry.generation)
+        return Pieces(entry.nbytes, cut, self.position(entry), entry.generation)
 
     def read_slots(self, of: Buffer, first: int, last: int) -> Slots:
         """Read the entries of these generations from the log or a mirror of it; what else is in the slots is 0."""
@@ -174,7 +174,7 @@ class PublicationLog:
         return tuple(reversed(found))
 
     def _reaches(self, last: LogEntry, entry: LogEntry) -> bool:
-        return entry.place >= last.end - self.room
+        return entry.position >= last.end - self.room
 
     def holds(self, of: Buffer, entry: LogEntry, known: int = 0) -> bool:
         """Whether the log, or a mirror of it, has had the delta of an entry until now. `known`: a generation that was
@@ -203,7 +203,7 @@ def next_of(entries: Sequence[LogEntry], after: int) -> LogEntry | None:
     if first is None:
         return None
     whole, total = last.whole_generation, last.whole_total
-    return LogEntry(whole, first.place, 0, total, whole, last.whole_version, total)
+    return LogEntry(whole, first.position, 0, total, whole, last.whole_version, total)
 
 
 def chain(entries: Sequence[LogEntry], since: int, to: int) -> tuple[LogEntry, ...] | None:

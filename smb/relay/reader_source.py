@@ -104,7 +104,7 @@ class Nearest:
                 return
             kept = [m for m in mirrors if now - self._left.get(m.name, -_LOOK_S) >= _LOOK_S]
             local, zone = near_servers(self._client, self._near)
-            parts = {place.server for place in self._source.layout.segments}
+            parts = {segment.server for segment in self._source.layout.segments}
             name = nearest(kept, parts, local, zone, self._client.name)
             chosen = next((m.id for m in kept if m.name == name), 0)
             if not name:

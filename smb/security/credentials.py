@@ -180,8 +180,8 @@ def load(ca: Path, certificate: Path, key: Path) -> Credentials:
 
 def load_directory(directory: Path | str) -> Credentials:
     """Read `ca.pem`, `cert.pem` and `key.pem` of a directory. Raises as `load` does."""
-    place = Path(directory)
-    return load(place / CA_FILE, place / CERTIFICATE_FILE, place / KEY_FILE)
+    path = Path(directory)
+    return load(path / CA_FILE, path / CERTIFICATE_FILE, path / KEY_FILE)
 
 
 def find(directory: Path | str | None = None, variables: Mapping[str, str] | None = None) -> Credentials | None:

@@ -118,15 +118,15 @@ def make_set(directory: Path, holders: Sequence[Holder], days: float = DAYS_DEFA
     it, unless there is one; return those that are new. Raises InvalidArgumentError, also if others can make or replace
     files in one of these directories: what they planted would be signed with, or given out.
     """
-    place = directory / "ca"
+    ca_directory = directory / "ca"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_directory(directory)
-        if os.path.lexists(place):
-            check_directory(place)
-        if not (place / CA_KEY_FILE).exists():
-            Authority.make().save(place)
-        authority = Authority.load(place)
+        if os.path.lexists(ca_directory):
+            check_directory(ca_directory)
+        if not (ca_directory / CA_KEY_FILE).exists():
+            Authority.make().save(ca_directory)
+        authority = Authority.load(ca_directory)
         made = []
         for holder in holders:
             own = directory / (holder.name or holder.role.value)

@@ -139,17 +139,19 @@ class Writer(_OfName, StorageWriter):
                 end += _padded(_nbytes_of(item))
         data = f"{self._name}.{secrets.token_hex(8)}.data"
         with _turn(self._client, self._name):
-            _check_place(self._client, self._name, "save")
+            _check_free(self._client, self._name, "save")
             _sweep(self._client, self._name)
             self._data = self._client.create(data, max(end, 1), "uint8", **self._options)
-        return [replace(plan, storage_data=_Places(data, tuple(own))) for plan, own in zip(plans, offsets, strict=True)]
+        return [
+            replace(plan, storage_data=_SavedItems(data, tuple(own))) for plan, own in zip(plans, offsets, strict=True)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """See torch: this rank's tensors are written. Blocks. Values other than tensors go to the coordinator."""
-        places: _Places = plan.storage_data
+        located: _SavedItems = plan.storage_data
         results: list[WriteResult] = []
-        packer = _Packer(self._client.open(places.data))
-        for item, offset in zip(plan.items, places.offsets, strict=True):
+        packer = _Packer(self._client.open(located.data))
+        for item, offset in zip(plan.items, located.offsets, strict=True):
             content = planner.resolve_data(item)
             if isinstance(content, io.BytesIO):
                 blob = content.getvalue()
@@ -172,14 +174,14 @@ class Writer(_OfName, StorageWriter):
         stays, if the tensors that were written are gone: another save of the name began meanwhile, or a memory server
         has lost them.
         """
-        blobs, places, data = bytearray(), {}, self._data.name
+        blobs, located, data = bytearray(), {}, self._data.name
         for result in (result for rank in results for result in rank):
             if isinstance(result.storage_data, bytes):
-                places[result.index] = len(blobs), len(result.storage_data)
+                located[result.index] = len(blobs), len(result.storage_data)
                 blobs += result.storage_data
             else:
-                places[result.index] = result.storage_data, result.size_in_bytes
-        text = json.dumps(_index_of(self._name, metadata, places), separators=(",", ":")).encode()
+                located[result.index] = result.storage_data, result.size_in_bytes
+        text = json.dumps(_index_of(self._name, metadata, located), separators=(",", ":")).encode()
         if len(text) > CHECKPOINT_INDEX_BYTES_MAX or count_parts(text) > CHECKPOINT_INDEX_PARTS_MAX:
             raise InvalidArgumentError(
                 f"save {self._name!r}: an index of {format_bytes(len(text))} could not be loaded again: there are too "
@@ -193,7 +195,7 @@ class Writer(_OfName, StorageWriter):
             index.write(np.frombuffer(text + blobs, np.uint8))
             with _turn(self._client, self._name):
                 self._check_data()
-                _check_place(self._client, self._name, "save")
+                _check_free(self._client, self._name, "save")
                 self._client.rename(index, self._name, replace=True)
                 try:
                     _sweep(self._client, self._name)
@@ -216,7 +218,7 @@ class Writer(_OfName, StorageWriter):
                 f"save {self._name!r}: another save of this name began meanwhile, and took away what this one had "
                 f"written; the checkpoint is that one's, or the former one. Save to one name one after the other"
             )
-        if lost := [place.server for place in found.layout.segments if place.lost]:
+        if lost := [segment.server for segment in found.layout.segments if segment.lost]:
             raise NotFoundError(
                 f"save {self._name!r}: memory server {lost[0]} has lost what was written to it; the former checkpoint "
                 f"stays. Save again"
@@ -277,9 +279,9 @@ class Reader(_OfName, StorageReader):
         try:
             buffer = self._client.open(index.data)
             for item in plan.items:
-                place = index.places[item.storage_index]
+                found_at = index.located[item.storage_index]
                 if item.type == LoadItemType.BYTE_IO:
-                    blob = index.blobs[place[0] : place[0] + place[1]]
+                    blob = index.blobs[found_at[0] : found_at[0] + found_at[1]]
                     planner.load_bytes(item, io.BytesIO(_safe_bytes(f"{asked}: {item.storage_index.fqn!r}", blob)))
                     continue
                 _start_read(buffer, index, item, planner, under_way)
@@ -306,16 +308,16 @@ def delete(client: Client, name: str, *, missing_ok: bool = False) -> None:
     Raises NotFoundError unless missing_ok, and InvalidArgumentError if a buffer of that name is not a checkpoint.
     """
     with _turn(client, name):
-        _check_place(client, name, "delete")
+        _check_free(client, name, "delete")
         client.delete(name, missing_ok=missing_ok)
         _sweep(client, name)
 
 
-# ---- places
+# ---- where tensors lie
 
 
 @dataclass(frozen=True)
-class _Places:
+class _SavedItems:
     """Of a rank's plan: the buffer of the tensors, and where each item begins in it."""
 
     data: str
@@ -324,10 +326,10 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Index:
-    """A checkpoint's contents. `places`: (offset, bytes), of tensors in the buffer `data`, of others in `blobs`."""
+    """A checkpoint's contents. `located`: (offset, bytes), of tensors in the buffer `data`, of others in `blobs`."""
 
     metadata: dcp.Metadata
-    places: dict[dcp.MetadataIndex, tuple[int, int]]
+    located: dict[dcp.MetadataIndex, tuple[int, int]]
     data: str
     blobs: bytes
 
@@ -349,7 +351,7 @@ def _turn(client: Client, name: str) -> Lock:
     return client.lock(f"{name}.saves", ttl=_TURN_S)
 
 
-def _check_place(client: Client, name: str, doing: str) -> None:
+def _check_free(client: Client, name: str, doing: str) -> None:
     """Raise InvalidArgumentError if somebody's buffer has the name of the checkpoint."""
     try:
         there = client.open(name)
@@ -373,20 +375,20 @@ def _sweep(client: Client, name: str) -> None:
 # ---- the index
 
 
-def _index_of(name: str, metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, tuple[int, int]]) -> dict[str, Any]:
+def _index_of(name: str, metadata: dcp.Metadata, located: dict[dcp.MetadataIndex, tuple[int, int]]) -> dict[str, Any]:
     """Return the metadata as JSON. Raises InvalidArgumentError for a planner's data that is none."""
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, dcp.TensorStorageMetadata):
             pieces = [
-                [list(chunk.offsets), list(chunk.sizes), places[dcp.MetadataIndex(fqn, chunk.offsets)][0]]
+                [list(chunk.offsets), list(chunk.sizes), located[dcp.MetadataIndex(fqn, chunk.offsets)][0]]
                 for chunk in entry.chunks
             ]
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[fqn] = {"dtype": dtype, "shape": list(entry.size), "pieces": pieces}
         else:
-            objects[fqn] = places[dcp.MetadataIndex(fqn)]
+            objects[fqn] = located[dcp.MetadataIndex(fqn)]
     paths = metadata.planner_data or {}
     if not isinstance(paths, dict) or not all(
         isinstance(part, (str, int)) for path in paths.values() for part in cast(Iterable[Any], path)
@@ -433,7 +435,7 @@ def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
     if text["format"] != _FORMAT:
         raise ValueError(f"it is of format {text['format']}; this is {_FORMAT}")
     entries: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, tuple[int, int]] = {}
+    located: dict[dcp.MetadataIndex, tuple[int, int]] = {}
     for fqn, tensor in text["tensors"].items():
         dtype = vars(torch).get(tensor["dtype"])
         if not isinstance(dtype, torch.dtype):
@@ -445,16 +447,16 @@ def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
             if not len(begin) == len(sizes) == len(shape) or not 0 <= offset <= BYTES_MAX:
                 raise ValueError(f"a piece of {quoted(fqn)} lies at {quoted((begins, extents, offset))}")
             chunks.append(dcp.ChunkStorageMetadata(begin, sizes))
-            places[dcp.MetadataIndex(fqn, begin)] = int(offset), math.prod(sizes) * dtype.itemsize
+            located[dcp.MetadataIndex(fqn, begin)] = int(offset), math.prod(sizes) * dtype.itemsize
         properties = dcp.TensorProperties(dtype=dtype)
         entries[fqn] = dcp.TensorStorageMetadata(properties, shape, chunks)
     for fqn, (offset, nbytes) in text["objects"].items():
         if not 0 <= offset <= offset + nbytes <= len(blobs):
             raise ValueError(f"{quoted(fqn)} lies at {quoted((offset, nbytes))} of {len(blobs)} bytes")
         entries[fqn] = dcp.BytesStorageMetadata()
-        places[dcp.MetadataIndex(fqn)] = int(offset), int(nbytes)
+        located[dcp.MetadataIndex(fqn)] = int(offset), int(nbytes)
     paths = {fqn: tuple(path) for fqn, path in text["paths"].items()}
-    return _Index(dcp.Metadata(entries, planner_data=paths, storage_meta=dcp.StorageMeta()), places, data, blobs)
+    return _Index(dcp.Metadata(entries, planner_data=paths, storage_meta=dcp.StorageMeta()), located, data, blobs)
 
 
 def _size(fqn: str, extents: object) -> torch.Size:
@@ -552,7 +554,7 @@ def _start_read(
         return
     shape = (lengths[0], *sizes[1:]) if lengths else ()
     row_bytes = math.prod(sizes[1:]) * entry.properties.dtype.itemsize
-    offset = index.places[item.storage_index][0] + (begins[0] * row_bytes if begins else 0)
+    offset = index.located[item.storage_index][0] + (begins[0] * row_bytes if begins else 0)
     in_place = (
         target.device.type == "cpu"
         and target.is_contiguous()

@@ -166,12 +166,12 @@ class DeltaWriter:
     def _with_delta(self, turn: Publication, last: LogEntry, delta: bytes) -> LogEntry | None:
         """Write the delta; None if readers could not come from the last whole state to it."""
         log = self._log
-        place = log.next_place(last.end, len(delta))
-        made = replace(last, generation=turn.version, place=place, nbytes=len(delta), total=self._total)
+        position = log.next_position(last.end, len(delta))
+        made = replace(last, generation=turn.version, position=position, nbytes=len(delta), total=self._total)
         if made.generation - made.whole_generation > log.kept or made.end - self._begin > log.room:
             return None
         if delta:
-            self._send(turn, log.place(made), np.frombuffer(delta, np.uint8))
+            self._send(turn, log.position(made), np.frombuffer(delta, np.uint8))
         return made
 
     def _finish(self, asked: str, made: LogEntry, timeout: float) -> int:
@@ -283,7 +283,7 @@ class DeltaReader:
         read = [np.empty(entry.nbytes, np.uint8) for entry in deltas]
         for entry, delta in zip(deltas, read, strict=True):
             if delta.size:
-                source.read(self._log.place(entry), delta.size, out=delta)
+                source.read(self._log.position(entry), delta.size, out=delta)
                 self.received_bytes += delta.size
         if deltas and not self._log.holds(source, deltas[0], latest):
             return False  # they may be overwritten; the state is as it was

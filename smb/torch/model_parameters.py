@@ -98,9 +98,9 @@ class ModelParameters(Parameters):
         for names, tensor in tensors.items():
             check(names[0], tensor)
         self.verify = verify
-        self.place(tensors)
+        self.set_tensors(tensors)
 
-    def place(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+    def set_tensors(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
         """Lay the tensors out."""
         self.table, self.entries = lay_out(tensors)
         self.size = self.table.size
@@ -397,8 +397,8 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
                 f"make it with .contiguous() before smb.torch.join"
             )
     table = TensorTable.of({names[0]: (tuple(tensor.shape), "float32") for names, tensor in tensors.items()})
-    places = zip(tensors.items(), table.values(), strict=True)
-    return table, tuple(TensorEntry(names, tensor, place.offset // 4) for (names, tensor), place in places)
+    infos = zip(tensors.items(), table.values(), strict=True)
+    return table, tuple(TensorEntry(names, tensor, info.offset // 4) for (names, tensor), info in infos)
 
 
 def _pieces(entries: Sequence[TensorEntry], start: int, stop: int) -> Iterator[VectorSlice]:

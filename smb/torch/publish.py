@@ -277,7 +277,7 @@ class Publisher:
                 )
             if given.pop(name, None) is None:
                 raise InvalidArgumentError(f"{asked}: {name} is missing, which is one tensor with {first}")
-        ours = {name: (place.shape, getattr(torch, place.dtype.name)) for name, place in self.buffer.table.items()}
+        ours = {name: (info.shape, getattr(torch, info.dtype.name)) for name, info in self.buffer.table.items()}
         _check_same(asked, {name: (tuple(tensor.shape), self._kind(tensor)) for name, tensor in given.items()}, ours)
         for name, tensor in given.items():
             check_dense(asked, name, tensor)
@@ -625,11 +625,11 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         for name, tensor in tensors.items()
         if local_of(tensor).numel()
         and tensor.device.type != "meta"
-        and (kept := first.setdefault(_place(tensor), name)) != name
+        and (kept := first.setdefault(_memory_of(tensor), name)) != name
     }
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     here = local_of(tensor)
     return here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride(), here.is_conj(), here.is_neg()
 
@@ -637,7 +637,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same, as far as they are here."""
     here, there = local_of(one), local_of(other)
-    if _place(one) == _place(other):
+    if _memory_of(one) == _memory_of(other):
         return True
     if here.dtype != there.dtype or here.shape != there.shape:
         return False

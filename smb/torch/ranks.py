@@ -114,10 +114,10 @@ class Ranks:
         vector = torch.from_numpy(values)
         with self._alive():
             under_way = [
-                call(vector[place], self._everyone[rank], group=self._group, tag=number)
-                for call, places in ((dist.irecv, takes), (dist.isend, gives))
-                for rank, of_rank in places.items()
-                for number, place in enumerate(of_rank)
+                call(vector[part], self._everyone[rank], group=self._group, tag=number)
+                for call, parts in ((dist.irecv, takes), (dist.isend, gives))
+                for rank, of_rank in parts.items()
+                for number, part in enumerate(of_rank)
             ]
             for each in under_way:
                 each.wait()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""One rank's part of a model on a mesh, and its places in the group's buffers.
+"""One rank's part of a model on a mesh, and its offsets in the group's buffers.
 
 A tensor's place in the group is its whole one's, so members with different meshes, and with none, train one model.
 """
@@ -28,7 +28,7 @@ _READS_MAX = 16  # under way at once, of a rank whose shards lie in many places
 
 
 class ShardParameters(ModelParameters):
-    """This rank's part of the trained parameters, and its places in the group's buffers.
+    """This rank's part of the trained parameters, and its offsets in the group's buffers.
 
     If several ranks have the same piece, one of them reads and writes it, and gives it to the others. So all replicas
     of a piece are equal, whatever others write meanwhile.
@@ -43,16 +43,16 @@ class ShardParameters(ModelParameters):
         whole = {names: torch.empty(tensor.shape, device="meta") for names, tensor in tensors.items()}
         self.whole: TensorTable = lay_out(whole)[0]
         self.verify = None
-        self.place(local)
-        # The tensors as the model has them, at their places in the group.
+        self.set_tensors(local)
+        # The tensors as the model has them, at their offsets in the group.
         self.given = tuple(
-            TensorEntry(names, tensor, place.offset // 4)
-            for (names, tensor), place in zip(tensors.items(), self.whole.values(), strict=True)
+            TensorEntry(names, tensor, info.offset // 4)
+            for (names, tensor), info in zip(tensors.items(), self.whole.values(), strict=True)
         )
         self.pieces_here: list[Piece | None] = [piece_of(names[0], tensor) for names, tensor in tensors.items()]
         self._runs: list[list[Run]] = [
-            list(_runs(entry, piece, place.shape, place.offset // 4))
-            for entry, piece, place in zip(self.entries, self.pieces_here, self.whole.values(), strict=True)
+            list(_runs(entry, piece, info.shape, info.offset // 4))
+            for entry, piece, info in zip(self.entries, self.pieces_here, self.whole.values(), strict=True)
         ]
         self.replicated = False
         self._owned = tuple(run for runs in self._runs for run in runs)
@@ -71,14 +71,14 @@ class ShardParameters(ModelParameters):
                 continue
             holders = [rank for rank, each in enumerate(pieces) if each[number] == mine]
             owner = holders[number % len(holders)]  # by turns: each sends its part
-            place = slice(entry.offset, entry.offset + entry.count)
+            taken = slice(entry.offset, entry.offset + entry.count)
             if owner != ranks.rank:
-                self._takes.setdefault(owner, []).append(place)
+                self._takes.setdefault(owner, []).append(taken)
                 continue
             owned += runs
             for holder in holders:
                 if holder != owner:
-                    self._gives.setdefault(holder, []).append(place)
+                    self._gives.setdefault(holder, []).append(taken)
         self._owned = tuple(owned)
 
     @property
@@ -121,7 +121,7 @@ class ShardParameters(ModelParameters):
             for run in self._owned:
                 if len(under_way) == _READS_MAX:
                     under_way.popleft().result()
-                under_way.append(buffer.read_async(run.there, run.count, out=out[run.place], wire="exact"))
+                under_way.append(buffer.read_async(run.there, run.count, out=out[run.indices], wire="exact"))
             while under_way:
                 under_way.popleft().result()
         finally:

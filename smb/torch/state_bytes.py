@@ -13,7 +13,7 @@ import torch
 from smb.engine import address_of, memory_at, memory_of
 from smb.errors import NotFoundError
 from smb.spi import versions_of
-from smb.tensors import ALIGNMENT_BYTES, TensorPlace
+from smb.tensors import ALIGNMENT_BYTES, TensorInfo
 from smb.torch.page_lock import page_lock
 from smb.torch.pieces import Piece, runs_of, shape_of
 from smb.torch.tensor_values import lasting, plain
@@ -51,12 +51,12 @@ class StateBytes(_Memory):
         self.elements = self.bytes[: buffer.nbytes].view(buffer.dtype)
         # Bits are compared in units that no tensor's elements are smaller than, or that are half of them: of a model in
         # two dtypes the smaller one.
-        sizes = [place.dtype.itemsize for place in buffer.table.values() if place.nbytes]
+        sizes = [info.dtype.itemsize for info in buffer.table.values() if info.nbytes]
         self.width = min((size for size in sizes if size in (2, 4, 8)), default=1) if min(sizes, default=1) > 1 else 1
-        self._places = buffer.table
+        self._infos = buffer.table
         self.tensors = {
-            name: as_torch(self.bytes[place.offset : place.offset + place.nbytes], place.dtype, place.shape)
-            for name, place in self._places.items()
+            name: as_torch(self.bytes[info.offset : info.offset + info.nbytes], info.dtype, info.shape)
+            for name, info in self._infos.items()
         }
 
     def take(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -69,10 +69,10 @@ class StateBytes(_Memory):
     def pieces(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, int, object]]:
         """Yield (first byte, address, bytes, owner) of such tensors; not of the host's memory they are copied there."""
         for name, tensor in given.items():
-            place = self._places[name]
+            info = self._infos[name]
             host = plain(tensor.to("cpu", self.tensors[name].dtype))
-            if place.nbytes:
-                yield place.offset, host.data_ptr(), place.nbytes, host
+            if info.nbytes:
+                yield info.offset, host.data_ptr(), info.nbytes, host
 
     def read(self, buffer: Buffer, version: int | None = None) -> int:
         """Read a version, by default the latest, of the buffer or a mirror of it; return which one it is."""
@@ -82,20 +82,20 @@ class StateBytes(_Memory):
 
     def read_one(self, name: str, read: ReadBytes) -> torch.Tensor:
         """Read one tensor into new memory."""
-        place = self._places[name]
-        memory = np.empty(place.nbytes, np.uint8)
-        if place.nbytes:
-            read(place.offset, memory)
-        return as_torch(memory, place.dtype, place.shape)
+        info = self._infos[name]
+        memory = np.empty(info.nbytes, np.uint8)
+        if info.nbytes:
+            read(info.offset, memory)
+        return as_torch(memory, info.dtype, info.shape)
 
 
 class PartBytes(_Memory):
     """Parts of a state's tensors, and where they lie in its buffer."""
 
-    def __init__(self, table: Mapping[str, TensorPlace], pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, table: Mapping[str, TensorInfo], pieces: Mapping[str, Piece]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._table = table
-        self._places: dict[str, slice] = {}  # in `bytes`
+        self._slices: dict[str, slice] = {}  # in `bytes`
         # (first byte in the buffer, bytes, first byte of the part)
         self._runs: dict[str, list[tuple[int, int, int]]] = {}
         end = 0
@@ -103,15 +103,15 @@ class PartBytes(_Memory):
             itemsize = table[name].dtype.itemsize
             start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             end = start + math.prod(shape_of(piece)) * itemsize
-            self._places[name] = slice(start, end)
+            self._slices[name] = slice(start, end)
             self._runs[name] = [
                 (table[name].offset + run.there * itemsize, run.count * itemsize, run.here * itemsize)
                 for run in runs_of(piece, table[name].shape)
             ]
-        self.nbytes: int = sum(place.stop - place.start for place in self._places.values())
+        self.nbytes: int = sum(part.stop - part.start for part in self._slices.values())
         self.bytes = np.zeros(end, np.uint8)
         for name, piece in pieces.items():
-            self.tensors[name] = as_torch(self.bytes[self._places[name]], table[name].dtype, shape_of(piece))
+            self.tensors[name] = as_torch(self.bytes[self._slices[name]], table[name].dtype, shape_of(piece))
 
     @property
     def ranges(self) -> Iterator[tuple[int, int, Any]]:
@@ -119,7 +119,7 @@ class PartBytes(_Memory):
         base = address_of(memory_of(self.bytes)) if self.bytes.size else 0
         for name, runs in self._runs.items():
             for there, nbytes, here in runs:
-                yield there, nbytes, memory_at(base + self._places[name].start + here)
+                yield there, nbytes, memory_at(base + self._slices[name].start + here)
 
     def read(self, buffer: Buffer, version: int | None = None) -> int:
         """As StateBytes.read: all parts are of one version."""

@@ -36,7 +36,7 @@ from typing import ClassVar
 
 from smb.buffer import Buffer
 from smb.errors import InvalidArgumentError
-from smb.tensors import TensorPlace
+from smb.tensors import TensorInfo
 from smb.train.exchange.closing import Outer
 from smb.train.exchange.rounds import RoundExchange, RoundScheme
 from smb.train.exchange.streaming import FragmentExchange
@@ -145,8 +145,8 @@ class DiLoCo(NesterovRounds):
         """Return the fragments: of whole tensors, where the group knows of tensors."""
         return self._cut(weights.name, weights.size, weights.table)
 
-    def _cut(self, name: str, size: int, table: Mapping[str, TensorPlace] | None) -> tuple[Span, ...]:
-        starts = [place.offset // 4 for place in table.values()] if table else []
+    def _cut(self, name: str, size: int, table: Mapping[str, TensorInfo] | None) -> tuple[Span, ...]:
+        starts = [info.offset // 4 for info in table.values()] if table else []
         return cut(size, starts, self.fragments, f"training {name!r}")
 
     def run(self, group: Group, parameters: Parameters) -> RoundExchange:

@@ -43,7 +43,7 @@ class Run:
     count: int
 
     @property
-    def place(self) -> slice:
+    def indices(self) -> slice:
         """Where it is in the process's vector."""
         return slice(self.here, self.here + self.count)
 
@@ -85,7 +85,7 @@ class Ledger:
     def noted(self, run: Run, before: Values | None) -> Values:
         """Note what was done to a run where `due` has it already, in place of `before`, which was due (None: 0)."""
         assert self.due is not None
-        due, base = self.due[run.place], self.base[run.place]
+        due, base = self.due[run.indices], self.base[run.indices]
         base += due
         if before is not None:
             due += before
@@ -145,9 +145,9 @@ class Ledger:
         while self.written:
             buffer, run = self.written[-1]
             if self.due is not None:
-                due = self.due[run.place]
+                due = self.due[run.indices]
                 np.subtract(
-                    due, as_sent(buffer, due, run.there), out=due if self.rest is None else self.rest[run.place]
+                    due, as_sent(buffer, due, run.there), out=due if self.rest is None else self.rest[run.indices]
                 )
             self.written.pop()
 

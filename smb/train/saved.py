@@ -31,7 +31,7 @@ from smb.config.untrusted import open_regular, parse_json, quoted, shortened
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 from smb.lock import Lock
 from smb.safetensors import parse_safetensors, safetensors_header
-from smb.tensors import TensorPlace, TensorTable
+from smb.tensors import TensorInfo, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.exchange.closing import momentum_name, state_slot, step_name
@@ -67,14 +67,14 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Head:
-    """What a file says before its tensors, checked. `places`: of each tensor in the file, its first byte and its
+    """What a file says before its tensors, checked. `extents`: of each tensor in the file, its first byte and its
     elements; `nbytes`: of the whole file.
     """
 
     fields: dict[str, Any]
     scheme: Scheme
     guards: Guards
-    places: dict[str, tuple[int, int]]
+    extents: dict[str, tuple[int, int]]
     start: int
     nbytes: int
 
@@ -235,8 +235,8 @@ def _good_states(spans: tuple[Span, ...], number: int) -> Iterator[tuple[int, Sp
         yield state_slot(number + (index - number) % len(spans), len(spans)), span
 
 
-def _read(ranges: tuple[tuple[Buffer, Span], ...], place: TensorPlace) -> Iterator[memoryview]:
-    first, end = place.offset // 4, place.offset // 4 + place.size
+def _read(ranges: tuple[tuple[Buffer, Span], ...], info: TensorInfo) -> Iterator[memoryview]:
+    first, end = info.offset // 4, info.offset // 4 + info.size
     for buffer, (offset, count) in ranges:
         for begin in range(max(first, offset), min(end, offset + count), PIECE_ELEMENTS):
             length = min(PIECE_ELEMENTS, end - begin, offset + count - begin)
@@ -288,16 +288,16 @@ def _head(file: IO[bytes], path: str) -> _Head:
             raise ValueError("it says nothing of a training")
         if fields["version"] != _VERSION:
             raise ValueError(f"it is of version {quoted(fields['version'])}, and this is smb for {_VERSION}")
-        if any(place.dtype != np.float32 for place in table.values()):
+        if any(info.dtype != np.float32 for info in table.values()):
             raise ValueError("a tensor is not of float32")
-        places = {each: (8 + size + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
+        extents = {each: (8 + size + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
         scheme, guards = _checked(fields)
-        _check_tensors(fields, places)
+        _check_tensors(fields, extents)
     except (Error, ValueError, TypeError, KeyError, OverflowError) as error:  # the latter of settings of other types
         raise InvalidArgumentError(
             f"load of {path}: this is not a saved training: it was not written by smb.train.save ({shortened(error)})"
         ) from None
-    return _Head(fields, scheme, guards, places, 8 + size, 8 + size + ranges[-1][1])
+    return _Head(fields, scheme, guards, extents, 8 + size, 8 + size + ranges[-1][1])
 
 
 def _checked(fields: dict[str, Any]) -> tuple[Scheme, Guards]:
@@ -323,11 +323,11 @@ def _checked(fields: dict[str, Any]) -> tuple[Scheme, Guards]:
     return scheme_of(fields["scheme"], fields["settings"]), Guards(**fields["guards"])
 
 
-def _check_tensors(fields: dict[str, Any], places: dict[str, tuple[int, int]]) -> None:
+def _check_tensors(fields: dict[str, Any], extents: dict[str, tuple[int, int]]) -> None:
     """Raise Error or ValueError unless the file has each tensor that is to be filled, with as many elements."""
     size = fields["size"]
     table = TensorTable.from_metadata(fields["metadata"], np.dtype(np.float32), 4 * size) or _whole(size)
-    wanted = {each: place.size for each, place in table.items()} | {each: size for each in _OUTER if each in places}
+    wanted = {each: info.size for each, info in table.items()} | {each: size for each in _OUTER if each in extents}
     if (kept := fields.get("statistics")) is not None:
         if not isinstance(kept, dict) or not isinstance(kept.get("metadata"), dict):
             raise ValueError("its statistics are not those of a training")
@@ -336,12 +336,12 @@ def _check_tensors(fields: dict[str, Any], places: dict[str, tuple[int, int]]) -
         statistics = TensorTable.from_metadata(kept["metadata"], np.dtype(np.float32), 4 * kept["size"])
         if statistics.nbytes != 4 * kept["size"]:
             raise ValueError("its statistics are not those of a training")
-        wanted |= {each: place.size for each, place in statistics.items()}
+        wanted |= {each: info.size for each, info in statistics.items()}
     for each, count in wanted.items():
-        if each not in places:
+        if each not in extents:
             raise ValueError(f"the file has no tensor {quoted(each)}")
-        if places[each][1] != count:
-            raise ValueError(f"tensor {quoted(each)} has {places[each][1]} elements, and the training {count}")
+        if extents[each][1] != count:
+            raise ValueError(f"tensor {quoted(each)} has {extents[each][1]} elements, and the training {count}")
 
 
 def _check_room(client: Client, head: _Head, path: str) -> None:
@@ -383,7 +383,7 @@ def _make(
     """Make the group's buffers, and return the table, which is to say that the group is ready. Under the setup lock.
     The table comes first: so buffers that a killed load leaves are known as parts of a training that is not ready.
     """
-    fields, where = head.fields, head.places
+    fields, where = head.fields, head.extents
     groups.remove_leftovers(client, name, setup.check)
     replicas = placement["replicas"]
 
@@ -395,8 +395,8 @@ def _make(
     members = t.Table(new(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
     new(f"{name}/tick", 1, "int64", servers=1)
     weights = new(name, fields["size"], "float32", metadata=metadata, **placement)
-    for each, place in (weights.table or _whole(weights.size)).items():
-        _fill(weights, place.offset // 4, file, *where[each])
+    for each, info in (weights.table or _whole(weights.size)).items():
+        _fill(weights, info.offset // 4, file, *where[each])
     spans = head.scheme.spans(weights)
     for stored in _OUTER.keys() & where.keys():
         slots = [new(f"{name}/{_OUTER[stored](slot)}", like=weights) for slot in (0, 1)]
@@ -405,10 +405,10 @@ def _make(
     if (kept := fields.get("statistics")) is not None:
         statistics = new(f"{name}/{STATISTICS}", kept["size"], metadata=kept["metadata"])
         values = np.zeros(kept["size"], np.float32)
-        for each, place in statistics.table.items():
+        for each, info in statistics.table.items():
             begin, count = where[each]
             file.seek(begin)
-            values[place.offset // 4 :][:count] = _next(file, count)
+            values[info.offset // 4 :][:count] = _next(file, count)
         statistics.publish(values)
     members.swap(0, t.ROUND, 0, fields["round"] << t.ROUND_SHIFT)
     # As if a former member of the first slot had done all of it.

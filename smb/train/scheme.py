@@ -195,8 +195,8 @@ def is_number(value: object) -> bool:
 
 
 def by_traits() -> list[tuple[str, type[Scheme]]]:
-    """Return all schemes with their names, in the order of lists: see Traits.place."""
-    return sorted(SCHEMES.items(), key=lambda each: each[1].TRAITS.place)
+    """Return all schemes with their names, in the order of lists: see Traits.sort_key."""
+    return sorted(SCHEMES.items(), key=lambda each: each[1].TRAITS.sort_key)
 
 
 def scheme_of(name: str, settings: dict[str, Json]) -> Scheme:

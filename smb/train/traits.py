@@ -51,6 +51,6 @@ class Traits:
     step_wire: str = EXACT
 
     @property
-    def place(self) -> tuple[bool, int, int]:
+    def sort_key(self) -> tuple[bool, int, int]:
         """By what lists of schemes are sorted: those that exchange at each step first."""
         return not self.each_step, WAYS.index(self.way), self.calls

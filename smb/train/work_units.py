@@ -248,11 +248,11 @@ class WorkUnits:
 
     def _draw(self) -> tuple[int, int]:
         """Return (epoch, unit) of the next ticket."""
-        epoch, place = divmod(self._words.fetch_add(0, 1), self._units)
+        epoch, ticket = divmod(self._words.fetch_add(0, 1), self._units)
         if self._order[0] != epoch:
             order = np.random.default_rng([self._seed, epoch]).permutation(self._units)
             self._order = (epoch, order)
-        return epoch, int(self._order[1][place])
+        return epoch, int(self._order[1][ticket])
 
     def _claim(self, member: Member, index: int, epoch: int, found: int | None = None) -> Unit | None:
         """Take a unit that nobody has, for the epoch or an earlier one that it lags behind."""

@@ -41,7 +41,7 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentPlace:
+class SegmentLocation:
     """One segment of a buffer and where its server was last known to be. Sizes are bytes."""
 
     id: int
@@ -72,12 +72,12 @@ class SegmentPath:
     links: tuple[Link, ...] = ()
     segment: Segment | None = None
 
-    def apply(self, handle: BufferHandle, index: int, place: SegmentPlace, epoch: int) -> None:
+    def apply(self, handle: BufferHandle, index: int, location: SegmentLocation, epoch: int) -> None:
         """Tell the engine."""
         if self.segment is not None:
             handle.set_local(index, self.segment)
         elif self.links:
-            handle.set_links(index, place.id, place.epoch or epoch, self.links)
+            handle.set_links(index, location.id, location.epoch or epoch, self.links)
 
 
 class NoPathError(TransportError):
@@ -93,7 +93,7 @@ class Transport(Protocol):
 
     name: str
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
+    def reach(self, location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:
         """Return the path to a segment.
 
         Raises NoPathError if this transport does not lead there, NoAnswerError if the reason may be that the server is
@@ -101,13 +101,13 @@ class Transport(Protocol):
         server answers but has no such segment.
         """
 
-    def gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+    def gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
         """Return the links on which changes of the segment go through its server: for those under a lock's token.
 
         Raises as reach does.
         """
 
-    def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """Return the link for what waits at the segment's server: locks, barriers, versions. Raises as reach does."""
 
     def close(self) -> None:

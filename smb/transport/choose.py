@@ -13,8 +13,8 @@ from smb.transport.base import (
     NoAnswerError,
     NoPathError,
     Rdma,
+    SegmentLocation,
     SegmentPath,
-    SegmentPlace,
     Transport,
     at_once,
 )
@@ -51,44 +51,44 @@ def make_transports(choice: str, client: EngineClient, links: Links, verbs: Rdma
 
 
 def for_each(
-    places: Sequence[SegmentPlace], ask: Callable[[SegmentPlace], Found], far: Callable[[Found], bool]
+    locations: Sequence[SegmentLocation], ask: Callable[[SegmentLocation], Found], far: Callable[[Found], bool]
 ) -> tuple[Found, ...]:
-    """Return what `ask` gives for each place, in order; if the first is `far`, the others are asked at the same time.
+    """Return what `ask` gives for each location, in order; if the first is `far`, the others are asked at one time.
 
     On this host a path is found sooner than a thread; over a network it takes round trips, which should not add up.
-    Raises what the first place in order does that fails, once all that were asked have answered.
+    Raises what the first location in order does that fails, once all that were asked have answered.
     """
-    first = ask(places[0])
-    rest = places[1:]
+    first = ask(locations[0])
+    rest = locations[1:]
     if not rest or not far(first):
         return (first, *map(ask, rest))
     return (first, *at_once(ask, rest))
 
 
-def choose(transports: Sequence[Transport], place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
+def choose(transports: Sequence[Transport], location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:
     """Return the path to a segment.
 
     Raises TransportError if none of the transports leads there, UnavailableError if that may be because the server is
     down, and what reach raises.
     """
-    path, refusals = _first(transports, place, lambda transport: transport.reach(place, epoch, deadline))
+    path, refusals = _first(transports, location, lambda transport: transport.reach(location, epoch, deadline))
     if refusals:
         path = SegmentPath(path.transport, f"{path.why} ({'; '.join(refusals)})", path.links, path.segment)
     return path
 
 
-def choose_gated(transports: Sequence[Transport], place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+def choose_gated(transports: Sequence[Transport], location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
     """Return the links on which changes of the segment go through its server. Raises as choose does."""
-    return _first(transports, place, lambda transport: transport.gated(place, deadline))[0]
+    return _first(transports, location, lambda transport: transport.gated(location, deadline))[0]
 
 
-def choose_waits(transports: Sequence[Transport], place: SegmentPlace, deadline: Deadline) -> Link:
+def choose_waits(transports: Sequence[Transport], location: SegmentLocation, deadline: Deadline) -> Link:
     """Return the link for what waits at the segment's server. Raises as choose does."""
-    return _first(transports, place, lambda transport: transport.waits(place, deadline))[0]
+    return _first(transports, location, lambda transport: transport.waits(location, deadline))[0]
 
 
 def _first(
-    transports: Sequence[Transport], place: SegmentPlace, ask: Callable[[Transport], Found]
+    transports: Sequence[Transport], location: SegmentLocation, ask: Callable[[Transport], Found]
 ) -> tuple[Found, list[str]]:
     """Return what the first transport that leads there gives, and why those before it do not."""
     refusals: list[str] = []
@@ -100,17 +100,17 @@ def _first(
             refusals.append(str(error))
             may_come_back |= isinstance(error, NoAnswerError)
     names = " or ".join(transport.name for transport in transports)
-    text = f"server {place.server} can't be reached over {names}: {'; '.join(refusals)}"
+    text = f"server {location.server} can't be reached over {names}: {'; '.join(refusals)}"
     if may_come_back:
         raise UnavailableError(f"memory {text}")
     raise TransportError(f"{text}{TRY_AUTO}")
 
 
-def describe(paths: Sequence[tuple[SegmentPlace, SegmentPath]]) -> str:
+def describe(paths: Sequence[tuple[SegmentLocation, SegmentPath]]) -> str:
     """Return "shm to a, b (same host); tcp to c (10.0.0.2:7071 ...)": what was chosen and why, each server once."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for place, path in paths:
+    for location, path in paths:
         servers = groups.setdefault((path.transport, path.why), [])
-        if place.server not in servers:
-            servers.append(place.server)
+        if location.server not in servers:
+            servers.append(location.server)
     return "; ".join(f"{transport} to {', '.join(servers)}: {why}" for (transport, why), servers in groups.items())

@@ -16,7 +16,7 @@ from smb.config.backoff import Backoff
 from smb.engine import EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, UnavailableError
 from smb.rpc.client_tokens import ClientTokens
-from smb.transport.base import Deadline, SegmentPlace, is_here
+from smb.transport.base import Deadline, SegmentLocation, is_here
 from smb.transport.connector import ATTEMPT_MS, Connector, ServerAddress
 
 PAUSE_FIRST_S = 0.01
@@ -48,7 +48,7 @@ class Means:
     connector: Connector
     tokens: ClientTokens
     locate: Callable[[str], ServerAddress | None]
-    locate_copies: Callable[[SegmentPlace], SegmentPlace | None]
+    locate_copies: Callable[[SegmentLocation], SegmentLocation | None]
     dialers: dict[int, Dialer] = field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ class LinkEntry(ABC):
         """Return the link, if there is one."""
 
     @abstractmethod
-    def connect(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def connect(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """Make a link to the segment's server. Raises EngineError, UnavailableError."""
 
     @abstractmethod
@@ -120,9 +120,9 @@ class ServerEntry(LinkEntry):
         """Return the link, if there is one."""
         return self.held
 
-    def connect(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def connect(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """Make a link to the server."""
-        where = whereabouts(place)
+        where = whereabouts(location)
         if self.lane in _UNIX:
             at = where.unix_path
             link, instance_id = self._means.client.connect_unix(at, self.lane, deadline.left_ms())
@@ -155,9 +155,9 @@ class ServerEntry(LinkEntry):
 class SegmentEntry(LinkEntry):
     """The link to a segment that has two copies: to whichever server has the primary."""
 
-    def __init__(self, means: Means, place: SegmentPlace, lane: int, may_be_local: bool) -> None:
+    def __init__(self, means: Means, location: SegmentLocation, lane: int, may_be_local: bool) -> None:
         super().__init__(means, lane)
-        self.place = place
+        self.location = location
         self._may_be_local = may_be_local
         self._held: weakref.ref[Link] | None = None  # the buffers that use it keep it
         self._resumed_at = 0.0
@@ -165,12 +165,12 @@ class SegmentEntry(LinkEntry):
     @property
     def server(self) -> str:
         """The server of the primary, where it was found last."""
-        return self.place.server
+        return self.location.server
 
     @property
     def address(self) -> str:
         """Where that server is."""
-        return self.place.address
+        return self.location.address
 
     def link(self) -> Link | None:
         """Return the link while somebody uses it."""
@@ -180,35 +180,37 @@ class SegmentEntry(LinkEntry):
         """Whether it had a link, and nobody uses that any more."""
         return self._held is not None and self._held() is None
 
-    def unix_path(self, place: SegmentPlace) -> str:
+    def unix_path(self, location: SegmentLocation) -> str:
         """Return the socket by which its server is reached on this host; "" if it is not."""
-        return place.unix_path if self._may_be_local and is_here(place.unix_path) else ""
+        return location.unix_path if self._may_be_local and is_here(location.unix_path) else ""
 
-    def connect(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def connect(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """Make a link to the server of the primary."""
-        self.place = place
-        path = self.unix_path(place)
+        self.location = location
+        path = self.unix_path(location)
         try:
             if path:
                 link, instance_id = self._means.client.connect_unix(path, self.lane, deadline.left_ms())
             else:
-                link, instance_id = self._means.connector.connect(place.server, whereabouts(place), self.lane, deadline)
+                link, instance_id = self._means.connector.connect(
+                    location.server, whereabouts(location), self.lane, deadline
+                )
         except EngineError as error:
             if not path or error.status is not Status.UNTRUSTED:
                 raise
             self._may_be_local = False  # another user listens there
-            return self.connect(place, deadline)
-        _check_run(place.server, path or place.address, instance_id, place.instance_id)
-        link.set_epoch(place.epoch)
+            return self.connect(location, deadline)
+        _check_run(location.server, path or location.address, instance_id, location.instance_id)
+        link.set_epoch(location.epoch)
         self._held = weakref.ref(link)
         return link
 
     def attempt(self, link: Link, *, again: bool) -> int:  # noqa: ARG002 - it asks each time
         """Go to where the coordinator says that the primary is."""
-        return self.go_to(link, self._means.locate_copies(self.place) or self.place)
+        return self.go_to(link, self._means.locate_copies(self.location) or self.location)
 
-    def go_to(self, link: Link, found: SegmentPlace) -> int:
-        """Give the link a connection to the server of this place."""
+    def go_to(self, link: Link, found: SegmentLocation) -> int:
+        """Give the link a connection to the server of this location."""
         link.set_epoch(found.epoch)
         self._means.tokens.keep(link, found.id)
         path = self.unix_path(found)
@@ -223,7 +225,7 @@ class SegmentEntry(LinkEntry):
         else:
             connector = self._means.connector
             instance_id = connector.resume(link, found.server, found.address, found.tls, found.instance_id)
-        self.place, self._resumed_at = found, time.monotonic()
+        self.location, self._resumed_at = found, time.monotonic()
         return instance_id
 
     def show(self, link: Link, deadline: Deadline, closing: threading.Event) -> None:
@@ -233,13 +235,13 @@ class SegmentEntry(LinkEntry):
         backoff = Backoff(PAUSE_FIRST_S, PAUSE_MAX_S, deadline.left)
         while True:
             try:
-                self._means.tokens.show(link, self.place.id, deadline.left_ms())
+                self._means.tokens.show(link, self.location.id, deadline.left_ms())
             except EngineError as error:
                 if error.status is not Status.DENIED or deadline.left() == 0.0 or closing.wait(backoff.next_s()):
                     raise
                 with contextlib.suppress(Error):
-                    found = self._means.locate_copies(self.place)
-                    if found is not None and found.server != self.place.server:
+                    found = self._means.locate_copies(self.location)
+                    if found is not None and found.server != self.location.server:
                         self.go_to(link, found)
             else:
                 return
@@ -249,9 +251,11 @@ class SegmentEntry(LinkEntry):
         return time.monotonic() - self._resumed_at <= SENT_AWAY_S
 
 
-def whereabouts(place: SegmentPlace) -> ServerAddress:
+def whereabouts(location: SegmentLocation) -> ServerAddress:
     """Return where the server of a segment is."""
-    return ServerAddress(place.address, place.unix_path, place.instance_id, place.control_address, place.tls)
+    return ServerAddress(
+        location.address, location.unix_path, location.instance_id, location.control_address, location.tls
+    )
 
 
 def _check_run(server: str, at: str, answered: int, known: int) -> None:

@@ -25,7 +25,7 @@ from smb.daemon.metric_names import OUTAGE_EDGES
 from smb.engine import LANES_FURTHER_MAX, EngineClient, EngineError, Lane, Link, Status
 from smb.errors import Error, NotFoundError, PermissionDeniedError, TransportError, UnavailableError
 from smb.rpc.client_tokens import ClientTokens
-from smb.transport.base import Deadline, SegmentPlace, at_once
+from smb.transport.base import Deadline, SegmentLocation, at_once
 from smb.transport.connector import Connector, ServerAddress
 from smb.transport.link_entries import (
     PAUSE_FIRST_S,
@@ -77,7 +77,7 @@ class Links:
         locate: Callable[[str], ServerAddress | None],
         tokens: ClientTokens,
         tls: ClientTls,
-        locate_copies: Callable[[SegmentPlace], SegmentPlace | None] = lambda place: place,
+        locate_copies: Callable[[SegmentLocation], SegmentLocation | None] = lambda location: location,
     ) -> None:
         """`locate` asks the coordinator for a server by name: None if it does not answer; NotFoundError if there is
         nothing to look for on that server.
@@ -122,21 +122,21 @@ class Links:
         """Return all entries of a kind. The caller holds the lock."""
         return [entry for entry in self._table.values() if isinstance(entry, kind)]
 
-    def reach(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
+    def reach(self, location: SegmentLocation, lane: Lane, deadline: Deadline) -> Link:
         """Return the link of this lane to the segment's server, connecting it if there is none.
 
         It may be used for that segment. Raises EngineError if nobody answers or we are refused, UnavailableError
         if it is another server, or another run of it.
         """
         entry = self._entry(
-            (place.server, lane),
+            (location.server, lane),
             ServerEntry,
-            lambda: ServerEntry(self._means, place.server, lane, whereabouts(place)),
+            lambda: ServerEntry(self._means, location.server, lane, whereabouts(location)),
         )
         with entry.lock:  # one connects, the others wait for its link
             link = entry.link()
             if link is None or not link.alive():
-                link = entry.connect(place, deadline)
+                link = entry.connect(location, deadline)
                 with self._lock:
                     entry.held = link
                     if lane == Lane.TCP_DATA:
@@ -144,68 +144,68 @@ class Links:
                         wanted = connections_for(link.round_trip_s()) - 1
                         # Never fewer than before: something may be on its way over them.
                         entry.further = max(entry.further, min(_FURTHER_MAX - others, wanted))
-        self.tokens.show(link, place.id, deadline.left_ms())
+        self.tokens.show(link, location.id, deadline.left_ms())
         return link
 
-    def reach_data(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+    def reach_data(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
         """Return the links for data to the segment's server: more of them the longer its round trip. All but the first
         get a connection when a call first needs them. Raises as `reach` does.
         """
-        first = self.reach(place, Lane.TCP_DATA, deadline)
-        further = self._beside(place, first)
-        unshown = [link for link in further if not self.tokens.shows(link, place.id)]
+        first = self.reach(location, Lane.TCP_DATA, deadline)
+        further = self._beside(location, first)
+        unshown = [link for link in further if not self.tokens.shows(link, location.id)]
         if unshown:
-            at_once(lambda link: self.tokens.show(link, place.id, deadline.left_ms()), unshown)
+            at_once(lambda link: self.tokens.show(link, location.id, deadline.left_ms()), unshown)
         return (first, *further)
 
-    def _beside(self, place: SegmentPlace, first: Link) -> list[Link]:
+    def _beside(self, location: SegmentLocation, first: Link) -> list[Link]:
         """Return the links beside the first one to a server. Those without a connection yet will show the token of the
         segment.
         """
         links: list[Link] = []
         with self._lock:
-            begun = self._table.get((place.server, Lane.TCP_DATA))
+            begun = self._table.get((location.server, Lane.TCP_DATA))
             # Else all is closed, or the first has failed: a call notices.
             if not isinstance(begun, ServerEntry) or begun.held is not first:
                 return links
             for lane in range(Lane.TCP_FURTHER, Lane.TCP_FURTHER + begun.further):
-                entry = self._table.get((place.server, lane))
+                entry = self._table.get((location.server, lane))
                 link = entry.link() if entry is not None else None
                 if not isinstance(entry, ServerEntry) or not (link and link.alive()) or entry.beside is not first:
                     if link is not None and link.alive():
                         link.fail(Status.LINK_LOST)  # the first was closed, and what was under way there is given up
                     link = first.beside(lane, follows=link is not None)
-                    entry = ServerEntry(self._means, place.server, lane, begun.where)
+                    entry = ServerEntry(self._means, location.server, lane, begun.where)
                     entry.held, entry.beside, entry.unused = link, first, True
-                    self._table[place.server, lane] = entry
+                    self._table[location.server, lane] = entry
                 if entry.unused:
-                    self.tokens.keep(link, place.id)
+                    self.tokens.keep(link, location.id)
                 links.append(link)
         return links
 
     def reach_copies(
-        self, place: SegmentPlace, deadline: Deadline, *, may_be_local: bool, waits: bool = False
+        self, location: SegmentLocation, deadline: Deadline, *, may_be_local: bool, waits: bool = False
     ) -> tuple[Link, bool]:
         """Return the link to a segment that has two copies, connecting it if there is none, and whether its server was
         on this host. Its calls go to whichever server has the primary. `waits`: the one for what waits there. Raises as
         `reach` does.
         """
         entry = self._entry(
-            (place.id, waits),
+            (location.id, waits),
             SegmentEntry,
-            lambda: SegmentEntry(self._means, place, self._free_lane(), may_be_local),
+            lambda: SegmentEntry(self._means, location, self._free_lane(), may_be_local),
         )
         with entry.lock:
             link = entry.link()
             if link is None or not link.alive():
-                link = entry.connect(place, deadline)
+                link = entry.connect(location, deadline)
             entry.show(link, Deadline(min(deadline.left(), _MOVING_S)), self._closing)
-        return link, bool(entry.unix_path(entry.place))
+        return link, bool(entry.unix_path(entry.location))
 
-    def server_of(self, place: SegmentPlace) -> str:
+    def server_of(self, location: SegmentLocation) -> str:
         """Return the server of a segment: of one that has two copies, where its link found the primary last."""
-        entry = self._table.get((place.id, False))
-        return place.server if entry is None else entry.server
+        entry = self._table.get((location.id, False))
+        return location.server if entry is None else entry.server
 
     def _free_lane(self) -> int:
         """Return a lane that no other segment has; one lane has one connection to a server. Links that nobody uses any
@@ -232,12 +232,12 @@ class Links:
             if entry.link() is None:
                 continue  # nobody uses it any more
             try:
-                found = self._means.locate_copies(entry.place)  # takes a while: no link is kept from its end meanwhile
+                found = self._means.locate_copies(entry.location)  # takes a while: no link is kept from ending
             except Error:
                 continue
             if found is None:
                 return  # nobody says: each of the others would take as long, and this thread mends what breaks
-            if found.epoch > entry.place.epoch:
+            if found.epoch > entry.location.epoch:
                 self._begin_move(entry)
 
     def _begin_move(self, entry: SegmentEntry) -> None:
@@ -352,10 +352,10 @@ class Links:
         return True
 
     def _note_outage(self, seconds: float) -> None:
-        place = bisect.bisect_left(OUTAGE_EDGES, seconds)
+        bucket = bisect.bisect_left(OUTAGE_EDGES, seconds)
         with self._lock:
             before = self._outages
-            counts = tuple(count + (i == place) for i, count in enumerate(before.counts))
+            counts = tuple(count + (i == bucket) for i, count in enumerate(before.counts))
             self._outages = Outages(before.begun, counts, before.sum_s + seconds)
 
 
@@ -372,14 +372,14 @@ def connections_for(round_trip_s: float) -> int:
     return min(1 + int(round_trip_s / _ROUND_TRIP_EACH_S), 1 + LANES_FURTHER_MAX)
 
 
-def refused(place: SegmentPlace, error: EngineError) -> Error:
+def refused(location: SegmentLocation, error: EngineError) -> Error:
     """Return what to raise where a server's TCP address does not let us in."""
-    text = f"memory server {place.server} at {place.address} can't be reached: {error}"
+    text = f"memory server {location.server} at {location.address} can't be reached: {error}"
     if error.status is Status.UNTRUSTED:
-        text = _UNTRUSTED % (place.server, place.address, error)
+        text = _UNTRUSTED % (location.server, location.address, error)
     if error.status is Status.DENIED:  # nobody gets in with the same token later
         return PermissionDeniedError(
-            f"memory server {place.server} at {place.address} does not let this session in: {error}"
+            f"memory server {location.server} at {location.address} does not let this session in: {error}"
         )
     if error.status in (Status.VERSION, Status.PROTOCOL):
         return TransportError(text)

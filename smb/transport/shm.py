@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from smb.engine import EngineClient, EngineError, Lane, Link, Segment, Status
 from smb.errors import NotFoundError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace, why_not_here
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentLocation, SegmentPath, why_not_here
 from smb.transport.reconnect import Links
 
 # Statuses of an attaching link if its server dies, or does not answer.
@@ -37,67 +37,67 @@ class SharedMemory:
         self._links: dict[int, Link] = {}  # for attaching, by the server's instance
         self._mapped: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
+    def reach(self, location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:
         """See Transport."""
         with self._lock:
-            segment = self._mapped.get(place.id)
+            segment = self._mapped.get(location.id)
             if segment is None or not segment.shared():
-                if self._resumable.tokens.read_only(place.id):
+                if self._resumable.tokens.read_only(location.id):
                     raise NoPathError("who may only read is not given the memory itself")
-                link = self._link(place, deadline)
+                link = self._link(location, deadline)
                 try:
-                    self._resumable.tokens.show(link, place.id, deadline.left_ms())
-                    segment = link.attach(place.id, epoch, deadline.left_ms())
+                    self._resumable.tokens.show(link, location.id, deadline.left_ms())
+                    segment = link.attach(location.id, epoch, deadline.left_ms())
                 except EngineError as error:
                     if error.status is Status.STALE_EPOCH:
-                        raise UnavailableError(f"memory server {place.server} has been told to move it") from error
+                        raise UnavailableError(f"memory server {location.server} has been told to move it") from error
                     if error.status is Status.NOT_FOUND:
-                        raise NotFoundError(f"memory server {place.server} has no such segment") from error
-                    self._links.pop(place.instance_id, None)
+                        raise NotFoundError(f"memory server {location.server} has no such segment") from error
+                    self._links.pop(location.instance_id, None)
                     refusal = NoAnswerError if error.status in _GONE else NoPathError
-                    raise refusal(f"{place.unix_path} did not hand out the segment: {error}") from error
+                    raise refusal(f"{location.unix_path} did not hand out the segment: {error}") from error
                 if self._alone and not segment.bind():
                     raise NoPathError("its server was asked to be drained, so it may move to another one")
-                self._mapped[place.id] = segment
+                self._mapped[location.id] = segment
         return SegmentPath(self.name, "same host", segment=segment)
 
-    def gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+    def gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
         """See Transport."""
-        return (self._resume(place, Lane.UNIX_DATA, deadline),)
+        return (self._resume(location, Lane.UNIX_DATA, deadline),)
 
-    def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """See Transport."""
-        return self._resume(place, Lane.UNIX_WAITS, deadline)
+        return self._resume(location, Lane.UNIX_WAITS, deadline)
 
     def close(self) -> None:
         """See Transport."""
         with self._lock:
             self._links.clear()
 
-    def _link(self, place: SegmentPlace, deadline: Deadline) -> Link:
-        link = self._links.get(place.instance_id)
+    def _link(self, location: SegmentLocation, deadline: Deadline) -> Link:
+        link = self._links.get(location.instance_id)
         if link is not None and link.alive():
             return link
-        with self._pending(place):
-            link, instance_id = self._client.connect_unix(place.unix_path, Lane.UNIX_ATTACH, deadline.left_ms())
-        if instance_id != place.instance_id:
+        with self._pending(location):
+            link, instance_id = self._client.connect_unix(location.unix_path, Lane.UNIX_ATTACH, deadline.left_ms())
+        if instance_id != location.instance_id:
             # It was restarted, and the coordinator will know; or it belongs to another server.
-            raise NoAnswerError(f"at the socket {place.unix_path} answers another run, or another server")
+            raise NoAnswerError(f"at the socket {location.unix_path} answers another run, or another server")
         link.connect_once()
         self._links = {run: kept for run, kept in self._links.items() if kept.alive()} | {instance_id: link}
         return link
 
-    def _resume(self, place: SegmentPlace, lane: Lane, deadline: Deadline) -> Link:
-        with self._pending(place):
+    def _resume(self, location: SegmentLocation, lane: Lane, deadline: Deadline) -> Link:
+        with self._pending(location):
             try:
-                return self._resumable.reach(place, lane, deadline)
+                return self._resumable.reach(location, lane, deadline)
             except UnavailableError as error:
                 raise NoAnswerError(str(error)) from error
 
     @contextlib.contextmanager
-    def _pending(self, place: SegmentPlace) -> Iterator[None]:
+    def _pending(self, location: SegmentLocation) -> Iterator[None]:
         """Say why a socket does not let us in."""
-        if why := why_not_here(place.unix_path):
+        if why := why_not_here(location.unix_path):
             raise NoPathError(why)
         try:
             yield
@@ -106,5 +106,5 @@ class SharedMemory:
             # leaves a full queue.
             transient = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EAGAIN)
             if error.status is Status.TIMEOUT or error.errno in transient:
-                raise NoAnswerError(f"nobody answers at the socket {place.unix_path}: {error}") from error
-            raise NoPathError(f"the socket at {place.unix_path} does not let us in: {error}") from error
+                raise NoAnswerError(f"nobody answers at the socket {location.unix_path}: {error}") from error
+            raise NoPathError(f"the socket at {location.unix_path} does not let us in: {error}") from error

@@ -4,7 +4,7 @@ a client share them."""
 from __future__ import annotations
 
 from smb.engine import EngineError, Lane, Link
-from smb.transport.base import Deadline, SegmentPath, SegmentPlace
+from smb.transport.base import Deadline, SegmentLocation, SegmentPath
 from smb.transport.reconnect import Links, refused
 
 
@@ -16,25 +16,25 @@ class Tcp:
     def __init__(self, links: Links) -> None:
         self._links = links
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:  # noqa: ARG002 - frames carry it
+    def reach(self, location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:  # noqa: ARG002 - frames carry it
         """See Transport."""
-        links = self.gated(place, deadline)
+        links = self.gated(location, deadline)
         many = f", {len(links)} connections for {1000 * links[0].round_trip_s():.0f} ms" if len(links) > 1 else ""
-        return SegmentPath(self.name, place.address + many, links)
+        return SegmentPath(self.name, location.address + many, links)
 
-    def gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+    def gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
         """See Transport."""
         try:
-            return self._links.reach_data(place, deadline)
+            return self._links.reach_data(location, deadline)
         except EngineError as error:
-            raise refused(place, error) from error
+            raise refused(location, error) from error
 
-    def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """See Transport."""
         try:
-            return self._links.reach(place, Lane.TCP_WAITS, deadline)
+            return self._links.reach(location, Lane.TCP_WAITS, deadline)
         except EngineError as error:
-            raise refused(place, error) from error
+            raise refused(location, error) from error
 
     def close(self) -> None:
         """See Transport."""

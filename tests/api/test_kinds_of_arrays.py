@@ -270,7 +270,7 @@ def test_what_is_copied(kind: str) -> None:
         address = base.data_ptr() if isinstance(base, torch.Tensor) else np.asarray(base).__array_interface__["data"][0]
         from smb._engine import ffi
 
-        assert (int(ffi.cast("uintptr_t", memory.place)) == address) == (told == "used")
+        assert (int(ffi.cast("uintptr_t", memory.pointer)) == address) == (told == "used")
 
 
 def test_indices_are_arrays_too(client: smb.Client) -> None:

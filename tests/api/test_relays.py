@@ -265,6 +265,6 @@ def test_words_of_what_arrived_are_read_as_written() -> None:
         pieces = Pieces(nbytes, max(1, -(-nbytes // PIECES_MAX // 4096)) * 4096)
         assert pieces.count <= PIECES_MAX
         assert sum(pieces.range(piece)[1] for piece in range(pieces.count)) == nbytes
-        places = sorted(pieces.place(piece) for piece in range(pieces.count))
+        places = sorted(pieces.point(piece) for piece in range(pieces.count))
         gaps = np.diff([0.0, *places, 1.0])
         assert gaps.max() < 3 / pieces.count + 1e-9 or pieces.count < 3  # evenly

@@ -11,7 +11,7 @@ import pytest
 
 from smb.engine import EngineClient
 from smb.rpc.client_tokens import ClientTokens
-from smb.transport.base import Deadline, NoAnswerError, SegmentPlace
+from smb.transport.base import Deadline, NoAnswerError, SegmentLocation
 from smb.transport.reconnect import Links
 from smb.transport.shm import SharedMemory
 from smb.transport.tls import ClientTls
@@ -38,7 +38,7 @@ def test_a_connection_that_is_reset_may_come_back(tmp_path: Path) -> None:
         client = EngineClient(12345)
         shm = SharedMemory(client, Links(client, lambda server: None, ClientTokens(_nobody), ClientTls(None)))
         with pytest.raises(NoAnswerError):
-            shm.waits(SegmentPlace(1, "a", 8, "127.0.0.1:1", str(path), 5), Deadline(10))
+            shm.waits(SegmentLocation(1, "a", 8, "127.0.0.1:1", str(path), 5), Deadline(10))
         thread.join()
         shm.close()
         client.close()

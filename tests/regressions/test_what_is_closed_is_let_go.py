@@ -19,7 +19,7 @@ import pytest
 import smb
 from smb.engine import Link
 from smb.rpc.coordinator_client import Coordinator
-from smb.transport.base import SegmentPlace
+from smb.transport.base import SegmentLocation
 from tests.support.daemons import wait_for
 
 AWAY = "127.0.0.1:1"
@@ -89,7 +89,7 @@ def test_no_link_is_kept_by_who_looks_after_them(two: Two, monkeypatch: pytest.M
     """While the coordinator is asked about one of them."""
     asked, answers = threading.Event(), threading.Event()
 
-    def locate(_place: SegmentPlace) -> SegmentPlace | None:
+    def locate(_place: SegmentLocation) -> SegmentLocation | None:
         asked.set()
         answers.wait(WAITS_S)
         return None

@@ -12,7 +12,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from smb.coordinator.commit_log import Committed
-from smb.coordinator.etcd.connection import Access, EtcdPlace
+from smb.coordinator.etcd.connection import Access, EtcdLocation
 from smb.coordinator.etcd.contender import Contender
 from smb.coordinator.events import Event, Instant
 from smb.coordinator.front import Front
@@ -33,7 +33,7 @@ PORT = 7070
 LEADER_LEASE_S = 4
 SESSION_LEASE_S = 6.0
 IDLE_NAMES_S = 9.0
-_PLACE = EtcdPlace(("etcd:2379", "etcd:2380"), "smb")
+_PLACE = EtcdLocation(("etcd:2379", "etcd:2380"), "smb")
 
 
 class _Details:

@@ -33,7 +33,7 @@ DATA_PORT, CONTROL_PORT = 9000, 9001
 
 
 class Place:
-    """As memserver.memory_dir.Place: where marks of quarantine are."""
+    """As memserver.memory_dir.MemoryDirectory: where marks of quarantine are."""
 
     directory = Path("memory")
 

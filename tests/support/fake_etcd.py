@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from smb.coordinator.etcd import etcd_pb2 as pb
-from smb.coordinator.etcd.connection import EtcdPlace, RefusedError, SilentError
+from smb.coordinator.etcd.connection import EtcdLocation, RefusedError, SilentError
 
-PLACE = EtcdPlace(("127.0.0.1:1",), "prefix")
+PLACE = EtcdLocation(("127.0.0.1:1",), "prefix")
 LEASE_S = 8
 LOST, DONE_BUT_FULL, FULL, TWICE = "lost", "done but full", "full", "twice"
 

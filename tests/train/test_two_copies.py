@@ -16,7 +16,7 @@ import smb.train
 from smb.buffer_info import BufferInfo
 from smb.rpc import control_pb2 as pb
 from smb.train import ASP, BSP, EAMSGD, EASGD, HSGD, R2SP, SEASGD, SSP, AsyncDiLoCo, DiLoCo, LocalSGD
-from smb.transport.base import SegmentPlace
+from smb.transport.base import SegmentLocation
 from tests.support.daemons import tidy
 from tests.support.training import together
 
@@ -89,7 +89,7 @@ def test_all_that_a_scheme_keeps_has_two_copies(
             assert locked(client, name).backup, name
 
 
-def locked(client: smb.Client, name: str) -> SegmentPlace:
+def locked(client: smb.Client, name: str) -> SegmentLocation:
     """Where the lock of that name lies."""
     return BufferInfo.of(client._coordinator.open_buffer(name, 0.0, 10.0, kind=pb.LOCK)).layout.segments[0]
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from smb.errors import InvalidArgumentError
 from smb.layout import Layout, Piece
-from smb.transport.base import SegmentPlace
+from smb.transport.base import SegmentLocation
 
 PAGE = 4096
 
 
 def make(nbytes: int, stripe_pages: int = 1, segments: int = 2, itemsize: int = 4) -> Layout:
-    places = tuple(SegmentPlace(i + 1, f"s{i}", 0, "127.0.0.1:1", "", 1) for i in range(segments))
+    places = tuple(SegmentLocation(i + 1, f"s{i}", 0, "127.0.0.1:1", "", 1) for i in range(segments))
     return Layout(1, nbytes, itemsize, stripe_pages * PAGE, PAGE, places)
 
 

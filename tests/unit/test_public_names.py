@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import smb
-from smb.engine import Place, direct
+from smb.engine import DirectTarget, direct
 
 CLIENT = """
     address barrier close create delete displace empty list lock name open queue relay rename rename_folder
@@ -31,13 +31,13 @@ def test_direct_methods_need_a_slot() -> None:
     """A class without the slot that the direct path looks into is refused when it is made, not at its first call."""
     with pytest.raises((TypeError, RuntimeError, AttributeError)):
         type("WithoutSlot", (), {"write": direct(smb.engine.Opcode.WRITE)(print)})
-    made = type("WithSlot", (), {"__slots__": ("_place",), "write": direct(smb.engine.Opcode.WRITE)(lambda self: 7)})
+    made = type("WithSlot", (), {"__slots__": ("_target",), "write": direct(smb.engine.Opcode.WRITE)(lambda self: 7)})
     one = made()
     assert one.write() == 7  # an empty slot: the method behind it
-    one._place = object()
-    assert one.write() == 7  # no place
-    one._place = Place(print)
-    assert one.write() == 7  # a place that is not armed
+    one._target = object()
+    assert one.write() == 7  # no target
+    one._target = DirectTarget(print)
+    assert one.write() == 7  # a target that is not armed
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 from smb import errors
 from smb.arrays.dtypes import DTYPES
-from smb.tensors import ALIGNMENT_BYTES, ELEMENTS, METADATA_KEY, TensorPlace, TensorTable
+from smb.tensors import ALIGNMENT_BYTES, ELEMENTS, METADATA_KEY, TensorInfo, TensorTable
 
 FLOAT = np.dtype(np.float32)
 
@@ -134,7 +134,7 @@ def test_a_table_that_others_stored_is_not_trusted(table: Any) -> None:
     with pytest.raises(errors.Error, match="its table of tensors"):
         TensorTable.from_metadata({METADATA_KEY: table}, FLOAT, 256)
     good = stored(a=entry(), b=entry(offset=64, shape=(48,)))
-    assert TensorTable.from_metadata(good, FLOAT, 256)["b"] == TensorPlace(FLOAT, (48,), 64)
+    assert TensorTable.from_metadata(good, FLOAT, 256)["b"] == TensorInfo(FLOAT, (48,), 64)
     assert len(TensorTable.from_metadata({"other": table}, FLOAT, 256)) == 0
 
 

@@ -173,8 +173,8 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
     promised = free_bytes if watch is None or not watch.load.memory_free_bytes else watch.load.memory_free_bytes
     if promised < free_bytes:
         title = f"{server.name} promises more memory than its host has"
-        capacity, place = format_bytes(free_bytes), format_bytes(promised)
-        detail = f"Its capacity leaves {capacity}, its memory directory and memory limit {place}."
+        capacity, kept = format_bytes(free_bytes), format_bytes(promised)
+        detail = f"Its capacity leaves {capacity}, its memory directory and memory limit {kept}."
         action = (
             "Others fill that file system, or it or the limit is too small: raise it (a container's /dev/shm, "
             "its memory), or lower --capacity"

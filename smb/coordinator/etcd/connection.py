@@ -76,7 +76,7 @@ class RefusedError(Error):
 
 
 @dataclass(frozen=True, slots=True)
-class EtcdPlace:
+class EtcdLocation:
     """Where the records are: members' addresses, and what all keys begin with."""
 
     endpoints: tuple[str, ...]
@@ -86,7 +86,7 @@ class EtcdPlace:
         return f"{ETCD}{','.join(self.endpoints)}/{self.prefix}"
 
     @staticmethod
-    def of(text: str) -> EtcdPlace:
+    def of(text: str) -> EtcdLocation:
         """Read "etcd://HOST:PORT,HOST:PORT/PREFIX". Raises InvalidArgumentError."""
         addresses, _, prefix = text.removeprefix(ETCD).partition("/")
         prefix = prefix.strip("/")
@@ -100,7 +100,7 @@ class EtcdPlace:
                 parse_address(address)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"--state {text}: {error}; {shape}") from None
-        return EtcdPlace(tuple(dict.fromkeys(addresses.split(","))), prefix)
+        return EtcdLocation(tuple(dict.fromkeys(addresses.split(","))), prefix)
 
 
 @dataclass(frozen=True, slots=True)

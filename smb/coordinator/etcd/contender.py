@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from smb.config.backoff import Backoff
-from smb.coordinator.etcd.connection import Access, Etcd, EtcdPlace, RefusedError, SilentError
+from smb.coordinator.etcd.connection import Access, Etcd, EtcdLocation, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import EtcdStore
 from smb.coordinator.leader import Around, Leading, ShownLeader, cancel
@@ -30,16 +30,18 @@ def contender_of(options: CoordinatorOptions) -> Callable[[Around, ShownLeader],
     access = Access.of(options.etcd_credentials)
     if not options.state.startswith(ETCD):
         return None
-    return partial(Contender, EtcdPlace.of(options.state), access, options.leader_lease_s)
+    return partial(Contender, EtcdLocation.of(options.state), access, options.leader_lease_s)
 
 
 class Contender:
     """One coordinator of several. `run` it until cancelled, then `close` it."""
 
-    def __init__(self, place: EtcdPlace, access: Access, lease_s: int, around: Around, shown: ShownLeader) -> None:
-        self._place = place
+    def __init__(
+        self, location: EtcdLocation, access: Access, lease_s: int, around: Around, shown: ShownLeader
+    ) -> None:
+        self._location = location
         self._draw = lambda: around.outside.uniform(0, 1)
-        self._etcd = Etcd(place.endpoints, access, around.outside.connections, self._draw)
+        self._etcd = Etcd(location.endpoints, access, around.outside.connections, self._draw)
         self._lease_s = lease_s
         self._around = around
         self._shown = shown
@@ -69,10 +71,10 @@ class Contender:
         """Return the lead once it is ours."""
         around, announced = self._around, ""
         while True:
-            leader = await leader_of(self._etcd, self._place)
+            leader = await leader_of(self._etcd, self._location)
             around.health.ticked()
             if leader is None:
-                lead = await campaign(self._etcd, self._place, around.front.address, self._lease_s, around.outside)
+                lead = await campaign(self._etcd, self._location, around.front.address, self._lease_s, around.outside)
                 if lead is not None:
                     return lead
                 continue
@@ -92,7 +94,7 @@ class Contender:
         async with AsyncExitStack() as leaving:
             leaving.push_async_callback(lead.close)
             leaving.push_async_callback(cancel, asyncio.create_task(lead.keep()))
-            store = EtcdStore(self._etcd, self._place, lead)
+            store = EtcdStore(self._etcd, self._location, lead)
             try:
                 leading = await Leading.open(around, store, lambda: lead.holds, lead.term, leaving)
             except DeposedError as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from smb.config.untrusted import parse_json
 from smb.coordinator.etcd import etcd_pb2 as pb
-from smb.coordinator.etcd.connection import Etcd, EtcdPlace, RefusedError, SilentError
+from smb.coordinator.etcd.connection import Etcd, EtcdLocation, RefusedError, SilentError
 from smb.coordinator.outside import Outside
 from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 
@@ -37,17 +37,17 @@ class Leader:
     term: int
 
 
-def _leader_key(place: EtcdPlace) -> bytes:
-    return f"{place.prefix}/leader".encode()
+def _leader_key(location: EtcdLocation) -> bytes:
+    return f"{location.prefix}/leader".encode()
 
 
-def _head_key(place: EtcdPlace) -> bytes:
-    return f"{place.prefix}/head".encode()
+def _head_key(location: EtcdLocation) -> bytes:
+    return f"{location.prefix}/head".encode()
 
 
-async def leader_of(etcd: Etcd, place: EtcdPlace, timeout_s: float = _ASK_S) -> Leader | None:
+async def leader_of(etcd: Etcd, location: EtcdLocation, timeout_s: float = _ASK_S) -> Leader | None:
     """Return who leads now. Raises SilentError, RefusedError."""
-    found = await etcd.range(pb.RangeRequest(key=_leader_key(place)), timeout_s)
+    found = await etcd.range(pb.RangeRequest(key=_leader_key(location)), timeout_s)
     for each in found.kvs:
         try:
             address = str(parse_json(each.value, _LEADER_PARTS_MAX)["address"])
@@ -58,7 +58,7 @@ async def leader_of(etcd: Etcd, place: EtcdPlace, timeout_s: float = _ASK_S) -> 
 
 
 async def campaign(
-    etcd: Etcd, place: EtcdPlace, address: str, lease_s: int, outside: Outside | None = None
+    etcd: Etcd, location: EtcdLocation, address: str, lease_s: int, outside: Outside | None = None
 ) -> Lead | None:
     """Try once to become the leader. Return the lead, None if another has it. `outside`: None: this host's clocks.
     Raises SilentError, RefusedError, StoreError if the records are of another version.
@@ -68,8 +68,8 @@ async def campaign(
     granted = await etcd.grant(lease_s, _ASK_S)
     # Random, so that we know our own key where the first answer was lost.
     value = json.dumps({"address": address, "id": f"{outside.new_id():016x}"}).encode()
-    key = _leader_key(place)
-    look = [_get(key), _get(_head_key(place))]
+    key = _leader_key(location)
+    look = [_get(key), _get(_head_key(location))]
     request = pb.TxnRequest(
         compare=[pb.Compare(target=pb.Compare.CREATE, key=key, create_revision=0)],
         success=[pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=granted.ID)), *look],
@@ -83,8 +83,8 @@ async def campaign(
     known = head[0].value if head else b""
     if known and known.split()[0].decode(errors="replace") != _HEAD_VERSION:
         await etcd.revoke(granted.ID, _ASK_S)
-        raise StoreError(f"{place} is of another version: this coordinator writes version {_HEAD_VERSION}")
-    return Lead(etcd, place, granted.ID, float(granted.TTL), leader[0].create_revision, known, asked_at, outside)
+        raise StoreError(f"{location} is of another version: this coordinator writes version {_HEAD_VERSION}")
+    return Lead(etcd, location, granted.ID, float(granted.TTL), leader[0].create_revision, known, asked_at, outside)
 
 
 def _get(key: bytes) -> pb.RequestOp:
@@ -97,7 +97,7 @@ class Lead:
     def __init__(
         self,
         etcd: Etcd,
-        place: EtcdPlace,
+        location: EtcdLocation,
         lease_id: int,
         lease_s: float,
         term: int,
@@ -107,7 +107,7 @@ class Lead:
     ) -> None:
         self._now = outside.boot_s
         self._etcd = etcd
-        self._place = place
+        self._location = location
         self._lease_id = lease_id
         self._lease_s = lease_s
         self.term = term
@@ -156,7 +156,7 @@ class Lead:
 
     async def check(self) -> None:
         """Raise DeposedError unless the leader's key is ours, SilentError or RefusedError if nobody can say."""
-        found = await leader_of(self._etcd, self._place)
+        found = await leader_of(self._etcd, self._location)
         if found is None or found.term != self.term:
             self.lose(f"{found.address} leads" if found else "somebody took its key away")
             raise self._deposed()
@@ -174,13 +174,13 @@ class Lead:
         if puts:
             self._count += 1
             head = f"{_HEAD_VERSION} {self.term} {self._count}".encode()
-            moved = pb.RequestOp(request_put=pb.PutRequest(key=_head_key(self._place), value=head))
+            moved = pb.RequestOp(request_put=pb.PutRequest(key=_head_key(self._location), value=head))
             operations = [*operations, moved]
         await self._transact(operations, head)
         self._head = head
 
     def _fenced(self, operations: Sequence[pb.RequestOp]) -> pb.TxnRequest:
-        leader, head = _leader_key(self._place), _head_key(self._place)
+        leader, head = _leader_key(self._location), _head_key(self._location)
         if self._head:
             same = pb.Compare(target=pb.Compare.VALUE, key=head, value=self._head)
         else:
@@ -241,7 +241,7 @@ class Lead:
 
     async def _was_done(self, operations: Sequence[pb.RequestOp], head: bytes) -> bool:
         if head != self._head:
-            found = await self._etcd.range(pb.RangeRequest(key=_head_key(self._place)), _ASK_S)
+            found = await self._etcd.range(pb.RangeRequest(key=_head_key(self._location)), _ASK_S)
             return bool(found.kvs) and found.kvs[0].value == head
         first = operations[0].request_delete_range.key  # all of it was done, or nothing
         return not (await self._etcd.range(pb.RangeRequest(key=first), _ASK_S)).kvs

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from smb.coordinator.etcd.connection import Access, Etcd, EtcdPlace, RefusedError, SilentError
+from smb.coordinator.etcd.connection import Access, Etcd, EtcdLocation, RefusedError, SilentError
 from smb.coordinator.etcd.election import campaign, leader_of
 from smb.coordinator.etcd.store import CHANGES_MAX, TRANSACTION_BYTES_MAX, EtcdStore
 from smb.coordinator.leader import cancelled_at_end
@@ -84,17 +84,17 @@ async def _opened(where: str, access: Access) -> AsyncIterator[Store]:
         finally:
             await store.close()
         return
-    place = EtcdPlace.of(where)
-    etcd = Etcd(place.endpoints, access)
+    location = EtcdLocation.of(where)
+    etcd = Etcd(location.endpoints, access)
     try:
-        lead = await campaign(etcd, place, _OWN_NAME, LEADER_LEASE_S)
+        lead = await campaign(etcd, location, _OWN_NAME, LEADER_LEASE_S)
         if lead is None:
-            leader = await leader_of(etcd, place)
+            leader = await leader_of(etcd, location)
             name = leader.address if leader else "another one"
             raise UnavailableError(f"{where} is led by {name}; stop all coordinators of it first")
         async with cancelled_at_end(lead.keep()):
             try:
-                yield EtcdStore(etcd, place, lead)
+                yield EtcdStore(etcd, location, lead)
             finally:
                 await lead.close()
     except (SilentError, RefusedError) as error:

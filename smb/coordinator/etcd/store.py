@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from smb.config.parse import format_bytes
 from smb.coordinator.etcd import etcd_pb2 as pb
-from smb.coordinator.etcd.connection import Etcd, EtcdPlace, RefusedError, SilentError
+from smb.coordinator.etcd.connection import Etcd, EtcdLocation, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead
 from smb.coordinator.store import SEQUENCE, StoreError
 from smb.errors import OutOfMemoryError
@@ -22,21 +22,21 @@ _PAGE = 1000  # records of one read
 _READ_S = 30.0
 
 
-def records_range(place: EtcdPlace) -> tuple[bytes, bytes]:
+def records_range(location: EtcdLocation) -> tuple[bytes, bytes]:
     """Return what the keys of records begin with, and the first key behind them."""
-    return f"{place.prefix}/r/".encode(), f"{place.prefix}/r0".encode()
+    return f"{location.prefix}/r/".encode(), f"{location.prefix}/r0".encode()
 
 
-async def read_records(etcd: Etcd, place: EtcdPlace, page: int = _PAGE) -> dict[str, str]:
+async def read_records(etcd: Etcd, location: EtcdLocation, page: int = _PAGE) -> dict[str, str]:
     """Return everything, by key, read by pages. Nobody but the leader may write meanwhile. Raises StoreError."""
     texts: dict[str, str] = {}
-    begin, end = records_range(place)
+    begin, end = records_range(location)
     at = begin
     while True:
         try:
             found = await etcd.range(pb.RangeRequest(key=at, range_end=end, limit=page), _READ_S)
         except (SilentError, RefusedError) as error:
-            raise StoreError(f"cannot read {place}: {error}") from None
+            raise StoreError(f"cannot read {location}: {error}") from None
         for each in found.kvs:
             texts[each.key[len(begin) :].decode()] = each.value.decode()
         if not found.more:
@@ -50,18 +50,18 @@ class EtcdStore:
     changes_max = RECORDS_MAX
     may_lack_its_end = False  # etcd answers once a majority has it on disk
 
-    def __init__(self, etcd: Etcd, place: EtcdPlace, lead: Lead) -> None:
+    def __init__(self, etcd: Etcd, location: EtcdLocation, lead: Lead) -> None:
         self._etcd = etcd
-        self._place = place
+        self._location = location
         self._lead = lead
 
     async def load(self) -> dict[str, str]:
         """Return everything, by key. Raises StoreError, and DeposedError if another leads by now."""
-        texts = await read_records(self._etcd, self._place)
+        texts = await read_records(self._etcd, self._location)
         try:
             await self._lead.check()
         except (SilentError, RefusedError) as error:
-            raise StoreError(f"cannot read {self._place}: {error}") from None
+            raise StoreError(f"cannot read {self._location}: {error}") from None
         return texts
 
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:  # noqa: ARG002
@@ -69,7 +69,7 @@ class EtcdStore:
         too.
         """
         _check_size(changes)
-        begin, _ = records_range(self._place)
+        begin, _ = records_range(self._location)
         await self._lead.change(
             [
                 pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=begin + key.encode()))

@@ -134,8 +134,8 @@ def certs(
     made = make_set(directory, holders, days)
     out = console()
     may = {holder.name or holder.role.value: _may(holder) for holder in holders}
-    for place in made:
-        out.print(f"made {place}: {may[place.name]}", soft_wrap=True)
+    for where in made:
+        out.print(f"made {where}: {may[where.name]}", soft_wrap=True)
     if not made:
         out.print(f"all of them are in {directory} already")
     out.print("\nThen, each where it runs (HOST: the coordinator's), with a copy of the one directory that it needs:\n")
@@ -145,8 +145,8 @@ def certs(
 
 def _next_steps(directory: Path, servers: Sequence[str], user: str) -> Iterator[str]:
     """Yield the commands that run a cluster with these certificates."""
-    place = shlex.quote(str(directory))
-    yield f"smb coordinator --listen 0.0.0.0:7070 --credentials {place}/coordinator"
+    where = shlex.quote(str(directory))
+    yield f"smb coordinator --listen 0.0.0.0:7070 --credentials {where}/coordinator"
     for name in servers:
-        yield f"smb-memserver --coordinator HOST:7070 --listen 0.0.0.0:0 --name {name} --credentials {place}/{name}"
-    yield f"export SMB_COORDINATOR=HOST:7070 SMB_CREDENTIALS={place}/{user}"
+        yield f"smb-memserver --coordinator HOST:7070 --listen 0.0.0.0:0 --name {name} --credentials {where}/{name}"
+    yield f"export SMB_COORDINATOR=HOST:7070 SMB_CREDENTIALS={where}/{user}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smb import Buffer, BufferInfo, ServerInfo
-    from smb.transport.base import SegmentPlace
+    from smb.transport.base import SegmentLocation
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
@@ -43,7 +43,7 @@ def copies_state(buffer: Buffer | BufferInfo) -> str:
     return f"{text}; copying {len(copying)} of them: {_progress(copying)}"
 
 
-def _progress(copying: Sequence[SegmentPlace]) -> str:
+def _progress(copying: Sequence[SegmentLocation]) -> str:
     done = sum(segment.copied * segment.nbytes for segment in copying) / sum(segment.nbytes for segment in copying)
     left = max(segment.copy_left_s for segment in copying)
     return f"{done:.0%}" + (f", about {math.ceil(left)} s left" if left else "")

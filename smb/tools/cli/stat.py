@@ -16,7 +16,7 @@ from smb.tools.cli.train import show_workers
 if TYPE_CHECKING:
     from smb import Buffer, Client, ServerInfo
     from smb.train import GroupStatus
-    from smb.transport.base import SegmentPlace
+    from smb.transport.base import SegmentLocation
 
 _SHOWN_MAX = 200  # characters of one entry of the metadata
 
@@ -181,5 +181,5 @@ def _show(buffer: Buffer, servers: list[ServerInfo], published: str, together: l
         out.print(f"\nlost: {LOST}", style="red", highlight=False)
 
 
-def _copy_on(segment: SegmentPlace) -> str:
+def _copy_on(segment: SegmentLocation) -> str:
     return segment.backup or (f"{segment.copying_to}, {segment.copied:.0%}" if segment.copying_to else "none")

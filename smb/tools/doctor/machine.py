@@ -40,18 +40,18 @@ def _memory_dir(directory: Path, capacity: str | None) -> Finding:
     check = "memory directory"
     # A server makes one of its user's name.
     missing = is_private_name(directory) and not os.path.lexists(directory)
-    place = directory.parent if missing else directory
-    if not place.is_dir():
+    there = directory.parent if missing else directory
+    if not there.is_dir():
         mount = "mount -t tmpfs -o size=64G,mode=700,uid=USER tmpfs DIR"
-        return problem(check, f"{place} is no directory", f"make it for the daemon's user, on tmpfs: {mount}")
-    if not os.access(place, os.W_OK):
-        return problem(check, f"{place} can't be written to", "chown it to the daemon's user, or pass another one")
+        return problem(check, f"{there} is no directory", f"make it for the daemon's user, on tmpfs: {mount}")
+    if not os.access(there, os.W_OK):
+        return problem(check, f"{there} can't be written to", "chown it to the daemon's user, or pass another one")
     if (fault := _fault(directory)) and not missing:
         private = private_memory(str(directory).rstrip("/"))
         change = "remove it" if is_private_name(directory) else f"pass {private}, which a server makes"
         return problem(check, f"{directory} {fault}: a memory server does not use it", change)
-    kind = file_system_of(place)
-    space = os.statvfs(place)
+    kind = file_system_of(there)
+    space = os.statvfs(there)
     size, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     name = f"{directory}{' (a server makes it)' if missing else ''}"
     found = f"{name}: {kind}, {format_bytes(size)}, {format_bytes(free)} free"
@@ -60,7 +60,7 @@ def _memory_dir(directory: Path, capacity: str | None) -> Finding:
         return problem(check, found, "segments belong into memory: pass a directory on tmpfs or hugetlbfs", **figures)
     wanted = parse_bytes(capacity or SETTINGS["memserver.capacity"].default)
     if size and wanted > size:
-        larger = f"mount -o remount,size={wanted >> 20}M {_mount_point(place)} (docker: --shm-size)"
+        larger = f"mount -o remount,size={wanted >> 20}M {_mount_point(there)} (docker: --shm-size)"
         if capacity is None:  # perhaps no memory server is to run here
             change = f"a memory server's default --capacity is {format_bytes(wanted)}: offer less, or {larger}"
             return advice(check, found, change, **figures)
@@ -103,10 +103,10 @@ def _memory_limit(directory: Path, capacity: str | None, root: Path) -> Finding:
 
 
 def _mount_point(directory: Path) -> Path:
-    place = directory.resolve()
-    while not place.is_mount():
-        place = place.parent
-    return place
+    there = directory.resolve()
+    while not there.is_mount():
+        there = there.parent
+    return there
 
 
 def _huge_pages(directory: Path, root: Path) -> Finding:

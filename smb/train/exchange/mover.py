@@ -315,7 +315,7 @@ class ArrayMover(Mover):
 
     def _add(self, run: Run, *, fetch: bool = False) -> None:
         ledger = self.ledger
-        fetched = self._weights.accumulate(self.difference[run.place], run.there, fetch=fetch)
+        fetched = self._weights.accumulate(self.difference[run.indices], run.there, fetch=fetch)
         if fetched is None:
             return
         if run.count == ledger.base.size:
@@ -323,7 +323,7 @@ class ArrayMover(Mover):
             return
         if ledger.landing is None:
             ledger.landing = np.empty_like(ledger.base)
-        ledger.landing[run.place] = fetched
+        ledger.landing[run.indices] = fetched
 
     def _missed(self, run: Run, error: BaseException) -> list[Run]:
         return missed(self._weights, run, error)
@@ -332,7 +332,7 @@ class ArrayMover(Mover):
         found = Norm()
         for run in self._parameters.runs:
             for part in run.cut():
-                found.add(self.difference[part.place])
+                found.add(self.difference[part.indices])
         return found
 
     # ---- ELASTIC
@@ -344,7 +344,7 @@ class ArrayMover(Mover):
         if self._weights.wire != EXACT:
             for run in self._parameters.all_runs:
                 for part in run.cut():
-                    piece = self.difference[part.place]
+                    piece = self.difference[part.indices]
                     piece[:] = as_sent(self._weights, piece, part.there)
         return self._norm()
 

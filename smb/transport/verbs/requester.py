@@ -44,7 +44,7 @@ _ANSWER = struct.Struct("<3xB20xQ20xI8x")  # opcode, sequence, payload
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """One-sided access to a segment: the rights, and its place at its server."""
+    """One-sided access to a segment: the rights, and where it lies at its server."""
 
     epoch: int
     dtype: int
@@ -259,14 +259,14 @@ class Carrier:
             right = self._right(item) if item.kind == kind else None
             if right is None:
                 break
-            run = self._place(item, right)
+            run = self._with_memory(item, right)
             if run is None:
                 break
             taken.append(run)
             nbytes += run.nbytes
         return taken
 
-    def _place(self, item: _Item, right: Right) -> _Run | None:
+    def _with_memory(self, item: _Item, right: Right) -> _Run | None:
         """Return the queue's first item, or a part of it, with memory that the card can use; None: none is free."""
         records = item.records
         here = int(records["sink" if item.kind == _READ else "source"][0])
@@ -398,8 +398,8 @@ class Carrier:
             if key is None:
                 ctypes.memmove(block, source, source_bytes)
                 source, key = block, self._memory.block_key
-            place = self._slots[slot]
-            self._queue.post((Work(True, source, key, source_bytes, place.address, place.key),))
+            remote = self._slots[slot]
+            self._queue.post((Work(True, source, key, source_bytes, remote.address, remote.key),))
         record["source"] = slot if needs_slot else NO_SLOT
         record["sink"] = 0
         self._pending[int(record["sequence"][0])] = _Pending(slot, sink, sink_bytes, block)
@@ -428,8 +428,8 @@ class Carrier:
             elif payload and pending.sink and payload <= pending.sink_bytes:
                 key = self._memory.key_of(pending.sink, payload)
                 to, key = (pending.block, self._memory.block_key) if key is None else (pending.sink, key)
-                place = self._slots[pending.slot]
-                work = Work(False, to, key, payload, place.address, place.key)
+                remote = self._slots[pending.slot]
+                work = Work(False, to, key, payload, remote.address, remote.key)
                 finished = functools.partial(self._finish_fetch, sequence, frame, pending, payload, to != pending.sink)
                 self._queue.post((work,), finished)
             else:

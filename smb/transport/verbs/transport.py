@@ -25,7 +25,7 @@ from smb.errors import Error, NotFoundError, TransportError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, channel, server_name
-from smb.transport.base import NO_RDMA_HERE, Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
+from smb.transport.base import NO_RDMA_HERE, Deadline, NoAnswerError, NoPathError, SegmentLocation, SegmentPath
 from smb.transport.connector import ServerAddress
 from smb.transport.reconnect import Links, refused
 from smb.transport.verbs.progress_thread import ProgressThread
@@ -118,33 +118,33 @@ class Verbs:
 
     # ---- Transport
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
+    def reach(self, location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:
         """See Transport."""
         device = self._open_device()
-        server = self._server(place.server)
+        server = self._server(location.server)
         if server.refused_until > time.monotonic():
             raise NoPathError(server.refusal)
-        if not place.control_address:
-            raise NoPathError(f"the coordinator does not say where {place.server}'s control service is")
-        link = self._link(place, deadline)
+        if not location.control_address:
+            raise NoPathError(f"the coordinator does not say where {location.server}'s control service is")
+        link = self._link(location, deadline)
         if not self._over_tcp(server):
-            self._open_segment(server, place, epoch, deadline)
+            self._open_segment(server, location, epoch, deadline)
         return SegmentPath(self.name, f"by {device}", (link,))
 
-    def gated(self, place: SegmentPlace, deadline: Deadline) -> tuple[Link, ...]:
+    def gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
         """See Transport. The same link: what is fenced passes the server's gate."""
         self._open_device()
-        server = self._server(place.server)
+        server = self._server(location.server)
         if server.refused_until > time.monotonic():
             raise NoPathError(server.refusal)
-        return (self._link(place, deadline),)
+        return (self._link(location, deadline),)
 
-    def waits(self, place: SegmentPlace, deadline: Deadline) -> Link:
+    def waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """See Transport. Over TCP: a wait is no matter of speed."""
         try:
-            return self._links.reach(place, Lane.TCP_WAITS, deadline)
+            return self._links.reach(location, Lane.TCP_WAITS, deadline)
         except EngineError as error:
-            raise refused(place, error) from error
+            raise refused(location, error) from error
 
     def close(self) -> None:
         """See Transport."""
@@ -228,13 +228,13 @@ class Verbs:
         with self._lock:
             return self._servers.setdefault(name, _Server(name))
 
-    def _link(self, place: SegmentPlace, deadline: Deadline) -> Link:
-        server = self._server(place.server)
+    def _link(self, location: SegmentLocation, deadline: Deadline) -> Link:
+        server = self._server(location.server)
         with self._lock:
-            server.reached.pop(place.id, None)
-            server.reached[place.id] = None
+            server.reached.pop(location.id, None)
+            server.reached[location.id] = None
         try:
-            return self._links.reach(place, Lane.VERBS_DATA, deadline)
+            return self._links.reach(location, Lane.VERBS_DATA, deadline)
         except NoAnswerError:
             raise
         except NoPathError as error:
@@ -325,19 +325,21 @@ class Verbs:
     def _over_tcp(self, server: _Server) -> bool:
         return server.carrier is None or server.carrier.closed
 
-    def _open_segment(self, server: _Server, place: SegmentPlace, epoch: int, deadline: Deadline) -> None:
-        if place.id in server.rights:
+    def _open_segment(self, server: _Server, location: SegmentLocation, epoch: int, deadline: Deadline) -> None:
+        if location.id in server.rights:
             return
         with server.lock:
             carrier = server.carrier
             try:
-                server.rights[place.id] = self._ask_right(server, place.control_address, place.id, epoch, deadline)
+                server.rights[location.id] = self._ask_right(
+                    server, location.control_address, location.id, epoch, deadline
+                )
             except _NotConnectedError:
                 # It was restarted while nothing was under way: the queue pair does not know, and would never be remade.
                 if carrier is not None:
                     self._moving().close_relay(carrier)
                 raise
-            server.opened[place.id] = epoch
+            server.opened[location.id] = epoch
 
     def _open_again(self, server: _Server, where: ServerAddress) -> None:
         """After another connection. Until a segment is opened, and where that fails, the server's gate does."""

@@ -41,7 +41,7 @@ class OnGpu:
 
 
 def address(memory: Memory) -> int:
-    return int(ffi.cast("uintptr_t", memory.place))
+    return int(ffi.cast("uintptr_t", memory.pointer))
 
 
 def address_of(values: np.ndarray[Any, Any]) -> int:

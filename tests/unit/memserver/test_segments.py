@@ -29,12 +29,12 @@ class Run:
     """One run of a server's books and engine on a directory."""
 
     def __init__(self, directory: Path, leaving: ExitStack, capacity_bytes: int = 4 * MIB, name: str = "a") -> None:
-        self.place = MemoryDirectory(directory, name)
-        leaving.callback(self.place.close)
+        self.memory_dir = MemoryDirectory(directory, name)
+        leaving.callback(self.memory_dir.close)
         self.engine = Engine(1, 1, capacity_bytes)
         leaving.callback(self.engine.close)
-        self.segments = Segments(self.engine, self.place, capacity_bytes)
-        recover(self.engine, self.place, self.segments, capacity_bytes)
+        self.segments = Segments(self.engine, self.memory_dir, capacity_bytes)
+        recover(self.engine, self.memory_dir, self.segments, capacity_bytes)
 
 
 @pytest.fixture
@@ -230,11 +230,11 @@ def test_a_socket_path_that_the_system_cannot_take_is_refused(tmp_path: Path) ->
 
 def test_a_capacity_beyond_the_file_system_is_refused(tmp_path: Path, leaving: ExitStack) -> None:
     """More than there is in all cannot ever be had; a small one passes."""
-    place = MemoryDirectory(tmp_path, "a")
-    leaving.callback(place.close)
-    place.check_capacity(MIB)
+    memory_dir = MemoryDirectory(tmp_path, "a")
+    leaving.callback(memory_dir.close)
+    memory_dir.check_capacity(MIB)
     with pytest.raises(errors.InvalidArgumentError, match="has in all"):
-        place.check_capacity(1 << 55)
+        memory_dir.check_capacity(1 << 55)
 
 
 def test_file_systems_are_told_apart() -> None:
@@ -248,8 +248,8 @@ def test_quarantine_outlives_the_daemon(tmp_path: Path, leaving: ExitStack) -> N
     run = Run(tmp_path, leaving)
     run.segments.create(FORM)
     run.segments.quarantine([FORM.id, FORM.id + 1])
-    run.place.quarantine(FORM.id + 2)
-    again = Segments(run.engine, run.place, 64 * MIB)
+    run.memory_dir.quarantine(FORM.id + 2)
+    again = Segments(run.engine, run.memory_dir, 64 * MIB)
     again.adopt(FORM)
     assert [quarantined for _, quarantined in again.inventory().values()] == [True]
     assert len(list(tmp_path.glob("*.quarantined"))) == 1

@@ -26,12 +26,12 @@ class Numbers(ByParts):
     def delta(self, part: Part, base: Values, out: Values) -> None:
         """Subtract."""
         for run in part.runs:
-            out[run.place] = self.values[run.place] - base[run.place]
+            out[run.indices] = self.values[run.indices] - base[run.indices]
 
     def put(self, part: Part, values: Values) -> None:
         """Copy."""
         for run in part.runs:
-            self.values[run.place] = values[run.place]
+            self.values[run.indices] = values[run.indices]
 
     def fill(self, values: Values) -> None:
         """Copy."""
@@ -91,7 +91,7 @@ def test_what_is_done_is_sent_once(seed: int) -> None:
         for part in range(len(flow.cut.pull)):
             if last or random_.random() < 0.7:
                 for run in flow.cut.pull[part].runs:
-                    flow.landing[run.place] = shared[run.place]
+                    flow.landing[run.indices] = shared[run.indices]
                 flow.came(part)
         flow.over()
         for part in range(len(flow.cut.pull)):

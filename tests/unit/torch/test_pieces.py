@@ -38,8 +38,8 @@ def test_runs_are_the_elements_that_indexing_takes(part: tuple[tuple[int, ...], 
     found = np.full(wanted.size, -1)
     runs = list(runs_of(piece, shape))
     for run in runs:
-        assert (found[run.place] == -1).all()
-        found[run.place] = np.arange(run.there, run.there + run.count)
+        assert (found[run.indices] == -1).all()
+        found[run.indices] = np.arange(run.there, run.there + run.count)
     assert shape_of(piece) == wanted.shape
     assert (found == wanted.reshape(-1)).all()
     if piece == whole(shape):

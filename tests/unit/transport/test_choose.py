@@ -10,7 +10,7 @@ import pytest
 
 from smb.config.transports import CHOICES, check_choice
 from smb.errors import InvalidArgumentError, TransportError, UnavailableError
-from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPath, SegmentPlace
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentLocation, SegmentPath
 from smb.transport.choose import choose, describe, for_each
 
 
@@ -21,7 +21,7 @@ class Fixed:
         self.name = name
         self._answer = answer
 
-    def reach(self, place: SegmentPlace, epoch: int, deadline: Deadline) -> SegmentPath:
+    def reach(self, place: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:
         if isinstance(self._answer, Exception):
             raise self._answer
         return self._answer
@@ -30,8 +30,8 @@ class Fixed:
         pass
 
 
-def place(server: str) -> SegmentPlace:
-    return SegmentPlace(1, server, 8, "10.0.0.2:7071", "/dev/shm/x.sock", 5)
+def place(server: str) -> SegmentLocation:
+    return SegmentLocation(1, server, 8, "10.0.0.2:7071", "/dev/shm/x.sock", 5)
 
 
 FAR = SegmentPath("tcp", "10.0.0.2:7071")
@@ -92,7 +92,7 @@ def test_servers_far_away_are_asked_at_the_same_time() -> None:
     places = [place(name) for name in "abcd"]
     together = threading.Barrier(3)
 
-    def ask(one: SegmentPlace) -> str:
+    def ask(one: SegmentLocation) -> str:
         if one is not places[0]:
             together.wait(20)
         return one.server
@@ -108,7 +108,7 @@ def test_what_fails_far_away_is_raised() -> None:
     for failing in "abcd":
         asked: list[str] = []
 
-        def ask(one: SegmentPlace, failing: str = failing, asked: list[str] = asked) -> str:
+        def ask(one: SegmentLocation, failing: str = failing, asked: list[str] = asked) -> str:
             asked.append(one.server)
             if one.server == failing:
                 raise UnavailableError(f"{one.server} is down")

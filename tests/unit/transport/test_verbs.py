@@ -19,7 +19,7 @@ from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError, NotFoundError, TransportError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import ClientTokens
-from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentPlace
+from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentLocation
 from smb.transport.connector import ServerAddress
 from smb.transport.reconnect import Links
 from smb.transport.tls import ClientTls
@@ -65,7 +65,7 @@ def test_a_machine_without_the_device_says_so_and_starts_nothing() -> None:
     client = EngineClient(12345)
     links = Links(client, lambda server: None, ClientTokens(_never), ClientTls(None))
     verbs = Verbs(client, links, 12345, Settings(device="none0"))
-    place = SegmentPlace(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
+    place = SegmentLocation(1, "a", 8, "10.0.0.2:7071", "", 5, "10.0.0.2:7072")
     before = set(threading.enumerate())
     for _ in range(2):
         with pytest.raises(NoPathError, match="no RDMA here: "):

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from smb.coordinator.etcd.connection import Access, Etcd, EtcdPlace
+from smb.coordinator.etcd.connection import Access, Etcd, EtcdLocation
 from smb.coordinator.etcd.election import Lead, campaign, leader_of
 from smb.coordinator.etcd.store import CHANGES_MAX, EtcdStore, read_records
 from smb.coordinator.store import DeposedError, StoreError, StoreFullError
@@ -171,10 +171,10 @@ def test_what_does_not_fit_is_refused_whole() -> None:
 
 def test_places_and_access_as_people_write_them(tmp_path: Any) -> None:
     """Addresses and a prefix, or an error that shows the form; a password file for our eyes alone."""
-    assert EtcdPlace.of("etcd://a:1,b:2,a:1/x/y/") == EtcdPlace(("a:1", "b:2"), "x/y")
+    assert EtcdLocation.of("etcd://a:1,b:2,a:1/x/y/") == EtcdLocation(("a:1", "b:2"), "x/y")
     for wrong in ("etcd://a:1", "etcd://a:1/", "etcd:///x", "etcd://a/x", "etcd://a:1,/x"):
         with pytest.raises(InvalidArgumentError, match="etcd://HOST:PORT"):
-            EtcdPlace.of(wrong)
+            EtcdLocation.of(wrong)
     assert Access.of(None) == Access()
     (tmp_path / "user").write_text("smb:word")
     (tmp_path / "user").chmod(0o644)
