@@ -1,4 +1,5 @@
-/* async.h: a client's async operations (order.h, window.h) and the thread that carries them out.
+/* async.h: a client's async operations (order.h, async_credit.h), and the thread that carries them
+ * out.
  *
  * Threads. The async thread begins slices, does local pieces itself, one slice at a time, and waits
  * for links by a bell (call.h): as the progress thread, or beside it. Any thread submits, cancels,
@@ -18,7 +19,7 @@
 #include <sys/types.h>
 
 #include "client/transfer.h"
-#include "client/window.h"
+#include "client/async_credit.h"
 
 enum {
     SLICES_MAX = 256, /* in flight: each is looked at whenever one of them is done */

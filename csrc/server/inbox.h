@@ -1,5 +1,5 @@
 /* inbox.h: what any thread may put into a loop: a connection, an answer to a wait. The loop takes
- * both at its next turn (turns.c). */
+ * both at its next turn (loop_thread.c). */
 #ifndef SMB_INBOX_H
 #define SMB_INBOX_H
 

@@ -2,7 +2,7 @@
  * close.
  *
  * Other threads reach a loop by its inbox and its answers, each under its own lock: inbox.h. What
- * the thread does is in turns.c.
+ * the thread does is in loop_thread.c.
  */
 #ifndef SMB_LOOP_H
 #define SMB_LOOP_H

@@ -11,7 +11,7 @@
 #include "server/forwarder.h"
 #include "server/loop.h"
 #include "server/segments.h"
-#include "server/turns.h"
+#include "server/loop_thread.h"
 #include "server/waits.h"
 
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls)

@@ -1,4 +1,4 @@
-#include "client/window.h"
+#include "client/async_credit.h"
 
 uint64_t window_slice_bytes(const struct smb_operation *operation)
 {

@@ -1,4 +1,4 @@
-/* window.h: how many bytes of async operations are in flight at once.
+/* async_credit.h: how many bytes of async operations are in flight at once.
  *
  * A request is cut into slices at the borders of chunks, each a quarter of the window's credit at
  * most. So an urgent operation waits for what is in flight, and not for the rest of a large one. A
@@ -10,8 +10,8 @@
  *
  * Everything here is guarded by the mutex of the client's struct smb_async.
  */
-#ifndef SMB_WINDOW_H
-#define SMB_WINDOW_H
+#ifndef SMB_ASYNC_CREDIT_H
+#define SMB_ASYNC_CREDIT_H
 
 #include "client/order.h"
 

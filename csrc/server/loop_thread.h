@@ -1,6 +1,6 @@
-/* turns.h: a loop's thread: it waits for events, and gives connections their turns. */
-#ifndef SMB_TURNS_H
-#define SMB_TURNS_H
+/* loop_thread.h: a loop's thread: it waits for events, and gives connections their turns. */
+#ifndef SMB_LOOP_THREAD_H
+#define SMB_LOOP_THREAD_H
 
 struct loop;
 struct smb_server;

@@ -1,4 +1,4 @@
-#include "server/turns.h"
+#include "server/loop_thread.h"
 
 #include <errno.h>
 #include <sched.h>
