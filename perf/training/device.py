@@ -18,7 +18,7 @@ import smb.torch
 from perf.netlab import LabError
 from perf.scaling.report import Answer, Column
 from smb.torch.model_parameters import ModelParameters
-from smb.train.parameters import PIECE_ELEMENTS, Values
+from smb.train.parameters import BLOCK_ELEMENTS, Values
 
 ELEMENTS = 1 << 28  # a float32 model of 1 GiB
 LAYERS = 16
@@ -58,7 +58,7 @@ def beside_bare_copies(quick: bool) -> Answer:
         setup=" ".join(
             (
                 f"{elements:,} parameters of {LAYERS} tensors, one member, a local cluster of one server over shared",
-                f"memory. Bare copies are of the same bytes, by pieces of {4 * PIECE_ELEMENTS >> 20} MiB, between the",
+                f"memory. Bare copies are of the same bytes, by pieces of {4 * BLOCK_ELEMENTS >> 20} MiB, between the",
                 f"device and two pinned rooms. Medians of {TURNS} turns. Steps: a transformer of 100 million",
                 "parameters in bfloat16, AdamW,",
                 f"{STEPS} steps of each of two alike in turns, before one joins and after.",
@@ -114,22 +114,22 @@ def _bare(tensors: dict[tuple[str, ...], torch.Tensor], *, down: bool) -> None:
     """Copy all, by pieces, in two pinned rooms that take turns; it waits at the end alone."""
     turns = itertools.cycle(_rooms(next(iter(tensors.values())).dtype))
     for tensor in tensors.values():
-        for piece in torch.split(tensor, PIECE_ELEMENTS):
-            room = next(turns)[: piece.numel()]
+        for block in torch.split(tensor, BLOCK_ELEMENTS):
+            room = next(turns)[: block.numel()]
             if down:
-                room.copy_(piece, non_blocking=True)
+                room.copy_(block, non_blocking=True)
             else:
-                piece.copy_(room, non_blocking=True)
+                block.copy_(room, non_blocking=True)
     torch.accelerator.synchronize()
 
 
 @functools.cache
 def _rooms(dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.zeros(PIECE_ELEMENTS, dtype=dtype, pin_memory=True) for _ in range(2)]
+    return [torch.zeros(BLOCK_ELEMENTS, dtype=dtype, pin_memory=True) for _ in range(2)]
 
 
-def _drain(pieces: Iterator[tuple[int, Values]]) -> None:
-    for _ in pieces:
+def _drain(blocks: Iterator[tuple[int, Values]]) -> None:
+    for _ in blocks:
         pass
 
 
@@ -153,7 +153,7 @@ def _moves(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
                 made.hold(base)
             moves = _moves_of(made, base)
             for name, (move, down) in moves.items():
-                if held and name == "pieces":
+                if held and name == "blocks":
                     continue
                 seconds = _seconds(move)
                 yield {
@@ -167,7 +167,7 @@ def _moves(device: torch.device, elements: int) -> Iterator[dict[str, Any]]:
 def _moves_of(made: ModelParameters, base: Values) -> dict[str, tuple[Callable[[], object], bool]]:
     """Return what moves a model, and whether down."""
     return {
-        "pieces": (lambda: _drain(made.pieces()), True),
+        "blocks": (lambda: _drain(made.blocks()), True),
         "deltas, host": (lambda: _drain(made._deltas(base, on_device=False)), True),
         "deltas, device": (lambda: _drain(made._deltas(base, on_device=True)), True),
         "fill": (lambda: made.fill(base), False),

@@ -27,8 +27,8 @@ from smb.transport.base import Deadline
 
 _LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
 _LOOK_S = 0.5  # after so much time a read looks whether its version is still there, and pins it
-_PIECE_BYTES = 1 << 20  # of such a read, to begin with: what is fast is read in larger ones
-_PIECE_MIN = 1 << 14  # elements
+_BLOCK_BYTES = 1 << 20  # of such a read, to begin with: what is fast is read in larger ones
+_BLOCK_MIN = 1 << 14  # elements
 _VERSION_BITS = 56  # of a publisher's turn; above them the slot
 _VERSION_MASK = 2**_VERSION_BITS - 1
 
@@ -143,7 +143,7 @@ class Versions:
 
         No byte of it changed if it is still in that slot after the read.
 
-        In pieces, with a look in between where that takes a while: a read that takes longer than publications come is
+        In blocks, with a look in between where that takes a while: a read that takes longer than publications come is
         pinned, and its pin renewed as long as its bytes flow. All of it within the client's timeout.
         """
         started = looked = time.monotonic()
@@ -161,7 +161,7 @@ class Versions:
             return 0
         done, lost = 0, 0
         pin: int | None = None
-        piece = _PIECE_BYTES // itemsize
+        block = _BLOCK_BYTES // itemsize
         try:
             while True:
                 began = time.monotonic()
@@ -170,11 +170,11 @@ class Versions:
                     offset, size, sink = ranges[index]
                     inside = done - (ends[index] - size)
                     base = self._slot_base(slot) + offset + inside
-                    length = self._piece(base, size - inside, piece)
+                    length = self._block(base, size - inside, block)
                     self._read(base, length, memory_at(address_of(sink) + inside * itemsize), wire, started)
                     done += length
                 now = time.monotonic()
-                piece = max(_PIECE_MIN, piece // 2 if now - began > _LOOK_S else min(4 * piece, self._arguments.size))
+                block = max(_BLOCK_MIN, block // 2 if now - began > _LOOK_S else min(4 * block, self._arguments.size))
                 if done == count and self.find(version)[1] == slot:
                     break
                 if done < count and now - looked < _LOOK_S:
@@ -217,7 +217,7 @@ class Versions:
                 home.ask(asked, AskOpcode.UNPIN, 0, (pin,))
         return version
 
-    def _piece(self, start: int, left: int, most: int) -> int:
+    def _block(self, start: int, left: int, most: int) -> int:
         """How many elements to read at once: up to the end of a chunk, so that roundings are those of one read."""
         if left <= most:
             return left

@@ -177,12 +177,12 @@ def read_opened(file: Any, path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX) -> 
     size = os.fstat(file.fileno()).st_size
     found = b""
     if size <= bytes_max:
-        pieces = []
+        blocks = []
         left = bytes_max + 1  # a file of /proc says that it has 0 bytes, and any file may grow
-        while left and (piece := file.read(min(left, 1 << 20))):
-            pieces.append(piece)
-            left -= len(piece)
-        found = b"".join(pieces)
+        while left and (block := file.read(min(left, 1 << 20))):
+            blocks.append(block)
+            left -= len(block)
+        found = b"".join(blocks)
         size = max(size, len(found))
     if size > bytes_max:
         raise InvalidArgumentError(
@@ -225,8 +225,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomli as tomllib
 
     run = 0
-    for piece in text.split("."):
-        run = run + 1 if _KEY_PART.fullmatch(piece) else 0
+    for part in text.split("."):
+        run = run + 1 if _KEY_PART.fullmatch(part) else 0
         if run >= KEY_PARTS_MAX:
             raise ValueError(f"it has a key of more than {KEY_PARTS_MAX} parts")
     try:

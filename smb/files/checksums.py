@@ -19,7 +19,7 @@ from smb.buffer import Buffer
 from smb.config.limits import CHECKSUMS_BYTES_MAX
 from smb.config.untrusted import open_regular, parse_json, read_opened, read_text, shortened
 from smb.errors import Error, InvalidArgumentError
-from smb.files.formats import FilePlan
+from smb.files.formats import FileSpec
 
 BLOCK_BYTES = 16 << 20  # read while the one before is written
 _KEPT_NOWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENXIO)
@@ -82,9 +82,9 @@ class RestoreProgress:
         self._file = file
         self._full = False
 
-    def tag(self, buffer: Buffer, plan: FilePlan) -> str:
+    def tag(self, buffer: Buffer, spec: FileSpec) -> str:
         """Return what is the same while the same buffer is made of the same file."""
-        form = f"{plan.dtype} {plan.shape} {plan.tensors} {plan.metadata} {plan.view.nbytes}"
+        form = f"{spec.dtype} {spec.shape} {spec.tensors} {spec.metadata} {spec.view.nbytes}"
         return f"{buffer.info.id:x} {hashlib.sha256(form.encode()).hexdigest()[:24]}"
 
     def sums(self) -> Sums | None:

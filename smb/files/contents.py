@@ -91,7 +91,7 @@ class Live:
         self.nbytes = view.nbytes
         self._view = view
         self._bytes = BufferBytes(buffer)
-        only = view.pieces[0] if len(view.pieces) == 1 and not view.pieces[0].header else None
+        only = view.extents[0] if len(view.extents) == 1 and not view.extents[0].header else None
         self._plain = only is not None and only.start == 0
 
     def read_into(self, offset: int, out: Octets) -> int:
@@ -101,11 +101,11 @@ class Live:
             if length:
                 self._bytes.read_into(offset, out if length == out.size else out[:length])
             return length
-        for first, last, piece, inside in self._view.parts(offset, length):
-            if piece.header:
-                out[first:last] = np.frombuffer(piece.header, np.uint8)[inside : inside + last - first]
+        for first, last, extent, inside in self._view.parts(offset, length):
+            if extent.header:
+                out[first:last] = np.frombuffer(extent.header, np.uint8)[inside : inside + last - first]
             else:
-                self._bytes.read_into(piece.start + inside, out[first:last])
+                self._bytes.read_into(extent.start + inside, out[first:last])
         return length
 
     def write(self, offset: int, data: Octets) -> None:
@@ -114,31 +114,31 @@ class Live:
             self._bytes.write(offset, data)
             return
         parts = list(self._view.parts(offset, data.size))
-        for first, last, piece, inside in parts:
-            if piece.header and piece.header[inside : inside + last - first] != data[first:last].tobytes():
+        for first, last, extent, inside in parts:
+            if extent.header and extent.header[inside : inside + last - first] != data[first:last].tobytes():
                 raise refuse(
                     errno.EINVAL, f"the header of buffer {self.buffer.name!r} says its dtype and shape, which stay"
                 )
-        for first, last, piece, inside in parts:
-            if not piece.header:
-                self._bytes.write(piece.start + inside, data[first:last])
+        for first, last, extent, inside in parts:
+            if not extent.header:
+                self._bytes.write(extent.start + inside, data[first:last])
 
     def takes(self, source: Reads) -> bool:
         """Whether the file can be replaced by these bytes: as many, with the header that it has."""
-        for piece in self._view.pieces:
-            header = np.empty(len(piece.header), np.uint8)
-            if source.nbytes != self.nbytes or source.read_into(piece.at, header) != header.size:
+        for extent in self._view.extents:
+            header = np.empty(len(extent.header), np.uint8)
+            if source.nbytes != self.nbytes or source.read_into(extent.at, header) != header.size:
                 return False
-            if header.tobytes() != piece.header:
+            if header.tobytes() != extent.header:
                 return False
         return source.nbytes == self.nbytes
 
     def publish(self, source: Reads) -> None:
         """Make bytes that it takes the next version of a buffer with two."""
         values = np.zeros(self.buffer.nbytes, np.uint8)
-        for piece in self._view.pieces:
-            if not piece.header:
-                source.read_into(piece.at, values[piece.start : piece.start + piece.length])
+        for extent in self._view.extents:
+            if not extent.header:
+                source.read_into(extent.at, values[extent.start : extent.start + extent.length])
         self.buffer.publish(values.view(self.buffer.dtype))
 
 
@@ -167,9 +167,9 @@ class FrozenFile:
 
     def read_into(self, offset: int, out: Octets) -> int:
         """As Live's."""
-        for first, last, piece, inside in self._view.parts(offset, out.size):
-            source = np.frombuffer(piece.header, np.uint8) if piece.header else self._frozen.memory
-            begin = piece.start + inside
+        for first, last, extent, inside in self._view.parts(offset, out.size):
+            source = np.frombuffer(extent.header, np.uint8) if extent.header else self._frozen.memory
+            begin = extent.start + inside
             out[first:last] = source[begin : begin + last - first]
         return max(0, min(out.size, self.nbytes - offset))
 

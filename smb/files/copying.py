@@ -39,7 +39,7 @@ from smb.errors import (
 )
 from smb.files.checksums import BLOCK_BYTES, RestoreProgress, Sums, state_of
 from smb.files.contents import Live, Octets, Reads
-from smb.files.formats import FilePlan, FileView, header_bytes, plan_of, view_of
+from smb.files.formats import FileSpec, FileView, header_bytes, spec_of, view_of
 from smb.files.names import Form
 from smb.files.temporary_names import create, private_name, sweep
 from smb.spi import LOST, crc32c
@@ -115,13 +115,13 @@ def restore(
                 f"restore of {path}: it has {source.nbytes} bytes, but {sums_path(path).name} is of {sums.nbytes}, "
                 f"with {len(sums.blocks)} checksums"
             )
-        plan = _plan(path.name, name, source)
+        spec = _spec(path.name, name, source)
         checked = source if sums is None else _Checked(source, sums.blocks, str(path))
         # With the host: the same path is another file on another one, whose restore may be under way.
         with state_of(path, f"{socket.gethostname()} {client.address} {name}") as state:
             if state is None:
-                return _into_buffer(client, checked, plan, name, replace, replicas, progress)
-            return _restored(client, checked, plan, name, replace, replicas, progress, state)
+                return _into_buffer(client, checked, spec, name, replace, replicas, progress)
+            return _restored(client, checked, spec, name, replace, replicas, progress, state)
 
 
 def copy_buffer(
@@ -148,11 +148,11 @@ def copy_buffer(
             _log.info("copy of %r: the servers make none, so its bytes travel through here (%s)", name, error)
         else:
             return _named(target, made, new_name, replace)
-    plan = FilePlan(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
+    spec = FileSpec(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
-        return _into_buffer(target, Live(buffer, view), plan, new_name, replace, replicas, progress, least)
+        return _into_buffer(target, Live(buffer, view), spec, new_name, replace, replicas, progress, least)
     with buffer.pin(ttl=_PIN_S) as pin:
-        return _into_buffer(target, _Pinned(pin, buffer, view), plan, new_name, replace, replicas, progress, least)
+        return _into_buffer(target, _Pinned(pin, buffer, view), spec, new_name, replace, replicas, progress, least)
 
 
 # ---- what is read
@@ -186,11 +186,11 @@ class _Pinned:
 
     def read_into(self, offset: int, out: Octets) -> int:
         itemsize = self._buffer.dtype.itemsize
-        for first, last, piece, inside in self._view.parts(offset, out.size):
-            if piece.header:
-                out[first:last] = np.frombuffer(piece.header, np.uint8)[inside : inside + last - first]
+        for first, last, extent, inside in self._view.parts(offset, out.size):
+            if extent.header:
+                out[first:last] = np.frombuffer(extent.header, np.uint8)[inside : inside + last - first]
                 continue
-            start = piece.start + inside
+            start = extent.start + inside
             begin, end = start // itemsize, -(-(start + last - first) // itemsize)
             values = self._pin.read(begin, end - begin, wire="exact").view(np.uint8)
             out[first:last] = values[start - begin * itemsize :][: last - first]
@@ -354,21 +354,21 @@ def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
     return copy
 
 
-def _plan(file_name: str, name: str, source: Reads) -> FilePlan:
+def _spec(file_name: str, name: str, source: Reads) -> FileSpec:
     suffix = next((form.value for form in (Form.NPY, Form.SAFETENSORS) if file_name.endswith(form.value)), "")
     head = np.empty(min(16, source.nbytes), np.uint8)
     source.read_into(0, head)
     head = np.empty(min(header_bytes(head.tobytes()), source.nbytes), np.uint8)
     source.read_into(0, head)
-    return plan_of(name.removesuffix(suffix) + suffix, head.tobytes(), source.nbytes)
+    return spec_of(name.removesuffix(suffix) + suffix, head.tobytes(), source.nbytes)
 
 
 @contextmanager
-def _made(client: Client, plan: FilePlan, wanted: str, copies: int, asked: int | None) -> Iterator[Buffer]:
+def _made(client: Client, spec: FileSpec, wanted: str, copies: int, asked: int | None) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
     private = private_name(wanted)
     with _told_how_many(copies, asked):
-        buffer = create(client, private, plan, copies)
+        buffer = create(client, private, spec, copies)
     try:
         yield buffer
     except BaseException:
@@ -377,11 +377,11 @@ def _made(client: Client, plan: FilePlan, wanted: str, copies: int, asked: int |
 
 
 def _into_buffer(
-    client: Client, source: Reads, plan: FilePlan, name: str, replace: bool, replicas: int | None, progress: Progress,
+    client: Client, source: Reads, spec: FileSpec, name: str, replace: bool, replicas: int | None, progress: Progress,
     least: int = 1,
 ) -> Buffer:  # fmt: skip
-    with _made(client, plan, name, _copies(client, name, replace, replicas, least), replicas) as buffer:
-        live = Live(buffer, plan.view)
+    with _made(client, spec, name, _copies(client, name, replace, replicas, least), replicas) as buffer:
+        live = Live(buffer, spec.view)
         for offset, data in _blocks(source):
             live.write(offset, data)
             progress(offset + data.size, source.nbytes)
@@ -390,7 +390,7 @@ def _into_buffer(
 
 
 def _restored(
-    client: Client, source: Reads, plan: FilePlan, name: str, replace: bool, replicas: int | None, progress: Progress,
+    client: Client, source: Reads, spec: FileSpec, name: str, replace: bool, replicas: int | None, progress: Progress,
     state: RestoreProgress,
 ) -> Buffer:  # fmt: skip
     """Make a buffer of a file, going on where the one before was interrupted."""
@@ -400,7 +400,7 @@ def _restored(
         # A kill between the last two steps: the buffer has its name already. It may have changed since, so who wants it
         # replaced has it made again.
         named = _open(client, name) if not replace and len(sums.blocks) == _count(source) else None
-        if named is not None and sums.source == state.tag(named, plan) and _is_as_told(source, sums):
+        if named is not None and sums.source == state.tag(named, spec) and _is_as_told(source, sums):
             state.end()
             return named
         state.clear()
@@ -408,14 +408,14 @@ def _restored(
     try:
         if (
             buffer is None or sums is None or buffer.info.replicas != copies
-            or sums.source != state.tag(buffer, plan) or not _is_as_told(source, sums)
+            or sums.source != state.tag(buffer, spec) or not _is_as_told(source, sums)
         ):  # fmt: skip
             client.delete(private, missing_ok=True)
             with _told_how_many(copies, replicas):
-                buffer = create(client, private, plan, copies)
-            sums = Sums(state.tag(buffer, plan), source.nbytes)
+                buffer = create(client, private, spec, copies)
+            sums = Sums(state.tag(buffer, spec), source.nbytes)
         state.begin(sums)
-        live = Live(buffer, plan.view)
+        live = Live(buffer, spec.view)
         progress(min(len(sums.blocks) * BLOCK_BYTES, source.nbytes), source.nbytes)
         for offset, data in _blocks(source, len(sums.blocks)):
             live.write(offset, data)

@@ -50,24 +50,24 @@ class FileExtent:
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A file's pieces, in their order, without gaps."""
+    """A file's extents, in their order, without gaps."""
 
-    pieces: tuple[FileExtent, ...]
+    extents: tuple[FileExtent, ...]
     nbytes: int
 
     def parts(self, offset: int, length: int) -> Iterator[tuple[int, int, FileExtent, int]]:
-        """Give (from, to, piece, offset in the piece) for all of a range of the file, from and to counted from the
+        """Give (from, to, extent, offset in the extent) for all of a range of the file, from and to counted from the
         range's start. Bytes past the file's end are left out.
         """
         end = min(offset + length, self.nbytes)
-        for piece in self.pieces:
-            first, last = max(offset, piece.at), min(end, piece.at + piece.length)
+        for extent in self.extents:
+            first, last = max(offset, extent.at), min(end, extent.at + extent.length)
             if first < last:
-                yield first - offset, last - offset, piece, first - piece.at
+                yield first - offset, last - offset, extent, first - extent.at
 
 
 @dataclass(frozen=True, slots=True)
-class FilePlan:
+class FileSpec:
     """The buffer that a file becomes: dtype and shape, or tensors; where the file's bytes lie in it."""
 
     name: str
@@ -109,12 +109,12 @@ def path_in(metadata: Mapping[str, Any]) -> str | None:
     return path_of(name) if isinstance(name, str) else None
 
 
-def named(plan: FilePlan) -> FilePlan:
-    """Return the plan with its path in the metadata where the name can't say it."""
-    if not is_long(name_of(plan.name)):
-        return plan
-    entry = {**_of_file(plan.metadata), "name": escaped(plan.name)}
-    return replace(plan, metadata={**plan.metadata, FILES_KEY: entry})
+def named(spec: FileSpec) -> FileSpec:
+    """Return the spec with its path in the metadata where the name can't say it."""
+    if not is_long(name_of(spec.name)):
+        return spec
+    entry = {**_of_file(spec.metadata), "name": escaped(spec.name)}
+    return replace(spec, metadata={**spec.metadata, FILES_KEY: entry})
 
 
 def _of_file(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -134,36 +134,36 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-def plan_of(path: str, head: bytes, nbytes: int) -> FilePlan:
+def spec_of(path: str, head: bytes, nbytes: int) -> FileSpec:
     """Return what a new file of `nbytes` bytes, which begins with `head`, becomes: a typed buffer where that shows the
     same bytes, else one of bytes under its whole name. `head` is at least header_bytes() long, or the whole file.
     """
     if nbytes == 0:
-        return FilePlan(path, FileView((), 0), shape=(1,), metadata={FILES_KEY: EMPTY})
-    plan = None
+        return FileSpec(path, FileView((), 0), shape=(1,), metadata={FILES_KEY: EMPTY})
+    spec = None
     if path.endswith(Form.NPY.value) and not path.endswith("/" + Form.NPY.value):
-        plan = _npy_plan(path[: -len(Form.NPY.value)], head)
+        spec = _npy_spec(path[: -len(Form.NPY.value)], head)
     elif path.endswith(Form.SAFETENSORS.value) and not path.endswith("/" + Form.SAFETENSORS.value):
-        plan = _safetensors_plan(path[: -len(Form.SAFETENSORS.value)], head)
-    if plan is not None and plan.view.nbytes == nbytes and head.startswith(plan.view.pieces[0].header):
-        return plan
-    return plain_plan(path, nbytes)
+        spec = _safetensors_spec(path[: -len(Form.SAFETENSORS.value)], head)
+    if spec is not None and spec.view.nbytes == nbytes and head.startswith(spec.view.extents[0].header):
+        return spec
+    return plain_spec(path, nbytes)
 
 
-def plain_plan(path: str, nbytes: int) -> FilePlan:
+def plain_spec(path: str, nbytes: int) -> FileSpec:
     """Return the buffer of bytes that a file of at least one becomes under its whole name."""
-    return FilePlan(path, _with_header(b"", [(0, nbytes)]), shape=(nbytes,))
+    return FileSpec(path, _with_header(b"", [(0, nbytes)]), shape=(nbytes,))
 
 
 def header_bytes(head: bytes) -> int:
-    """Return how much of a file plan_of must see, given its first 16 bytes."""
+    """Return how much of a file spec_of must see, given its first 16 bytes."""
     if head.startswith(b"\x93NUMPY"):
         return _NPY_HEADER_BYTES_MAX
     size = int.from_bytes(head[:8], "little")
     return 8 + size if 0 < size <= HEADER_BYTES_MAX and head[8:9] == b"{" else 16
 
 
-def _npy_plan(name: str, head: bytes) -> FilePlan | None:
+def _npy_spec(name: str, head: bytes) -> FileSpec | None:
     size = int.from_bytes(head[8:10], "little")
     if not head.startswith(b"\x93NUMPY\1\0") or (found := _NPY_HEADER.fullmatch(head, 10, 10 + size)) is None:
         return None
@@ -176,10 +176,10 @@ def _npy_plan(name: str, head: bytes) -> FilePlan | None:
         return None
     # As the buffer has it: of another byte order the header is another one, and the file is kept as bytes.
     view = view_of(Form.NPY, DTYPES[dtype.name].numpy, shape, None, {})
-    return FilePlan(name, view, dtype.name, shape) if view is not None else None
+    return FileSpec(name, view, dtype.name, shape) if view is not None else None
 
 
-def _safetensors_plan(name: str, head: bytes) -> FilePlan | None:
+def _safetensors_spec(name: str, head: bytes) -> FileSpec | None:
     try:
         table, own, _ = parse_safetensors(head)
     except InvalidArgumentError:
@@ -190,18 +190,18 @@ def _safetensors_plan(name: str, head: bytes) -> FilePlan | None:
     except InvalidArgumentError:  # more than a buffer can carry
         return None
     view = view_of(Form.SAFETENSORS, table.dtype, (table.size,), table, metadata)
-    return FilePlan(name, view, tensors=table, metadata=metadata) if view is not None else None
+    return FileSpec(name, view, tensors=table, metadata=metadata) if view is not None else None
 
 
 def _with_header(header: bytes, ranges: list[tuple[int, int]]) -> FileView:
     """Return the view of a header and then these (start, length) of the buffer, neighbours joined."""
-    pieces = [FileExtent(0, len(header), header=header)] if header else []
+    extents = [FileExtent(0, len(header), header=header)] if header else []
     end = len(header)
     for start, length in ranges:
-        last = pieces[-1] if pieces and not pieces[-1].header else None
+        last = extents[-1] if extents and not extents[-1].header else None
         if last is not None and last.start + last.length == start:
-            pieces[-1] = FileExtent(last.at, last.length + length, last.start)
+            extents[-1] = FileExtent(last.at, last.length + length, last.start)
         elif length:
-            pieces.append(FileExtent(end, length, start))
+            extents.append(FileExtent(end, length, start))
         end += length
-    return FileView(tuple(pieces), end)
+    return FileView(tuple(extents), end)

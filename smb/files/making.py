@@ -23,7 +23,7 @@ from smb.files import formats
 from smb.files.catalogue import Catalogue
 from smb.files.contents import FrozenFile, Live, Octets, Reads
 from smb.files.error_codes import refuse
-from smb.files.formats import FilePlan, FileView, header_bytes, plain_plan, plan_of
+from smb.files.formats import FileSpec, FileView, header_bytes, plain_spec, spec_of
 from smb.files.handles import FileNode
 from smb.files.names import Form, ShownBuffer, is_long, listed_as, name_of
 from smb.files.staged_file import StagedFile
@@ -49,7 +49,7 @@ class Copied:
 
     buffer: Buffer
     name: str
-    plan: FilePlan
+    spec: FileSpec
     state: tuple[int, int]
 
 
@@ -81,12 +81,12 @@ class Maker:
         folders = listing.folders | self._folders
         return self.listed(found.shown.name, found.info, listing.infos, folders) == path
 
-    def plan(self, path: str, source: Reads) -> FilePlan:
+    def spec(self, path: str, source: Reads) -> FileSpec:
         """Return the buffer that a file becomes by its path: one of bytes where another file is in the way."""
-        plan = plan_of(path, _head(source, header_bytes(_head(source, 16))), source.nbytes)
-        if plan.name != path and not self.is_free(plan.name, path):
-            plan = plain_plan(path, source.nbytes)
-        return formats.named(plan)
+        spec = spec_of(path, _head(source, header_bytes(_head(source, 16))), source.nbytes)
+        if spec.name != path and not self.is_free(spec.name, path):
+            spec = plain_spec(path, source.nbytes)
+        return formats.named(spec)
 
     def is_free(self, target: str, path: str) -> bool:
         """Whether a buffer `target` that is listed as `path` takes the place of that file alone."""
@@ -96,17 +96,17 @@ class Maker:
         info = listing.infos.get(target)
         return info is None or self.listed(target, info, listing.infos, listing.folders | self._folders) == path
 
-    def filled(self, source: Reads, plan: FilePlan, before: BufferInfo | None = None) -> Buffer:
+    def filled(self, source: Reads, spec: FileSpec, before: BufferInfo | None = None) -> Buffer:
         """Make a buffer with all of a file in it, under a private name. It has as many copies as the file had
         before, or as the one whose place it takes; a new file, as many as new ones get.
         """
-        name = private_name(name_of(plan.name))
-        replaced = self._catalogue.listing().infos.get(plan.name)
+        name = private_name(name_of(spec.name))
+        replaced = self._catalogue.listing().infos.get(spec.name)
         kept = [info.replicas for info in (before, replaced) if info is not None]
         self.drop()
         try:
-            buffer = create(self._client, name, plan, max(kept, default=self._replicas))
-            copy_all(source, Live(buffer, plan.view))
+            buffer = create(self._client, name, spec, max(kept, default=self._replicas))
+            copy_all(source, Live(buffer, spec.view))
         except BaseException:
             self.drop(name)
             raise
@@ -129,17 +129,17 @@ class Maker:
                 self._dropped.append(name)
                 return
 
-    def named(self, buffer: Buffer, plan: FilePlan, there: FoundForm | None, victim: FileNode | None) -> Live:
+    def named(self, buffer: Buffer, spec: FileSpec, there: FoundForm | None, victim: FileNode | None) -> Live:
         """Give such a buffer its own name. It is not opened by that: the name may be another client's by then."""
         name = buffer.name
         try:
-            self.put(name, plan.name, there, victim)
+            self.put(name, spec.name, there, victim)
         except BaseException:
             self.drop(name)
             raise
-        note_name(buffer, name_of(plan.name))
-        self._catalogue.add(plan.name, buffer)
-        return Live(buffer, plan.view)
+        note_name(buffer, name_of(spec.name))
+        self._catalogue.add(spec.name, buffer)
+        return Live(buffer, spec.view)
 
     def take_away(self, found: FoundForm, node: FileNode | None, *, whichever: bool = False) -> None:
         """Delete a file's buffer, or give it a private name while somebody here has it open. With `whichever` that of
@@ -177,7 +177,7 @@ class Maker:
         if there is not None:
             self._modified.pop(there.info.id, None)
 
-    def plan_anew(self, found: FoundForm, target: str, new_path: str) -> FilePlan | None:
+    def new_spec(self, found: FoundForm, target: str, new_path: str) -> FileSpec | None:
         """Return the buffer that is to be made of a file at its new path; None if the one that it is gets the name
         `target`. The buffer is made anew in three cases: its new path makes it an array or tensors; its name is too
         long for a rename; another file there would lose its own form.
@@ -190,8 +190,8 @@ class Maker:
             if must:
                 raise refuse(errno.ENAMETOOLONG, f"{new_path!r}: no name for a buffer with versions; copy it")
             return None
-        plan = self.plan(new_path, Live(self._catalogue.open(found.shown.name), found.view))
-        return plan if must or plan.name != new_path else None
+        spec = self.spec(new_path, Live(self._catalogue.open(found.shown.name), found.view))
+        return spec if must or spec.name != new_path else None
 
     def state(self, found: FoundForm, node: FileNode | None) -> tuple[int, int]:
         """Return what is another one once a file was replaced, or written to by way of this process."""
@@ -199,14 +199,14 @@ class Maker:
         return found.info.id, max(modified, node.written if node is not None else 0)
 
     def made_anew(
-        self, found: FoundForm, node: FileNode | None, plan: FilePlan, copied: Copied | None, there: FoundForm | None,
+        self, found: FoundForm, node: FileNode | None, spec: FileSpec, copied: Copied | None, there: FoundForm | None,
         victim: FileNode | None,
     ) -> Live | None:  # fmt: skip
         """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
         a second one for the old. None if there is no room for two.
         """
         source = found.info
-        if copied is not None and (copied.plan, copied.state) == (plan, self.state(found, node)):
+        if copied is not None and (copied.spec, copied.state) == (spec, self.state(found, node)):
             buffer = copied.buffer
         else:
             if copied is not None:
@@ -214,11 +214,11 @@ class Maker:
             opened = self._catalogue.open(found.shown.name)
             source = replace(source, id=opened.info.id)  # by now it may be another one
             try:
-                buffer = self.filled(Live(opened, found.view), plan, found.info)
+                buffer = self.filled(Live(opened, found.view), spec, found.info)
             except OutOfMemoryError as error:
                 _log.warning("%s is not made anew: %s", found.shown.path, error)
                 return None
-        live = self.named(buffer, plan, there, victim)
+        live = self.named(buffer, spec, there, victim)
         self._client.delete(source, missing_ok=True)
         self._catalogue.remove(found.shown.name)
         return live
@@ -238,20 +238,20 @@ def _head(source: Reads, nbytes: int) -> bytes:
 
 def copy_all(source: Reads, live: Live) -> None:
     """Write all of a file into a buffer that takes it."""
-    for offset, data in source.pieces() if isinstance(source, StagedFile) else _pieces(source, source.nbytes):
+    for offset, data in source.blocks() if isinstance(source, StagedFile) else _blocks(source, source.nbytes):
         live.write(offset, data)
 
 
 def draw(source: Live | FrozenFile, staged: StagedFile, nbytes: int) -> None:
     """Copy a file's first bytes into an empty staged file."""
-    for offset, data in _pieces(source, min(nbytes, source.nbytes)):
+    for offset, data in _blocks(source, min(nbytes, source.nbytes)):
         staged.write(offset, data)
 
 
-def _pieces(source: Reads, nbytes: int) -> Iterator[tuple[int, Octets]]:
+def _blocks(source: Reads, nbytes: int) -> Iterator[tuple[int, Octets]]:
     """Give a file's first bytes as (offset, bytes), each to be used before the next."""
-    piece = np.empty(min(_COPY_BYTES, nbytes), np.uint8)
+    block = np.empty(min(_COPY_BYTES, nbytes), np.uint8)
     for offset in range(0, nbytes, _COPY_BYTES):
-        part = piece[: min(_COPY_BYTES, nbytes - offset)]
+        part = block[: min(_COPY_BYTES, nbytes - offset)]
         source.read_into(offset, part)
         yield offset, part

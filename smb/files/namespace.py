@@ -428,19 +428,19 @@ class NameTree:
         target = new_path[: len(new_path) - len(form.value)]
         modified = self._modified.get(found.info.id, time.time_ns())
         buffer_id = found.info.id  # of what has the new path at the end
-        plan = self._maker.plan_anew(found, target, new_path)
-        if plan is not None:
+        spec = self._maker.new_spec(found, target, new_path)
+        if spec is not None:
             with nullcontext() if node is None else node.lock:
-                live = self._maker.made_anew(found, node, plan, copied, there, victim)
+                live = self._maker.made_anew(found, node, spec, copied, there, victim)
                 if live is not None and node is not None:
                     node.content = live
             if live is None and (is_long(name_of(target)) or not self._maker.is_free(target, new_path)):
                 raise refuse(errno.ENOSPC, f"{new_path!r}: the memory servers have no room for a copy under that name")
             if live is None:
-                plan = None
+                spec = None
             else:
                 buffer_id = live.buffer.info.id
-        if plan is None:
+        if spec is None:
             self._maker.put(found.info.name, target, there, victim)
             self._catalogue.rename({old: (target, found.info)})
         self._modified.pop(found.info.id, None)
@@ -458,12 +458,12 @@ class NameTree:
             if found.shown.version is not None or not new_path.endswith(form.value):
                 return None
         try:
-            plan = self._maker.plan_anew(found, new_path[: len(new_path) - len(form.value)], new_path)
-            if plan is None:
+            spec = self._maker.new_spec(found, new_path[: len(new_path) - len(form.value)], new_path)
+            if spec is None:
                 return None
             source = Live(self._catalogue.open(found.shown.name), found.view)
-            made = self._maker.filled(source, plan, found.info)
-            return Copied(made, made.name, plan, state)
+            made = self._maker.filled(source, spec, found.info)
+            return Copied(made, made.name, spec, state)
         except (Error, OSError) as error:  # the rename meets it too, or does without
             _log.debug("%s", error)
             return None
@@ -589,12 +589,12 @@ class NameTree:
                 if found is not None and (buffer.info.id, staged.nbytes) == (found.info.id, found.view.nbytes):
                     live = Live(buffer, found.view)
             if live is None or not staged.nbytes or not live.takes(staged):
-                plan = self._maker.plan(node.path, staged)
-                buffer = self._maker.filled(staged, plan, found.info if found is not None else None)
+                spec = self._maker.spec(node.path, staged)
+                buffer = self._maker.filled(staged, spec, found.info if found is not None else None)
                 if node.removed:  # meanwhile
                     self.client.delete(buffer.name, missing_ok=True)
                     return
-                live = self._maker.named(buffer, plan, found, None)
+                live = self._maker.named(buffer, spec, found, None)
             elif live.buffer.versions == 1:
                 copy_all(staged, live)
             else:

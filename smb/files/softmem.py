@@ -192,8 +192,8 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         if path1 == path2:
             raise refuse(errno.EINVAL, f"copy {path1!r}: both are the same file")
         with self.open(path1) as source, self.open(path2, "wb") as sink:
-            while piece := source.read(_BUFFER_BYTES):
-                sink.write(piece)
+            while block := source.read(_BUFFER_BYTES):
+                sink.write(block)
 
     # ---- bytes
 
@@ -275,8 +275,8 @@ class _Deferred:
             old = BufferFile(tree.open(source, os.O_RDONLY), source, "rb", None, append=False)
             new = BufferFile(tree.open(self.name, _FLAGS["x"]), self.name, "xb", None, append=False)
             with old, new:
-                while piece := old.read(_BUFFER_BYTES):
-                    new.write(piece)
+                while block := old.read(_BUFFER_BYTES):
+                    new.write(block)
 
     def commit(self) -> None:
         """Close the file, and give it its name. FileExistsError if it is to be new and there is one by now."""

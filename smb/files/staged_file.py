@@ -209,7 +209,7 @@ class StagedFile:
         self.read_into(0, out)
         return out.tobytes()
 
-    def pieces(self) -> Iterator[tuple[int, Octets]]:
+    def blocks(self) -> Iterator[tuple[int, Octets]]:
         """Give all of it as (offset, bytes not to be written to). It must not shrink while they are used."""
         inside = min(self.nbytes, self._memory.nbytes)
         if inside > 0:

@@ -19,7 +19,7 @@ from smb.client import Client
 from smb.config.backoff import Backoff
 from smb.config.boot import boot_id
 from smb.errors import Error, UnavailableError
-from smb.files.formats import FilePlan
+from smb.files.formats import FileSpec
 from smb.files.names import PRIVATE, private_of
 
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.1, 0.5
@@ -35,19 +35,19 @@ def private_name(name: str, rest: str = "") -> str:
     return f"{private_of(name)}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
 
 
-def create(client: Client, name: str, plan: FilePlan, replicas: int = 1) -> Buffer:
+def create(client: Client, name: str, spec: FileSpec, replicas: int = 1) -> Buffer:
     """Make the buffer that a file becomes, under a name that nobody else uses. If servers are away, it waits for them
     as calls on buffers do, for the client's timeout. Raises as Client.create.
     """
     end = time.monotonic() + client.timeout
     backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: end - time.monotonic())
-    metadata = plan.metadata or None
+    metadata = spec.metadata or None
     asked = False  # before: it may have been made, and the answer lost
     while True:
         try:
-            if plan.tensors is not None:
-                return client.create(name, tensors=plan.tensors, metadata=metadata, replicas=replicas, exist_ok=asked)
-            return client.create(name, plan.shape, plan.dtype, metadata=metadata, replicas=replicas, exist_ok=asked)
+            if spec.tensors is not None:
+                return client.create(name, tensors=spec.tensors, metadata=metadata, replicas=replicas, exist_ok=asked)
+            return client.create(name, spec.shape, spec.dtype, metadata=metadata, replicas=replicas, exist_ok=asked)
         except UnavailableError:
             if time.monotonic() > end:
                 raise

@@ -20,7 +20,7 @@ class PartParameters(ModelParameters, ByParts):
         self, tensors: Mapping[tuple[str, ...], torch.Tensor], verify: Callable[[], None] | None = None
     ) -> None:
         super().__init__(tensors, verify)
-        self._plans: dict[Part, tuple[VectorSlice, ...]] = {}
+        self._blocks_by_part: dict[Part, tuple[VectorSlice, ...]] = {}
         whole = (Part((Run(0, 0, self.size),), 0),)
         self.flow = Flow(self, Cut(whole, whole))
         self._group: Group | None = None
@@ -39,25 +39,25 @@ class PartParameters(ModelParameters, ByParts):
         return PartsMover(self.flow, group.weights, group.sent_bytes, self._go_on)
 
     def delta(self, part: Part, base: Values, out: Values) -> None:
-        """Copy by pieces, from the device if the parameters are on one."""
+        """Copy by blocks, from the device if the parameters are on one."""
         with torch.no_grad():
-            for begin, delta in self.deltas_of(self._plan_of(part), base):
+            for begin, delta in self.deltas_of(self._blocks_of(part), base):
                 out[begin : begin + delta.size] = delta
 
     def put(self, part: Part, values: Values) -> None:
-        """Copy by pieces."""
+        """Copy by blocks."""
         with torch.no_grad():
-            self.fill_pieces(self._plan_of(part), values)
+            self.fill_blocks(self._blocks_of(part), values)
 
     def recut(self) -> None:
-        """Forget the pieces of parts that are not used any more."""
-        self._plans.clear()
+        """Forget the blocks of parts that are not used any more."""
+        self._blocks_by_part.clear()
 
-    def _plan_of(self, part: Part) -> tuple[VectorSlice, ...]:
-        found = self._plans.get(part)
+    def _blocks_of(self, part: Part) -> tuple[VectorSlice, ...]:
+        found = self._blocks_by_part.get(part)
         if found is None:
-            found = tuple(piece for run in part.runs for piece in self.pieces_of(run.here, run.here + run.count))
-            self._plans[part] = found
+            found = tuple(block for run in part.runs for block in self.blocks_of(run.here, run.here + run.count))
+            self._blocks_by_part[part] = found
         return found
 
     def _go_on(self) -> None:

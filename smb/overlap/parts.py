@@ -174,8 +174,8 @@ class Flow:
         found = Norm()
         for run, due in zip(part.runs, kept, strict=True):
             ledger.noted(run, due)
-            for piece in run.cut():
-                found.add(self.due[piece.indices])
+            for block in run.cut():
+                found.add(self.due[block.indices])
         self._norms[number] = found
         with self.changed:
             self._made.append(number)
@@ -261,7 +261,7 @@ class Flow:
         """Keep what rounding leaves out of `due`, for when that is settled. Until then all of it is due."""
         if self.ledger.rest is not None:
             runs = (run for part in self.cut.push for run in part.runs)
-            self.ledger.written.extend((buffer, piece) for run in runs for piece in run.cut())
+            self.ledger.written.extend((buffer, block) for run in runs for block in run.cut())
             self.ledger.count()
 
     def queue(self) -> Queue:

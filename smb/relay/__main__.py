@@ -12,7 +12,7 @@ from smb.client import Client, connect
 from smb.relay.mirror import Relay
 from smb.spi import session_of
 
-_CALL_S = 20.0  # of one piece over a slow link
+_CALL_S = 20.0  # of one block over a slow link
 _REPORT_S = 0.5
 _SESSION_ENDED = 3  # exit status
 

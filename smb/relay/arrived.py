@@ -1,12 +1,12 @@
 """Which bytes of a version have arrived in a mirror: so that they are served on before all are there.
 
 Beside each mirror lies a small buffer of words: the version that arrives (or has arrived), the slot in which it lies,
-and a bit for each piece. Its own version is counted up with each change, which wakes who waits. Rules:
+and a bit for each block. Its own version is counted up with each change, which wakes who waits. Rules:
 
 - the words name another version before the first byte of it is written into a slot;
-- a bit is set after its piece was written.
+- a bit is set after its block was written.
 
-A reader that sees the bit of a piece, reads the piece and finds version and slot unchanged has read that version.
+A reader that sees the bit of a block, reads the block and finds version and slot unchanged has read that version.
 
 A mirror of a log (smb/relay/publication_log.py) has such words, too. Their version is the generation whose delta
 arrives or has arrived last.
@@ -27,48 +27,48 @@ if TYPE_CHECKING:
     from smb.client import Client
 
 SUFFIX = ".arrived"
-PIECES_MAX = 1024
-WORDS = 2 + PIECES_MAX // 64
+BLOCKS_MAX = 1024
+WORDS = 2 + BLOCKS_MAX // 64
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """How a version is cut: into whole chunks, at most PIECES_MAX pieces; alike for everybody."""
+class Blocks:
+    """How a version is cut: into whole chunks, at most PIECES_MAX blocks; alike for everybody."""
 
     nbytes: int
-    piece_bytes: int
+    block_bytes: int
     start: int = 0  # first byte in the buffer
-    first: int = 0  # which piece the first one stands for in `point`: so that a row of small ones has many parents
+    first: int = 0  # which block the first one stands for in `point`: so that a row of small ones has many parents
 
     @staticmethod
-    def of(buffer: Buffer) -> Pieces:
+    def of(buffer: Buffer) -> Blocks:
         """Return the cut of a buffer, or of its mirrors."""
-        return Pieces(buffer.nbytes, Pieces.cut(buffer.nbytes, buffer.layout.chunk_bytes))
+        return Blocks(buffer.nbytes, Blocks.cut(buffer.nbytes, buffer.layout.chunk_bytes))
 
     @staticmethod
     def cut(nbytes: int, chunk_bytes: int) -> int:
-        """Return the bytes of a piece."""
-        return max(1, -(-nbytes // PIECES_MAX // chunk_bytes)) * chunk_bytes
+        """Return the bytes of a block."""
+        return max(1, -(-nbytes // BLOCKS_MAX // chunk_bytes)) * chunk_bytes
 
     @property
     def count(self) -> int:
         """How many there are."""
-        return -(-self.nbytes // self.piece_bytes)
+        return -(-self.nbytes // self.block_bytes)
 
-    def range(self, piece: int) -> tuple[int, int]:
+    def range(self, block: int) -> tuple[int, int]:
         """Return (first byte in the buffer, bytes)."""
-        start = piece * self.piece_bytes
-        return self.start + start, min(self.piece_bytes, self.nbytes - start)
+        start = block * self.block_bytes
+        return self.start + start, min(self.block_bytes, self.nbytes - start)
 
-    def point(self, piece: int) -> float:
-        """Return where in [0, 1) a piece is: evenly, and neighbours far from each other."""
-        return ((self.first + piece) * _GOLDEN) % 1.0
+    def point(self, block: int) -> float:
+        """Return where in [0, 1) a block is: evenly, and neighbours far from each other."""
+        return ((self.first + block) * _GOLDEN) % 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The pieces that a mirror has, of this version, in this slot."""
+    """The blocks that a mirror has, of this version, in this slot."""
 
     version: int
     slot: int
@@ -83,19 +83,19 @@ class Arrived:
         """Return the words."""
         words = np.zeros(WORDS, np.int64)
         words[0], words[1] = self.version, self.slot
-        words[2:] = np.frombuffer(self.bits.to_bytes(PIECES_MAX // 8, "little"), np.int64)
+        words[2:] = np.frombuffer(self.bits.to_bytes(BLOCKS_MAX // 8, "little"), np.int64)
         return words
 
-    def has(self, piece: int) -> bool:
-        """Whether that piece is there."""
-        return bool(self.bits >> piece & 1)
+    def has(self, block: int) -> bool:
+        """Whether that block is there."""
+        return bool(self.bits >> block & 1)
 
 
-def bits_of(pieces: Iterable[int]) -> int:
-    """Return the bits of these pieces."""
+def bits_of(blocks: Iterable[int]) -> int:
+    """Return the bits of these blocks."""
     bits = 0
-    for piece in pieces:
-        bits |= 1 << piece
+    for block in blocks:
+        bits |= 1 << block
     return bits
 
 

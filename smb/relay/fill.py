@@ -1,6 +1,6 @@
-"""One version on its way into a mirror: which piece comes from whom, what is there, what went wrong. Thread-safe.
+"""One version on its way into a mirror: which block comes from whom, what is there, what went wrong. Thread-safe.
 
-Pieces have a parent each by the plan. Those of a parent that broke, or from which nothing has come for STALL_S, are
+Blocks have a parent each by the plan. Those of a parent that broke, or from which nothing has come for STALL_S, are
 taken from the source: a plan that is out of date, or wrong, makes a version late, never wrong, and never stops it.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
-from smb.relay.arrived import Pieces, bits_of
+from smb.relay.arrived import Blocks, bits_of
 
 STALL_S = 3.0
 _BUSY_MIN = 0.3
@@ -21,14 +21,14 @@ _BUSY_MIN = 0.3
 class Fill:
     """One version."""
 
-    def __init__(self, pieces: Pieces, version: int, source: str, parents: Sequence[tuple[float, str]]) -> None:
-        """`parents`: where each range of [0, 1) ends, and the buffer that those pieces come from."""
-        self.pieces = pieces
+    def __init__(self, blocks: Blocks, version: int, source: str, parents: Sequence[tuple[float, str]]) -> None:
+        """`parents`: where each range of [0, 1) ends, and the buffer that those blocks come from."""
+        self.blocks = blocks
         self.version = version
         self.source = source
         # In a row from one parent, with one look for all whether they were what they should be; few, as what is in
         # such a row is not served on before its end.
-        self.at_once = max(1, pieces.count // 256)
+        self.at_once = max(1, blocks.count // 256)
         self.failure: Exception | None = None
         self.changed = threading.Condition()
         self._open: dict[str, dict[int, None]] = {}  # not there, by parent, in order
@@ -37,15 +37,15 @@ class Fill:
         self._moved: dict[str, float] = {}  # when something came last
         self._broken: set[str] = set()
         self._ended = False
-        self._came: dict[str, int] = {}  # pieces, by parent; so below
+        self._came: dict[str, int] = {}  # blocks, by parent; so below
         self._reading: dict[str, int] = {}  # calls under way
         self._since: dict[str, float] = {}  # there is one
         self._busy_s: dict[str, float] = {}
         self._began = now = time.monotonic()
-        for piece in range(pieces.count):
-            point = pieces.point(piece)
+        for block in range(blocks.count):
+            point = blocks.point(block)
             parent = next((name for end, name in parents if point < end), source)
-            self._open.setdefault(parent, {})[piece] = None
+            self._open.setdefault(parent, {})[block] = None
             self._moved[parent] = now
 
     @property
@@ -57,7 +57,7 @@ class Fill:
         """Return bytes per second by parent, while some were on their way. A parent that had nothing to give in between
         looks as fast as it could be, within bounds: what little came may have waited in the network's queues.
         """
-        size, found = self.pieces.piece_bytes, {}
+        size, found = self.blocks.block_bytes, {}
         for parent, count in self._came.items():
             elapsed = self._moved[parent] - self._began
             found[parent] = count * size / max(1e-3, elapsed * _BUSY_MIN, self._busy_s.get(parent, 0.0))
@@ -82,7 +82,7 @@ class Fill:
 
     @property
     def bits(self) -> int:
-        """The pieces that are there."""
+        """The blocks that are there."""
         return self._bits
 
     @property
@@ -100,7 +100,7 @@ class Fill:
         return self.active and (parent == self.source or bool(self._open.get(parent)))
 
     def take(self, parent: str, has: Callable[[int], bool], most: int = 1) -> list[int]:
-        """Return the next pieces that are to come from this parent, of those that it has."""
+        """Return the next blocks that are to come from this parent, of those that it has."""
         with self.changed:
             if not self.active:
                 return []
@@ -112,38 +112,38 @@ class Fill:
             return found
 
     def _abandoned(self) -> list[int]:
-        """Return a piece of a parent that does not give it. A thread that has taken it may be hanging."""
+        """Return a block of a parent that does not give it. A thread that has taken it may be hanging."""
         now = time.monotonic()
-        for parent, pieces in self._open.items():
+        for parent, blocks in self._open.items():
             lost = parent in self._broken or now - self._moved[parent] > STALL_S
-            if parent != self.source and pieces and lost:
-                piece = next(iter(pieces))
-                del pieces[piece]  # it is the source's from now on
-                self._open.setdefault(self.source, {})[piece] = None
-                return [piece]
+            if parent != self.source and blocks and lost:
+                block = next(iter(blocks))
+                del blocks[block]  # it is the source's from now on
+                self._open.setdefault(self.source, {})[block] = None
+                return [block]
         return []
 
-    def put(self, piece: int, parent: str, write: Callable[[], None]) -> bool:
-        """Have a piece that came written, unless it is there; return whether it was not."""
+    def put(self, block: int, parent: str, write: Callable[[], None]) -> bool:
+        """Have a block that came written, unless it is there; return whether it was not."""
         with self.changed:
-            if not self.active or self._bits >> piece & 1:
+            if not self.active or self._bits >> block & 1:
                 return False
         write()  # twice the same bytes, perhaps
         with self.changed:
             if self._ended:
                 return False
-            self._bits |= bits_of((piece,))
-            for pieces in self._open.values():
-                pieces.pop(piece, None)
+            self._bits |= bits_of((block,))
+            for blocks in self._open.values():
+                blocks.pop(block, None)
             self._moved[parent] = time.monotonic()
             self._came[parent] = self._came.get(parent, 0) + 1
             self.changed.notify_all()
         return True
 
-    def give_back(self, pieces: Iterable[int]) -> None:
+    def give_back(self, blocks: Iterable[int]) -> None:
         """They did not come after all."""
         with self.changed:
-            self._taken.difference_update(pieces)
+            self._taken.difference_update(blocks)
 
     def broke(self, parent: str) -> None:
         """Nothing comes from there for now."""

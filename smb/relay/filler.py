@@ -1,6 +1,6 @@
-"""Fills what a relay has begun: a version, or a delta, piece by piece from wherever the plan says.
+"""Fills what a relay has begun: a version, or a delta, block by block from wherever the plan says.
 
-Threads: two for each parent move pieces; one says what has arrived; the relay's own waits.
+Threads: two for each parent move blocks; one says what has arrived; the relay's own waits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Filler:
     def arrived(self) -> float:
         """Return which share there is of what is under way, from 0 to 1."""
         fill = self.fill
-        return fill.bits.bit_count() / max(1, fill.pieces.count) if fill is not None else 0.0
+        return fill.bits.bit_count() / max(1, fill.blocks.count) if fill is not None else 0.0
 
     def bring(
         self,
@@ -165,7 +165,7 @@ class Filler:
 
 
 class _Feeder:
-    """Moves pieces from one parent, a buffer or another mirror of it, in a thread of its own."""
+    """Moves blocks from one parent, a buffer or another mirror of it, in a thread of its own."""
 
     def __init__(self, client: Client, filler: Filler, parent: str) -> None:
         self._client = client
@@ -203,17 +203,17 @@ class _Feeder:
         where = self._filler.where
         slot = where.find(buffer, fill.version)
         while fill.wants(self._parent):
-            pieces = fill.take(self._parent, lambda _: True, fill.at_once)
-            if not pieces:
+            blocks = fill.take(self._parent, lambda _: True, fill.at_once)
+            if not blocks:
                 with fill.changed:
                     fill.changed.wait(AGAIN_S)
                 continue
             if slot >= 0:
-                self._read(buffer, slot, fill, pieces)
+                self._read(buffer, slot, fill, blocks)
             if slot < 0 or where.find(buffer, fill.version) != slot:
                 fill.fail(NotFoundError(f"version {fill.version} of {buffer.name!r} was overwritten on its way"))
                 return
-            self._put(fill, publication, pieces)
+            self._put(fill, publication, blocks)
 
     def _from_mirror(self, buffer: Buffer, fill: Fill, publication: Publication) -> None:
         if self._words is None:
@@ -223,45 +223,45 @@ class _Feeder:
         has = arrived.look(self._words)
         while fill.wants(self._parent):
             slot = has.slot
-            pieces = fill.take(self._parent, has.has, fill.at_once) if has.version == fill.version else []
-            if not pieces and has.version > fill.version:  # it has gone on, and may still have this one
+            blocks = fill.take(self._parent, has.has, fill.at_once) if has.version == fill.version else []
+            if not blocks and has.version > fill.version:  # it has gone on, and may still have this one
                 slot = where.find(buffer, fill.version)
                 if slot >= 0:
-                    pieces = fill.take(self._parent, lambda _: True, fill.at_once)
-            if not pieces:
+                    blocks = fill.take(self._parent, lambda _: True, fill.at_once)
+            if not blocks:
                 try:
                     seen = self._words.wait(seen + 1, timeout=AGAIN_S)
                 except DeadlineError:
                     continue
                 has = arrived.look(self._words)
                 continue
-            self._read(buffer, slot, fill, pieces)
+            self._read(buffer, slot, fill, blocks)
             now = arrived.look(self._words)
             same = (now.version, now.slot) == (fill.version, slot)
             if same or where.find(buffer, fill.version) == slot:
-                self._put(fill, publication, pieces)
+                self._put(fill, publication, blocks)
             else:
-                fill.give_back(pieces)
+                fill.give_back(blocks)
             has = now
 
-    def _read(self, buffer: Buffer, slot: int, fill: Fill, pieces: Sequence[int]) -> None:
+    def _read(self, buffer: Buffer, slot: int, fill: Fill, blocks: Sequence[int]) -> None:
         """Read them into our memory, one behind the other."""
-        size = fill.pieces.piece_bytes
-        if self._memory.nbytes < size * len(pieces):
+        size = fill.blocks.block_bytes
+        if self._memory.nbytes < size * len(blocks):
             self._memory = np.empty(size * fill.at_once, np.uint8)
         itemsize = buffer.dtype.itemsize
         with fill.reading(self._parent):
-            for at, piece in enumerate(pieces):
-                start, nbytes = fill.pieces.range(piece)
+            for at, block in enumerate(blocks):
+                start, nbytes = fill.blocks.range(block)
                 there = memory_of(self._memory[at * size :])
                 versions_of(buffer).read_from(slot, start // itemsize, nbytes // itemsize, there)
 
-    def _put(self, fill: Fill, publication: Publication, pieces: Sequence[int]) -> None:
-        for at, piece in enumerate(pieces):
-            start, nbytes = fill.pieces.range(piece)
-            there = memory_of(self._memory[at * fill.pieces.piece_bytes :])
+    def _put(self, fill: Fill, publication: Publication, blocks: Sequence[int]) -> None:
+        for at, block in enumerate(blocks):
+            start, nbytes = fill.blocks.range(block)
+            there = memory_of(self._memory[at * fill.blocks.block_bytes :])
             try:
-                fill.put(piece, self._parent, partial(publication.write, start, nbytes, there))
+                fill.put(block, self._parent, partial(publication.write, start, nbytes, there))
             except Error as error:  # of our own mirror, not of the parent
                 fill.fail(error)
                 return

@@ -20,7 +20,7 @@ from smb.errors import (
     PermissionDeniedError,
 )
 from smb.relay import arrived
-from smb.relay.arrived import Pieces
+from smb.relay.arrived import Blocks
 from smb.relay.fill import Fill
 from smb.relay.filler import TURN_S, Filler, retries
 from smb.relay.publication_log import LogEntry, PublicationLog, next_of
@@ -143,7 +143,7 @@ class _VersionTail:
     def bring(self, _: int, version: int, publication: Publication) -> int:
         """Have it in the mirror, and return its number; 0 if that was stopped."""
         source = self._source
-        fill = Fill(Pieces.of(source), version, source.name, self._filler.parents)
+        fill = Fill(Blocks.of(source), version, source.name, self._filler.parents)
         with source.pin(version, ttl=TURN_S) as pin:
 
             def renew() -> None:
@@ -189,7 +189,7 @@ class _LogTail:
             raise NotFoundError(f"generation {latest} of {source.name!r} was overwritten on its way")
         if entry.nbytes:
             self._latest, self._entry = latest, entry
-            fill = Fill(log.pieces(entry), entry.generation, source.name, self._filler.parents)
+            fill = Fill(log.blocks(entry), entry.generation, source.name, self._filler.parents)
             if not self._filler.bring(fill, self, publication, self._words, publication.renew):
                 return 0
         words = entry.to_words()

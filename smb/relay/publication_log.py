@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smb.errors import Error, InvalidArgumentError
-from smb.relay.arrived import Pieces
+from smb.relay.arrived import Blocks
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -29,7 +29,7 @@ KEY = "smb.log"  # in the log's metadata: how many slots it has
 ENTRY_BYTES = 64
 _WORDS = ENTRY_BYTES // 8
 _FORMAT = 2  # 1 was a description of each generation, with all deltas that it needs
-_RING_STARTS = 4096  # a multiple of it, so that pieces of deltas begin with chunks
+_RING_STARTS = 4096  # a multiple of it, so that blocks of deltas begin with chunks
 _RING_MIN = 1 << 16
 _DELTA_SHARE = 12  # of the ring that one delta may take: what is larger is published whole
 _SLACK = 3  # of the largest delta's size: two that are written ahead, and what the end of the ring leaves empty
@@ -139,10 +139,10 @@ class PublicationLog:
         left = self.size - end % self.size
         return end if nbytes <= left else end + left
 
-    def pieces(self, entry: LogEntry) -> Pieces:
+    def blocks(self, entry: LogEntry) -> Blocks:
         """Return how its delta is cut on its way through relays; alike for everybody."""
-        cut = Pieces.cut(entry.nbytes, self.buffer.layout.chunk_bytes)
-        return Pieces(entry.nbytes, cut, self.position(entry), entry.generation)
+        cut = Blocks.cut(entry.nbytes, self.buffer.layout.chunk_bytes)
+        return Blocks(entry.nbytes, cut, self.position(entry), entry.generation)
 
     def read_slots(self, of: Buffer, first: int, last: int) -> Slots:
         """Read the entries of these generations from the log or a mirror of it; what else is in the slots is 0."""

@@ -98,7 +98,7 @@ class DeltaWriter:
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a state. Afterwards `state` is that."""
-        given = list(self._state.pieces(tensors))  # the owners, too: their memory is read below
+        given = list(self._state.memories(tensors))  # the owners, too: their memory is read below
         self._delta, last = None, self._last
         self._last = None  # until it is published
         width, base = self._state.width, self._state.bytes.ctypes.data
@@ -108,14 +108,14 @@ class DeltaWriter:
             for offset in range(0, nbytes, min(_SLICE, DELTA_PART_MAX) * width)
         ]
 
-        def compare(piece: tuple[int, int, int]) -> tuple[bytes, int] | None:
-            at, address, nbytes = piece
+        def compare(compared: tuple[int, int, int]) -> tuple[bytes, int] | None:
+            at, address, nbytes = compared
             room = np.empty(nbytes // 2 + 512, np.uint8)
             found = delta_encode(width, base + at, address, nbytes // width, at // width, room)
             return None if found is None else (room[: found[0]].tobytes(), found[2])
 
         if len(slices) < 2:
-            parts = [compare(piece) for piece in slices]
+            parts = [compare(compared) for compared in slices]
         else:
             with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(slices))) as threads:
                 parts = list(threads.map(compare, slices))

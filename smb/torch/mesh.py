@@ -225,7 +225,7 @@ class MeshParameters(Parameters):
         """Every rank."""
         self.all("keep_exact")
 
-    def pieces(self) -> Iterator[tuple[int, Values]]:
+    def blocks(self) -> Iterator[tuple[int, Values]]:
         """No one process has them."""
         raise _apart()
 

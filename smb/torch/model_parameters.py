@@ -2,7 +2,7 @@
 
 Schemes see the parameters as one float32 vector, laid out by smb/tensors.py: each tensor at a multiple of 64 bytes,
 zeros between them. So the group's buffer has each tensor by its name. Parameters move only when a scheme exchanges, and
-then by pieces (staging.py). Host memory that grows with the model is the scheme's alone.
+then by blocks (staging.py). Host memory that grows with the model is the scheme's alone.
 
 Low precision. The group's values are float32. A scheme keeps the values that it has put into the parameters. A delta is
 the parameter less the *rounded* base, so that a rounding error does not count as a change by the optimizer. Elastic
@@ -23,10 +23,10 @@ import torch
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
 from smb.torch.page_lock import page_lock
-from smb.torch.pieces import is_sharded
 from smb.torch.staging import Staging
+from smb.torch.tensor_slices import is_sharded
 from smb.torch.tensor_values import is_expanded, lasting
-from smb.train.parameters import PIECE_ELEMENTS, Parameters, Values, scratch
+from smb.train.parameters import BLOCK_ELEMENTS, Parameters, Values, scratch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1 << 19
@@ -54,7 +54,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements [low, high) of a tensor's, which lie in a piece from `at` on."""
+    """Elements [low, high) of a tensor's, which lie in a block from `at` on."""
 
     entry: int
     low: int
@@ -104,7 +104,7 @@ class ModelParameters(Parameters):
         """Lay the tensors out."""
         self.table, self.entries = lay_out(tensors)
         self.size = self.table.size
-        self._plan = self.pieces_of(0, self.size)
+        self._blocks = self.blocks_of(0, self.size)
         self._staging = Staging(self.size)
         self._scratch: list[torch.Tensor] = []
         self._residuals: dict[int, torch.Tensor] = {}  # entry -> what rounding left out, in the parameter's type
@@ -112,35 +112,35 @@ class ModelParameters(Parameters):
         self._locked: set[int] = set()  # addresses of arrays that devices copy from by themselves
         self._on_device: bool | None = None  # whether deltas are made there; None: not measured yet
 
-    def pieces_of(self, begin: int, end: int) -> tuple[VectorSlice, ...]:
-        """Return the pieces by which a range of the vector is moved."""
-        return tuple(_pieces(self.entries, begin, end))
+    def blocks_of(self, begin: int, end: int) -> tuple[VectorSlice, ...]:
+        """Return the blocks by which a range of the vector is moved."""
+        return tuple(_blocks_of(self.entries, begin, end))
 
-    def pieces(self) -> Iterator[tuple[int, Values]]:
+    def blocks(self) -> Iterator[tuple[int, Values]]:
         """Yield copies, with what keep_exact kept."""
         if self.verify is not None:
             self.verify()
-        for piece, found, room in self._walk(self._plan):
+        for block, found, room in self._walk(self._blocks):
             for part, values, residual in found:
                 room[part.here].copy_(values)
                 if residual is not None:
                     room[part.here].add_(residual)
-            yield piece.begin, room[: piece.count].numpy()
+            yield block.begin, room[: block.count].numpy()
 
     def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
         """Yield what the optimizer did: parameter - base, both as the parameter's type shows them."""
         if self.verify is not None:
             self.verify()
-        yield from self.deltas_of(self._plan, base)
+        yield from self.deltas_of(self._blocks, base)
 
-    def deltas_of(self, plan: Sequence[VectorSlice], base: Values) -> Iterator[tuple[int, Values]]:
-        """Yield the same of some pieces."""
+    def deltas_of(self, blocks: Sequence[VectorSlice], base: Values) -> Iterator[tuple[int, Values]]:
+        """Yield the same of some blocks."""
         if self._on_device is None and self._devices:
             self._on_device = self._device_is_faster(base)
-        yield from self._deltas(base, on_device=bool(self._on_device), plan=plan)
+        yield from self._deltas(base, on_device=bool(self._on_device), blocks=blocks)
 
     def _device_is_faster(self, base: Values) -> bool:
-        """Make one piece on the host and one on the device, and time them; before that once each for the memory that it
+        """Make one block on the host and one on the device, and time them; before that once each for the memory that it
         takes. The result is the same to the bit.
         """
         seconds = []
@@ -148,7 +148,7 @@ class ModelParameters(Parameters):
             for turn in range(2):
                 self._staging.wait(turn)
             deltas = self._deltas(base, on_device=on_device)
-            if len(self._plan) > 1:
+            if len(self._blocks) > 1:
                 next(deltas)  # it begins two, each later one begins one
             started = time.perf_counter()
             next(deltas, None)
@@ -156,13 +156,13 @@ class ModelParameters(Parameters):
         return seconds[3] < seconds[2]
 
     def _deltas(
-        self, base: Values, *, on_device: bool, plan: Sequence[VectorSlice] | None = None
+        self, base: Values, *, on_device: bool, blocks: Sequence[VectorSlice] | None = None
     ) -> Iterator[tuple[int, Values]]:
         whole = torch.from_numpy(base)
-        for piece, found, room in self._walk(
-            self._plan if plan is None else plan, residuals=False, base=whole if on_device else None
+        for block, found, room in self._walk(
+            self._blocks if blocks is None else blocks, residuals=False, base=whole if on_device else None
         ):
-            ours = whole[piece.here]
+            ours = whole[block.here]
             for part, values, _ in found:
                 before = ours[part.here]
                 if on_device and self.entries[part.entry].tensor.device != _HOST:
@@ -171,26 +171,26 @@ class ModelParameters(Parameters):
                     torch.sub(values, before, out=room[part.here])
                 else:
                     _narrow_delta(values, before, room[part.here])
-            yield piece.begin, room[: piece.count].numpy()
+            yield block.begin, room[: block.count].numpy()
 
     def fill(self, values: Values) -> None:
         """Copy, rounded to nearest, ties to even."""
-        self.fill_pieces(self._plan, values)
+        self.fill_blocks(self._blocks, values)
 
-    def fill_pieces(self, plan: Sequence[VectorSlice], values: Values) -> None:
-        """Copy some pieces of `values`, (n,)."""
-        self._put(plan, torch.from_numpy(values), _set)
+    def fill_blocks(self, blocks: Sequence[VectorSlice], values: Values) -> None:
+        """Copy some blocks of `values`, (n,)."""
+        self._put(blocks, torch.from_numpy(values), _set)
 
     def subtract(self, difference: Values) -> None:
         """Subtract on the parameters' own device, in float32."""
-        self._put(self._plan, torch.from_numpy(difference), _subtract)
+        self._put(self._blocks, torch.from_numpy(difference), _subtract)
 
     def keep_exact(self) -> None:
         """Keep what rounding leaves out; it costs nothing for float32."""
         self._exact = True
 
     def part(self, offset: int, count: int) -> ModelParameters:
-        """Return the tensors that lie there, with the memory for pieces that these have; none may be cut."""
+        """Return the tensors that lie there, with the memory for blocks that these have; none may be cut."""
         inside = {entry.names: entry.tensor for entry in self.entries if offset <= entry.offset < offset + count}
         part = ModelParameters(inside, self.verify)
         part.origin = offset
@@ -221,12 +221,12 @@ class ModelParameters(Parameters):
         return {entry.tensor.device for entry in self.entries} - {_HOST}
 
     def _walk(
-        self, plan: Sequence[VectorSlice], *, residuals: bool = True, base: torch.Tensor | None = None
+        self, blocks: Sequence[VectorSlice], *, residuals: bool = True, base: torch.Tensor | None = None
     ) -> Iterator[tuple[VectorSlice, list[_Found], torch.Tensor]]:
-        """Yield each piece, what is in it, in host memory, and room for the float32 values that it becomes. The piece
+        """Yield each block, what is in it, in host memory, and room for the float32 values that it becomes. The block
         after it is on its way meanwhile. With `base` what is on a device comes as its delta, float32.
         """
-        if not plan:
+        if not blocks:
             return  # a rank that has no part of anything
         self._scratch_memory()
         flat = _Flat(self.entries)
@@ -236,21 +236,21 @@ class ModelParameters(Parameters):
         def fetch(turn: int) -> None:
             found = []
             self._staging.wait(turn)  # what was done before this walk may still copy from the room, on another device
-            for part in plan[turn].parts:
+            for part in blocks[turn].parts:
                 residual = self._residuals.get(part.entry) if residuals else None
-                before = None if base is None else base[plan[turn].here][part.here]
+                before = None if base is None else base[blocks[turn].here][part.here]
                 found.append(self._fetch(turn, part, flat, residual, before))
             coming.append(found)
 
         fetch(0)
-        for turn, piece in enumerate(plan):
-            if turn + 1 < len(plan):
+        for turn, block in enumerate(blocks):
+            if turn + 1 < len(blocks):
                 fetch(turn + 1)
             self._staging.wait(turn)
             room = self._scratch[turn % len(self._scratch)]
-            for gap in piece.gaps:
+            for gap in block.gaps:
                 room[gap] = 0.0
-            yield piece, coming.pop(0), room
+            yield block, coming.pop(0), room
 
     def _fetch(
         self, turn: int, part: _Part, flat: _Flat, residual: torch.Tensor | None, before: torch.Tensor | None
@@ -275,36 +275,36 @@ class ModelParameters(Parameters):
                 room[count:].copy_(rest, non_blocking=True)
         return part, room[:count], None if rest is None else room[count:]
 
-    def _put(self, plan: Sequence[VectorSlice], vector: torch.Tensor, change: _Change) -> None:
-        """Change the parameters by a float32 vector, piece by piece, each on its own device."""
+    def _put(self, blocks: Sequence[VectorSlice], vector: torch.Tensor, change: _Change) -> None:
+        """Change the parameters by a float32 vector, block by block, each on its own device."""
         staging = self._staging
         straight = vector.data_ptr() in self._locked
-        last = {part.entry: part for piece in plan for part in piece.parts}
+        last = {part.entry: part for block in blocks for part in block.parts}
         for number in last:
             self._residual(number)  # made before `begin`, which orders what follows behind it
         staging.begin(self._devices)
         try:
-            self._put_pieces(plan, vector, change, last, straight)
+            self._put_blocks(blocks, vector, change, last, straight)
         finally:
             staging.end(self._devices)
             if straight:  # the caller may change it as soon as this returns
                 for turn in range(2):
                     staging.wait(turn)
 
-    def _put_pieces(
+    def _put_blocks(
         self,
-        plan: Sequence[VectorSlice],
+        blocks: Sequence[VectorSlice],
         vector: torch.Tensor,
         change: _Change,
         last: Mapping[int, _Part],
         straight: bool,
     ) -> None:
         staging, flat = self._staging, _Flat(self.entries)
-        for turn, piece in enumerate(plan):
+        for turn, block in enumerate(blocks):
             staging.wait(turn)
-            for part in piece.parts:
+            for part in block.parts:
                 ends = last[part.entry] is part
-                tensor, given = self.entries[part.entry].tensor, vector[piece.here][part.here]
+                tensor, given = self.entries[part.entry].tensor, vector[block.here][part.here]
                 residual = self._residual(part.entry)
                 rest = None if residual is None else residual[part.low : part.high]
                 if tensor.device == _HOST:
@@ -333,7 +333,7 @@ class ModelParameters(Parameters):
 
 def _narrow_delta(values: torch.Tensor, base: torch.Tensor, out: torch.Tensor) -> None:
     """Set `out` to values - base, both as the type of `values` shows them. By blocks: the memory in between is new each
-    time, and of a whole piece it would cost more than the arithmetic.
+    time, and of a whole block it would cost more than the arithmetic.
     """
     for at in range(0, len(values), _BLOCK):
         here = slice(at, at + _BLOCK)
@@ -401,17 +401,17 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
     return table, tuple(TensorEntry(names, tensor, info.offset // 4) for (names, tensor), info in infos)
 
 
-def _pieces(entries: Sequence[TensorEntry], start: int, stop: int) -> Iterator[VectorSlice]:
+def _blocks_of(entries: Sequence[TensorEntry], start: int, stop: int) -> Iterator[VectorSlice]:
     first = 0
-    for begin in range(start, stop, PIECE_ELEMENTS):
-        end = min(begin + PIECE_ELEMENTS, stop)
+    for begin in range(start, stop, BLOCK_ELEMENTS):
+        end = min(begin + BLOCK_ELEMENTS, stop)
         parts, gaps, at = [], [], 0
         for index in range(first, len(entries)):
             entry = entries[index]
             if entry.offset >= end:
                 break
             low, high = max(begin - entry.offset, 0), min(end - entry.offset, entry.count)
-            if high <= low:  # it ended in the piece before
+            if high <= low:  # it ended in the block before
                 first = index + 1
                 continue
             part = _Part(index, low, high, entry.offset + low - begin)

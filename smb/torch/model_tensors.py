@@ -15,7 +15,7 @@ import torch
 
 from smb.errors import Error, InvalidArgumentError
 from smb.torch.model_parameters import TensorEntry, check, check_apart, lay_out
-from smb.torch.pieces import is_sharded, local_of
+from smb.torch.tensor_slices import is_sharded, local_of
 from smb.torch.tensor_values import changing, is_extra_state, lasting, plain
 from smb.train.parameters import Values
 

@@ -25,10 +25,10 @@ from smb.relay.reader_source import Nearest
 from smb.spi import session_of
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state
-from smb.torch.pieces import Piece, is_sharded, local_of, piece_of, piece_of_slices, whole
 from smb.torch.ranks import Ranks
 from smb.torch.shard_writer import ShardWriter, check_same, ranks_of
 from smb.torch.state_bytes import PartBytes, ReadBytes, StateBytes
+from smb.torch.tensor_slices import TensorSlice, checked_slice, is_sharded, local_of, slice_of, whole
 from smb.torch.tensor_values import changing, check_dense, is_expanded, is_extra_state, lasting
 from smb.train.group import METADATA
 
@@ -338,7 +338,7 @@ class Follower:
                     f"{asked}: it is published with deltas={deltas}, which are of whole tensors; leave placements= "
                     f"out, or publish without deltas="
                 )
-            self._memory = PartBytes(buffer.table, self._pieces(asked, placements))
+            self._memory = PartBytes(buffer.table, self._slices_of(asked, placements))
         elif deltas:
             self._memory = state = StateBytes(buffer)
             self._reader = DeltaReader(client, buffer, self._nearest, state, deltas, max(timeout, 10.0))
@@ -356,10 +356,10 @@ class Follower:
         """The mirror from which generations come now; "" if they come from the state's own buffer. No call."""
         return self._nearest.mirror_name if self._reader is None else self._reader.mirror_name
 
-    def _pieces(self, asked: str, placements: Placements) -> dict[str, Piece]:
+    def _slices_of(self, asked: str, placements: Placements) -> dict[str, TensorSlice]:
         """Return which part of each stored tensor is read. Raises InvalidArgumentError."""
         given = plain_state(placements) if isinstance(placements, torch.nn.Module) else placements
-        pieces: dict[str, Piece] = {}
+        parts: dict[str, TensorSlice] = {}
         for name, each in given.items():
             first = self._about["tied"].get(name, name)
             if first not in self.buffer.table:
@@ -368,14 +368,14 @@ class Follower:
                 raise InvalidArgumentError(f"{asked}: placements= has {name!r}, which is not published there")
             shape = self.buffer.table[first].shape
             if not isinstance(each, torch.Tensor):
-                piece = piece_of_slices(asked, name, each, shape)
+                part = checked_slice(asked, name, each, shape)
             elif tuple(each.shape) != shape:
                 raise InvalidArgumentError(f"{asked}: {name} is {tuple(each.shape)} in placements=, {shape} there")
             else:
-                piece = piece_of(name, each) or whole(local_of(each).shape)  # of no elements
-            if pieces.setdefault(first, piece) != piece:
+                part = slice_of(name, each) or whole(local_of(each).shape)  # of no elements
+            if parts.setdefault(first, part) != part:
                 raise InvalidArgumentError(f"{asked}: {name} and {first} are one tensor, and placements= differ")
-        return pieces
+        return parts
 
     @property
     def latest(self) -> int:

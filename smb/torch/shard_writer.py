@@ -22,9 +22,9 @@ from smb.call.versions import Publication
 from smb.errors import APPLIED, NOT_APPLIED, CallOutcome, Error, InvalidArgumentError, UnavailableError
 from smb.pins import PIN_S_MAX
 from smb.spi import versions_of
-from smb.torch.pieces import Piece, is_sharded, local_of, piece_of
 from smb.torch.ranks import Ranks, world
 from smb.torch.state_bytes import PartBytes
+from smb.torch.tensor_slices import TensorSlice, is_sharded, local_of, slice_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,18 +67,18 @@ class ShardWriter:
         self._ranks = ranks
         self._kept: Exception | None = None  # what taking the state failed with: the others are told
         with ranks.agreed():
-            pieces = {name: piece_of(name, tensor) for name, tensor in tensors.items()}
+            parts = {name: slice_of(name, tensor) for name, tensor in tensors.items()}
             # One that is no DTensor may differ between ranks (running statistics): the speaker's counts.
             apart = {name for name, tensor in tensors.items() if not is_sharded(tensor)}
-        everywhere = ranks.gather(pieces)
-        mine: dict[str, Piece] = {}
-        for number, (name, piece) in enumerate(pieces.items()):
-            if piece is None:
+        everywhere = ranks.gather(parts)
+        mine: dict[str, TensorSlice] = {}
+        for number, (name, part) in enumerate(parts.items()):
+            if part is None:
                 continue
-            holders = [rank for rank, each in enumerate(everywhere) if each[name] == piece]
+            holders = [rank for rank, each in enumerate(everywhere) if each[name] == part]
             # Of those who have the same, one writes it: by turns.
             if ranks.rank == (0 if name in apart else holders[number % len(holders)]):
-                mine[name] = piece
+                mine[name] = part
         self._memory = PartBytes(buffer.table, mine)
 
     @property

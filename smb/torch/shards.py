@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
 from smb.torch.model_parameters import ModelParameters, TensorEntry, check, lay_out
-from smb.torch.pieces import Piece, local_of, piece_of, runs_of
+from smb.torch.tensor_slices import TensorSlice, local_of, runs_of, slice_of
 from smb.train.ledger import Run, Values
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _READS_MAX = 16  # under way at once, of a rank whose shards lie in many places
 class ShardParameters(ModelParameters):
     """This rank's part of the trained parameters, and its offsets in the group's buffers.
 
-    If several ranks have the same piece, one of them reads and writes it, and gives it to the others. So all replicas
-    of a piece are equal, whatever others write meanwhile.
+    If several ranks have the same part, one of them reads and writes it, and gives it to the others. So all replicas
+    of a part are equal, whatever others write meanwhile.
     """
 
     def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
@@ -49,10 +49,10 @@ class ShardParameters(ModelParameters):
             TensorEntry(names, tensor, info.offset // 4)
             for (names, tensor), info in zip(tensors.items(), self.whole.values(), strict=True)
         )
-        self.pieces_here: list[Piece | None] = [piece_of(names[0], tensor) for names, tensor in tensors.items()]
+        self.slices_here: list[TensorSlice | None] = [slice_of(names[0], tensor) for names, tensor in tensors.items()]
         self._runs: list[list[Run]] = [
-            list(_runs(entry, piece, info.shape, info.offset // 4))
-            for entry, piece, info in zip(self.entries, self.pieces_here, self.whole.values(), strict=True)
+            list(_runs(entry, part, info.shape, info.offset // 4))
+            for entry, part, info in zip(self.entries, self.slices_here, self.whole.values(), strict=True)
         ]
         self.replicated = False
         self._owned = tuple(run for runs in self._runs for run in runs)
@@ -61,15 +61,15 @@ class ShardParameters(ModelParameters):
 
     def meet(self, ranks: Ranks) -> None:
         """Find out which ranks have the same as this one. With all of them."""
-        pieces = ranks.gather(self.pieces_here)
+        of_ranks = ranks.gather(self.slices_here)
         owned: list[Run] = []
         for number, (entry, runs) in enumerate(zip(self.entries, self._runs, strict=True)):
-            everywhere = [each[number] for each in pieces if each[number] is not None]
+            everywhere = [each[number] for each in of_ranks if each[number] is not None]
             self.replicated |= len(everywhere) > len(set(everywhere))
-            mine = self.pieces_here[number]
+            mine = self.slices_here[number]
             if mine is None:
                 continue
-            holders = [rank for rank, each in enumerate(pieces) if each[number] == mine]
+            holders = [rank for rank, each in enumerate(of_ranks) if each[number] == mine]
             owner = holders[number % len(holders)]  # by turns: each sends its part
             taken = slice(entry.offset, entry.offset + entry.count)
             if owner != ranks.rank:
@@ -127,23 +127,23 @@ class ShardParameters(ModelParameters):
         finally:
             wait(under_way)  # the memory is in use until then
 
-    def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, Run]]:
+    def parts(self, block: Values, begin: int) -> Iterator[tuple[Values, Run]]:
         """Yield those that are this rank's to write."""
         for run in self._owned:
-            low, high = max(run.here, begin), min(run.here + run.count, begin + piece.size)
+            low, high = max(run.here, begin), min(run.here + run.count, begin + block.size)
             if low < high:
-                yield piece[low - begin : high - begin], Run(low, run.there + low - run.here, high - low)
+                yield block[low - begin : high - begin], Run(low, run.there + low - run.here, high - low)
 
     def store(self, weights: Buffer) -> None:
         """Write them, exact."""
-        for begin, piece in self.pieces():
-            if not np.isfinite(piece).all():
+        for begin, block in self.blocks():
+            if not np.isfinite(block).all():
                 raise InvalidArgumentError(f"join of training {weights.name!r}: the first values are not finite")
-            for part, run in self.parts(piece, begin):
+            for part, run in self.parts(block, begin):
                 weights.write(part, run.there, wire="exact")
 
 
-def _runs(entry: TensorEntry, piece: Piece | None, shape: tuple[int, ...], start: int) -> Iterator[Run]:
+def _runs(entry: TensorEntry, part: TensorSlice | None, shape: tuple[int, ...], start: int) -> Iterator[Run]:
     """Where a shard lies in the group's vector, in which its whole tensor begins at `start`."""
-    for run in runs_of(piece, shape) if piece is not None else ():
+    for run in runs_of(part, shape) if part is not None else ():
         yield Run(entry.offset + run.here, start + run.there, run.count)

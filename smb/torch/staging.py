@@ -1,6 +1,6 @@
-"""Pieces of tensors on their way between a device and host memory: two rooms of a fixed size that take turns.
+"""Blocks of tensors on their way between a device and host memory: two rooms of a fixed size that take turns.
 
-If the device has streams, copies go by a stream of their own, from and to pinned memory: one piece is copied while
+If the device has streams, copies go by a stream of their own, from and to pinned memory: one block is copied while
 another one is computed with. An event says when a room's copies are done; the device's own work waits for the stream
 before it uses what was copied to it.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from smb.torch.tensor_values import lasting
-from smb.train.parameters import PIECE_ELEMENTS
+from smb.train.parameters import BLOCK_ELEMENTS
 
 _ITEM_BYTES = 4  # room for an element, whatever its type
 
@@ -22,7 +22,7 @@ class Staging:
     """The two rooms, and a stream for each device. `elements`: how many a room holds at most. One thread at a time."""
 
     def __init__(self, elements: int) -> None:
-        self._elements = min(elements, PIECE_ELEMENTS)
+        self._elements = min(elements, BLOCK_ELEMENTS)
         self._rooms: list[torch.Tensor] = []  # bytes; made when they are needed first
         self._streams: dict[torch.device, torch.Stream | None] = {}
         self._done: list[dict[torch.device, torch.Event]] = [{}, {}]

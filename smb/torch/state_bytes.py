@@ -15,7 +15,7 @@ from smb.errors import NotFoundError
 from smb.spi import versions_of
 from smb.tensors import ALIGNMENT_BYTES, TensorInfo
 from smb.torch.page_lock import page_lock
-from smb.torch.pieces import Piece, runs_of, shape_of
+from smb.torch.tensor_slices import TensorSlice, runs_of, shape_of
 from smb.torch.tensor_values import lasting, plain
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class StateBytes(_Memory):
             for name, tensor in given.items():
                 self.tensors[name].copy_(tensor)
 
-    def pieces(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, int, object]]:
+    def memories(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, int, object]]:
         """Yield (first byte, address, bytes, owner) of such tensors; not of the host's memory they are copied there."""
         for name, tensor in given.items():
             info = self._infos[name]
@@ -92,26 +92,26 @@ class StateBytes(_Memory):
 class PartBytes(_Memory):
     """Parts of a state's tensors, and where they lie in its buffer."""
 
-    def __init__(self, table: Mapping[str, TensorInfo], pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, table: Mapping[str, TensorInfo], slices: Mapping[str, TensorSlice]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._table = table
         self._slices: dict[str, slice] = {}  # in `bytes`
         # (first byte in the buffer, bytes, first byte of the part)
         self._runs: dict[str, list[tuple[int, int, int]]] = {}
         end = 0
-        for name, piece in pieces.items():
+        for name, part in slices.items():
             itemsize = table[name].dtype.itemsize
             start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            end = start + math.prod(shape_of(piece)) * itemsize
+            end = start + math.prod(shape_of(part)) * itemsize
             self._slices[name] = slice(start, end)
             self._runs[name] = [
                 (table[name].offset + run.there * itemsize, run.count * itemsize, run.here * itemsize)
-                for run in runs_of(piece, table[name].shape)
+                for run in runs_of(part, table[name].shape)
             ]
         self.nbytes: int = sum(part.stop - part.start for part in self._slices.values())
         self.bytes = np.zeros(end, np.uint8)
-        for name, piece in pieces.items():
-            self.tensors[name] = as_torch(self.bytes[self._slices[name]], table[name].dtype, shape_of(piece))
+        for name, part in slices.items():
+            self.tensors[name] = as_torch(self.bytes[self._slices[name]], table[name].dtype, shape_of(part))
 
     @property
     def ranges(self) -> Iterator[tuple[int, int, Any]]:

@@ -28,9 +28,9 @@ def cut(size: int, starts: Sequence[int], fragments: int, asked: str) -> tuple[S
     `starts`: where tensors begin, ascending, the first at 0; empty where there are none: then any element may be the
     first of a fragment. Raises InvalidArgumentError, whose message begins with `asked`.
     """
-    pieces, what = (len(starts), "tensors") if starts else (size, "elements")
-    if fragments > pieces:
-        raise InvalidArgumentError(f"{asked}: fragments={fragments}, and the model has {pieces} {what}")
+    units, what = (len(starts), "tensors") if starts else (size, "elements")
+    if fragments > units:
+        raise InvalidArgumentError(f"{asked}: fragments={fragments}, and the model has {units} {what}")
     if starts:
         bounds = [*_whole_tensors([*starts, size], fragments), size]
     else:

@@ -97,7 +97,8 @@ class Check(Protocol):
 
 @dataclass
 class Norm:
-    """The figures that guards check, gathered by pieces: the sum of the squares, and how many values are not finite."""
+    """The figures that guards check, gathered block by block: the sum of the squares, and the number of values that are
+    not finite."""
 
     count: int = 0
     square: float = 0.0  # of the finite ones
@@ -109,17 +110,17 @@ class Norm:
         self.square += other.square
         self.bad += other.bad
 
-    def add(self, piece: Values) -> None:
-        """Take one more piece of the contribution, float32 (n,)."""
-        self.count += piece.size
+    def add(self, values: Values) -> None:
+        """Take one more block of the contribution, float32 (n,)."""
+        self.count += values.size
         with np.errstate(over="ignore", invalid="ignore"):
-            square: Any = np.dot(piece, piece)
+            square: Any = np.dot(values, values)
         if math.isfinite(square):
             self.square += float(square)
             return
         # A value is not finite; or float32 has overflown, as it does from 1.8e19 on.
-        for at in range(0, piece.size, _BLOCK):
-            block = piece[at : at + _BLOCK].astype(np.float64)
+        for at in range(0, values.size, _BLOCK):
+            block = values[at : at + _BLOCK].astype(np.float64)
             finite = np.isfinite(block)
             self.bad += int(np.count_nonzero(~finite))
             block[~finite] = 0.0

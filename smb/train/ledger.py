@@ -5,7 +5,7 @@
     rest      that alone, where the next contribution is noted before it is known whether this one counts; else in due
     landing   what was read, or came back, and is not taken over yet
     left      runs of `due` that are to be added; failed: those whose call failed, and whose outcome was not asked for
-    written   pieces of `due` that count once `count` is called: less what rounding leaves of them
+    written   blocks of `due` that count once `count` is called: less what rounding leaves of them
 
 Invariant, for each element: all that was done = what arrived + due (or rest) + (parameters - base).
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Values: TypeAlias = NDArray[np.float32]
 
-PIECE_ELEMENTS = 1 << 22  # 16 MiB: a call's fixed costs do not count, and two of them are little beside a model
+BLOCK_ELEMENTS = 1 << 22  # 16 MiB: a call's fixed costs do not count, and two of them are little beside a model
 NOTHING: Values = np.empty(0, np.float32)
 
 
@@ -48,10 +48,10 @@ class Run:
         return slice(self.here, self.here + self.count)
 
     def cut(self) -> Iterator[Run]:
-        """Yield its pieces. They end where chunks of the group's buffers do: each is rounded as in a call of all."""
+        """Yield its blocks. They end where chunks of the group's buffers do: each is rounded as in a call of all."""
         here, there, end = self.here, self.there, self.there + self.count
         while there < end:
-            count = min(end, (there // PIECE_ELEMENTS + 1) * PIECE_ELEMENTS) - there
+            count = min(end, (there // BLOCK_ELEMENTS + 1) * BLOCK_ELEMENTS) - there
             yield Run(here, there, count)
             here, there = here + count, there + count
 
@@ -116,7 +116,7 @@ class Ledger:
         left, failed = deque(runs), deque[tuple[Run, BaseException]]()
         written = deque[tuple["Buffer", Run]]()
         if buffer is not None:
-            written.extend((buffer, piece) for run in left for piece in run.cut())
+            written.extend((buffer, block) for run in left for block in run.cut())
         self.left, self.failed, self.written = left, failed, written
 
     def add(self, add: Callable[[Run], None]) -> None:
@@ -140,7 +140,7 @@ class Ledger:
     def count(self) -> None:
         """All that was written counts: what rounding leaves of it is due. May be called again where it was broken off.
 
-        The pieces go one by one: Ctrl-C in between takes nothing off twice.
+        The blocks go one by one: Ctrl-C in between takes nothing off twice.
         """
         while self.written:
             buffer, run = self.written[-1]

@@ -1,6 +1,6 @@
-"""A worker's trained values, wherever they are: n float32 values that schemes move by pieces, and never hold.
+"""A worker's trained values, wherever they are: n float32 values that schemes move by blocks, and never hold.
 
-A scheme keeps what it needs of them in host memory of its own (smb/train/exchange/). The pieces make up the group's
+A scheme keeps what it needs of them in host memory of its own (smb/train/exchange/). The blocks make up the group's
 vector: all trained values, in one order, float32.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from smb.errors import InvalidArgumentError
-from smb.train.ledger import PIECE_ELEMENTS, Run, Values
+from smb.train.ledger import BLOCK_ELEMENTS, Run, Values
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from smb.train.exchange.mover import Mover
     from smb.train.group import Group
 
-__all__ = ["PIECE_ELEMENTS", "ArrayParameters", "Parameters", "Values", "scratch"]
+__all__ = ["BLOCK_ELEMENTS", "ArrayParameters", "Parameters", "Values", "scratch"]
 
 
 class Parameters(ABC):
@@ -35,7 +35,7 @@ class Parameters(ABC):
     in_ranks: ClassVar[bool] = False  # several processes, which are one worker, have them; this one speaks for all
 
     @abstractmethod
-    def pieces(self) -> Iterator[tuple[int, Values]]:
+    def blocks(self) -> Iterator[tuple[int, Values]]:
         """Yield (begin, values from there on), in order. Leave them alone; they are good until the next is asked for.
 
         As exact as they are kept: see keep_exact.
@@ -45,7 +45,7 @@ class Parameters(ABC):
     def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
         """Yield (begin, what was done from there on), in order, since the values were filled with `base`, (n,).
 
-        A piece is the caller's until the next but one is asked for: one can be sent while the next is made.
+        A block is the caller's until the next but one is asked for: one can be sent while the next is made.
         """
 
     @abstractmethod
@@ -72,22 +72,22 @@ class Parameters(ABC):
 
     def store(self, weights: Buffer) -> None:
         """Write the present values, exact. Raises InvalidArgumentError if they are not finite."""
-        for begin, piece in self.pieces():
-            if not np.isfinite(piece).all():
+        for begin, block in self.blocks():
+            if not np.isfinite(block).all():
                 raise InvalidArgumentError(f"join of training {weights.name!r}: the first values are not finite")
-            weights.write(piece, self.origin + begin, wire="exact")
+            weights.write(block, self.origin + begin, wire="exact")
 
     def read(self, buffer: Buffer, out: Values) -> None:
         """Read what is theirs of a buffer, exact, into `out`, (n,)."""
         buffer.read(self.origin, self.size, out=out, wire="exact")
 
-    def write(self, buffer: Buffer, piece: Values, begin: int) -> list[Future[Any]]:
-        """Begin to write what is this process's to write of a piece, by the buffer's wire."""
-        return [buffer.write_async(part, run.there) for part, run in self.parts(piece, begin)]
+    def write(self, buffer: Buffer, block: Values, begin: int) -> list[Future[Any]]:
+        """Begin to write what is this process's to write of a block, by the buffer's wire."""
+        return [buffer.write_async(part, run.there) for part, run in self.parts(block, begin)]
 
-    def parts(self, piece: Values, begin: int) -> Iterator[tuple[Values, Run]]:
-        """Yield what is this process's to write of a piece, and where that is."""
-        yield piece, Run(begin, self.origin + begin, piece.size)
+    def parts(self, block: Values, begin: int) -> Iterator[tuple[Values, Run]]:
+        """Yield what is this process's to write of a block, and where that is."""
+        yield block, Run(begin, self.origin + begin, block.size)
 
     @property
     def runs(self) -> Sequence[Run]:
@@ -128,16 +128,16 @@ class ArrayParameters(Parameters):
         self._values = values
         self._scratch: list[Values] = []
 
-    def pieces(self) -> Iterator[tuple[int, Values]]:
+    def blocks(self) -> Iterator[tuple[int, Values]]:
         """Yield parts of the array itself."""
-        for begin in range(0, self.size, PIECE_ELEMENTS):
-            yield begin, self._values[begin : begin + PIECE_ELEMENTS]
+        for begin in range(0, self.size, BLOCK_ELEMENTS):
+            yield begin, self._values[begin : begin + BLOCK_ELEMENTS]
 
     def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
         """Yield values - base."""
         if not self._scratch:
             self._scratch = scratch(self.size)
-        for (begin, values), room in zip(self.pieces(), cycle(self._scratch), strict=False):
+        for (begin, values), room in zip(self.blocks(), cycle(self._scratch), strict=False):
             yield begin, np.subtract(values, base[begin : begin + values.size], out=room[: values.size])
 
     def fill(self, values: Values) -> None:
@@ -162,5 +162,5 @@ class ArrayParameters(Parameters):
 
 
 def scratch(size: int) -> list[Values]:
-    """Return memory for pieces that take turns: two, or one where there is but one piece."""
-    return [np.zeros(min(size, PIECE_ELEMENTS), np.float32) for _ in range(2 if size > PIECE_ELEMENTS else 1)]
+    """Return memory for blocks that take turns: two, or one where there is but one block."""
+    return [np.zeros(min(size, BLOCK_ELEMENTS), np.float32) for _ in range(2 if size > BLOCK_ELEMENTS else 1)]

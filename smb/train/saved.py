@@ -37,7 +37,7 @@ from smb.train import member_table as t
 from smb.train.exchange.closing import momentum_name, state_slot, step_name
 from smb.train.fragments import Span
 from smb.train.guards import Guards
-from smb.train.parameters import PIECE_ELEMENTS
+from smb.train.parameters import BLOCK_ELEMENTS
 from smb.train.progress import progress_of
 from smb.train.scheme import Scheme, Values, is_number, is_whole, scheme_of
 
@@ -212,9 +212,9 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         digest = hashlib.sha256()
         for source in sources:
             for each in source.names:
-                for piece in _read(source.ranges, source.table[each]):
-                    digest.update(piece)
-                    file.write(piece)
+                for block in _read(source.ranges, source.table[each]):
+                    digest.update(block)
+                    file.write(block)
         file.seek(0)
         file.write(_header(placed, head_fields | {"sha256": digest.hexdigest()}))
         file.flush()
@@ -238,8 +238,8 @@ def _good_states(spans: tuple[Span, ...], number: int) -> Iterator[tuple[int, Sp
 def _read(ranges: tuple[tuple[Buffer, Span], ...], info: TensorInfo) -> Iterator[memoryview]:
     first, end = info.offset // 4, info.offset // 4 + info.size
     for buffer, (offset, count) in ranges:
-        for begin in range(max(first, offset), min(end, offset + count), PIECE_ELEMENTS):
-            length = min(PIECE_ELEMENTS, end - begin, offset + count - begin)
+        for begin in range(max(first, offset), min(end, offset + count), BLOCK_ELEMENTS):
+            length = min(BLOCK_ELEMENTS, end - begin, offset + count - begin)
             yield buffer.read(begin, length, wire="exact").view(np.uint8).data
 
 
@@ -365,8 +365,8 @@ def _stamp(file: IO[bytes]) -> tuple[int, int, int]:
 def _digest(file: IO[bytes], start: int) -> str:
     digest = hashlib.sha256()
     file.seek(start)
-    while piece := file.read(4 * PIECE_ELEMENTS):
-        digest.update(piece)
+    while block := file.read(4 * BLOCK_ELEMENTS):
+        digest.update(block)
     return digest.hexdigest()
 
 
@@ -419,8 +419,8 @@ def _make(
 
 def _fill(buffer: Buffer, offset: int, file: IO[bytes], begin: int, count: int) -> None:
     file.seek(begin)
-    for at in range(0, count, PIECE_ELEMENTS):
-        buffer.write(_next(file, min(PIECE_ELEMENTS, count - at)), offset + at, wire="exact")
+    for at in range(0, count, BLOCK_ELEMENTS):
+        buffer.write(_next(file, min(BLOCK_ELEMENTS, count - at)), offset + at, wire="exact")
 
 
 def _next(file: IO[bytes], count: int) -> Values:

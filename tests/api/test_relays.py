@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import smb
-from smb.relay.arrived import PIECES_MAX, Arrived, Pieces, bits_of
+from smb.relay.arrived import BLOCKS_MAX, Arrived, Blocks, bits_of
 from smb.relay.fill import Fill
 from smb.relay.mirror import Relay
 from smb.tools.cli.main import app
@@ -133,10 +133,10 @@ def test_a_mirror_that_was_overtaken_goes_on_without_the_coordinator(monkeypatch
     """The relay, here one of ours in place of the server's, gave up what it had open for a version that was gone."""
     overtaking: list[int] = []
 
-    def fill(pieces: Pieces, *given: Any) -> Fill:
+    def fill(blocks: Blocks, *given: Any) -> Fill:
         while overtaking:
             source.publish(generation(overtaking.pop(0)))
-        return Fill(pieces, *given)
+        return Fill(blocks, *given)
 
     with (
         smb.LocalCluster(servers=2, capacity="64MiB") as cluster,
@@ -259,12 +259,12 @@ def test_what_can_have_no_mirror_is_told_and_nothing_is_left(client: smb.Client)
 
 
 def test_words_of_what_arrived_are_read_as_written() -> None:
-    for bits in (0, 1, bits_of((0, 63, 64, PIECES_MAX - 1)), 2**PIECES_MAX - 1):
+    for bits in (0, 1, bits_of((0, 63, 64, BLOCKS_MAX - 1)), 2**BLOCKS_MAX - 1):
         assert Arrived.of(Arrived(7, 2, bits).to_words()) == Arrived(7, 2, bits)
     for nbytes in (1, 4096, 5 << 20, (1 << 32) + 12):
-        pieces = Pieces(nbytes, max(1, -(-nbytes // PIECES_MAX // 4096)) * 4096)
-        assert pieces.count <= PIECES_MAX
-        assert sum(pieces.range(piece)[1] for piece in range(pieces.count)) == nbytes
-        places = sorted(pieces.point(piece) for piece in range(pieces.count))
+        blocks = Blocks(nbytes, max(1, -(-nbytes // BLOCKS_MAX // 4096)) * 4096)
+        assert blocks.count <= BLOCKS_MAX
+        assert sum(blocks.range(block)[1] for block in range(blocks.count)) == nbytes
+        places = sorted(blocks.point(block) for block in range(blocks.count))
         gaps = np.diff([0.0, *places, 1.0])
-        assert gaps.max() < 3 / pieces.count + 1e-9 or pieces.count < 3  # evenly
+        assert gaps.max() < 3 / blocks.count + 1e-9 or blocks.count < 3  # evenly

@@ -23,7 +23,7 @@ _SIZE = 1 << 20  # float32 elements
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read is looked at after each chunk, as a slow one is."""
     monkeypatch.setattr(versions, "_LOOK_S", 0.0)
-    monkeypatch.setattr(versions, "_PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(versions, "_BLOCK_BYTES", 64 << 10)
 
 
 def _slow(buffer: smb.Buffer, monkeypatch: pytest.MonkeyPatch, between: Callable[[], Any]) -> list[int]:

@@ -31,7 +31,7 @@ from smb.config.settings import read_file
 from smb.config.untrusted import open_regular, parse_json, read_text
 from smb.files import copying
 from smb.files.checksums import Sums, state_of
-from smb.files.formats import header_bytes, plan_of
+from smb.files.formats import header_bytes, spec_of
 from smb.safetensors import parse_safetensors, safetensors_header
 from smb.security.credentials import load
 from smb.security.page_access import read_token
@@ -55,7 +55,7 @@ from smb.tools.plan.spec import read_spec
 
 def restored(path):
     with copying.LocalFile(path) as file:
-        return copying._plan(path.name, "x", file).name
+        return copying._spec(path.name, "x", file).name
 
 ways = {"restore": restored, "sums": Sums.of_file, "config": read_file, "plan": read_spec}
 ways["load"] = lambda path: saved._head(open(path, "rb"), path.name)
@@ -266,10 +266,10 @@ def test_the_largest_real_files_are_taken(tmp_path: Path) -> None:
         files[f"{name}.safetensors"] = ("restore", data)
     told = parsed(tmp_path, files, most=128 * MIB)
     assert told == {"bytes.safetensors": "taken: x.safetensors", "tensors.safetensors": "taken: x"}
-    plan = plan_of("x.safetensors", data[: header_bytes(data[:16])], len(data))
-    assert plan.tensors is not None
-    assert len(plan.tensors) == count
-    assert plan.view.pieces[0].header == data[: size + 8]
+    spec = spec_of("x.safetensors", data[: header_bytes(data[:16])], len(data))
+    assert spec.tensors is not None
+    assert len(spec.tensors) == count
+    assert spec.view.extents[0].header == data[: size + 8]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "directory", "loop", "nothing"])
@@ -429,12 +429,12 @@ def test_mutated_files_are_refused_or_taken() -> None:
         npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }\n", bytes(24)),
     )
     sums = json.dumps(SUMS) + "\n0123abcd\n"
-    assert plan_of("x.safetensors", tensors, len(tensors)).name == "x"
+    assert spec_of("x.safetensors", tensors, len(tensors)).name == "x"
     for _ in range(600):
         text = _mutated(rng, header[8:].decode()).encode()
         for data in (_spoilt(rng, tensors), safetensors_of(text, bytes(56)), _spoilt(rng, array)):
             for name in ("x.safetensors", "x.npy"):
-                plan_of(name, data, len(data))
+                spec_of(name, data, len(data))
         about = _mutated(rng, json.loads(training()[8:-16])["__metadata__"]["smb.train"])
         run = io.BytesIO(safetensors_of({"__metadata__": {"smb.train": about}, "values": entry([4], [0, 16])}))
         for read in (
@@ -552,15 +552,15 @@ def test_a_file_that_is_swapped_meanwhile(tmp_path: Path, client: smb.Client, mo
     """What was opened first is what is restored, whatever has its name by then."""
     path = tmp_path / "w.npy"
     np.save(path, np.arange(100.0))
-    plan = copying._plan
+    spec = copying._spec
 
     def swapped(*args: Any) -> Any:
-        found = plan(*args)
+        found = spec(*args)
         path.unlink()
         os.mkfifo(path)
         return found
 
-    monkeypatch.setattr(copying, "_plan", swapped)
+    monkeypatch.setattr(copying, "_spec", swapped)
     assert np.array_equal(copying.restore(client, path, "w").read(), np.arange(100.0))
 
 
@@ -570,4 +570,4 @@ def test_a_text_type_of_numpy_is_bytes(kind: str, is_array: bool) -> None:
     file = io.BytesIO()
     np.save(file, np.zeros((2, 3), np.float32))
     data = file.getvalue().replace(b"<f4", kind.encode())
-    assert (plan_of("x.npy", data, len(data)).name == "x") is is_array
+    assert (spec_of("x.npy", data, len(data)).name == "x") is is_array

@@ -44,7 +44,7 @@ LONG = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="every scheme w
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of a small model: tensors end and begin in the middle of them."""
     for module in (parameters, model_parameters, staging):
-        monkeypatch.setattr(module, "PIECE_ELEMENTS", 48)
+        monkeypatch.setattr(module, "BLOCK_ELEMENTS", 48)
     monkeypatch.setattr(model_parameters, "_BLOCK", 16)
     copies.clear()
 
@@ -196,9 +196,9 @@ def test_the_faster_way_is_measured(client: smb.Client, monkeypatch: pytest.Monk
     deltas = made._deltas
 
     def slowly(base: Any, *, on_device: bool, **plan: Any) -> Any:
-        for piece in deltas(base, on_device=on_device, **plan):
+        for block in deltas(base, on_device=on_device, **plan):
             now[0] += 1.0 if on_device else 2.0
-            yield piece
+            yield block
 
     monkeypatch.setattr(made, "_deltas", slowly)
     for _ in range(2):
@@ -377,8 +377,8 @@ def test_deltas_at_the_ends_of_a_type(dtype: torch.dtype) -> None:
         whole = np.empty(made.size, np.float32)
         room = np.zeros(made.size, np.float32)
         room[: len(base)] = base
-        for begin, piece in made._deltas(room, on_device=on_device):
-            whole[begin : begin + piece.size] = piece
+        for begin, block in made._deltas(room, on_device=on_device):
+            whole[begin : begin + block.size] = block
         found.append(whole)
     assert not np.isnan(found[0]).all()
     finite = ~np.isnan(found[0])  # NaNs are not alike on all processors, and guards refuse them
@@ -409,7 +409,7 @@ def test_what_a_walk_and_a_change_wait_for(monkeypatch: pytest.MonkeyPatch) -> N
 
     made._staging.__class__ = Told
     base = np.ones(made.size, np.float32)
-    for walk in (lambda: list(made.pieces()), lambda: list(made.deltas(base)), lambda: made.subtract(base)):
+    for walk in (lambda: list(made.blocks()), lambda: list(made.deltas(base)), lambda: made.subtract(base)):
         told.clear()
         walk()
         for index, event in enumerate(told):

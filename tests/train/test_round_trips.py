@@ -128,7 +128,7 @@ def test_parameters_are_the_callers_threads(
 
         return wrapper
 
-    for name in ("fill", "deltas", "pieces"):
+    for name in ("fill", "deltas", "blocks"):
         monkeypatch.setattr(ArrayParameters, name, noting(getattr(ArrayParameters, name)))
     crew = Crew(lambda: connect("tcp"), 2, scheme)
     for _ in range(3):

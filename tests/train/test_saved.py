@@ -280,8 +280,8 @@ def test_a_path_that_is_not_there_is_told_in_a_line(
 @pytest.mark.parametrize(("scheme", "copies"), [(DiLoCo(every=1), 1.0), (smb.train.EASGD(every=1), 1.0)])
 def test_host_memory_of_a_scheme(connect: Connect, monkeypatch: pytest.MonkeyPatch, scheme: Any, copies: float) -> None:
     """Beside the values: one array of their size, and pieces of a fixed size, while it joins, exchanges and leaves."""
-    piece = 1 << 16
-    monkeypatch.setattr(parameters, "PIECE_ELEMENTS", piece)
+    block = 1 << 16
+    monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", block)
     client, values = connect(), np.zeros(3 << 20, np.float32)
     tracemalloc.start()
     try:
@@ -293,7 +293,7 @@ def test_host_memory_of_a_scheme(connect: Connect, monkeypatch: pytest.MonkeyPat
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak <= copies * values.nbytes + 4 * 4 * piece + (1 << 20)
+    assert peak <= copies * values.nbytes + 4 * 4 * block + (1 << 20)
 
 
 def test_a_saved_file_goes_into_a_model_without_us(client: smb.Client, tmp_path: Path) -> None:

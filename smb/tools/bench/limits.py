@@ -54,14 +54,14 @@ class SocketLimit:
         if operation != "accumulate":  # for fetch_add too: 8 bytes there, an answer back
             return {"bare socket": self._telling(peer.WRITE, array, stack)}
         calls: Contenders = {"bare socket, add": self._telling(peer.ADD_WHOLE, array, stack)}
-        if array.nbytes > peer.PIECE_BYTES:
-            calls["bare socket, add pieces"] = self._telling(peer.ADD_PIECES, array, stack)
+        if array.nbytes > peer.BLOCK_BYTES:
+            calls["bare socket, add pieces"] = self._telling(peer.ADD_BLOCKS, array, stack)
         return calls
 
     def _connect(self, mode: int, nbytes: int, stack: ExitStack) -> socket.socket:
         connection = stack.enter_context(socket.create_connection(self._address))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(peer.PLAN.pack(mode, nbytes))
+        connection.sendall(peer.COMMAND.pack(mode, nbytes))
         return connection
 
     def _telling(self, mode: int, array: Array, stack: ExitStack) -> Callable[[], object]:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-PLAN = struct.Struct("<BQ")
-WRITE, READ, ADD_WHOLE, ADD_PIECES = range(4)
-PIECE_BYTES = 256 * 1024
+COMMAND = struct.Struct("<BQ")
+WRITE, READ, ADD_WHOLE, ADD_BLOCKS = range(4)
+BLOCK_BYTES = 256 * 1024
 _BYTE = b"\1"
 
 
@@ -44,9 +44,9 @@ def serve(listener: socket.socket) -> None:
 def _serve_connection(connection: socket.socket) -> None:
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plan = bytearray(PLAN.size)
-        if receive_into(connection, memoryview(plan)):
-            _answer(connection, *PLAN.unpack(plan))
+        command = bytearray(COMMAND.size)
+        if receive_into(connection, memoryview(command)):
+            _answer(connection, *COMMAND.unpack(command))
 
 
 def _answer(connection: socket.socket, mode: int, nbytes: int) -> None:
@@ -60,19 +60,19 @@ def _answer(connection: socket.socket, mode: int, nbytes: int) -> None:
     rounds: dict[int, Callable[[], bool]] = {
         WRITE: lambda: receive_into(connection, target.data.cast("B")),
         ADD_WHOLE: _adder(connection, target, nbytes),
-        ADD_PIECES: _adder(connection, target, PIECE_BYTES),
+        ADD_BLOCKS: _adder(connection, target, BLOCK_BYTES),
     }
     while rounds[mode]():
         connection.sendall(_BYTE)
 
 
-def _adder(connection: socket.socket, target: NDArray[np.float32], piece_bytes: int) -> Callable[[], bool]:
-    piece_count = max(1, piece_bytes // 4)
-    received = np.ones(min(piece_count, len(target)), dtype=np.float32)
+def _adder(connection: socket.socket, target: NDArray[np.float32], block_bytes: int) -> Callable[[], bool]:
+    block_count = max(1, block_bytes // 4)
+    received = np.ones(min(block_count, len(target)), dtype=np.float32)
 
     def one_round() -> bool:
-        for start in range(0, len(target), piece_count):
-            part = target[start : start + piece_count]
+        for start in range(0, len(target), block_count):
+            part = target[start : start + block_count]
             source = received[: len(part)]
             if not receive_into(connection, source.data.cast("B")):
                 return False

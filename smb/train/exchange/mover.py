@@ -171,7 +171,7 @@ class Mover(ABC):
 
 
 class ArrayMover(Mover):
-    """Moves the values of one process, by pieces. Host memory of the model's size: a base in ROUNDS, and what is due
+    """Moves the values of one process, by blocks. Host memory of the model's size: a base in ROUNDS, and what is due
     if contributions travel in fewer bits; both in FUSED, and one more while it exchanges; the difference in ELASTIC.
     """
 
@@ -222,7 +222,7 @@ class ArrayMover(Mover):
         self._parameters.read(weights, self.fetched)
 
     def adopt(self) -> None:
-        """By pieces."""
+        """By blocks."""
         self.ledger.count()
         self._parameters.fill(self.fetched)
         if self._way == FUSED:
@@ -235,20 +235,20 @@ class ArrayMover(Mover):
     # ---- ROUNDS
 
     def write(self, inbox: Buffer) -> Norm:
-        """By pieces: one travels while the next is made."""
+        """By blocks: one travels while the next is made."""
         ledger, parameters, found = self.ledger, self._parameters, Norm()
         written: deque[tuple[Buffer, Run]] = deque()  # what is this process's to write
         under_way: deque[list[Future[Any]]] = deque()
         try:
             for begin, done in parameters.deltas(ledger.base):
-                piece = ledger.note(begin, done)
-                for part, run in parameters.parts(piece, begin):
+                block = ledger.note(begin, done)
+                for part, run in parameters.parts(block, begin):
                     found.add(part)
                     written.append((inbox, run))
-                if written and piece.size == inbox.size == written[0][1].count:
-                    inbox.write(piece)
+                if written and block.size == inbox.size == written[0][1].count:
+                    inbox.write(block)
                     break
-                under_way.append(parameters.write(inbox, piece, begin))
+                under_way.append(parameters.write(inbox, block, begin))
                 if len(under_way) > 1:
                     _end(under_way)
             while under_way:
@@ -283,14 +283,14 @@ class ArrayMover(Mover):
             self.adopt()
             return
         np.multiply(self.ledger.base, np.float32(1 - mix), out=room)
-        for begin, piece in self._parameters.pieces():
-            room[begin : begin + piece.size] += np.float32(mix) * piece
+        for begin, block in self._parameters.blocks():
+            room[begin : begin + block.size] += np.float32(mix) * block
         self._parameters.fill(room)
 
     # ---- FUSED
 
     def take(self) -> Norm:
-        """By pieces. What an exchange that was broken off before its first call has left is in it."""
+        """By blocks. What an exchange that was broken off before its first call has left is in it."""
         for begin, done in self._parameters.deltas(self.ledger.base):
             self.ledger.note(begin, done)
         return self._norm()
@@ -338,14 +338,14 @@ class ArrayMover(Mover):
     # ---- ELASTIC
 
     def form(self, alpha: float) -> Norm:
-        """By pieces. If it travels in fewer bits, both sides take it as it arrives."""
-        for begin, values in self._parameters.pieces():
+        """By blocks. If it travels in fewer bits, both sides take it as it arrives."""
+        for begin, values in self._parameters.blocks():
             take_difference(values, self.difference[begin : begin + values.size], alpha)
         if self._weights.wire != EXACT:
             for run in self._parameters.all_runs:
                 for part in run.cut():
-                    piece = self.difference[part.indices]
-                    piece[:] = as_sent(self._weights, piece, part.there)
+                    block = self.difference[part.indices]
+                    block[:] = as_sent(self._weights, block, part.there)
         return self._norm()
 
     def pay(self) -> None:

@@ -21,7 +21,7 @@ from smb.files.formats import (
     named,
     npy_header,
     path_in,
-    plan_of,
+    spec_of,
     view_of,
 )
 from smb.files.names import (
@@ -133,7 +133,7 @@ def test_every_path_has_one_name_and_every_name_one_path() -> None:
 
 
 def test_long_paths_have_a_digest_for_a_name() -> None:
-    """In their namespace, beside what is on its way; the plan of the file says the path. Longer ones are refused."""
+    """In their namespace, beside what is on its way; the spec of the file says the path. Longer ones are refused."""
     for path in (
         "d/" + "x" * 255,
         "ü" * 127,
@@ -146,9 +146,9 @@ def test_long_paths_have_a_digest_for_a_name() -> None:
         assert is_private(name)
         check_name(Kind.BUFFER, name)
         check_name(Kind.BUFFER, private_name(name))
-        plan = named(plan_of(path, b"abc", 3))
-        assert path_in(plan.metadata) == path
-        assert path_in(named(plan_of(path, b"", 0)).metadata) == path
+        spec = named(spec_of(path, b"abc", 3))
+        assert path_in(spec.metadata) == path
+        assert path_in(named(spec_of(path, b"", 0)).metadata) == path
     assert name_of("d/" + "x" * 255).startswith("d/.smb-files/")
     assert not is_long(name_of("x" * 255))
     for path, number in (
@@ -172,12 +172,12 @@ def test_a_npy_file_is_what_numpy_writes(dtype: str, shape: tuple[int, ...]) -> 
     np.save(file, np.ones(shape, element))
     data = file.getvalue()
     assert data.startswith(npy_header(element, shape))
-    plan = plan_of("w.npy", data, len(data))
+    spec = spec_of("w.npy", data, len(data))
     if dtype == "bfloat16" or (dtype == "uint8" and len(shape) == 1):  # a V2 may be anything; plain bytes stay a file
-        assert (plan.name, plan.dtype, plan.shape) == ("w.npy", "uint8", (len(data),))
+        assert (spec.name, spec.dtype, spec.shape) == ("w.npy", "uint8", (len(data),))
     else:
-        assert (plan.name, plan.dtype, plan.shape) == ("w", dtype, shape)
-    assert plan.view.nbytes == len(data)
+        assert (spec.name, spec.dtype, spec.shape) == ("w", dtype, shape)
+    assert spec.view.nbytes == len(data)
 
 
 def test_what_is_not_exactly_a_view_stays_bytes() -> None:
@@ -185,14 +185,14 @@ def test_what_is_not_exactly_a_view_stays_bytes() -> None:
     file = io.BytesIO()
     np.save(file, np.arange(12.0).reshape(3, 4))
     good = file.getvalue()
-    assert plan_of("w.npy", good, len(good)).name == "w"
+    assert spec_of("w.npy", good, len(good)).name == "w"
     fortran = io.BytesIO()
     np.save(fortran, np.asfortranarray(np.arange(12.0).reshape(3, 4)))
     for data in (good[:-1], good + b"x", good[:20], b"", b"junk", fortran.getvalue(), good[:6] + b"\2" + good[7:]):
-        plan = plan_of("w.npy", data, len(data))
-        assert (plan.name, plan.view.nbytes) == ("w.npy", len(data))
-    assert plan_of("w", good, len(good)).name == "w"
-    assert plan_of("w", good, len(good)).dtype == "uint8"
+        spec = spec_of("w.npy", data, len(data))
+        assert (spec.name, spec.view.nbytes) == ("w.npy", len(data))
+    assert spec_of("w", good, len(good)).name == "w"
+    assert spec_of("w", good, len(good)).dtype == "uint8"
 
 
 def test_a_safetensors_file_is_what_the_library_writes() -> None:
@@ -202,11 +202,11 @@ def test_a_safetensors_file_is_what_the_library_writes() -> None:
     tensors = {"b": np.ones((3, 5), "f4"), "a": np.arange(7), "half": np.ones(3, "f2"), "none": np.ones((0, 4), "f4")}
     for metadata in (None, {"format": "pt", "ü": "€"}):
         data = save(tensors, metadata=metadata)
-        plan = plan_of("d/m.safetensors", data[: header_bytes(data[:16])], len(data))
-        assert plan.name == "d/m"
-        assert plan.tensors is not None
-        assert plan.view.pieces[0].header == data[: len(plan.view.pieces[0].header)]
-        assert {name: place.shape for name, place in plan.tensors.items()} == {k: v.shape for k, v in tensors.items()}
+        spec = spec_of("d/m.safetensors", data[: header_bytes(data[:16])], len(data))
+        assert spec.name == "d/m"
+        assert spec.tensors is not None
+        assert spec.view.extents[0].header == data[: len(spec.view.extents[0].header)]
+        assert {name: place.shape for name, place in spec.tensors.items()} == {k: v.shape for k, v in tensors.items()}
     table = TensorTable.of(tensors)
     header = safetensors_header(table)
     body = b"".join(tensor.tobytes() for tensor in tensors.values())
@@ -224,7 +224,7 @@ def test_a_broken_safetensors_header_is_refused(head: bytes) -> None:
     """No header crashes the parser: it is refused, and the file stays bytes."""
     with pytest.raises(smb.InvalidArgumentError):
         parse_safetensors(head)
-    assert plan_of("m.safetensors", head, len(head) + 1).name == "m.safetensors"
+    assert spec_of("m.safetensors", head, len(head) + 1).name == "m.safetensors"
 
 
 def test_every_byte_of_a_view_has_one_place() -> None:
@@ -233,7 +233,7 @@ def test_every_byte_of_a_view_has_one_place() -> None:
     view = view_of(Form.SAFETENSORS, table.dtype, (table.size,), table, {})
     assert view is not None
     memory = np.arange(table.size, dtype=np.uint8)
-    header = view.pieces[0].header
+    header = view.extents[0].header
     whole = np.frombuffer(
         header + b"".join(memory[p.offset : p.offset + p.nbytes].tobytes() for p in table.values()), "u1"
     )
@@ -242,10 +242,10 @@ def test_every_byte_of_a_view_has_one_place() -> None:
         rng = random.Random(seed)
         offset, length = rng.randrange(view.nbytes + 20), rng.randrange(1, view.nbytes + 20)
         end, out = 0, bytearray()
-        for first, last, piece, inside in view.parts(offset, length):
+        for first, last, extent, inside in view.parts(offset, length):
             assert first == end
             end = last
-            source = piece.header if piece.header else memory.tobytes()[piece.start :]
+            source = extent.header if extent.header else memory.tobytes()[extent.start :]
             out += source[inside : inside + last - first]
         assert bytes(out) == whole[offset : offset + length].tobytes(), (offset, length)
 
@@ -302,5 +302,5 @@ def test_arrays_of_another_byte_order_stay_bytes(dtype: str) -> None:
     """A .npy file is an array of the buffer's byte order, or kept as bytes: never other numbers."""
     kept = io.BytesIO()
     np.save(kept, np.arange(5).astype(dtype))
-    plan = plan_of("w.npy", kept.getvalue(), len(kept.getvalue()))
-    assert (plan.name, plan.dtype) == (("w", "float32") if dtype == "<f4" else ("w.npy", "uint8"))
+    spec = spec_of("w.npy", kept.getvalue(), len(kept.getvalue()))
+    assert (spec.name, spec.dtype) == (("w", "float32") if dtype == "<f4" else ("w.npy", "uint8"))

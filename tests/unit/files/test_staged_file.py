@@ -35,9 +35,9 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def content(staged: StagedFile) -> bytes:
     out = np.full(staged.nbytes + 10, 255, np.uint8)
     assert staged.read_into(0, out) == staged.nbytes
-    pieces = list(staged.pieces())
-    assert [at for at, _ in pieces] == list(np.cumsum([0, *(piece.size for _, piece in pieces)])[: len(pieces)])
-    assert b"".join(piece.tobytes() for _, piece in pieces) == out[: staged.nbytes].tobytes()
+    blocks = list(staged.blocks())
+    assert [at for at, _ in blocks] == list(np.cumsum([0, *(block.size for _, block in blocks)])[: len(blocks)])
+    assert b"".join(block.tobytes() for _, block in blocks) == out[: staged.nbytes].tobytes()
     return out[: staged.nbytes].tobytes()
 
 
@@ -81,14 +81,14 @@ def test_memory_is_kept_for_the_next(tmp_path: Path) -> None:
     """A staged file that ends leaves its memory, zeroed, to the next; what is left when all have ended is nobody's."""
     first = StagedFile(str(tmp_path))
     first.write(0, np.full(30 * PAGE, 7, np.uint8))
-    address = next(first.pieces())[1].ctypes.data
+    address = next(first.blocks())[1].ctypes.data
     del first
     gc.collect()
     wait_for(lambda: module._regions._kept is not None, "region of the first staged file")
     assert module._regions._taken == 0
     second = StagedFile(str(tmp_path))
     second.truncate(30 * PAGE)
-    assert next(second.pieces())[1].ctypes.data == address
+    assert next(second.blocks())[1].ctypes.data == address
     assert content(second) == bytes(30 * PAGE)
 
 

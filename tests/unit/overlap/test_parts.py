@@ -40,7 +40,7 @@ class Numbers(ByParts):
     def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
         raise AssertionError
 
-    def pieces(self) -> Iterator[tuple[int, Values]]:
+    def blocks(self) -> Iterator[tuple[int, Values]]:
         raise AssertionError
 
     def subtract(self, difference: Values) -> None:

@@ -1,4 +1,4 @@
-"""A version on its way: every piece comes once, from its parent, and from the source where the parent gives nothing."""
+"""A version on its way: every block comes once, from its parent, and from the source where the parent gives nothing."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 import pytest
 
 from smb.relay import fill as module
-from smb.relay.arrived import Pieces
+from smb.relay.arrived import Blocks
 from smb.relay.fill import Fill
 from smb.relay.filler import Filler
 
-PIECES = Pieces(100 * 10 - 3, 10)
+BLOCKS = Blocks(100 * 10 - 3, 10)
 HALVES = ((0.5, "peer"), (1.0, "source"))
 
 
 def take_all(fill: Fill, parent: str, bits: int = -1) -> list[int]:
     found = []
-    while pieces := fill.take(parent, lambda each: bool(bits >> each & 1), 3):
-        found += pieces
+    while blocks := fill.take(parent, lambda each: bool(bits >> each & 1), 3):
+        found += blocks
     return found
 
 
-def put(fill: Fill, pieces: list[int], parent: str) -> None:
-    for piece in pieces:
-        assert fill.put(piece, parent, lambda: None)
+def put(fill: Fill, blocks: list[int], parent: str) -> None:
+    for block in blocks:
+        assert fill.put(block, parent, lambda: None)
 
 
-def test_every_piece_is_taken_once_by_whom_the_plan_says() -> None:
-    fill = Fill(PIECES, 1, "source", HALVES)
+def test_every_block_is_taken_once_by_whom_the_plan_says() -> None:
+    fill = Fill(BLOCKS, 1, "source", HALVES)
     peers, sources = take_all(fill, "peer"), take_all(fill, "source")
     assert sorted(peers + sources) == list(range(100))
     assert 48 <= len(peers) <= 52
@@ -44,7 +44,7 @@ def test_every_piece_is_taken_once_by_whom_the_plan_says() -> None:
 
 
 def test_what_a_parent_does_not_have_is_not_taken_from_it() -> None:
-    fill = Fill(PIECES, 1, "source", HALVES)
+    fill = Fill(BLOCKS, 1, "source", HALVES)
     assert take_all(fill, "peer", bits=0) == []
     some = take_all(fill, "peer", bits=2**50 - 1)
     assert some
@@ -53,8 +53,8 @@ def test_what_a_parent_does_not_have_is_not_taken_from_it() -> None:
     assert take_all(fill, "peer", bits=2**50 - 1) == [some[0]]
 
 
-def test_a_broken_parents_pieces_come_from_the_source() -> None:
-    fill = Fill(PIECES, 1, "source", HALVES)
+def test_a_broken_parents_blocks_come_from_the_source() -> None:
+    fill = Fill(BLOCKS, 1, "source", HALVES)
     taken = take_all(fill, "peer", bits=2**20 - 1)
     fill.broke("peer")
     sources = take_all(fill, "source")
@@ -67,7 +67,7 @@ def test_a_broken_parents_pieces_come_from_the_source() -> None:
 def test_a_parent_that_gives_nothing_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    fill = Fill(PIECES, 1, "source", HALVES)
+    fill = Fill(BLOCKS, 1, "source", HALVES)
     sources = take_all(fill, "source")
     put(fill, sources, "source")
     taken = take_all(fill, "peer", bits=2**10 - 1)  # and there it hangs
@@ -82,10 +82,10 @@ def test_a_parent_that_gives_nothing_is_left_after_a_while(monkeypatch: pytest.M
 
 
 def test_nothing_is_written_after_the_end() -> None:
-    fill = Fill(PIECES, 1, "source", HALVES)
-    (piece,) = fill.take("source", lambda _: True)
+    fill = Fill(BLOCKS, 1, "source", HALVES)
+    (block,) = fill.take("source", lambda _: True)
     fill.end()
-    assert not fill.put(piece, "source", lambda: pytest.fail("it has ended"))
+    assert not fill.put(block, "source", lambda: pytest.fail("it has ended"))
     assert fill.take("source", lambda _: True) == []
 
 

@@ -30,17 +30,17 @@ def of(model: nn.Module) -> ModelParameters:
 
 
 def values_of(shared: ModelParameters) -> parameters.Values:
-    return np.concatenate([piece.copy() for _, piece in shared.pieces()])
+    return np.concatenate([block.copy() for _, block in shared.blocks()])
 
 
 @pytest.fixture(params=[1 << 22, 16])
-def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one piece, and tensors that begin and end in the middle of pieces."""
     for module in (parameters, model_parameters, staging):
-        monkeypatch.setattr(module, "PIECE_ELEMENTS", request.param)
+        monkeypatch.setattr(module, "BLOCK_ELEMENTS", request.param)
 
 
-@pytest.mark.usefixtures("piece")
+@pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_parameters_stay_and_are_seen_as_one_vector(dtype: torch.dtype) -> None:
     """Each at a multiple of 64 bytes, zeros between; deltas are what was done since, to the bit; nothing moves."""
@@ -76,7 +76,7 @@ def test_what_rounding_hides_is_no_delta(dtype: torch.dtype) -> None:
     assert all(not delta.any() for _, delta in shared.deltas(base))
 
 
-@pytest.mark.usefixtures("piece")
+@pytest.mark.usefixtures("block")
 def test_keep_exact_keeps_what_rounding_hides() -> None:
     """Small moves add up beside a bfloat16 until it shows them; without it they are lost."""
     for exact in (True, False):

@@ -188,7 +188,7 @@ def test_an_interrupt_while_rounding_is_counted(monkeypatch: pytest.MonkeyPatch,
     """Ctrl-C as a piece's rounding is computed, after all was sent: finish sends nothing twice, and loses nothing."""
     weights, values = Weights(10), np.zeros(10, np.float32)
     monkeypatch.setattr(Weights, "wire", wire)
-    monkeypatch.setattr(ledger_of, "PIECE_ELEMENTS", 4)  # three pieces
+    monkeypatch.setattr(ledger_of, "BLOCK_ELEMENTS", 4)  # three pieces
     monkeypatch.setattr(ledger_of, "as_sent", _rounded)
     deltas = ArrayMover(weights, ArrayParameters(values, "test"), FUSED)  # type: ignore[arg-type]
     for number in range(3):

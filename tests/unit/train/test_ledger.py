@@ -50,7 +50,7 @@ class Wire:
 def exact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Wires that keep all bits, and some."""
     monkeypatch.setattr(ledger_of, "as_sent", lambda wire, values, _: wire.rounded(values))
-    monkeypatch.setattr(ledger_of, "PIECE_ELEMENTS", 5)
+    monkeypatch.setattr(ledger_of, "BLOCK_ELEMENTS", 5)
     return bool(request.param == "exact")
 
 
@@ -136,7 +136,7 @@ def test_what_is_written_counts_when_it_is_said(exact: bool, seed: int, apart: b
             ledger.note(0, values - ledger.base)
         inbox[:] = wire.rounded(ledger.due)
         ledger.written.clear()
-        ledger.written.extend((wire, piece) for piece in whole.cut())  # type: ignore[misc]
+        ledger.written.extend((wire, block) for block in whole.cut())  # type: ignore[misc]
         settled = random_.random() < 0.6
         if apart:
             ledger.count()

@@ -72,15 +72,15 @@ class Queue:
         return future
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("wire", ["exact", "float16", "int8"])
 @pytest.mark.parametrize("seed", range(10))
-def test_what_was_written_counts_once(monkeypatch: pytest.MonkeyPatch, seed: int, wire: str, pieces: int) -> None:
+def test_what_was_written_counts_once(monkeypatch: pytest.MonkeyPatch, seed: int, wire: str, blocks: int) -> None:
     """Writes fail, and callers after them, before the contribution counts: the next one has all of it. The shared
     values are the sum of all that was done, but for what rounding has left of the last one.
     """
     print("seed", seed)
-    monkeypatch.setattr(parameters_of, "PIECE_ELEMENTS", SIZE // pieces)
+    monkeypatch.setattr(parameters_of, "BLOCK_ELEMENTS", SIZE // blocks)
     random_ = random.Random(seed)
     numbers = np.random.default_rng(seed)
     shared, inbox, values = Memory("exact", random_), Memory(wire, random_), np.zeros(SIZE, np.float32)

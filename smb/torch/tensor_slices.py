@@ -20,7 +20,7 @@ from smb.train.ledger import Run
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Piece: TypeAlias = "tuple[tuple[tuple[int, int], ...], ...]"
+TensorSlice: TypeAlias = "tuple[tuple[tuple[int, int], ...], ...]"
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
@@ -34,17 +34,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(shape: Sequence[int]) -> Piece:
+def whole(shape: Sequence[int]) -> TensorSlice:
     """Return all of a tensor."""
     return tuple(((0, extent),) for extent in shape)
 
 
-def shape_of(piece: Piece) -> tuple[int, ...]:
+def shape_of(part: TensorSlice) -> tuple[int, ...]:
     """Return a piece's own shape."""
-    return tuple(sum(count for _, count in ranges) for ranges in piece)
+    return tuple(sum(count for _, count in ranges) for ranges in part)
 
 
-def piece_of(name: str, tensor: torch.Tensor) -> Piece | None:
+def slice_of(name: str, tensor: torch.Tensor) -> TensorSlice | None:
     """Return the part of a whole tensor that this process has; None if it has no element. Raises
     InvalidArgumentError."""
     if not local_of(tensor).numel():
@@ -93,14 +93,14 @@ def _along(placement: Any, dim: int) -> Any:
     return Shard(0)
 
 
-def piece_of_slices(asked: str, name: str, slices: Any, shape: Sequence[int]) -> Piece:
+def checked_slice(asked: str, name: str, slices: Any, shape: Sequence[int]) -> TensorSlice:
     """Return the part that slices, one for each dimension, take of a tensor. Raises InvalidArgumentError."""
     given = slices if isinstance(slices, tuple) else (slices,)
     if len(given) != len(shape) or not all(isinstance(each, slice) for each in given):
         raise InvalidArgumentError(
             f"{asked}: placements= has {slices!r} for {name!r} of shape {tuple(shape)}: give a slice for each dimension"
         )
-    piece = []
+    part = []
     for each, extent in zip(given, shape, strict=True):
         first, end, step = each.indices(extent)
         if step != 1 or any(bound is not None and not 0 <= bound <= extent for bound in (each.start, each.stop)):
@@ -108,27 +108,27 @@ def piece_of_slices(asked: str, name: str, slices: Any, shape: Sequence[int]) ->
                 f"{asked}: placements= has {each} for a dimension of {extent} of {name!r}: "
                 f"take 0 <= start <= stop <= {extent}, in steps of one"
             )
-        piece.append(((first, max(0, end - first)),))
-    return tuple(piece)
+        part.append(((first, max(0, end - first)),))
+    return tuple(part)
 
 
-def runs_of(piece: Piece, shape: Sequence[int]) -> Iterator[Run]:
+def runs_of(part: TensorSlice, shape: Sequence[int]) -> Iterator[Run]:
     """Yield where a piece's elements lie in the whole tensor: `here` in the piece, `there` in the whole one."""
-    if not all(count for ranges in piece for _, count in ranges):
+    if not all(count for ranges in part for _, count in ranges):
         return
     # The last dimensions that are whole follow each other in memory, with one more that is cut.
     cut = len(shape)
-    while cut > 0 and piece[cut - 1] == ((0, shape[cut - 1]),):
+    while cut > 0 and part[cut - 1] == ((0, shape[cut - 1]),):
         cut -= 1
     inner = math.prod(shape[cut:])
     if cut == 0:
         yield Run(0, 0, inner)
         return
     strides = [math.prod(shape[dim + 1 :]) for dim in range(cut)]
-    indices = [[at for first, count in ranges for at in range(first, first + count)] for ranges in piece[: cut - 1]]
+    indices = [[at for first, count in ranges for at in range(first, first + count)] for ranges in part[: cut - 1]]
     here = 0
     for index in itertools.product(*indices):
         base = sum(at * stride for at, stride in zip(index, strides, strict=False))
-        for first, count in piece[cut - 1]:
+        for first, count in part[cut - 1]:
             yield Run(here, base + first * inner, count * inner)
             here += count * inner
