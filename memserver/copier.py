@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from memserver.engine import CopyState, Engine
+from memserver.engine import CopyStep, Engine
 from memserver.threads import Begin, begin
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
@@ -30,7 +30,7 @@ class _Copy:
     begun: float
     copied: int = 0
     total: int = 0
-    state: CopyState = CopyState.MORE
+    state: CopyStep = CopyStep.MORE
 
 
 class Copier:
@@ -86,9 +86,9 @@ class Copier:
         if copy is None or copy.epoch != epoch:
             return False
         if not self._engine.abandon_copy(segment_id, epoch):
-            return copy.state is CopyState.GONE
+            return copy.state is CopyStep.GONE
         _log.warning("segment %016x: its new copy is given up, as its server cannot be reached", segment_id)
-        self._ended(copy, CopyState.GONE)
+        self._ended(copy, CopyStep.GONE)
         return True
 
     def progress(self) -> list[pb.CopyProgress]:
@@ -102,8 +102,8 @@ class Copier:
                     copied_bytes=copy.copied,
                     total_bytes=copy.total,
                     bytes_per_s=copy.copied / max(now - copy.begun, 1e-3),
-                    whole=copy.state is CopyState.WHOLE,
-                    failed=copy.state is CopyState.GONE,
+                    whole=copy.state is CopyStep.WHOLE,
+                    failed=copy.state is CopyStep.GONE,
                 )
                 for segment_id, copy in self._copies.items()
             ]
@@ -118,7 +118,7 @@ class Copier:
 
     def _unfinished(self) -> list[tuple[int, _Copy]]:
         """With the lock."""
-        return [item for item in self._copies.items() if item[1].state in (CopyState.MORE, CopyState.BUSY)]
+        return [item for item in self._copies.items() if item[1].state in (CopyStep.MORE, CopyStep.BUSY)]
 
     def _run(self) -> None:
         while True:
@@ -144,7 +144,7 @@ class Copier:
         if sent and self._rate:
             self._paid_until = max(self._paid_until, self._clock() - SLACK_S) + sent / self._rate
             return max(self._paid_until - self._clock(), 0.0)
-        return PAUSE_S if not sent and copy.state is CopyState.BUSY else 0.0
+        return PAUSE_S if not sent and copy.state is CopyStep.BUSY else 0.0
 
     def _sleep(self, seconds: float) -> None:
         with self._lock:
@@ -157,17 +157,17 @@ class Copier:
             state, copied, total = self._engine.copy(segment_id, copy.epoch, self._part_bytes)
         except Error as error:
             _log.warning("segment %016x: its new copy is given up: %s", segment_id, error)
-            state, copied, total = CopyState.GONE, 0, 0
-        if state is CopyState.GONE:
+            state, copied, total = CopyStep.GONE, 0, 0
+        if state is CopyStep.GONE:
             self._engine.abandon_copy(segment_id, copy.epoch)  # it may have failed there
-        if state in (CopyState.WHOLE, CopyState.GONE):
+        if state in (CopyStep.WHOLE, CopyStep.GONE):
             self._ended(copy, state)
         else:
             copy.state = state
-        if state is not CopyState.GONE:
+        if state is not CopyStep.GONE:
             copy.copied, copy.total = copied, total
         return max(copy.copied - before, 0)
 
-    def _ended(self, copy: _Copy, state: CopyState) -> None:
+    def _ended(self, copy: _Copy, state: CopyStep) -> None:
         copy.state = state
         self._on_news()

@@ -125,9 +125,9 @@ class _StopSignals:
 
     def __enter__(self) -> _StopSignals:
         ends = stop_signals()
-        self._told, self._tell = socket.socketpair()
-        self._tell.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._handlers = {each: signal.signal(each, lambda _number, _frame: None) for each in ends}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
         return self
@@ -135,15 +135,15 @@ class _StopSignals:
     def wait(self) -> None:
         """Wait for the first of them; blocks. One that came since the beginning counts."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        self._told.recv(1)
+        self._woken.recv(1)
 
     def __exit__(self, *_: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for each, handler in self._handlers.items():
             signal.signal(each, handler)
         signal.set_wakeup_fd(self._wakeup)
-        self._told.close()
-        self._tell.close()
+        self._woken.close()
+        self._wake.close()
 
 
 def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) -> Segments:

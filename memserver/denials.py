@@ -28,7 +28,7 @@ class DeniedRequests:
         self._found: dict[tuple[int, bool], list[Denial]] = {}  # by (session, proven), still to be logged
         self._left_out = 0  # requests of which no line will tell more
         self._logged: dict[tuple[int, bool], float] = {}
-        self._told_at = float("-inf")  # of what was left out
+        self._logged_at = float("-inf")  # of what was left out
 
     def look(
         self, denials: list[Denial], left_out: int, clients: Mapping[int, str], buffers: Mapping[int, str]
@@ -48,9 +48,9 @@ class DeniedRequests:
         self._left_out += left_out
         for each in denials:
             self._keep(each)
-        if self._left_out and now - self._told_at >= EVERY_S:
+        if self._left_out and now - self._logged_at >= EVERY_S:
             _log.warning("refused: %d more requests, of which no line tells more", self._left_out)
-            self._left_out, self._told_at = 0, now
+            self._left_out, self._logged_at = 0, now
 
     def _keep(self, denial: Denial) -> None:
         who = (denial.session_id, denial.proven)

@@ -55,8 +55,8 @@ def take_in(memory_dir: MemoryDirectory) -> None:
             if not fault_at(earlier.socket_path, stat.S_ISSOCK):
                 earlier.make_way(earlier.socket_path, must=False)
     except (OSError, Error) as error:
-        told = AlreadyExistsError if isinstance(error, AlreadyExistsError) else UnavailableError
-        raise told(f"{error}. {_by_hand(memory_dir, around)}") from None
+        kind = AlreadyExistsError if isinstance(error, AlreadyExistsError) else UnavailableError
+        raise kind(f"{error}. {_by_hand(memory_dir, around)}") from None
     _log.info("moved %d files that an earlier run left in %s to %s", len(ours), around, memory_dir.directory)
 
 

@@ -115,7 +115,7 @@ class ReplicaStatus:
     refused: str  # why the last connection to the backup ended; empty: it has not
 
 
-class CopyState(Enum):
+class CopyStep(Enum):
     """How a copy of a segment is that is being made."""
 
     MORE = "more"
@@ -348,15 +348,15 @@ class Engine:
         status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, bool(peer), copying, name)
         _check(status, f"take a role in {segment_id:016x}")
 
-    def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyState, int, int]:
+    def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyStep, int, int]:
         """Send about so many bytes more to the new backup; return how that went, and how many bytes of how many are
         there. Waits for a little where nothing can be sent. Raises UnavailableError where memory is out.
         """
         copied, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         status = lib.smb_server_copy(self._server, segment_id, epoch, nbytes, copied, total)
         if status in (lib.SMB_STALE_EPOCH, lib.SMB_NOT_FOUND):
-            return CopyState.GONE, 0, 0
-        states = {lib.SMB_OK: CopyState.MORE, lib.SMB_BUSY: CopyState.BUSY, lib.SMB_EXISTS: CopyState.WHOLE}
+            return CopyStep.GONE, 0, 0
+        states = {lib.SMB_OK: CopyStep.MORE, lib.SMB_BUSY: CopyStep.BUSY, lib.SMB_EXISTS: CopyStep.WHOLE}
         if status not in states:
             _check(status, f"copy {segment_id:016x}")
         return states[status], copied[0], total[0]

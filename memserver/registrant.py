@@ -212,7 +212,7 @@ class Registrant:
             segment_ids=ids,
             segment_epochs=[each.epoch for each in shown],
             segment_flags=[each.flags for each in shown],
-            stamps=[stamp_message(each) for each in self._stamps.told()] if self._stamps is not None else (),
+            stamps=[stamp_message(each) for each in self._stamps.reported()] if self._stamps is not None else (),
             sessions_seen=self._sessions_seen,
             weight=me.weight,
             data_tls=me.data_tls,
@@ -231,7 +231,7 @@ class Registrant:
         # The coordinator lists a segment here that was dropped since the list was made: the next turn tells it again.
         self._list_was_old = not {*ids} - {*reply.drop_segment_ids} <= {*self._segments.ids()}
         if self._stamps is not None and reply.HasField("stamp"):
-            if reply.stamp.term not in {each.term for each in self._stamps.told()}:
+            if reply.stamp.term not in {each.term for each in self._stamps.reported()}:
                 self._segments.forget_drops()
             self._stamps.replace(stamp_of(reply.stamp))
         self._end(reply.ended_sessions)

@@ -36,9 +36,9 @@ class Registration:
         self._registrant = registrant
         self._stop = threading.Event()
         self._hurry = threading.Event()  # the next renewal is due now
-        for told in (replication, relays):
-            if told is not None:
-                told.on_news = self._hurry.set
+        for component in (replication, relays):
+            if component is not None:
+                component.on_news = self._hurry.set
         self._current = Current(credentials) if credentials is not None else None
         self._used, self._connected_to = credentials, ""
         self._connect(registrant.coordinator)

@@ -52,7 +52,7 @@ class Relays:
 
     def take(self, tasks: Iterable[pb.MirrorTask]) -> None:
         """Fill these, and no others. Does not wait."""
-        told = [
+        wanted = [
             {
                 "name": task.name,
                 "source": task.source,
@@ -62,8 +62,8 @@ class Relays:
             for task in tasks
         ]
         with self._lock:
-            self._wanted = json.dumps(told) + "\n" if told else ""
-            if self._thread is None and told:
+            self._wanted = json.dumps(wanted) + "\n" if wanted else ""
+            if self._thread is None and wanted:
                 self._thread = begin(self._run, "relays")
         self._changed.set()
 
@@ -134,17 +134,17 @@ class Relays:
             for line in lines:
                 reports = [
                     pb.MirrorReport(
-                        name=told["name"],
-                        id=told["id"],
-                        version=told["version"],
-                        arrived_bytes=told["arrived_bytes"],
-                        published=told["published"],
+                        name=report["name"],
+                        id=report["id"],
+                        version=report["version"],
+                        arrived_bytes=report["arrived_bytes"],
+                        published=report["published"],
                         feeds=[
                             pb.Feed(name=name, bytes_per_s=rate)
-                            for name, rate in list(told["feeds"].items())[:ITEMS_MAX]
+                            for name, rate in list(report["feeds"].items())[:ITEMS_MAX]
                         ],
                     )
-                    for told in json.loads(line)
+                    for report in json.loads(line)
                 ]
                 with self._lock:
                     before, self._reports = self._reports, reports

@@ -31,8 +31,8 @@ BROKEN_MS = 100  # a connection that is just being made is not broken yet
 TELL_S = 0.3  # while something is broken the coordinator is told that often
 DIAL_S = 0.5
 SILENT_MS = 2000  # a backup's host that acknowledges nothing for so long is taken for unreachable
-TOLD_MAX = 4096
-COPIES_TOLD_MAX = 256  # the coordinator has a server make a few at a time
+REPORTED_MAX = 4096
+COPIES_REPORTED_MAX = 256  # the coordinator has a server make a few at a time
 
 _NOT_TAKEN = frozenset(map(status_name, (Status.DENIED, Status.UNTRUSTED)))
 
@@ -79,7 +79,7 @@ class Replication:
         a role, in that epoch. `outside` None: this host's.
         """
         self._outside = outside or ServerOutside()
-        self._told_at = -math.inf
+        self._logged_at = -math.inf
         self._engine = engine
         self._shown = shown
         self._complained: dict[int, str] = {}  # by segment: what was said of its backup last
@@ -161,7 +161,7 @@ class Replication:
 
     def copies(self) -> list[pb.CopyProgress]:
         """Return how far this server is with copies that it makes, for the coordinator."""
-        return self.copier.progress()[:COPIES_TOLD_MAX]
+        return self.copier.progress()[:COPIES_REPORTED_MAX]
 
     def _tell(self) -> None:
         self.on_news()
@@ -169,7 +169,7 @@ class Replication:
     def broken(self) -> list[pb.BrokenPair]:
         """Return what does not work now, for the coordinator."""
         with self._lock:
-            return self._broken[:TOLD_MAX]
+            return self._broken[:REPORTED_MAX]
 
     def close(self) -> None:
         """Stop looking after them."""
@@ -201,8 +201,8 @@ class Replication:
         broken, works = self._look(parts)
         with self._lock:
             self._broken = broken
-        if broken and self._outside.now() - self._told_at >= TELL_S:
-            self._told_at = self._outside.now()
+        if broken and self._outside.now() - self._logged_at >= TELL_S:
+            self._logged_at = self._outside.now()
             self.on_news()
         return works
 

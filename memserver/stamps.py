@@ -70,7 +70,7 @@ class Stamps:
         self._lock = threading.Lock()
         self._stamps = kept.read()
 
-    def told(self) -> tuple[ServerStamp, ...]:
+    def reported(self) -> tuple[ServerStamp, ...]:
         """Return them."""
         with self._lock:
             return self._stamps

@@ -24,7 +24,7 @@ enum {
     FREE_KEPT = 16,
     /* 4 had SMB_WRITE, too: one left there is not finished, its chunk counts as torn. 3 is the
      * same. 2 has no SMB_APPLY */
-    VERSION = 5,
+    JOURNAL_VERSION = 5,
     /* nor `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
     VERSION_EXACT = 1
 };
@@ -458,7 +458,8 @@ static bool header_is_ours(int fd, struct journal_header *header)
     return fstat(fd, &file) == 0 && S_ISREG(file.st_mode) && (uint64_t)file.st_size == FILE_BYTES &&
            pread(fd, header, sizeof *header, 0) == (ssize_t)sizeof *header &&
            header->magic == MAGIC && header->version >= VERSION_EXACT &&
-           header->version <= VERSION && header->slot_bytes == SLOT_BYTES && header->identity != 0;
+           header->version <= JOURNAL_VERSION && header->slot_bytes == SLOT_BYTES &&
+           header->identity != 0;
 }
 
 /* Under another name first, so that a file under its own name is always complete. */
@@ -474,7 +475,8 @@ static int make_file(const char *path, int *fd)
     *fd = open(new_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (*fd < 0)
         return errno == ENOSPC ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
-    struct journal_header header = {.magic = MAGIC, .version = VERSION, .slot_bytes = SLOT_BYTES};
+    struct journal_header header = {
+        .magic = MAGIC, .version = JOURNAL_VERSION, .slot_bytes = SLOT_BYTES};
     while (header.identity == 0)
         if (getrandom(&header.identity, sizeof header.identity, 0) !=
             (ssize_t)sizeof header.identity)
@@ -537,7 +539,7 @@ int journal_open(const char *path, journal_find find, void *argument, struct smb
         recover(*journal, find, argument, recovery);
     if (status == SMB_OK)
         /* what an older daemon would not understand follows */
-        ((struct journal_header *)(*journal)->base)->version = VERSION;
+        ((struct journal_header *)(*journal)->base)->version = JOURNAL_VERSION;
     return status;
 }
 

@@ -173,7 +173,7 @@ static enum step answer_sync(struct connection *connection)
         replica_done(replica, NULL);
     answer.status = status;
     if (replica && status != SMB_DEFERRED)
-        return answer_confirmed(connection, replica_told_by_sync(replica), answer);
+        return answer_confirmed(connection, replica_order_of_sync(replica), answer);
     if (status != SMB_DEFERRED) {
         put_answer(connection, &connection->request.frame, connection->request.segment,
                    connection->request.tries.begun_ns, answer);

@@ -124,9 +124,9 @@ void replica_see_off(struct replica *replica)
                              .tv_nsec = (long)(until_ns % 1000000000U)};
     pthread_mutex_lock(&bundle->lock);
     if (bundle->members && bundle->in_progress > 0)
-        bundle->settling = true;
+        bundle->draining = true;
     int waited = 0;
-    while (bundle->settling && waits_for(bundle, UINT64_MAX) && waited == 0)
+    while (bundle->draining && waits_for(bundle, UINT64_MAX) && waited == 0)
         waited = pthread_cond_clockwait(&bundle->room, &bundle->lock, CLOCK_MONOTONIC, &until);
     uint64_t order = atomic_load_explicit(&bundle->order, memory_order_relaxed);
     bundle->seen_off++;
@@ -234,8 +234,8 @@ void bundle_tell_change(struct smb_server *server)
 void bundle_unlock(struct segment_bundle *bundle)
 {
     struct smb_server *server = bundle->server;
-    bool works = bundle->feed.broken_ns == 0, changed = works != bundle->told_works;
-    bundle->told_works = works;
+    bool works = bundle->feed.broken_ns == 0, changed = works != bundle->reported_works;
+    bundle->reported_works = works;
     pthread_mutex_unlock(&bundle->lock);
     if (changed)
         bundle_tell_change(server);

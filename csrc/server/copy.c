@@ -208,7 +208,7 @@ static int copy_part(struct segment_bundle *bundle, struct smb_segment *const *m
     bool sent = copy->counted;
     bool confirmed = atomic_load_explicit(&bundle->confirmed, memory_order_relaxed) >= copy->order;
     if (copies(bundle, epoch) && !copy->whole &&
-        (bundle->settling || bundle->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
+        (bundle->draining || bundle->feed.queued_bytes > COPY_QUEUED_BYTES_MAX ||
          (sent && !confirmed))) {
         uint64_t until_ns = smb_now_ns() + (uint64_t)COPY_WAIT_MS * 1000000U;
         struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000U),
@@ -249,13 +249,13 @@ static int copy_part(struct segment_bundle *bundle, struct smb_segment *const *m
 
 /* Keep the members whose roles were told in this epoch. The coordinator's records do not have the
  * others: the backup has no room for them, and nobody asks for their copies. */
-static int keep_told(struct smb_segment **members, int count, uint32_t epoch)
+static int keep_with_role(struct smb_segment **members, int count, uint32_t epoch)
 {
     int kept = 0;
     for (int i = 0; i < count; i++) {
-        uint32_t told;
-        smb_segment_copy(members[i], &told);
-        if (told == epoch)
+        uint32_t of_role;
+        smb_segment_copy(members[i], &of_role);
+        if (of_role == epoch)
             members[kept++] = members[i];
         else
             smb_segment_release(members[i]);
@@ -282,7 +282,8 @@ int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint
     if (!replica)
         return SMB_NOT_FOUND;
     struct segment_bundle *bundle = replica->bundle;
-    int count = keep_told(members, bundle_hold_members(bundle, members), epoch), status = SMB_OK;
+    int count = keep_with_role(members, bundle_hold_members(bundle, members), epoch),
+        status = SMB_OK;
     uint64_t before = 0, now = 0;
     for (bool first = true; status == SMB_OK; first = false) {
         pthread_mutex_lock(&bundle->lock);

@@ -154,7 +154,7 @@ static int may_begin(const struct segment_bundle *bundle)
 {
     if (!bundle_is_primary(bundle))
         return SMB_STALE_EPOCH;
-    return bundle->settling ||
+    return bundle->draining ||
                    (is_paired(bundle) && bundle->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
                ? SMB_BUSY
                : SMB_OK;
@@ -201,8 +201,8 @@ void replica_done(struct replica *replica, struct forward *forward)
     pthread_mutex_lock(&bundle->lock);
     if (forward)
         feed_free(&bundle->feed, forward);
-    if (--bundle->in_progress == 0 && bundle->settling) {
-        bundle->settling = false;
+    if (--bundle->in_progress == 0 && bundle->draining) {
+        bundle->draining = false;
         pthread_cond_broadcast(&bundle->room);
     }
     feed_send(&bundle->feed);
@@ -308,7 +308,7 @@ static bool lease_runs(const struct segment_bundle *bundle)
                atomic_load_explicit(&bundle->server->serving_until_ns, memory_order_acquire);
 }
 
-uint64_t replica_told_by_sync(struct replica *replica)
+uint64_t replica_order_of_sync(struct replica *replica)
 {
     struct segment_bundle *bundle = replica->bundle;
     uint64_t order = 0;

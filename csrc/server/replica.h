@@ -81,7 +81,7 @@ void replica_enqueue_refusal(struct replica *replica, struct forward *forward);
 int replica_prepare_sync(struct replica *replica);
 /* The order that its answer waits for. Once that is confirmed, the backup has all that the answer
  * tells of, and this is still the primary. */
-uint64_t replica_told_by_sync(struct replica *replica);
+uint64_t replica_order_of_sync(struct replica *replica);
 
 /* Every change up to now: what a watermark and a repetition wait for. 0: nothing to wait for. */
 uint64_t replica_newest(struct replica *replica);

@@ -36,7 +36,7 @@ struct segment_bundle {
     struct replica *members; /* those that are served */
     pthread_cond_t room;     /* less is queued, or what was waited for has ended */
     uint32_t in_progress;    /* changes and refusals between replica_prepare and replica_done */
-    bool settling;           /* those that were prepared before something began have to end first */
+    bool draining;           /* those that were prepared before something began have to end first */
     uint32_t seen_off;       /* members that leave, and wait for what names them */
     struct copy copy;        /* primary: of a backup that is being made */
     uint64_t copied;         /* backup: the last part of a copy that was made here */
@@ -52,7 +52,7 @@ struct segment_bundle {
     bool question_pending; /* one is on its way */
     struct feed feed;      /* to the backup */
     uint64_t fed_by;       /* the member by which the forwarder finds its connection */
-    bool told_works;       /* what was told last: there is a connection that works */
+    bool reported_works;   /* what was told last: there is a connection that works */
     struct wait *waiting, *waiting_last; /* by order */
     char peer[SMB_SERVER_NAME_BYTES];    /* the server of the other copy, in this epoch */
     const struct connection *feeder;     /* backup: the primary's, compared only */

@@ -36,9 +36,9 @@ static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, b
     if (copying && role == SMB_REPLICA_PRIMARY)
         bundle->copy = (struct copy){.under_way = true};
     if (bundle->copy.under_way)
-        bundle->settling = bundle->in_progress > 0;
+        bundle->draining = bundle->in_progress > 0;
     bundle->feed.broken_ns = smb_now_ns();
-    bundle->told_works = false;
+    bundle->reported_works = false;
     pthread_mutex_unlock(&bundle->lock);
     bundle_tell_change(bundle->server);
 }

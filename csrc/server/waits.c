@@ -187,7 +187,7 @@ static void answer_came(struct waiter *waiter, struct sync_answer answer)
     bool tells = answer.status != SMB_SESSION_ENDED && answer.status != SMB_DISCONNECTED &&
                  answer.status != SMB_NOT_FOUND && answer.status != SMB_STALE_EPOCH;
     wait->answer = answer;
-    int status = replica && tells ? replica_await(replica, wait, replica_told_by_sync(replica))
+    int status = replica && tells ? replica_await(replica, wait, replica_order_of_sync(replica))
                                   : SMB_OK;
     if (status == SMB_DEFERRED)
         return;

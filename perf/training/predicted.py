@@ -10,7 +10,7 @@ import smb.train
 from perf.scaling.fleet import LEAD_S, Fleet, ask_all
 from perf.scaling.report import Answer, Column
 from smb.tools.plan.model import COMPUTING, Question, parts_s
-from smb.tools.plan.network import told
+from smb.tools.plan.network import given
 from smb.tools.plan.spec import Compute, Spec
 from smb.train.partition import Layer
 
@@ -26,7 +26,7 @@ def question(computing_s: float, rate: str, parameters: int, every: int, servers
     """Return the plan's question of workers without a limit, beside servers with links of that rate."""
     layer = Layer(4 * parameters, computing_s / 3, 2 * computing_s / 3)
     spec = Spec("sleep", 1, (layer,), Compute(computing_s, 0.0), by_layer=False)
-    return Question(spec, told("100gbit", rate, "10us"), servers=servers, every=every)
+    return Question(spec, given("100gbit", rate, "10us"), servers=servers, every=every)
 
 
 def predicted_s(asked: Question, scheme: str, workers: int) -> float:

@@ -206,7 +206,7 @@ class ClusterSession:
         self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
         try:
             self.coordinator.close_session(
-                self._session_id, min(self.timeout, _CLOSE_S), [*_told(self.reports).values()]
+                self._session_id, min(self.timeout, _CLOSE_S), [*_collected(self.reports).values()]
             )
         except Error as error:
             _log.debug("the session ends with its lease: %s", error)
@@ -219,7 +219,7 @@ class ClusterSession:
 _current_pid = os.getpid()
 
 
-def _told(reports: dict[object, Callable[[], pb.TrainingReport]]) -> dict[object, pb.TrainingReport]:
+def _collected(reports: dict[object, Callable[[], pb.TrainingReport]]) -> dict[object, pb.TrainingReport]:
     """Return what is said of each training. The last report of one that was left stays among them until it was sent."""
     said = [(key, report()) for key, report in list(reports.items())]
     said.sort(key=lambda each: not each[1].left)
@@ -301,7 +301,7 @@ def _renew(
             coordinator.close()
             return
         coordinator.tokens.renew()
-        reports, states = _told(ours.reports), ours.published.reports(_REPORTS_MAX)
+        reports, states = _collected(ours.reports), ours.published.reports(_REPORTS_MAX)
         del ours
         if time.monotonic() < renewed_at + (min(report_s, every_s) if reports or states else every_s):
             continue

@@ -35,7 +35,7 @@ from smb.engine import (
     EngineError,
     Opcode,
     Outcome,
-    PartState,
+    PartOutcome,
     Request,
     Status,
     Window,
@@ -284,10 +284,10 @@ class Dispatcher:
         for each in buffers:
             # A mapping would keep the memory of a deleted buffer from being used again.
             each.paths.forget(call.handle if each is self else each.paths.handle)
-            told = each.paths.refresh(call.deadline)
-            answered &= told
+            refreshed = each.paths.refresh(call.deadline)
+            answered &= refreshed
             # Those that were found may be of before a move, and the description is of after it.
-            moved |= told and each.info.movable and not each.paths.lost
+            moved |= refreshed and each.info.movable and not each.paths.lost
         return Heard(answered, moved, any(each.paths.lost for each in buffers))
 
     def _reopen(self, call: _Call, refused: Outcome) -> bool:
@@ -331,10 +331,10 @@ class Dispatcher:
         )
         # A part that was applied, and whose answer was lost, has brought no result.
         result = request.opcode in (Opcode.FETCH_ADD, Opcode.COMPARE_SWAP) or engine.address_of(request.sink)
-        bad = (PartState.UNKNOWN, PartState.APPLIED) if result else (PartState.UNKNOWN,)
+        bad = (PartOutcome.UNKNOWN, PartOutcome.APPLIED) if result else (PartOutcome.UNKNOWN,)
         if not parts or not known or any(state in bad for _, _, state in parts):
             raise self._error(call, ended)
-        missing = [(at, nbytes) for at, nbytes, state in parts if state is PartState.NOT_APPLIED]
+        missing = [(at, nbytes) for at, nbytes, state in parts if state is PartOutcome.NOT_APPLIED]
         return ranges_of(missing, self.arguments.itemsize)
 
     def later(

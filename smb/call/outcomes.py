@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from smb.call.sync_requests import LOST, SESSION_ENDED
-from smb.engine import Opcode, Outcome, PartState, Status, UnknownParts
+from smb.engine import Opcode, Outcome, PartOutcome, Status, UnknownParts
 from smb.errors import (
     APPLIED,
     NOT_APPLIED,
@@ -63,12 +63,12 @@ def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
     return ranges
 
 
-def outcome_of(parts: Sequence[tuple[int, int, PartState]], confirmed_bytes: int, nbytes: int) -> CallOutcome:
+def outcome_of(parts: Sequence[tuple[int, int, PartOutcome]], confirmed_bytes: int, nbytes: int) -> CallOutcome:
     """Return the outcome of a change of `nbytes`; `parts`, (offset, length, state), were not confirmed at once."""
     states = {state for _, _, state in parts}
-    if states == {PartState.NOT_APPLIED} and confirmed_bytes == 0:
+    if states == {PartOutcome.NOT_APPLIED} and confirmed_bytes == 0:
         return NOT_APPLIED
-    if states == {PartState.APPLIED} and confirmed_bytes + sum(length for _, length, _ in parts) >= nbytes > 0:
+    if states == {PartOutcome.APPLIED} and confirmed_bytes + sum(length for _, length, _ in parts) >= nbytes > 0:
         return APPLIED
     return UNKNOWN
 

@@ -10,7 +10,7 @@ from smb.call.dispatcher import Dispatcher
 from smb.call.outcomes import Failed, TakenOut, ranges_of
 from smb.call.session import Session
 from smb.call.sync_requests import LOST, LOST_WAIT_MS
-from smb.engine import EngineError, PartState
+from smb.engine import EngineError, PartOutcome
 from smb.errors import (
     APPLIED,
     NOT_APPLIED,
@@ -49,11 +49,11 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
         if calls.paths.is_lost():
             raise UnavailableError(f"{asked}: {_LOST_WITH_IT}") from failure
         raise DeadlineError(f"{asked}: a server it needs did not answer in time; try again") from failure
-    if any(state is PartState.UNKNOWN for _, _, state in parts):
+    if any(state is PartOutcome.UNKNOWN for _, _, state in parts):
         if calls.paths.is_lost():
             raise UnavailableError(f"{asked}: {_LOST_WITH_IT}")
         raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
-    missing = [(at, length) for at, length, state in parts if state is PartState.NOT_APPLIED]
+    missing = [(at, length) for at, length, state in parts if state is PartOutcome.NOT_APPLIED]
     itemsize = calls.arguments.itemsize
     missing += [(part.start * itemsize, len(part) * itemsize) for part in account.missing]
     ranges = ranges_of(missing, itemsize)

@@ -51,12 +51,12 @@ class Bundles:
 
     def with_epochs(self, epochs: Mapping[int, int]) -> dict[int, int]:
         """Return epochs that were told of some segments, for all that move together with these."""
-        told = dict(epochs)
+        known = dict(epochs)
         for members in self._members.values():
             found = [epochs[each.id] for _, each in members if each.id in epochs]
             if found:
-                told |= {member.id: max(found) for _, member in members}
-        return told
+                known |= {member.id: max(found) for _, member in members}
+        return known
 
     def lacking(self, server: str, missing: Collection[int], heard: Callable[[str], bool]) -> frozenset[int]:
         """Return the segments that count as missing on a server, where these are: of a bundle that is there in part all

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from smb.coordinator.events import AnswerDrops, DropSegments, Effect
-from smb.coordinator.records import NOT_TOLD, BufferRecord, Held, SegmentRecord
+from smb.coordinator.records import UNKNOWN_EPOCH, BufferRecord, Held, SegmentRecord
 from smb.drop_reasons import Ground
 
 Where = Mapping[int, tuple[BufferRecord, SegmentRecord]]
@@ -42,7 +42,7 @@ def is_that_copy(server: str, held: Held, segment: SegmentRecord) -> bool:
     """Whether a segment that a server holds is the copy that the record has there: not one that it had before that was
     made, nor one that was begun anew after the record.
     """
-    if server == segment.copying_to or held.epoch == NOT_TOLD:
+    if server == segment.copying_to or held.epoch == UNKNOWN_EPOCH:
         return True
     made = segment.made if server == segment.server else segment.backup_made
     return held.epoch >= made and (not held.begun or held.epoch <= max(segment.epoch, 1))

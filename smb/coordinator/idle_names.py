@@ -42,7 +42,7 @@ class IdleNames:
         self._servers = servers
         self._drop = drop
         self._idle_s = idle_s
-        self._told: dict[str, str] = {}  # by server: why it does not free them, which is logged once
+        self._logged: dict[str, str] = {}  # by server: why it does not free them, which is logged once
 
     async def run(self) -> None:
         """Free what is idle, until cancelled."""
@@ -72,8 +72,8 @@ class IdleNames:
                 tokens = await self._servers.retire(server, some, idle_s)
                 if tokens:
                     await self._drop(await self._commit_log.commit(NamesFreed(name, tokens)))
-            self._told.pop(name, None)
+            self._logged.pop(name, None)
         except Error as error:
-            if self._told.get(name) != str(error):
-                self._told[name] = str(error)
+            if self._logged.get(name) != str(error):
+                self._logged[name] = str(error)
                 _log.warning("idle locks and barriers stay for now: %s", error)

@@ -28,7 +28,7 @@ CREATE_BYTES_PER_S_MIN = 200 << 20
 PROBE_S = 1.0
 
 
-class RunState(Enum):
+class RunLiveness(Enum):
     """What is known of a run of a memory server after a look at its address."""
 
     ALIVE = "alive"
@@ -41,7 +41,7 @@ class RunState(Enum):
 class Look:
     """The answer to a look at a server; what it holds if that run is alive."""
 
-    run: RunState
+    run: RunLiveness
     held: Mapping[int, Held] = field(default_factory=dict)
 
 
@@ -167,18 +167,18 @@ class MemoryServers:
         try:
             await asyncio.wait_for(self._connections.knock(server.control_address), PROBE_S / 2)
         except ConnectionRefusedError:
-            return Look(RunState.DEAD)
+            return Look(RunLiveness.DEAD)
         except (OSError, asyncio.TimeoutError):
-            return Look(RunState.MUTE)
+            return Look(RunLiveness.MUTE)
         async with self._channel(server) as channel:
             stub = MemoryServerStub(channel)  # type: ignore[no-untyped-call]
             try:
                 reply = await stub.Inventory(pb.InventoryRequest(ids=segment_ids), timeout=PROBE_S)
             except grpc.aio.AioRpcError as error:
-                return Look(RunState.UNNAMED if error.code() is grpc.StatusCode.UNIMPLEMENTED else RunState.MUTE)
+                return Look(RunLiveness.UNNAMED if error.code() is grpc.StatusCode.UNIMPLEMENTED else RunLiveness.MUTE)
         if reply.instance_id != server.instance_id:
-            return Look(RunState.DEAD)
-        return Look(RunState.ALIVE, {each.id: held_of(each) for each in reply.held})
+            return Look(RunLiveness.DEAD)
+        return Look(RunLiveness.ALIVE, {each.id: held_of(each) for each in reply.held})
 
     async def close(self) -> None:
         """Close all channels."""

@@ -11,7 +11,7 @@ from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
 from smb.coordinator.lineage import Stamp
 from smb.coordinator.rebalance import Move
-from smb.coordinator.records import NOT_TOLD, BufferRecord, Held, Kind, ServerRecord
+from smb.coordinator.records import UNKNOWN_EPOCH, BufferRecord, Held, Kind, ServerRecord
 from smb.coordinator.replicas import Copy
 from smb.coordinator.state import State
 from smb.coordinator.validate import Creation, check_creation, first_use
@@ -82,8 +82,10 @@ def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
         data_tls=request.data_tls,
         zone=request.zone,
     )
-    told = len(request.segment_epochs) == len(request.segment_flags) == len(request.segment_ids)
-    epochs, flags = (request.segment_epochs, request.segment_flags) if told else (repeat(NOT_TOLD), repeat(_WHOLE))
+    reported = len(request.segment_epochs) == len(request.segment_flags) == len(request.segment_ids)
+    epochs, flags = (
+        (request.segment_epochs, request.segment_flags) if reported else (repeat(UNKNOWN_EPOCH), repeat(_WHOLE))
+    )
     held = {number: _held(epoch, of, 0) for number, epoch, of in zip(request.segment_ids, epochs, flags, strict=False)}
     stamps = tuple(Stamp(each.cluster, each.term, each.sequence) for each in request.stamps)
     return ServerRegistered(server, held, stamps=stamps)
@@ -228,8 +230,8 @@ def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
             id=segment.id, server=segment.server, nbytes=segment.nbytes, epoch=segment.epoch, backup=segment.backup,
             copying_to=segment.copying_to, group_id=segment.group,
         )  # fmt: skip
-        told = state.progress.get(segment.server, {}) if segment.copying_to else {}
-        progress = told.get(segment.id) or told.get(segment.group)  # of a bundle one segment is named
+        reported = state.progress.get(segment.server, {}) if segment.copying_to else {}
+        progress = reported.get(segment.id) or reported.get(segment.group)  # of a bundle one segment is named
         if progress is not None and progress.total_bytes:
             message.copied = progress.copied_bytes / progress.total_bytes
             if progress.bytes_per_s:

@@ -123,7 +123,7 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         contending.add_done_callback(partial(end_if_failed, around.outside))
         leaving.push_async_callback(cancel, contending)
         leaving.push_async_callback(_stop_answering, server, shown, front)
-        await contender.settled.wait()
+        await contender.leader_known.wait()
     leaving.push_async_callback(cancel, asyncio.create_task(_trim()))
 
     _log.info("serving at %s, page and metrics at http://%s/, state in %s", address, pages.address, options.state)

@@ -185,14 +185,14 @@ class ServerRecord:
         return ServerRecord(**json.loads(text))
 
 
-NOT_TOLD = -1
+UNKNOWN_EPOCH = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """A segment as a server says that it holds it. `nbytes`: of its capacity, beside what records account for."""
 
-    epoch: int  # of its last role; of one without a role, in which it was made; NOT_TOLD by a server of before
+    epoch: int  # of its last role; of one without a role, in which it was made; UNKNOWN_EPOCH by a server of before
     whole: bool = True  # known to be
     begun: bool = False  # known not to be: a copy that is being made, or was to be
     primary: bool = False  # this run is its primary

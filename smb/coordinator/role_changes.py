@@ -18,7 +18,7 @@ from smb.coordinator.events import (
     ServerReturned,
     Ticked,
 )
-from smb.coordinator.memserver_client import MemoryServers, RunState
+from smb.coordinator.memserver_client import MemoryServers, RunLiveness
 from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
@@ -57,7 +57,7 @@ class RoleChanges:
         if dead:
             most = self._commit_log.changes_max
             silent = await self.silent_survivors()
-            await self.settle(Ticked(None if most is None else most // 4, silent))
+            await self.commit_all(Ticked(None if most is None else most // 4, silent))
         apart = {
             copy.peer
             for copy in copies
@@ -77,17 +77,17 @@ class RoleChanges:
         """Take note that this run of a server is dead, if it is. A run of a version that does not name itself is taken
         for alive as long as somebody answers at its address.
         """
-        return await self.look(server) is RunState.DEAD
+        return await self.look(server) is RunLiveness.DEAD
 
-    async def look(self, server: ServerRecord) -> RunState:
+    async def look(self, server: ServerRecord) -> RunLiveness:
         """Look at this run of a server now. If it is dead, its lease has ended before this returns.
 
         One that this coordinator does not reach counts as alive once it has renewed since that was seen first.
         """
         run = (await self._servers.look(server)).run
-        if run is RunState.DEAD:
+        if run is RunLiveness.DEAD:
             await self._commit_log.commit(ServerDied(server.name, server.instance_id))
-        if run is not RunState.MUTE:
+        if run is not RunLiveness.MUTE:
             self._silent_since.pop(server.name, None)
             return run
         now = self._commit_log.now().monotonic
@@ -96,7 +96,7 @@ class RoleChanges:
             since = now
             self._silent_since[server.name] = (server.instance_id, since)
         renewed = self._commit_log.state.server_leases.ends.get(server.name, 0.0) > since + SERVER_LEASE_S
-        return RunState.ALIVE if renewed else RunState.MUTE
+        return RunLiveness.ALIVE if renewed else RunLiveness.MUTE
 
     async def silent_survivors(self) -> frozenset[str]:
         """Look at the servers that are to go on alone, as those of the other copies are gone; return those of which
@@ -105,7 +105,7 @@ class RoleChanges:
         state, now = self._commit_log.state, self._commit_log.now()
         names = sorted(survivors(state, now))
         runs = await asyncio.gather(*(self.look(state.servers[name]) for name in names))
-        return frozenset(name for name, run in zip(names, runs, strict=True) if run is RunState.MUTE)
+        return frozenset(name for name, run in zip(names, runs, strict=True) if run is RunLiveness.MUTE)
 
     async def look_at_holders(self, segment_ids: Collection[int]) -> frozenset[str]:
         """Look at the servers that the records name for these segments, before others are told to drop theirs. Return
@@ -118,7 +118,7 @@ class RoleChanges:
         }
         alive = [state.servers[name] for name in sorted(named) if name in state.servers and state.alive(name, now)]
         runs = await asyncio.gather(*map(self.look, alive))
-        return frozenset(server.name for server, run in zip(alive, runs, strict=True) if run is RunState.MUTE)
+        return frozenset(server.name for server, run in zip(alive, runs, strict=True) if run is RunLiveness.MUTE)
 
     async def mark_contested(self) -> None:
         """Have all who hold a segment mark it as quarantined, if some server has a newer copy than the records know.
@@ -161,7 +161,7 @@ class RoleChanges:
         if not segment_ids or not state.heard(server, self._commit_log.now()):
             return frozenset()
         look = await self._servers.look(state.servers[server], segment_ids)
-        if look.run is RunState.UNNAMED:
+        if look.run is RunLiveness.UNNAMED:
             return segment_ids
         return frozenset(number for number, held in look.held.items() if held.whole and held.primary)
 
@@ -169,7 +169,7 @@ class RoleChanges:
         """Let a server go on alone with these segments, whose other copies are at a peer."""
         ids = segment_ids & self._primaries(server, peer)
         if ids:
-            await self.settle(BackupsLost(server, ids, self._commit_log.changes_max))
+            await self.commit_all(BackupsLost(server, ids, self._commit_log.changes_max))
 
     async def end_copies(self, server: str, epochs: dict[int, int], *, whole: bool) -> None:
         """Take what a primary says of copies. The same answer tells it its roles; the new backup is told at once."""
@@ -177,7 +177,7 @@ class RoleChanges:
         targets = {copy.segment_id: copy.peer for copy in asked if copy.copying and copy.segment_id in epochs}
         if not whole:
             self.on_apart(server, set(targets.values()))
-        await self.settle(CopiesEnded(server, epochs, whole, self._commit_log.changes_max))
+        await self.commit_all(CopiesEnded(server, epochs, whole, self._commit_log.changes_max))
         if whole and targets:
             await self.tell_roles(tuple(targets), tuple(sorted(set(targets.values()))))
         self.on_copies()
@@ -201,7 +201,7 @@ class RoleChanges:
         except Error as error:
             _log.info("%s; it will hear of its roles when it renews", error)
 
-    async def settle(self, event: ServerReturned | BackupsLost | CopiesEnded | Ticked) -> None:
+    async def commit_all(self, event: ServerReturned | BackupsLost | CopiesEnded | Ticked) -> None:
         """Commit it until it changes no record of a buffer any more: each time it changes a bounded number."""
         while True:
             committed = await self._commit_log.commit(event)

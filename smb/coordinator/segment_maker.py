@@ -188,8 +188,8 @@ class SegmentMaker:
         for segment, effect in each:
             follows = segment.group and segment.server in (segment.backup, segment.copying_to)
             (later if follows else first).append((segment, effect))
-        told = await asyncio.gather(*(self._drop_segment(committed, *one) for one in first))
-        missed = {segment.id for (segment, _), done in zip(first, told, strict=True) if not done}
+        dropped = await asyncio.gather(*(self._drop_segment(committed, *one) for one in first))
+        missed = {segment.id for (segment, _), done in zip(first, dropped, strict=True) if not done}
         await asyncio.gather(*(self._drop_segment(committed, *one) for one in later if one[0].id not in missed))
 
     async def _drop_segment(self, committed: Committed, segment: SegmentRecord, effect: DropSegments) -> bool:

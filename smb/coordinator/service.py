@@ -37,7 +37,7 @@ from smb.coordinator.events import (
     SessionClosed,
     SessionRenewed,
 )
-from smb.coordinator.memserver_client import MemoryServers, RunState
+from smb.coordinator.memserver_client import MemoryServers, RunLiveness
 from smb.coordinator.messages import (
     add_quarantined,
     buffer_message,
@@ -216,7 +216,7 @@ class CoordinatorService(CoordinatorServicer):
         await self._end_rival(event)
         event = await self._asked_back(event)
         event = replace(event, silent=await self._look_at_others(event))
-        await self._roles.settle(
+        await self._roles.commit_all(
             ServerReturned(
                 event.server.name, event.server.instance_id, event.missing, self._commit_log.changes_max, event.held
             )
@@ -253,12 +253,12 @@ class CoordinatorService(CoordinatorServicer):
         look = await self._servers.look(rival)
         # A server of before does not say which run it is; at its own address it is the one that registers.
         same_address = rival.control_address == event.server.control_address
-        if look.run is RunState.ALIVE or (look.run is RunState.UNNAMED and not same_address):
+        if look.run is RunLiveness.ALIVE or (look.run is RunLiveness.UNNAMED and not same_address):
             raise AlreadyExistsError(
                 f'a memory server "{rival.name}" runs already at {rival.data_address}; '
                 f"give this one another --name, or stop that one"
             )
-        if look.run is RunState.MUTE:
+        if look.run is RunLiveness.MUTE:
             raise UnavailableError(
                 f'the former run of memory server "{rival.name}", at {rival.data_address}, is silent, and its lease '
                 f"runs for at most {SERVER_LEASE_S:.0f} s; this one is to register again"
@@ -283,13 +283,13 @@ class CoordinatorService(CoordinatorServicer):
         if not asked:
             return event
         look = await self._servers.look(event.server, asked)
-        if look.run is RunState.UNNAMED:  # a server of before: its list is all that there is
+        if look.run is RunLiveness.UNNAMED:  # a server of before: its list is all that there is
             # Nor does it say how large what the records do not have is: it counts in one sum.
             beside = max(0, event.server.used_bytes - state.allocation(name).nbytes)
             first = min(event.held.keys() - here, default=None)
             held = {number: replace(each, nbytes=beside * (number == first)) for number, each in event.held.items()}
             return replace(event, held=held, missing=frozenset(due - held.keys()))
-        if look.run is not RunState.ALIVE:
+        if look.run is not RunLiveness.ALIVE:
             raise UnavailableError(
                 f'memory server "{name}" at {event.server.control_address} cannot be asked what it holds; it is to '
                 f"register again"
@@ -307,7 +307,7 @@ class CoordinatorService(CoordinatorServicer):
         known = state.servers.get(name)
         if known is not None and known.instance_id != event.server.instance_id:
             for peer in backups_of(state, name):
-                if state.alive(peer, now) and await self._roles.look(state.servers[peer]) is RunState.MUTE:
+                if state.alive(peer, now) and await self._roles.look(state.servers[peer]) is RunLiveness.MUTE:
                     raise UnavailableError(
                         f'memory server "{name}" was started anew, and "{peer}" with other copies of its segments is '
                         f"silent; it is to register again"

@@ -15,7 +15,7 @@ from smb.coordinator.memserver_client import MemoryServers
 from smb.daemon.failpoint import failpoint
 from smb.errors import UnavailableError
 
-TOLD_MAX = 64  # servers that are told at once; a renewal comes within 2 s
+NOTIFIED_MAX = 64  # servers that are told at once; a renewal comes within 2 s
 _log = logging.getLogger("coordinator")
 
 
@@ -36,7 +36,7 @@ class SessionEndNotifier:
         failpoint("coordinator.session.end_stored")
         now = self._commit_log.now()
         alive = [name for name in committed.state.servers if committed.state.alive(name, now)]
-        for name in alive if len(alive) <= TOLD_MAX else ():
+        for name in alive if len(alive) <= NOTIFIED_MAX else ():
             if name in self._unsent:
                 self._unsent[name] += ended
                 continue

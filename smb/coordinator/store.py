@@ -232,7 +232,7 @@ class SqliteStore:
             self._connection.execute("BEGIN EXCLUSIVE")
             self._connection.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, text TEXT NOT NULL)")
             self._connection.execute("COMMIT")
-            self._check_version()
+            self._check_schema_version()
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
                 raise UnavailableError(f"{self._path} is in use by another coordinator; stop it first") from None
@@ -240,7 +240,7 @@ class SqliteStore:
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{self._path} is no store of a coordinator: {error}") from None
 
-    def _check_version(self) -> None:
+    def _check_schema_version(self) -> None:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version == 0:
             self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -19,7 +19,7 @@ from smb.errors import InvalidArgumentError
 HEADROOM_BYTES = 32 << 20
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 _NO_LIMIT = 1 << 60  # version 1 has a number for it, that depends on the size of a page
-# Of each version: the file with the limit, with what is used, and the lines of memory.stat that the kernel takes back
+# Of each hierarchy: the file with the limit, with what is used, and the lines of memory.stat that the kernel takes back
 # before it kills. Files in tmpfs are not among these.
 _FILES = {
     "cgroup2": ("memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -32,12 +32,12 @@ class ControlGroup:
     """One control group with a limit."""
 
     directory: Path
-    version: str  # cgroup or cgroup2
+    hierarchy: str  # cgroup or cgroup2
     limit_bytes: int
 
     def room_bytes(self) -> int:
         """Return how much more its processes may take; 0 if it can't be read."""
-        _, current, freed = _FILES[self.version]
+        _, current, freed = _FILES[self.hierarchy]
         try:
             used = int((self.directory / current).read_text())
             lines = (self.directory / "memory.stat").read_text().split("\n")
@@ -76,8 +76,8 @@ class MemoryLimit:
 def _groups(root: Path) -> tuple[ControlGroup, ...]:
     """Return those with a limit, of the hierarchy that has the memory controller."""
     found: list[ControlGroup] = []
-    for version, mounted_root, mounted_at in _mounts(root):
-        path = _own_path(root, version)
+    for hierarchy, mounted_root, mounted_at in _mounts(root):
+        path = _own_path(root, hierarchy)
         if path is None:
             continue
         # A container sees its own group at the mount point, and may read the host's path of it.
@@ -87,9 +87,9 @@ def _groups(root: Path) -> tuple[ControlGroup, ...]:
         if not at.is_dir():
             at = top
         while True:
-            limit = _limit(at, version)
+            limit = _limit(at, hierarchy)
             if limit is not None:
-                found.append(ControlGroup(at, version, limit))
+                found.append(ControlGroup(at, hierarchy, limit))
             if at == top:
                 break
             at = at.parent
@@ -97,7 +97,7 @@ def _groups(root: Path) -> tuple[ControlGroup, ...]:
 
 
 def _mounts(root: Path) -> list[tuple[str, str, str]]:
-    """Return (version, root of the mount, mount point) of each hierarchy that may have the memory controller."""
+    """Return (hierarchy, root of the mount, mount point) of each hierarchy that may have the memory controller."""
     mounts = []
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, dash, after = line.partition(" - ")
@@ -109,17 +109,17 @@ def _mounts(root: Path) -> list[tuple[str, str, str]]:
     return mounts
 
 
-def _own_path(root: Path, version: str) -> str | None:
+def _own_path(root: Path, hierarchy: str) -> str | None:
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if (version == "cgroup2" and number == "0") or (version == "cgroup" and "memory" in controllers.split(",")):
+        if (hierarchy == "cgroup2" and number == "0") or (hierarchy == "cgroup" and "memory" in controllers.split(",")):
             return path
     return None
 
 
-def _limit(directory: Path, version: str) -> int | None:
-    text = _text(directory / _FILES[version][0]).strip()
+def _limit(directory: Path, hierarchy: str) -> int | None:
+    text = _text(directory / _FILES[hierarchy][0]).strip()
     return int(text) if re.fullmatch(r"\d+", text) and int(text) < _NO_LIMIT else None
 
 

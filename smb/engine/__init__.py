@@ -63,7 +63,7 @@ from smb.engine.enums import (
     EngineError,
     Lane,
     Opcode,
-    PartState,
+    PartOutcome,
     Status,
     status_name,
 )
@@ -98,7 +98,7 @@ __all__ = [
     "Link",
     "Opcode",
     "Outcome",
-    "PartState",
+    "PartOutcome",
     "PendingRequest",
     "Reply",
     "Request",

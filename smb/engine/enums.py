@@ -136,7 +136,7 @@ def status_name(status: int) -> str:
     return ffi.string(name).decode() if name else ""
 
 
-class PartState(IntEnum):
+class PartOutcome(IntEnum):
     """enum smb_outcome_state."""
 
     APPLIED = lib.SMB_OUTCOME_APPLIED

@@ -14,7 +14,7 @@ from smb._engine import ffi, lib
 from smb.engine.arithmetic import check_isa
 from smb.engine.calls import UnknownParts
 from smb.engine.counters import ClientCounters, counters_of
-from smb.engine.enums import DENIED, AskOpcode, EngineError, PartState, Status, check
+from smb.engine.enums import DENIED, AskOpcode, EngineError, PartOutcome, Status, check
 from smb.errors import InvalidArgumentError, PermissionDeniedError
 
 LATEST = 2**64 - 1  # of Segment.find_version
@@ -185,7 +185,7 @@ class EngineClient:
         check(status)
         return int(link_id[0])
 
-    def resolve(self, unknown: UnknownParts, timeout_ms: int) -> list[tuple[int, int, PartState]]:
+    def resolve(self, unknown: UnknownParts, timeout_ms: int) -> list[tuple[int, int, PartOutcome]]:
         """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError
         TIMEOUT.
         """
@@ -194,9 +194,9 @@ class EngineClient:
             raise interrupt
         check(status)
         offset, length, state = ffi.new("uint64_t *"), ffi.new("uint32_t *"), ffi.new("int *")
-        parts: list[tuple[int, int, PartState]] = []
+        parts: list[tuple[int, int, PartOutcome]] = []
         while lib.smb_unknown_part(unknown.pointer, len(parts), offset, length, state):
-            parts.append((int(offset[0]), int(length[0]), PartState(state[0])))
+            parts.append((int(offset[0]), int(length[0]), PartOutcome(state[0])))
         return parts
 
 

@@ -367,7 +367,7 @@ def _spec(file_name: str, name: str, source: Reads) -> FileSpec:
 def _made(client: Client, spec: FileSpec, wanted: str, copies: int, asked: int | None) -> Iterator[Buffer]:
     """Give a new buffer without a name that people see; delete it where the block fails."""
     private = private_name(wanted)
-    with _told_how_many(copies, asked):
+    with _explains_replicas(copies, asked):
         buffer = create(client, private, spec, copies)
     try:
         yield buffer
@@ -400,7 +400,7 @@ def _restored(
         # A kill between the last two steps: the buffer has its name already. It may have changed since, so who wants it
         # replaced has it made again.
         named = _open(client, name) if not replace and len(sums.blocks) == _count(source) else None
-        if named is not None and sums.source == state.tag(named, spec) and _is_as_told(source, sums):
+        if named is not None and sums.source == state.tag(named, spec) and _still_matches(source, sums):
             state.end()
             return named
         state.clear()
@@ -408,10 +408,10 @@ def _restored(
     try:
         if (
             buffer is None or sums is None or buffer.info.replicas != copies
-            or sums.source != state.tag(buffer, spec) or not _is_as_told(source, sums)
+            or sums.source != state.tag(buffer, spec) or not _still_matches(source, sums)
         ):  # fmt: skip
             client.delete(private, missing_ok=True)
-            with _told_how_many(copies, replicas):
+            with _explains_replicas(copies, replicas):
                 buffer = create(client, private, spec, copies)
             sums = Sums(state.tag(buffer, spec), source.nbytes)
         state.begin(sums)
@@ -434,7 +434,7 @@ def _restored(
     return buffer
 
 
-def _is_as_told(source: Reads, sums: Sums) -> bool:
+def _still_matches(source: Reads, sums: Sums) -> bool:
     """Whether a file still begins with the blocks that were taken from it."""
     data = np.empty(min(BLOCK_BYTES, source.nbytes), np.uint8)
     for index, block in enumerate(sums.blocks):
@@ -462,7 +462,7 @@ def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
 
 
 @contextmanager
-def _told_how_many(copies: int, asked: int | None) -> Iterator[None]:
+def _explains_replicas(copies: int, asked: int | None) -> Iterator[None]:
     """Where there is no place for a second copy that nobody asked for, say so."""
     try:
         yield

@@ -135,7 +135,7 @@ class Flow:
 
     def begin(self, cut: Cut | None = None) -> None:
         """Begin a step, by another cut if one is given. The one before is over."""
-        self.settle_base()
+        self.adopt_base()
         if cut is not None and cut is not self.cut:
             self.cut = cut
             if self._queue is not None:
@@ -154,7 +154,7 @@ class Flow:
         self.unsettled = self._on_top
         self.over()
 
-    def settle_base(self) -> None:
+    def adopt_base(self) -> None:
         """Make what was taken over in a step, which is over, the base of the next."""
         ledger = self.ledger
         if len(self._adopted) == len(self.cut.pull):
@@ -375,7 +375,7 @@ class PartsMover(Mover):
         if self.by_parts:
             read_parts(self._flow, weights)
         else:
-            self._flow.settle_base()
+            self._flow.adopt_base()
             self._flow.parameters.read(weights, self._flow.landing)
 
     def adopt(self) -> None:

@@ -41,7 +41,7 @@ def _report(client: Client, relays: dict[Mirror, Relay]) -> None:
         wait.wait(_REPORT_S)
         if session_of(client).session_ended:  # we were stopped for longer than its lease: the next process gets another
             os._exit(_SESSION_ENDED)
-        told: list[dict[str, Any]] = [
+        report: list[dict[str, Any]] = [
             {
                 "name": name,
                 "id": id_,
@@ -53,7 +53,7 @@ def _report(client: Client, relays: dict[Mirror, Relay]) -> None:
             for (name, id_), relay in list(relays.items())
         ]
         try:
-            print(json.dumps(told), flush=True)  # noqa: T201 - to the memory server
+            print(json.dumps(report), flush=True)  # noqa: T201 - to the memory server
         except OSError:
             os._exit(0)
 

@@ -142,19 +142,19 @@ class Filler:
 
     def _tell(self, fill: Fill, words: Buffer, slot: int) -> None:
         """Say what has arrived, until all has."""
-        told = 0
+        shown = 0
         while True:
             with fill.changed:
-                while fill.bits == told and fill.active:
+                while fill.bits == shown and fill.active:
                     fill.changed.wait(AGAIN_S)
                 bits, active = fill.bits, fill.active
-            if bits != told:
+            if bits != shown:
                 try:
                     words.publish(Arrived(fill.version, slot, bits).to_words(), ttl=TURN_S)
                 except Error as error:
                     fill.fail(error)
-                told = bits
-            if not active and fill.bits == told:
+                shown = bits
+            if not active and fill.bits == shown:
                 return
 
     def _measure(self, fill: Fill) -> None:

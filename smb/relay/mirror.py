@@ -74,7 +74,7 @@ class Relay:
         return int(self._nbytes * self._filler.arrived())
 
     def _run(self) -> None:
-        told, stopping = "", self._filler.stopping
+        logged, stopping = "", self._filler.stopping
         while not stopping.is_set():
             try:
                 self._follow()
@@ -82,8 +82,8 @@ class Relay:
                 _log.debug("%s", error)
                 stopping.wait(self._backoff.next_s())
             except Error as error:
-                if str(error) != told:
-                    told = str(error)
+                if str(error) != logged:
+                    logged = str(error)
                     _log.warning("mirror %s: %s; trying again", self.name, error)
                 stopping.wait(self._backoff.next_s())
             finally:

@@ -68,7 +68,7 @@ def _had_no_time(error: Any) -> bool:
     return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and ANSWERED not in trailers_of(error)
 
 
-def _doubted(failure: errors.Error) -> errors.Error:
+def _with_unknown_outcome(failure: errors.Error) -> errors.Error:
     """Return the error of the last attempt if one before it may have been carried out."""
     if failure.outcome == errors.UNKNOWN:
         return failure
@@ -264,7 +264,7 @@ class Coordinator:
         failed_at = 0.0  # first
         repeatable = (several or self._answered) and _is_repeatable(request)
         term = named = ""  # of the leader that one that stands by has named: the next round of questions is patient
-        in_doubt = False  # an attempt may have been carried out
+        maybe_applied = False  # an attempt may have been carried out
         backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: begun + timeout - time.monotonic())
         waits_ms = request.timeout_ms if isinstance(request, pb.OpenBufferRequest) else 0
         while True:
@@ -306,11 +306,11 @@ class Coordinator:
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
             now = time.monotonic()
             failed_at = failed_at or now
-            in_doubt |= failure is not None and failure.outcome == errors.UNKNOWN
+            maybe_applied |= failure is not None and failure.outcome == errors.UNKNOWN
             if not may_repeat or now >= min(begun + timeout, failed_at + patience):
                 failure = failure or (stood_by[1] if stood_by else self._nobody(self._why_not()))
                 try:
-                    raise (_doubted(failure) if in_doubt and not answered else failure) from None
+                    raise (_with_unknown_outcome(failure) if maybe_applied and not answered else failure) from None
                 finally:
                     del failure, stood_by  # else these and this frame keep each other, and a forgotten buffer, alive
             if self._peers.go_on(peer):
@@ -337,10 +337,10 @@ class Coordinator:
         code, details = error.code(), error.details() or ""
         trailers = trailers_of(error)
         ours = ANSWERED in trailers
-        told = trailers.get(OUTCOME, "") if ours else errors.UNKNOWN
+        stated = trailers.get(OUTCOME, "") if ours else errors.UNKNOWN
         failure = self._class_of(code, details, timeout, ours)
         if changes and code is not grpc.StatusCode.UNIMPLEMENTED:
-            failure.outcome = _OUTCOMES.get(told, failure.outcome)
+            failure.outcome = _OUTCOMES.get(stated, failure.outcome)
         return failure
 
     def _class_of(self, code: grpc.StatusCode, details: str, timeout: float, ours: bool) -> errors.Error:

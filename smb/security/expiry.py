@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DAY_S = 86_400
 SOON_DAYS, NOW_DAYS = 30, 7  # deploy/prometheus/alerts.yml has the same
-_SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
+_SEQUENCE, _CERTIFICATE_VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
 def expires_at(pem: bytes) -> float:
@@ -28,7 +28,7 @@ def expires_at(pem: bytes) -> float:
         (_, certificate), *_ = _parts(first_of(pem))
         (_, signed), *_ = _parts(certificate)
         # Version, which may be left out, serial number, algorithm, issuer, validity.
-        parts = [part for part in _parts(signed) if part[0] != _VERSION]
+        parts = [part for part in _parts(signed) if part[0] != _CERTIFICATE_VERSION]
         _, (kind, moment), *_ = _parts(parts[3][1])
         year = moment[:-11] if kind == _GENERALIZED_TIME else (b"19" if moment[:2] >= b"50" else b"20") + moment[:2]
         if kind not in (_UTC_TIME, _GENERALIZED_TIME):

@@ -472,7 +472,7 @@ class MeshShared(Shared):
             if self._ranks.speaks:
                 self.worker.look(self._mesh.look)
                 if self._mixed.buffer is not None:
-                    self._mixed.settle()
+                    self._mixed.wait()
                     statistics = self._mixed.buffer.read(wire="exact")
         statistics = self._ranks.tell(statistics)
         seen, self._mesh.seen = self._mesh.seen, None

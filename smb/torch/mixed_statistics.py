@@ -75,12 +75,12 @@ class MixedStatistics:
         Not by the count of contributions: what becomes of the last one may be known later, by when others have loaded
         the average.
         """
-        self.settle()
+        self.wait()
         if self.buffer is not None and self._unmixed:
             self._mix(self.buffer)
-            self.settle()
+            self.wait()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until nothing is being mixed."""
         if self._mixing is not None:
             mixing, self._mixing = self._mixing, None
@@ -91,7 +91,7 @@ class MixedStatistics:
         """After an exchange, begin to add our running statistics to the average; the last time may be under way yet."""
         if self._mixing is not None and not self._mixing.done():
             return
-        self.settle()
+        self.wait()
         self._contributions, self._unmixed = self._worker.contributions, False
         self._collect()
         if not np.isfinite(self.own.values).all():

@@ -175,8 +175,8 @@ class Publisher:
                     found = _about(asked, self.buffer)
                     if found != about:
                         raise InvalidArgumentError(
-                            f"{asked}: it exists, published with {_told(found)}, not {_told(about)}; do as before, or "
-                            f"delete it"
+                            f"{asked}: it exists, published with {_described(found)}, not {_described(about)}; do as "
+                            f"before, or delete it"
                         )
             if ranks is not None:
                 with ranks.agreed():
@@ -646,7 +646,7 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((here == there) | ((here != here) & (there != there))).all())
 
 
-def _told(about: dict[str, Any]) -> str:
+def _described(about: dict[str, Any]) -> str:
     return (
         f"deltas={about['deltas']}, {len(about['tied'])} tied names, {'a part' if about['part'] else 'all'} of a state"
     )

@@ -91,7 +91,7 @@ class Ranks:
 
     def agree(self, failure: BaseException | None) -> None:
         """With all ranks: return if none of them failed; else raise, at each, what one failed with, its own first."""
-        failures = self.gather(None if failure is None else _told(failure, self.rank))
+        failures = self.gather(None if failure is None else _as_sent(failure, self.rank))
         if failure is not None:
             raise failure
         for each in failures:
@@ -135,7 +135,7 @@ class Ranks:
             raise UnavailableError(f"a rank of the mesh is gone: {error}", outcome=UNKNOWN) from error
 
 
-def _told(failure: BaseException, rank: int) -> tuple[type[Error], str, CallOutcome]:
+def _as_sent(failure: BaseException, rank: int) -> tuple[type[Error], str, CallOutcome]:
     """Return a failure as other ranks are told of it."""
     if isinstance(failure, Error):
         return type(failure), f"rank {rank} of the mesh: {failure}", failure.outcome

@@ -382,7 +382,7 @@ class Shared:
         self._check.model()
         values = values_of(self._trained.entries, torch.from_numpy(self.worker.shared()))
         if self._mixed.buffer is not None:
-            self._mixed.settle()
+            self._mixed.wait()
             values |= values_of(self._statistics.entries, torch.from_numpy(self._mixed.buffer.read(wire="exact")))
         return self._state_with(values)
 

@@ -45,7 +45,7 @@ STATISTICS = "state"  # of smb.torch.join: NAME/state
 _KEY = "smb.train"
 _OUTER = {"smb.outer.0": momentum_name, "smb.step": step_name}  # two copies each, which take turns
 _WHOLE = "values"
-_VERSION = 1
+_FORMAT_VERSION = 1
 _ROUNDS_MAX = 1 << (62 - t.ROUND_SHIFT)  # a word of the table has them
 _COUNT_MAX = 1 << 62  # of steps and samples, likewise: these are added to
 _TRIES = 3  # without keeping rounds from being closed
@@ -176,7 +176,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
     sources = [_Source(_all(weights), table, {each: each for each in table})]
     metadata = {key: value for key, value in weights.metadata.items() if key != groups.METADATA}
     head_fields: dict[str, Any] = {
-        "version": _VERSION,
+        "version": _FORMAT_VERSION,
         "scheme": group.scheme.NAME,
         "settings": group.scheme.settings(),
         "guards": group.guards.settings(),
@@ -286,8 +286,8 @@ def _head(file: IO[bytes], path: str) -> _Head:
         fields = parse_json(metadata[_KEY], TRAINING_HEADER_PARTS_MAX)
         if not isinstance(fields, dict) or not is_whole(fields.get("version"), 0):
             raise ValueError("it says nothing of a training")
-        if fields["version"] != _VERSION:
-            raise ValueError(f"it is of version {quoted(fields['version'])}, and this is smb for {_VERSION}")
+        if fields["version"] != _FORMAT_VERSION:
+            raise ValueError(f"it is of version {quoted(fields['version'])}, and this is smb for {_FORMAT_VERSION}")
         if any(info.dtype != np.float32 for info in table.values()):
             raise ValueError("a tensor is not of float32")
         extents = {each: (8 + size + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}

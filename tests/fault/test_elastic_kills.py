@@ -26,7 +26,7 @@ from tests.support.daemons import wait_for
 from tests.support.elastic import Values, check_sum, record_sent, recorded, train_and_record
 from tests.support.training import together
 
-HSGD = ["hsgd-taken", "hsgd-written", "hsgd-told", "hsgd-sent"]
+HSGD = ["hsgd-taken", "hsgd-written", "hsgd-base-shared", "hsgd-sent"]
 
 SIZE = 1_000_000
 LEASE_S = 0.6

@@ -14,7 +14,7 @@ import pytest
 
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import BufferMade, BufferWanted
-from smb.coordinator.memserver_client import Look, RunState
+from smb.coordinator.memserver_client import Look, RunLiveness
 from smb.coordinator.service import CoordinatorService
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation
@@ -38,7 +38,7 @@ def test_it_is_there(tmp_path: Path, made_before: bool) -> None:
             async def look(self, *_: object) -> Look:
                 if not made_before:  # the answer takes longer than what is left to do
                     await log.commit(made)
-                return Look(RunState.ALIVE)
+                return Look(RunLiveness.ALIVE)
 
         service: Any = SimpleNamespace(_commit_log=log, _servers=Servers())
         event = await cast(Any, CoordinatorService)._asked_back(service, registration(log.state, server("a")))

@@ -11,7 +11,7 @@ from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.events import BufferMade, BufferWanted
-from smb.coordinator.memserver_client import Look, RunState
+from smb.coordinator.memserver_client import Look, RunLiveness
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.role_changes import RoleChanges
@@ -33,7 +33,7 @@ class Servers:
         self.weights = 0
 
     async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
-        return Look(RunState.ALIVE, {each: Held(1, nbytes=NBYTES) for each in segment_ids if each == self.weights})
+        return Look(RunLiveness.ALIVE, {each: Held(1, nbytes=NBYTES) for each in segment_ids if each == self.weights})
 
 
 async def made(log: CommitLog, creation: Creation, first_id: int) -> int:

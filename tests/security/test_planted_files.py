@@ -38,7 +38,7 @@ for directory in map(Path, sys.argv[2:]):
     engine = Engine(1, 1, 4 << 20)
     segments = Segments(engine, place, 4 << 20)
     recover(engine, place, segments, 4 << 20)
-    print("stamps", Stamps(StampsFile(place.stamps_path)).told())
+    print("stamps", Stamps(StampsFile(place.stamps_path)).reported())
     print("found", segments.ids(), sorted(place.quarantined()))
     segments.create(SegmentForm(id=0xDEF, epoch=1, dtype=2, nbytes=4096, chunk_bytes=4096))
     segments.quarantine([0xDEF])
@@ -206,7 +206,7 @@ def test_stamps_of_another_user_are_not_read() -> None:
 from pathlib import Path
 from memserver.stamps import Stamps, StampsFile
 become()
-print(Stamps(StampsFile(Path(sys.argv[2]))).told())
+print(Stamps(StampsFile(Path(sys.argv[2]))).reported())
 """
     with sticky() as place:
         path = place / "smb.a.stamps"

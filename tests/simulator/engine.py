@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from memserver.engine import CopyState, FoundSegment, ReplicaStatus, SegmentForm
+from memserver.engine import CopyStep, FoundSegment, ReplicaStatus, SegmentForm
 from smb.engine import segment_file_bytes
 from smb.errors import (
     AlreadyExistsError,
@@ -426,24 +426,24 @@ class Engine:
 
     # ---- new copies
 
-    def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyState, int, int]:
+    def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyStep, int, int]:
         """See memserver.engine."""
         memory = self._host.segments.get(segment_id)
         bundle = self._bundle(memory) if memory is not None else None
         if memory is None or bundle is None or bundle.role != PRIMARY or bundle.epoch != epoch:
-            return CopyState.GONE, 0, 0
+            return CopyStep.GONE, 0, 0
         copying = bundle.copying
         if copying is None or copying.given_up:
-            return CopyState.GONE, 0, 0
+            return CopyStep.GONE, 0, 0
         total = memory.form.nbytes
         copied = total * copying.chunks // CHUNKS
         if copying.whole:
-            return CopyState.WHOLE, total, total
-        told = [member for member in bundle.members if self._host.segments[member].epoch == epoch]
-        if told[:1] != [segment_id] or len(bundle.queue) > QUEUED_MAX:
-            return CopyState.BUSY, copied, total
+            return CopyStep.WHOLE, total, total
+        with_role = [member for member in bundle.members if self._host.segments[member].epoch == epoch]
+        if with_role[:1] != [segment_id] or len(bundle.queue) > QUEUED_MAX:
+            return CopyStep.BUSY, copied, total
         if copying.chunks < CHUNKS:
-            for member in told:
+            for member in with_role:
                 cells = self._host.segments[member].cells
                 part = tuple(each for each in cells.items() if each[0] % CHUNKS == copying.chunks)
                 copying.sequence += 1
@@ -451,11 +451,11 @@ class Engine:
                 if copying.chunks == 0:
                     self._show_lock(bundle, member)
             copying.chunks += 1
-            return CopyState.MORE, total * copying.chunks // CHUNKS, total
+            return CopyStep.MORE, total * copying.chunks // CHUNKS, total
         if bundle.confirmed < copying.order:
-            return CopyState.BUSY, copied, total
+            return CopyStep.BUSY, copied, total
         copying.whole = True
-        return CopyState.WHOLE, total, total
+        return CopyStep.WHOLE, total, total
 
     def abandon_copy(self, segment_id: int, epoch: int) -> bool:
         """See memserver.engine."""

@@ -17,7 +17,7 @@ from smb.coordinator import commit_log, steps
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.drop_rules import ground_to_drop
 from smb.coordinator.events import BufferMade, Instant, MoveAllowed, ServerCounted, ServerRegistered
-from smb.coordinator.memserver_client import RunState
+from smb.coordinator.memserver_client import RunLiveness
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.service import CoordinatorService
@@ -52,16 +52,16 @@ def planted(name: str | None) -> Iterator[None]:
 def dead_by_port() -> Replaced:
     """A server is alive if somebody listens at its port: an empty run that took its place goes on alone."""
 
-    async def look(self: RoleChanges, server: Any) -> RunState:
+    async def look(self: RoleChanges, server: Any) -> RunLiveness:
         connections: Any = self._servers._connections
         try:
             await asyncio.wait_for(connections.knock(server.control_address), 0.5)
         except ConnectionRefusedError:
             await self._commit_log.commit(steps.ServerDied(server.name, server.instance_id))
-            return RunState.DEAD
+            return RunLiveness.DEAD
         except (OSError, asyncio.TimeoutError):
-            return RunState.MUTE
-        return RunState.ALIVE
+            return RunLiveness.MUTE
+        return RunLiveness.ALIVE
 
     async def confirmed(self: RoleChanges, server: str, segment_ids: frozenset[int]) -> frozenset[int]:
         return segment_ids

@@ -241,7 +241,7 @@ def test_running_statistics_are_averaged_by_the_rule(connect: Connect) -> None:
         own = models[which][1].running_var
         if number % 2:  # an exchange
             expected += (own - expected) / 2
-            (first, second)[which]._mixed.settle()
+            (first, second)[which]._mixed.wait()
         assert torch.allclose((first, second)[1 - which].state_dict()["1.running_var"], expected, atol=1e-6)
         assert not torch.allclose(own, expected, atol=1e-3)
     late = network(7)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from smb.coordinator.commit_log import Committed
-from smb.coordinator.dashboard.states import ReportedStates, StateSeen
+from smb.coordinator.dashboard.states import ClientReport, ReportedStates
 from smb.coordinator.dashboard.trainings import Trainings, WorkerSeen
 from smb.coordinator.events import (
     BufferDeleted,
@@ -199,7 +199,7 @@ class Seen:
     state_free_bytes: int | None = None  # of the store's disk, where that is known
     workers: Mapping[str, Sequence[WorkerSeen]] = field(default_factory=dict)  # by training
     furthest: Mapping[str, int] = field(default_factory=dict)  # the last known round, by training
-    states: Mapping[str, Sequence[StateSeen]] = field(default_factory=dict)  # who publishes or reads, by state
+    states: Mapping[str, Sequence[ClientReport]] = field(default_factory=dict)  # who publishes or reads, by state
 
 
 class EventWatch:

@@ -22,7 +22,7 @@ from typing import Any
 
 from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, owners_of, problems
 from smb.coordinator.dashboard.history import Amounts, EventWatch, History, LoadRates, Seen, ServerWatch
-from smb.coordinator.dashboard.states import StateSeen
+from smb.coordinator.dashboard.states import ClientReport
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
 from smb.coordinator.mirrors import Mirrors
@@ -510,17 +510,17 @@ def _who(view: Moment, record: BufferRecord) -> Json:
     }
 
 
-def _publishers_and_readers(view: Moment, name: str) -> tuple[list[StateSeen], list[StateSeen]]:
+def _publishers_and_readers(view: Moment, name: str) -> tuple[list[ClientReport], list[ClientReport]]:
     seen = view.seen.states.get(name, ())
     return [each for each in seen if each.report.publishes], [each for each in seen if not each.report.publishes]
 
 
-def _generation(publishers: Sequence[StateSeen], readers: Sequence[StateSeen]) -> int:
+def _generation(publishers: Sequence[ClientReport], readers: Sequence[ClientReport]) -> int:
     """Return the latest that was told; 0: none."""
     return max((seen.report.generation for seen in (*publishers, *readers)), default=0)
 
 
-def _member(view: Moment, seen: StateSeen, generation: int) -> Json:
+def _member(view: Moment, seen: ClientReport, generation: int) -> Json:
     return {
         "key": _key(view, seen.session_id),
         "client": _client_of(view, seen),
@@ -531,7 +531,7 @@ def _member(view: Moment, seen: StateSeen, generation: int) -> Json:
     }
 
 
-def _client_of(view: Moment, seen: StateSeen) -> str:
+def _client_of(view: Moment, seen: ClientReport) -> str:
     return view.state.client_names.get(seen.session_id, "unknown")
 
 

@@ -17,7 +17,7 @@ REPORTS_MAX = 16  # of one session
 
 
 @dataclass(frozen=True, slots=True)
-class StateSeen:
+class ClientReport:
     """One client's last report of one state."""
 
     session_id: int
@@ -30,11 +30,11 @@ class ReportedStates:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reports: dict[int, list[StateSeen]] = {}
+        self._reports: dict[int, list[ClientReport]] = {}
 
     def record_reports(self, session_id: int, reports: Iterable[pb.StateReport], now: Instant) -> None:
         """Store a session's reports, instead of those before."""
-        seen = [StateSeen(session_id, report, now.monotonic) for report in list(reports)[:REPORTS_MAX]]
+        seen = [ClientReport(session_id, report, now.monotonic) for report in list(reports)[:REPORTS_MAX]]
         with self._lock:
             if seen:
                 self._reports[session_id] = seen
@@ -47,9 +47,9 @@ class ReportedStates:
             for session_id in session_ids:
                 self._reports.pop(session_id, None)
 
-    def by_name(self) -> Mapping[str, list[StateSeen]]:
+    def by_name(self) -> Mapping[str, list[ClientReport]]:
         """Return the reports by state."""
-        found: dict[str, list[StateSeen]] = {}
+        found: dict[str, list[ClientReport]] = {}
         with self._lock:
             for reports in self._reports.values():
                 for seen in reports:

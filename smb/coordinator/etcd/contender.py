@@ -46,7 +46,7 @@ class Contender:
         self._around = around
         self._shown = shown
         self._complained = ""
-        self.settled = asyncio.Event()  # it leads, or knows who does
+        self.leader_known = asyncio.Event()  # it leads, or knows who does
 
     async def run(self) -> None:
         """Stand by and lead, in turns."""
@@ -81,7 +81,7 @@ class Contender:
             around.front.stand_by(leader.address, leader.term)
             around.health.stand_by(leader.address)
             self._complained = ""
-            self.settled.set()
+            self.leader_known.set()
             if announced != leader.address:
                 announced = leader.address
                 _log.info("stands by: %s leads", announced)
@@ -102,7 +102,7 @@ class Contender:
                 return
             self._shown.leading = leading
             leaving.callback(setattr, self._shown, "leading", None)
-            self.settled.set()
+            self.leader_known.set()
             self._complained = ""
             _log.info("leads, from revision %d of etcd on", lead.term)
             notify(f"STATUS=leads at {around.front.address}")

@@ -23,7 +23,7 @@ from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 
 _KEEPS_PER_LEASE = 4
 _ASK_S = 5.0
-_HEAD_VERSION = "1"
+_HEAD_FORMAT = "1"
 _LEADER_PARTS_MAX = 16  # brackets and commas in what names the leader
 
 _log = logging.getLogger("coordinator")
@@ -81,9 +81,9 @@ async def campaign(
         await etcd.revoke(granted.ID, _ASK_S)
         return None
     known = head[0].value if head else b""
-    if known and known.split()[0].decode(errors="replace") != _HEAD_VERSION:
+    if known and known.split()[0].decode(errors="replace") != _HEAD_FORMAT:
         await etcd.revoke(granted.ID, _ASK_S)
-        raise StoreError(f"{location} is of another version: this coordinator writes version {_HEAD_VERSION}")
+        raise StoreError(f"{location} is of another version: this coordinator writes version {_HEAD_FORMAT}")
     return Lead(etcd, location, granted.ID, float(granted.TTL), leader[0].create_revision, known, asked_at, outside)
 
 
@@ -173,7 +173,7 @@ class Lead:
         head = self._head
         if puts:
             self._count += 1
-            head = f"{_HEAD_VERSION} {self.term} {self._count}".encode()
+            head = f"{_HEAD_FORMAT} {self.term} {self._count}".encode()
             moved = pb.RequestOp(request_put=pb.PutRequest(key=_head_key(self._location), value=head))
             operations = [*operations, moved]
         await self._transact(operations, head)

@@ -171,8 +171,8 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
     leases = state.server_leases.grant(event.name, now.monotonic)
     state = replace(state, servers={**state.servers, event.name: server}, server_leases=leases)
     if event.copies or event.name in state.progress:
-        told = {copy.segment_id: copy for copy in event.copies}
-        progress = {**state.progress, event.name: told} if told else without(state.progress, event.name)
+        reported = {copy.segment_id: copy for copy in event.copies}
+        progress = {**state.progress, event.name: reported} if reported else without(state.progress, event.name)
         state = replace(state, progress=progress)
     return state, ()
 

@@ -138,7 +138,7 @@ def _question(
             raise InvalidArgumentError(f"--servers {servers}: a number from 1 on, or '{_EACH}'")
         if link is None and (server_link or rtt):
             raise InvalidArgumentError("--server-link and --rtt go with --link; without it the network is measured")
-        told = network.told(link, server_link, rtt or _RTT) if link is not None else None
+        given = network.given(link, server_link, rtt or _RTT) if link is not None else None
         settings["servers"] = None if servers == _EACH else int(servers)
         check_settings(**settings)  # before anything is measured
         spec = None
@@ -151,10 +151,10 @@ def _question(
 
         with usage_errors():
             spec = measure_script(what, settings["batch"] or 32)
-    if told is None:
+    if given is None:
         assert coordinator
-        told = network.measured(coordinator)
-    return Question(spec, told, **settings)
+        given = network.measured(coordinator)
+    return Question(spec, given, **settings)
 
 
 def _numbers(text: str) -> list[int]:

@@ -64,9 +64,9 @@ def _why_none(client: Client, name: str) -> str:
         return "being drained" if server.may_live else "not alive"
 
     why = Counter(map(why_not, client.servers()))
-    told = ", ".join(f"{count} {each}" for each, count in why.items())
+    reasons = ", ".join(f"{count} {each}" for each, count in why.items())
     there = ", or name one with a part of it (--to)" if len(parts) > 1 else ""
-    return f"no memory server is free for one: {told}. Start another, publish on fewer (servers=){there}"
+    return f"no memory server is free for one: {reasons}. Start another, publish on fewer (servers=){there}"
 
 
 @dataclass(frozen=True)

@@ -99,12 +99,12 @@ def _published(buffer: Buffer, version: int | None, generation: int | None) -> s
     if has_deltas(buffer):
         if not generation:
             return "nothing yet" if generation == 0 else "generation unknown"
-        whole = "" if version is None else f", last whole state in {_told(version)}"
+        whole = "" if version is None else f", last whole state in {_shown_version(version)}"
         return f"generation {generation}{whole}"
-    return "" if buffer.info.replicas > 1 or (version == 0 and buffer.versions == 1) else _told(version)
+    return "" if buffer.info.replicas > 1 or (version == 0 and buffer.versions == 1) else _shown_version(version)
 
 
-def _told(version: int | None) -> str:
+def _shown_version(version: int | None) -> str:
     return "unknown" if version is None else f"version {version}" if version else "nothing yet"
 
 

@@ -70,7 +70,7 @@ def payload_per_s(bits_per_s: float) -> float:
     return bits_per_s / 8 * SEGMENT_BYTES / PACKET_BYTES * CHUNK_BYTES / (CHUNK_BYTES + FRAME_BYTES)
 
 
-def told(link: str, server_link: str | None, rtt: str) -> Network:
+def given(link: str, server_link: str | None, rtt: str) -> Network:
     """Return the network of rates and a round trip in words. Raises InvalidArgumentError."""
     rtt_s = parse_seconds(rtt)
     ours, theirs = parse_rate(link), parse_rate(server_link or link)

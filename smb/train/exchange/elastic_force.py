@@ -56,7 +56,7 @@ class Elastic:
         self._staleness = 0
         self._samples = 0
         self._look_at = 0.0
-        self._told: dict[int, bytes] = {}  # the members' rows when we looked last
+        self._rows_before: dict[int, bytes] = {}  # the members' rows when we looked last
 
     @property
     def under_way(self) -> bool:
@@ -98,8 +98,8 @@ class Elastic:
         if time.monotonic() < self._look_at:
             return len(live)
         self._look_at = time.monotonic() + group.lease
-        before, self._told = self._told, {slot: rows[1 + slot].tobytes() for slot in live}
-        dead = group.reap(slot for slot in live if before.get(slot) == self._told[slot])
+        before, self._rows_before = self._rows_before, {slot: rows[1 + slot].tobytes() for slot in live}
+        dead = group.reap(slot for slot in live if before.get(slot) == self._rows_before[slot])
         return len(live) - len(dead)
 
     def send(self, samples: int) -> None:

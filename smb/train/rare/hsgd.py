@@ -104,7 +104,7 @@ class HostExchange(Exchange):
         self._samples = 0
         self._due: int | None = None  # the host's round, while what follows it is not done
         self._taken: bool | None = None  # the base is what the host's model is to be; True: and the difference is due
-        self._told = False  # the host's model is that base: the difference is to be sent
+        self._base_is_shared = False  # the host's model is that base: the difference is to be sent
         self._refused: RefusedContributionError | None = None
         name = f"{group.name}/host/{host_name()}"
         placement = _placement(group.client, name)
@@ -217,18 +217,18 @@ class HostExchange(Exchange):
                 self._taken = True
         failpoint("hsgd-taken")
         self._tell_host(due)
-        failpoint("hsgd-told")
+        failpoint("hsgd-base-shared")
         self._send_taken(elastic)
         self._inner.restart()
 
     def _send_taken(self, elastic: Elastic) -> None:
         """Send the difference by which the host's model was drawn, once that is written. Else it does nothing."""
-        if not self._told:
+        if not self._base_is_shared:
             return
         if self._taken:
             elastic.send(self._samples)
             failpoint("hsgd-sent")
-        self._told, self._taken = False, None
+        self._base_is_shared, self._taken = False, None
         self._samples = 0
 
     def _tell_host(self, due: int) -> None:
@@ -246,10 +246,10 @@ class HostExchange(Exchange):
                 host.weights.write(self._inner.mover.fetched, fence=fence, wire="exact")
                 failpoint("hsgd-written")
                 host.table.swap(0, _MET, int(rows[0, _MET]), due)
-                self._told = True
+                self._base_is_shared = True
             host.wake()
         except Error as error:
-            if self._told:
+            if self._base_is_shared:
                 _log.warning("training %r: after its host had the model: %s", host.name, error)
             elif isinstance(error, LockLostError):
                 raise host.member.lost() from error

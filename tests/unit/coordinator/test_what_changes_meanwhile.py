@@ -32,7 +32,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
-from smb.coordinator.memserver_client import Look, MemoryServers, RunState
+from smb.coordinator.memserver_client import Look, MemoryServers, RunLiveness
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import Held, SegmentRecord, ServerRecord
@@ -92,8 +92,8 @@ class Servers:
         await asyncio.sleep(0)
         held = {each: Held(1) for each in self.holds[at.name] & frozenset(segment_ids)}
         if at.instance_id in self.mute:
-            return Look(RunState.MUTE)
-        return Look(RunState.DEAD if at.instance_id < self.living else RunState.ALIVE, held)
+            return Look(RunLiveness.MUTE)
+        return Look(RunLiveness.DEAD if at.instance_id < self.living else RunLiveness.ALIVE, held)
 
     async def end_sessions(self, *_: object) -> None:
         pass

@@ -28,7 +28,7 @@ from smb.tools.plan.model import (
     parts_s,
     rows,
 )
-from smb.tools.plan.network import Network, parse_rate, parse_seconds, payload_per_s, told
+from smb.tools.plan.network import Network, given, parse_rate, parse_seconds, payload_per_s
 from smb.tools.plan.spec import make_spec
 
 ROOT = Path(__file__).parents[3]
@@ -71,8 +71,8 @@ def test_constants_are_those_of_the_scaling_model() -> None:
     for name in ("FRAME_BYTES", "CHUNK_BYTES", "SEGMENT_BYTES", "PACKET_BYTES", "CONNECTIONS_MAX"):
         assert getattr(network, name) == getattr(scaling, name)
     assert payload_per_s(1e9) == scaling.Link(1e9).payload_per_s
-    assert told("1Gbit", "10Gbit", "20ms").call_s == pytest.approx(0.02 + network.CALL_S)
-    assert told("1Tbit", None, "0us").worker_per_s == network.CLIENT_PER_S
+    assert given("1Gbit", "10Gbit", "20ms").call_s == pytest.approx(0.02 + network.CALL_S)
+    assert given("1Tbit", None, "0us").worker_per_s == network.CLIENT_PER_S
 
 
 @pytest.mark.parametrize(
