@@ -87,7 +87,6 @@ class ControlService(MemoryServerServicer):
         self._check_proof = check_proof
 
     def CreateSegment(self, request: pb.CreateSegmentRequest, context: grpc.ServicerContext) -> pb.CreateSegmentReply:
-        """See control.proto."""
 
         def create() -> pb.CreateSegmentReply:
             failpoint("memserver.create.asked")
@@ -109,7 +108,6 @@ class ControlService(MemoryServerServicer):
         return _answer(context, create)
 
     def DeleteSegment(self, request: pb.DeleteSegmentRequest, context: grpc.ServicerContext) -> pb.DeleteSegmentReply:
-        """See control.proto."""
 
         def drop() -> pb.DeleteSegmentReply:
             failpoint("memserver.delete.asked")
@@ -125,7 +123,6 @@ class ControlService(MemoryServerServicer):
     def RetireSegments(
         self, request: pb.RetireSegmentsRequest, context: grpc.ServicerContext
     ) -> pb.RetireSegmentsReply:
-        """See control.proto."""
 
         def retire() -> pb.RetireSegmentsReply:
             tokens = self._segments.retire(request.ids, request.idle_ms)
@@ -134,7 +131,6 @@ class ControlService(MemoryServerServicer):
         return _answer(context, retire)
 
     def EndSessions(self, request: pb.EndSessionsRequest, context: grpc.ServicerContext) -> pb.EndSessionsReply:
-        """See control.proto."""
 
         def end() -> pb.EndSessionsReply:
             self._segments.end_sessions(request.session_ids)
@@ -143,7 +139,6 @@ class ControlService(MemoryServerServicer):
         return _answer(context, end)
 
     def TakeRoles(self, request: pb.TakeRolesRequest, context: grpc.ServicerContext) -> pb.TakeRolesReply:
-        """See control.proto."""
 
         def take() -> pb.TakeRolesReply:
             self._segments.quarantine(request.quarantine_segment_ids)
@@ -157,7 +152,6 @@ class ControlService(MemoryServerServicer):
         return _answer(context, take)
 
     def Inventory(self, request: pb.InventoryRequest, context: grpc.ServicerContext) -> pb.InventoryReply:
-        """See control.proto."""
 
         def look() -> pb.InventoryReply:
             found = self._segments.inventory()
@@ -167,7 +161,6 @@ class ControlService(MemoryServerServicer):
         return _answer(context, look)
 
     def ConnectVerbs(self, request: pb.ConnectVerbsRequest, context: grpc.ServicerContext) -> pb.ConnectVerbsReply:
-        """See control.proto."""
 
         def connect() -> pb.ConnectVerbsReply:
             self._check_session(request.session_id)
@@ -191,7 +184,6 @@ class ControlService(MemoryServerServicer):
     def OpenSegmentVerbs(
         self, request: pb.OpenSegmentVerbsRequest, context: grpc.ServicerContext
     ) -> pb.OpenSegmentVerbsReply:
-        """See control.proto."""
 
         def open_segment() -> pb.OpenSegmentVerbsReply:
             self._check_session(request.session_id)
@@ -224,7 +216,6 @@ class ControlService(MemoryServerServicer):
         return _answer(context, open_segment)
 
     def CloseVerbs(self, request: pb.CloseVerbsRequest, context: grpc.ServicerContext) -> pb.CloseVerbsReply:
-        """See control.proto."""
 
         def close() -> pb.CloseVerbsReply:
             if request.session_id == 0:

@@ -73,7 +73,6 @@ class Copier:
             self._lock.notify_all()
 
     def forget(self, segment_id: int) -> None:
-        """It was dropped."""
         with self._lock:
             self._copies.pop(segment_id, None)
 
@@ -109,7 +108,6 @@ class Copier:
             ]
 
     def close(self) -> None:
-        """Copy no more."""
         with self._lock:
             self._stopping = True
             self._lock.notify_all()

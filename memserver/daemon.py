@@ -297,7 +297,6 @@ class _Health:
         return self.registration is not None and self.registration.connected()
 
     def show(self) -> Mapping[str, Any]:
-        """Return the object."""
         return {
             "ok": True,
             "role": "memory server",

@@ -196,7 +196,6 @@ class HeldSegment:
         self.sequence_at = int(at[0])
 
     def close(self) -> None:
-        """Let go of it."""
         lib.smb_segment_release(self._pointer)
 
 
@@ -463,7 +462,6 @@ class Engine:
         lib.smb_server_know_ended(self._server, all_of_them)
 
     def counters(self) -> Counters:
-        """Read the counters."""
         raw = ffi.new("struct smb_server_counters *")
         lib.smb_server_counters(self._server, raw)
         cells = [(t, transport, k, kind) for t, transport in TRANSPORTS.items() for k, kind in KINDS.items()]

@@ -41,11 +41,9 @@ class RelayMetrics(Collector):
         self._relays = relays
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
         version, lag = gauge("smb_server_mirror_version"), gauge("smb_server_mirror_lag_versions")
         feeds = gauge("smb_server_mirror_feed_bytes_per_second")
         for report in self._relays.reports()[:NAMED_MAX]:
@@ -81,7 +79,6 @@ class EngineMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
         counters = self._engine.counters()
         yield from _traffic(counters)
         yield self._durations()

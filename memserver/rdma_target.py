@@ -60,8 +60,6 @@ class ReachableMemory:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A segment's keys."""
-
     data: ReachableMemory
     states: ReachableMemory
     sequence_at: int
@@ -106,11 +104,9 @@ class _Peer:
         return [ReachableMemory(region.address, region.remote_key, region.nbytes) for region in self._regions]
 
     def queue_fd(self) -> int:
-        """See Relay."""
         return self.queue.fd
 
     def socket_fd(self) -> int:
-        """See Relay."""
         return self._socket.fileno()
 
     def hang_up(self) -> None:
@@ -118,15 +114,12 @@ class _Peer:
         self._hung_up = True
 
     def wants_socket(self) -> bool:
-        """See Relay."""
         return len(self._out) < MESSAGE_BYTES
 
     def arm(self) -> None:
-        """See Relay."""
         self.queue.arm()
 
     def take_event(self) -> None:
-        """See Relay."""
         self.queue.take_event()
 
     def short(self) -> bool:
@@ -138,11 +131,9 @@ class _Peer:
         return False
 
     def probe(self) -> None:
-        """See Relay."""
         self.queue.probe()
 
     def turn(self) -> bool:
-        """See Relay."""
         if self.closed:
             return False
         moved = self.queue.poll() > 0
@@ -381,7 +372,6 @@ class RdmaTarget:
             return sum(1 for s in self._sessions.values() if s.peer is not None and not s.peer.closed)
 
     def close(self) -> None:
-        """End all of it."""
         with self._lock:
             sessions, self._sessions = list(self._sessions.values()), {}
             self._device = None

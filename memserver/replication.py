@@ -143,19 +143,16 @@ class Replication:
             raise NotFoundError(f"segment {part.segment_id:016x} has no role {part.role} here in epoch {part.epoch}")
 
     def has(self, segment_id: int) -> bool:
-        """Whether it is one of them."""
         with self._lock:
             return segment_id in self._parts
 
     def forget(self, segment_id: int) -> None:
-        """It was dropped."""
         with self._lock:
             self._parts.pop(segment_id, None)
             self._complained.pop(segment_id, None)
         self.copier.forget(segment_id)
 
     def serve_until(self, boot_s: float) -> None:
-        """See Engine."""
         self._serving_until_s = boot_s
         self._engine.serve_until(boot_s)
 
@@ -172,7 +169,6 @@ class Replication:
             return self._broken[:REPORTED_MAX]
 
     def close(self) -> None:
-        """Stop looking after them."""
         with self._lock:
             self._stopping = True
         self._engine.wake_replicas()

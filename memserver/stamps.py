@@ -35,8 +35,7 @@ class ServerStamp(NamedTuple):
 class Kept(Protocol):
     """Where stamps outlive the daemon."""
 
-    def read(self) -> tuple[ServerStamp, ...]:
-        """Return what was kept last."""
+    def read(self) -> tuple[ServerStamp, ...]: ...
 
     def keep(self, stamps: tuple[ServerStamp, ...]) -> None:
         """Keep these in place of those before, all or none of them."""
@@ -71,7 +70,6 @@ class Stamps:
         self._stamps = kept.read()
 
     def reported(self) -> tuple[ServerStamp, ...]:
-        """Return them."""
         with self._lock:
             return self._stamps
 

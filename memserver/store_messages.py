@@ -17,10 +17,8 @@ def inventory_message(held: FoundSegment, quarantined: bool) -> pb.HeldSegment:
 
 
 def stamp_message(stamp: ServerStamp) -> pb.StoreStamp:
-    """Return the message."""
     return pb.StoreStamp(cluster=stamp.cluster, term=stamp.term, sequence=stamp.sequence)
 
 
 def stamp_of(message: pb.StoreStamp) -> ServerStamp:
-    """Return the stamp."""
     return ServerStamp(message.cluster, message.term, message.sequence)

@@ -38,7 +38,6 @@ class DataTls:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
         self._stop.set()
         self._thread.join()
 

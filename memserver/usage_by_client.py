@@ -30,7 +30,6 @@ class Names:
             return sorted(there - self._names.keys())[:ASKED_MAX]
 
     def learn(self, names: Mapping[int, str]) -> None:
-        """Take note of names."""
         with self._lock:
             self._names.update(names)
 

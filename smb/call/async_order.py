@@ -135,8 +135,6 @@ class _Call:
 
 
 class AsyncCalls:
-    """One client's async calls."""
-
     def __init__(self, operations: AsyncOperations) -> None:
         self._operations = operations
         self._calls_window = Window(operations, _RUNNING_MAX, counts_calls=True)

@@ -178,12 +178,10 @@ class ClusterSession:
         return self._links.outages()
 
     def why_untrusted(self, server: str) -> str:
-        """See Links."""
         return self._links.why_untrusted(server)
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed here."""
         return self._closed
 
     def close(self) -> bool:

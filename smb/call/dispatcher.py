@@ -51,8 +51,6 @@ _REWRITES = (Opcode.WRITE, Opcode.FILL)  # to do a part of them twice does no ha
 
 
 class _Call:
-    """One call in progress."""
-
     __slots__ = (
         "attempt", "backoff", "deadline", "ended", "fence", "handle", "made", "others", "reopened", "request", "touched"
     )  # fmt: skip

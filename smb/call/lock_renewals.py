@@ -26,8 +26,7 @@ class Renewed(Protocol):
     def held(self) -> bool:
         """Whether it is held, as far as is known here."""
 
-    def start_renewal(self) -> PendingRequest:
-        """Send a renewal."""
+    def start_renewal(self) -> PendingRequest: ...
 
     def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
         """Take its answer. Raises LockLostError, UnavailableError."""
@@ -68,12 +67,10 @@ class Renewals:
                 self._changed.notify()
 
     def remove(self, lock: Renewed) -> None:
-        """Stop renewing it."""
         with self._changed:
             self._due.pop(id(lock), None)
 
     def close(self) -> None:
-        """Stop."""
         with self._changed:
             self._closed = True
             self._due.clear()

@@ -12,8 +12,6 @@ PUBLISHER, READER = "publisher", "reader"
 
 
 class PublishedState(Protocol):
-    """A Publisher or Follower."""
-
     ROLE: ClassVar[str]
     """PUBLISHER or READER."""
     buffer: Any

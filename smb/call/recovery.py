@@ -15,8 +15,6 @@ WITHOUT_IT = frozenset({Status.NOT_FOUND, Status.STALE_EPOCH})  # the server lac
 
 
 class Action(Enum):
-    """What to do next."""
-
     RETRY = auto()  # look for new paths and make another attempt, after a pause
     REFRESH = auto()  # ask the coordinator where the segments are now, and decide again
     REOPEN = auto()  # get newer tokens, or a name's new place, and make another attempt

@@ -20,10 +20,7 @@ BROUGHT_BYTES = 32 << 20  # of a source that lies on other servers, held at a ti
 
 
 class Source(Protocol):
-    """A buffer that is read."""
-
-    def call(self, request: Request, *, deadline: Deadline) -> int:
-        """Do a call on it."""
+    def call(self, request: Request, *, deadline: Deadline) -> int: ...
 
 
 def part_of(request: Request, part: range, itemsize: int) -> Request | None:

@@ -28,12 +28,10 @@ class _Condition(_RLock):  # type: ignore[misc]
 
 
 def condition() -> threading.Condition:
-    """Return a new one."""
     return cast(threading.Condition, _Condition())
 
 
 def event() -> threading.Event:
-    """Return a new one."""
     made: Any = threading.Event()
     made._cond = condition()
     return cast(threading.Event, made)

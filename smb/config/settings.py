@@ -65,7 +65,6 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
         prefix = f"{self.section}_" if self.section in _PREFIXED else ""
         return f"SMB_{prefix}{self.key}".upper()
 

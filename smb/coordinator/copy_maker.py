@@ -44,8 +44,6 @@ Drop = Callable[[Committed], Awaitable[None]]
 
 
 class CopyMaker:
-    """Looks again and again."""
-
     def __init__(self, commit_log: CommitLog, servers: MemoryServers, tell_roles: TellRoles, drop: Drop) -> None:
         """`drop` has servers drop what an event has left without a name."""
         self._commit_log = commit_log

@@ -30,8 +30,7 @@ class Watch(Protocol):
     """Sees every event and every load. Nothing is decided by it."""
 
     @property
-    def trainings(self) -> TrainingReports:
-        """Where workers' reports go."""
+    def trainings(self) -> TrainingReports: ...
 
     @property
     def states(self) -> StateReports:
@@ -53,8 +52,7 @@ class Watch(Protocol):
 class Overview(Protocol):
     """Answers what is known, as JSON, from any thread."""
 
-    def all(self) -> bytes:
-        """Return everything in brief."""
+    def all(self) -> bytes: ...
 
     def server(self, name: str) -> bytes:
         """Return all of one server. Raises NotFoundError."""
@@ -70,12 +68,10 @@ class Dashboard(Protocol):
     """All of the room: what it sees, what it answers, and its page."""
 
     @property
-    def watch(self) -> Watch:
-        """What it sees."""
+    def watch(self) -> Watch: ...
 
     @property
-    def overview(self) -> Overview:
-        """What it answers."""
+    def overview(self) -> Overview: ...
 
     def __call__(self, path: str, query: str) -> Answer | None:
         """Return the answer to GET path?query, None if there is no such page."""

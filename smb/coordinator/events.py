@@ -242,8 +242,6 @@ class BufferFailed:
 
 @dataclass(frozen=True, slots=True)
 class BufferDeleted:
-    """A delete."""
-
     name: str
     missing_ok: bool
     id: int = 0  # not 0: of that buffer alone

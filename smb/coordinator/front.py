@@ -44,7 +44,6 @@ class _Handlers:
         """The same once more, as one that finds them."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
-        """Take them."""
         self.by_method = {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
 
@@ -55,7 +54,6 @@ class _Nobody(CoordinatorServicer):
         self._leader = leader
 
     async def Leader(self, request: pb.LeaderRequest, context: Any) -> pb.LeaderReply:
-        """See control.proto."""
         return self._leader()
 
 
@@ -121,7 +119,6 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     @property
     def leads(self) -> bool:
-        """Whether it answers."""
         return self._holds is not None and self._holds()
 
     def check(self, method: str, outcome: CallOutcome = "not applied") -> None:

@@ -181,7 +181,6 @@ class MemoryServers:
         return Look(RunLiveness.ALIVE, {each.id: held_of(each) for each in reply.held})
 
     async def close(self) -> None:
-        """Close all channels."""
         for task in self._replaced:
             task.cancel()
         for channel in (*self._replaced.values(), *(peer.channel for peer in self._peers.values())):

@@ -109,7 +109,6 @@ def _held(epoch: int, flags: int, nbytes: int) -> Held:
 
 
 def stamp_message(stamp: Stamp) -> pb.StoreStamp:
-    """Return the message."""
     return pb.StoreStamp(cluster=stamp.cluster, term=stamp.term, sequence=stamp.sequence)
 
 
@@ -192,7 +191,6 @@ def replica_messages(state: State, copies: Iterable[Copy]) -> list[pb.Replica]:
 
 
 def replica_message(state: State, copy: Copy) -> pb.Replica:
-    """Return one of them."""
     message = pb.Replica(
         segment_id=copy.segment_id, epoch=copy.epoch, role=copy.role.value, peer=copy.peer, copying=copy.copying
     )

@@ -69,7 +69,6 @@ class HealthMetrics(Collector):
         self._health = health
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges."""
         yield gauge("smb_coordinator_tick_age_seconds", self._health.tick_age_s)
         yield gauge("smb_coordinator_store_failing", int(bool(self._health.store_error)))
         yield gauge("smb_coordinator_leads", int(self._health.leadership == "leader"))
@@ -90,7 +89,6 @@ class StateMetrics(Collector):
         self._started_at = time.time()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges."""
         state, now = self._look()
         yield from _totals(state, now)
         yield from _by_server(state, now)

@@ -21,7 +21,6 @@ from smb.security.credentials import CHANNEL_OPTIONS, Credentials, aio_channel
 
 
 def read_clocks() -> Instant:
-    """Return this moment."""
     return Instant(time.monotonic(), time.time())
 
 

@@ -163,7 +163,6 @@ class CoordinatorService(CoordinatorServicer):
     # Sessions
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionReply:
-        """See control.proto."""
         session_id = self._new_id()
         name = _name_of(request.client_name)
         await self._commit_log.commit(SessionRenewed(session_id, name, caller().key))
@@ -175,7 +174,6 @@ class CoordinatorService(CoordinatorServicer):
         return reply
 
     async def RenewSession(self, request: pb.RenewSessionRequest, context: Context) -> pb.RenewSessionReply:
-        """See control.proto."""
         self._check_session(request)
         name = _name_of(request.client_name)
         failpoint("coordinator.session.renewal_asked")
@@ -191,7 +189,6 @@ class CoordinatorService(CoordinatorServicer):
         return int(self._commit_log.state.session_leases.granted_s * 1000)
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
-        """See control.proto."""
         self._check_session(request)
         self._record_reports(request)
         self._session_ends.tell(await self._commit_log.commit(SessionClosed(request.session_id)))
@@ -316,7 +313,6 @@ class CoordinatorService(CoordinatorServicer):
         return await self._roles.look_at_holders(event.held.keys() - here)
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
-        """See control.proto."""
         failpoint("coordinator.renew.asked")
         copies = tuple(
             CopyProgress(copy.segment_id, copy.copied_bytes, copy.total_bytes, copy.bytes_per_s)
@@ -357,7 +353,6 @@ class CoordinatorService(CoordinatorServicer):
                 await self._roles.end_copies(request.name, {copy.segment_id: copy.epoch for copy in ended}, whole=whole)
 
     async def LeaveServer(self, request: pb.LeaveServerRequest, context: Context) -> pb.LeaveServerReply:
-        """See control.proto."""
         await self._commit_log.commit(ServerLeft(request.name, request.instance_id))
         return pb.LeaveServerReply()
 
@@ -373,7 +368,6 @@ class CoordinatorService(CoordinatorServicer):
         return reply
 
     async def ForgetSegments(self, request: pb.ForgetSegmentsRequest, context: Context) -> pb.ForgetSegmentsReply:
-        """See control.proto."""
         _check_unlimited("ForgetSegments")
         if request.all == bool(request.segment_ids):
             raise InvalidArgumentError(f'forget of "{request.name}": name segments, or all of them')
@@ -383,7 +377,6 @@ class CoordinatorService(CoordinatorServicer):
         return pb.ForgetSegmentsReply(segment_count=len(freed), nbytes=sum(each.file_bytes for each in freed))
 
     async def DrainServer(self, request: pb.DrainServerRequest, context: Context) -> pb.DrainServerReply:
-        """See control.proto."""
         _check_unlimited("DrainServer")
         await self._commit_log.commit(ServerDrained(request.name, request.undo))
         failpoint("coordinator.drain.stored")
@@ -436,7 +429,6 @@ class CoordinatorService(CoordinatorServicer):
         return pb.OverviewReply(json=text.decode())
 
     async def LockHolder(self, request: pb.LockHolderRequest, context: Context) -> pb.LockHolderReply:
-        """See control.proto."""
         state = self._commit_log.state
         record = state.buffers.get(key_of(Kind.LOCK, request.name))
         session_id = self._watch.lock_holder(record.segments[0].server, record.segments[0].id) if record else 0
@@ -445,7 +437,6 @@ class CoordinatorService(CoordinatorServicer):
     # Buffers
 
     async def CreateBuffer(self, request: pb.CreateBufferRequest, context: Context) -> pb.Buffer:
-        """See control.proto."""
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
         # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
@@ -497,7 +488,6 @@ class CoordinatorService(CoordinatorServicer):
             return creation
 
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
-        """See control.proto."""
         self._check_given_session(request)
         timeout_s = request.timeout_ms / 1000
         kind = kind_of(request.kind)
@@ -528,7 +518,6 @@ class CoordinatorService(CoordinatorServicer):
         return reply
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
-        """See control.proto."""
         if caller().role is Role.SERVER:
             relay_access.check_delete(self._commit_log.state, caller().name, request.name)
         failpoint("coordinator.delete.asked")
@@ -539,7 +528,6 @@ class CoordinatorService(CoordinatorServicer):
         return pb.DeleteBufferReply()
 
     async def RenameBuffer(self, request: pb.RenameBufferRequest, context: Context) -> pb.RenameBufferReply:
-        """See control.proto."""
         failpoint("coordinator.rename.asked")
         event = BufferRenamed(
             request.name, request.new_name, request.replace, request.displaced_name, request.folder, request.id

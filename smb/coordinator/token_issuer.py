@@ -27,8 +27,6 @@ _BYTES = 32
 
 
 class TokenIssuer:
-    """Makes them."""
-
     def __init__(self, root: bytes, lifetime_s: float = LIFETIME_S, clock: Callable[[], float] = time.time) -> None:
         """`clock` returns seconds since 1970. Raises InvalidArgumentError."""
         if not LIFETIME_S_MIN <= lifetime_s <= LIFETIME_S_MAX:

@@ -26,7 +26,6 @@ class Armed:
         self._lock = threading.Lock()
 
     def reach(self, name: str) -> None:
-        """Be at the named place."""
         if name != self._name:
             return
         with self._lock:

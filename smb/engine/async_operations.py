@@ -135,5 +135,4 @@ class Window:
         self.closed = False  # no operation is to be submitted any more; AsyncCalls sees to that
 
     def credit(self) -> int:
-        """The present credit."""
         return int(lib.smb_window_credit(self.pointer))

@@ -136,7 +136,6 @@ class EngineClient:
         lib.smb_client_count(self.pointer)
 
     def counters(self) -> ClientCounters:
-        """Return what was counted."""
         return counters_of(self.pointer)
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ class Listing:
 
     @classmethod
     def of(cls, infos: Mapping[str, BufferInfo]) -> Listing:
-        """Return the listing of these."""
         folders: set[str] = set()
         for path in infos:
             folder = "" if is_private(path) else path.rpartition("/")[0]

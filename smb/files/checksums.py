@@ -99,7 +99,6 @@ class RestoreProgress:
             return None
 
     def begin(self, sums: Sums) -> None:
-        """Write down where it begins."""
         self.clear()
         self._write(sums.to_text())
 

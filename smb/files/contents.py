@@ -155,8 +155,6 @@ class Frozen:
 
 
 class FrozenFile:
-    """A file on a Frozen."""
-
     def __init__(self, frozen: Frozen, view: FileView, *, by_version: bool = False) -> None:
         """`by_version`: its path says the version, so all that open that path read the same."""
         self.buffer = frozen.buffer
@@ -166,7 +164,6 @@ class FrozenFile:
         self._view = view
 
     def read_into(self, offset: int, out: Octets) -> int:
-        """As Live's."""
         for first, last, extent, inside in self._view.parts(offset, out.size):
             source = np.frombuffer(extent.header, np.uint8) if extent.header else self._frozen.memory
             begin = extent.start + inside

@@ -167,7 +167,6 @@ class LocalFile:
         self.nbytes = os.fstat(self._file.fileno()).st_size  # another file may be at the path by now
 
     def read_into(self, offset: int, out: Octets) -> int:
-        """Fill `out`."""
         return os.preadv(self._file.fileno(), [out.data], offset)
 
     def __enter__(self) -> LocalFile:

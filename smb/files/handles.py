@@ -62,7 +62,6 @@ class OpenFile:
 
     @property
     def nbytes(self) -> int:
-        """The file's size."""
         return self._content.nbytes
 
     @property
@@ -118,7 +117,6 @@ class OpenFile:
             raise os_error(error, gone=errno.ESTALE) from error
 
     def truncate(self, nbytes: int) -> None:
-        """Set the size."""
         if self._node is None or not self.writable:
             raise refuse(errno.EBADF, "the file is open for reading alone")
         with self._errors():

@@ -101,7 +101,6 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return number
 
     def readdir(self, path: str | None, fh: int) -> Iterable[Any]:
-        """See readdir(3)."""
         kinds = {False: self._file_mode, True: self._folder_mode}
         names = [(name, {"st_mode": kinds[folder]}, 0) for name, folder in self._tree.list(self._folders[fh])]
         return [".", "..", *names]
@@ -112,19 +111,16 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def mkdir(self, path: str, mode: int) -> int:
-        """See mkdir(2)."""
         self._tree.make_folder(_plain(path))
         self._set_rights(_plain(path), mode, self._folder_mode)
         return 0
 
     def rmdir(self, path: str) -> int:
-        """See rmdir(2)."""
         self._tree.remove_folder(_plain(path))
         self._modes.pop(_plain(path), None)
         return 0
 
     def unlink(self, path: str) -> int:
-        """See unlink(2)."""
         if _is_alias(path):
             self._tree.forget(_plain(path))
             return 0
@@ -178,7 +174,6 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         }
 
     def listxattr(self, path: str) -> list[str]:
-        """See listxattr(2)."""
         return [_XATTR + name for name in self._xattrs(path)]
 
     def getxattr(self, path: str, name: str, position: int = 0) -> bytes:
@@ -220,7 +215,6 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return None if path is None else "/" + path
 
     def open(self, path: str, flags: Any) -> int:
-        """See open(2)."""
         try:
             return self._open(path, flags, flags.flags)
         except FileNotFoundError as error:
@@ -267,7 +261,6 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         raise NotImplementedError
 
     def truncate(self, path: str | None, length: int, fh: Any = None) -> int:
-        """See truncate(2)."""
         if fh is not None:
             self._files[fh.fh].truncate(length)
         else:
@@ -289,7 +282,6 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def fsync(self, path: str | None, datasync: int, fh: Any) -> int:
-        """See fsync(2)."""
         self._files[fh.fh].flush()
         return 0
 

@@ -550,7 +550,6 @@ class NameTree:
             node.modified = node.written = time.time_ns()
 
     def truncate_node(self, node: FileNode, nbytes: int) -> None:
-        """Set a file's size."""
         self.ask_for_room(node, nbytes)
         with node.lock:
             if nbytes == node.content.nbytes:

@@ -285,7 +285,6 @@ class _Deferred:
         self._tree.rename(self.name, self.path, replace=not self._new)
 
     def discard(self) -> None:
-        """Close and delete it."""
         if self.file is not None and not self.file.closed:
             self.file.close()
         with suppress(FileNotFoundError):

@@ -138,12 +138,10 @@ class _Memory:
             self.nbytes += 0 if self._full else _STEP_BYTES
 
     def clear(self, first: int, last: int) -> None:
-        """Make these bytes zeros."""
         if self._region is not None and first < min(last, self.nbytes):
             self._region.clear(first, min(last, self.nbytes))
 
     def end(self) -> None:
-        """Give it all back."""
         region, self._region = self._region, None
         _regions.give_back(region, self.nbytes, self.used)
 
@@ -161,7 +159,6 @@ class StagedFile:
         self._fd = -1  # of what has no room in memory, from its own byte 0 on
 
     def read_into(self, offset: int, out: Octets) -> int:
-        """As Live's."""
         length = max(0, min(out.size, self.nbytes - offset))
         inside = max(0, min(length, self._memory.nbytes - offset))
         if inside:

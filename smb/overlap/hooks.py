@@ -116,7 +116,6 @@ class Overlap:
         self._index()
 
     def remove(self) -> None:
-        """Take the hooks away."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -272,7 +272,6 @@ class Flow:
         return self._queue
 
     def close(self) -> None:
-        """Close the queue."""
         if self._queue is not None:
             self._queue.close()
             self._queue = None
@@ -384,7 +383,6 @@ class PartsMover(Mover):
             self._flow.refill(self._flow.landing)
 
     def forget(self) -> None:
-        """See Mover."""
         self._flow.forget()
         self._parts_left = []
 

@@ -42,7 +42,6 @@ class ExchangePlan:
     channel: Channel
 
     def __str__(self) -> str:
-        """Return it in a line."""
         computing = 1e3 * (self.chosen.iteration_s - self.chosen.exposed_s)
         count = max(len(self.cut.push), len(self.cut.pull))
         return (
@@ -174,7 +173,6 @@ class Measured:
 
     @property
     def ready(self) -> bool:
-        """Whether a plan can be made."""
         return bool(self._optimizer and self._push)
 
     def layers(self) -> list[Layer]:

@@ -53,7 +53,6 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return -(-self.nbytes // self.block_bytes)
 
     def range(self, block: int) -> tuple[int, int]:
@@ -80,14 +79,12 @@ class Arrived:
         return Arrived(int(words[0]), int(words[1]), int.from_bytes(words[2:].tobytes(), "little"))
 
     def to_words(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the words."""
         words = np.zeros(WORDS, np.int64)
         words[0], words[1] = self.version, self.slot
         words[2:] = np.frombuffer(self.bits.to_bytes(BLOCKS_MAX // 8, "little"), np.int64)
         return words
 
     def has(self, block: int) -> bool:
-        """Whether that block is there."""
         return bool(self.bits >> block & 1)
 
 
@@ -112,5 +109,4 @@ def open_mirror(client: Client, mirror: str, server: str) -> tuple[Buffer, Buffe
 
 
 def look(words: Buffer) -> Arrived:
-    """Read them, as one."""
     return Arrived.of(words.read())

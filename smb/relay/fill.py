@@ -19,8 +19,6 @@ _BUSY_MIN = 0.3
 
 
 class Fill:
-    """One version."""
-
     def __init__(self, blocks: Blocks, version: int, source: str, parents: Sequence[tuple[float, str]]) -> None:
         """`parents`: where each range of [0, 1) ends, and the buffer that those blocks come from."""
         self.blocks = blocks
@@ -82,12 +80,10 @@ class Fill:
 
     @property
     def bits(self) -> int:
-        """The blocks that are there."""
         return self._bits
 
     @property
     def done(self) -> bool:
-        """Whether all are there."""
         return not any(self._open.values())
 
     @property

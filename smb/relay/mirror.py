@@ -157,7 +157,6 @@ class _VersionTail:
             return version if self._filler.bring(fill, self, publication, self._words, renew) else 0
 
     def find(self, buffer: Buffer, version: int) -> int:
-        """As VersionFinder."""
         return versions_of(buffer).find(version)[1]
 
 

@@ -41,8 +41,6 @@ class _Opened:
 
 
 class ClientTokens:
-    """All tokens of a client."""
-
     def __init__(self, open_again: Callable[[pb.Kind, str, int], pb.Buffer]) -> None:
         """`open_again` asks the coordinator for a buffer by its id, whatever its name is now; for a lock or barrier by
         name.

@@ -173,7 +173,6 @@ class Coordinator:
         self._call("CloseSession", request, timeout)
 
     def create_buffer(self, request: pb.CreateBufferRequest, timeout: float) -> pb.Buffer:
-        """See control.proto."""
         if not request.exist_ok:
             request.attempt_id = secrets.randbits(64) or 1
         return self._opened("CreateBuffer", request, timeout)
@@ -198,12 +197,10 @@ class Coordinator:
         return list(reply.buffers)
 
     def delete_buffer(self, name: str, missing_ok: bool, timeout: float, known_id: int = 0) -> None:
-        """See control.proto."""
         request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok, id=known_id)
         self._call("DeleteBuffer", request, timeout)
 
     def rename_buffer(self, request: pb.RenameBufferRequest, timeout: float) -> None:
-        """See control.proto."""
         self._call("RenameBuffer", request, timeout)
 
     def list_servers(self, timeout: float) -> list[pb.Server]:
@@ -218,7 +215,6 @@ class Coordinator:
         return reply
 
     def drain_server(self, name: str, timeout: float, *, undo: bool = False) -> pb.DrainServerReply:
-        """See control.proto."""
         reply: pb.DrainServerReply = self._call("DrainServer", pb.DrainServerRequest(name=name, undo=undo), timeout)
         return reply
 

@@ -97,7 +97,6 @@ class Peers:
 
     @property
     def now(self) -> Peer:
-        """The one to ask."""
         return self._made[-1][self._at]
 
     def go_on(self, peer: Peer) -> bool:

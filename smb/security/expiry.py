@@ -58,7 +58,6 @@ class ExpiryMetrics:
         self._look = look
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauge."""
         family = gauge("smb_certificate_expiry_timestamp_seconds")
         for whose, end in ends_of(self._look()).items():
             family.add_metric([whose], end)

@@ -51,7 +51,6 @@ class Authority:
 
     @staticmethod
     def make(days: int = CA_DAYS) -> Authority:
-        """Return a new one."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Soft Memory Box lab authority")])
         builder = (

@@ -309,11 +309,9 @@ class BelievedChannel(_UnaryOnly, grpc.Channel):
         return _Call(self._made, how, words)
 
     def subscribe(self, callback: Any, try_to_connect: bool | None = False) -> None:
-        """Nobody does."""
         raise NotImplementedError("nobody watches it: a call says whether it leads anywhere")
 
     def unsubscribe(self, callback: Any) -> None:
-        """Nobody does."""
         raise NotImplementedError("nobody watches it")
 
     def close(self) -> None:
@@ -377,15 +375,12 @@ class BelievedAioChannel(_UnaryOnly, grpc.aio.Channel):
         return _AioCall(self._made, how, words)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Nobody asks."""
         raise NotImplementedError("a call says whether it leads anywhere")
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Nobody waits."""
         raise NotImplementedError("nobody watches it")
 
     async def channel_ready(self) -> None:
-        """Nobody waits."""
         raise NotImplementedError("nobody waits for it")
 
     async def close(self, grace: float | None = None) -> None:

@@ -83,7 +83,6 @@ class _OfName:
 
     @property
     def checkpoint_id(self) -> str:
-        """The name."""
         return self._name
 
     @classmethod

@@ -95,7 +95,6 @@ class MeshParameters(Parameters):
             self._answer(command, arguments)
 
     def _done(self, failure: BaseException | None = None) -> None:
-        """Let the others go on."""
         if failure is not None:
             known = isinstance(failure, Error)
             failure = type(failure)(str(failure)) if known else Error(f"rank 0 of the mesh failed: {failure!r}")
@@ -163,7 +162,6 @@ class MeshParameters(Parameters):
         self._lock = rank_lock(self._client, member, rank, lease, replicas, 3 * lease).acquire()
 
     def _do_make(self, way: str, weights: str) -> None:
-        """Make this rank's mover."""
         self.mover_here = None  # its memory first
         self._opened.clear()
         self.mover_here = ArrayMover(self._client.open(weights), self._own, way, arrived=self._arrived)

@@ -44,7 +44,6 @@ class TensorEntry:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return self.tensor.numel()
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
@@ -101,7 +100,6 @@ class ModelParameters(Parameters):
         self.set_tensors(tensors)
 
     def set_tensors(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-        """Lay the tensors out."""
         self.table, self.entries = lay_out(tensors)
         self.size = self.table.size
         self._blocks = self.blocks_of(0, self.size)
@@ -354,7 +352,6 @@ class _Flat:
         self._copy: torch.Tensor | None = None
 
     def part(self, part: _Part) -> torch.Tensor:
-        """Return a part of a tensor."""
         tensor = self._entries[part.entry].tensor.detach()
         if tensor.is_contiguous():
             return tensor.view(-1)[part.low : part.high]

@@ -35,12 +35,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(shape: Sequence[int]) -> TensorSlice:
-    """Return all of a tensor."""
     return tuple(((0, extent),) for extent in shape)
 
 
 def shape_of(part: TensorSlice) -> tuple[int, ...]:
-    """Return a piece's own shape."""
     return tuple(sum(count for _, count in ranges) for ranges in part)
 
 

@@ -100,7 +100,6 @@ class SmbWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc,unused
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the cluster."""
         client, self._client, self._follower = self._client, None, None
         if client is not None:
             client.close()

@@ -152,7 +152,6 @@ class Ledger:
             self.written.pop()
 
     def forget(self) -> None:
-        """Drop what is due."""
         self.left.clear()
         self.failed.clear()
         self.written.clear()

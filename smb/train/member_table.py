@@ -89,7 +89,6 @@ class Table:
         self.buffer.accumulate(least, first, op="max")
 
     def get(self, row: int, column: int) -> int:
-        """Return one element."""
         return int(self.buffer.read(row * FIELDS + column, 1)[0])
 
     def swap(self, row: int, column: int, expected: int, new: int) -> int:
@@ -111,7 +110,6 @@ def mark(incarnation: int, clock: int) -> int:
 
 
 def clock_of(word: int) -> int:
-    """Return the clock of a mark."""
     return int(word) & CLOCK_MASK
 
 

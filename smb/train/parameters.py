@@ -141,15 +141,12 @@ class ArrayParameters(Parameters):
             yield begin, np.subtract(values, base[begin : begin + values.size], out=room[: values.size])
 
     def fill(self, values: Values) -> None:
-        """Copy."""
         self._values[:] = values
 
     def subtract(self, difference: Values) -> None:
-        """Subtract."""
         self._values -= difference
 
-    def keep_exact(self) -> None:
-        """They are."""
+    def keep_exact(self) -> None: ...
 
     def part(self, offset: int, count: int) -> ArrayParameters:
         """Return a part of the same array."""

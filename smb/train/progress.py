@@ -36,7 +36,6 @@ class Progress:
 
 
 def progress_of(rows: t.Rows) -> Progress:
-    """Return what the table says."""
     members = rows[1:]
     return Progress(
         steps=int(np.max(members[:, t.STEPS])),

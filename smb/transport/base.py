@@ -73,7 +73,6 @@ class SegmentPath:
     segment: Segment | None = None
 
     def apply(self, handle: BufferHandle, index: int, location: SegmentLocation, epoch: int) -> None:
-        """Tell the engine."""
         if self.segment is not None:
             handle.set_local(index, self.segment)
         elif self.links:
@@ -110,8 +109,7 @@ class Transport(Protocol):
     def waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
         """Return the link for what waits at the segment's server: locks, barriers, versions. Raises as reach does."""
 
-    def close(self) -> None:
-        """Close what is open."""
+    def close(self) -> None: ...
 
 
 class Registered(Protocol):

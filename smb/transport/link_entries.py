@@ -53,8 +53,6 @@ class Means:
 
 
 class LinkEntry(ABC):
-    """One link of the table."""
-
     level = logging.DEBUG  # at which outages are logged
 
     def __init__(self, means: Means, lane: int) -> None:
@@ -93,8 +91,6 @@ class LinkEntry(ABC):
 
 
 class ServerEntry(LinkEntry):
-    """A link to a server."""
-
     level = logging.INFO
 
     def __init__(self, means: Means, server: str, lane: int, where: ServerAddress) -> None:
@@ -108,7 +104,6 @@ class ServerEntry(LinkEntry):
 
     @property
     def server(self) -> str:
-        """The server."""
         return self._server
 
     @property
@@ -121,7 +116,6 @@ class ServerEntry(LinkEntry):
         return self.held
 
     def connect(self, location: SegmentLocation, deadline: Deadline) -> Link:
-        """Make a link to the server."""
         where = whereabouts(location)
         if self.lane in _UNIX:
             at = where.unix_path

@@ -22,8 +22,6 @@ _GONE = (Status.LINK_LOST, Status.DISCONNECTED, Status.TIMEOUT)
 
 
 class SharedMemory:
-    """Transport `shm`."""
-
     name = "shm"
 
     def __init__(self, client: EngineClient, links: Links, *, alone: bool = False) -> None:
@@ -38,7 +36,6 @@ class SharedMemory:
         self._mapped: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 
     def reach(self, location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:
-        """See Transport."""
         with self._lock:
             segment = self._mapped.get(location.id)
             if segment is None or not segment.shared():
@@ -62,15 +59,12 @@ class SharedMemory:
         return SegmentPath(self.name, "same host", segment=segment)
 
     def gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
-        """See Transport."""
         return (self._resume(location, Lane.UNIX_DATA, deadline),)
 
     def waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
-        """See Transport."""
         return self._resume(location, Lane.UNIX_WAITS, deadline)
 
     def close(self) -> None:
-        """See Transport."""
         with self._lock:
             self._links.clear()
 

@@ -65,7 +65,6 @@ class Amounts:
         )
 
     def times(self, factor: float) -> Amounts:
-        """Return the multiple."""
         return Amounts(
             self.operations * factor, self.in_bytes * factor, self.out_bytes * factor, self.within_bytes * factor
         )
@@ -79,7 +78,6 @@ class LoadRates:
     bytes: float = 0.0
 
     def plus(self, other: LoadRates) -> LoadRates:
-        """Return the sum."""
         return LoadRates(self.operations + other.operations, self.bytes + other.bytes)
 
 
@@ -282,7 +280,6 @@ class EventWatch:
                 self._forget(before.servers.keys() - committed.state.servers.keys())
 
     def seen(self, now: Instant) -> Seen:
-        """Return all of it."""
         store_error, state_free_bytes = self.look_at_store()
         with self._lock:
             failed = Counter(method for at, method in self._failed if now.monotonic - at <= RECENT_S)
@@ -304,7 +301,6 @@ class EventWatch:
             )
 
     def history_of(self, server: str, now: Instant) -> History:
-        """Return one server's."""
         with self._lock:
             return self._bins.get(server, Bins()).history(now)
 

@@ -129,7 +129,6 @@ class Moment:
 
 
 def overview(view: Moment, address: str) -> Json:
-    """Return everything, in brief."""
     state = view.state
     servers = [_server(view, server) for _, server in sorted(state.servers.items())]
     buffers = state.listed()

@@ -48,7 +48,6 @@ class ReportedStates:
                 self._reports.pop(session_id, None)
 
     def by_name(self) -> Mapping[str, list[ClientReport]]:
-        """Return the reports by state."""
         found: dict[str, list[ClientReport]] = {}
         with self._lock:
             for reports in self._reports.values():

@@ -50,8 +50,6 @@ class _Past:
 
 
 class Trainings:
-    """All of it."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._workers: dict[int, dict[str, WorkerSeen]] = {}  # by session, by training and slot

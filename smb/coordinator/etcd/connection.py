@@ -190,7 +190,6 @@ class Etcd:
         return f"etcd at {','.join(self._endpoints)}"
 
     async def close(self) -> None:
-        """Close all connections."""
         for channel in self._channels:
             await channel.close(None)
         await asyncio.gather(*self._replaced)

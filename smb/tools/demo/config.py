@@ -112,7 +112,6 @@ class WorkerTask:
     waits_from: int | None = None
 
     def to_json(self) -> str:
-        """Return the task as one line."""
         return json.dumps(asdict(self))
 
     @classmethod

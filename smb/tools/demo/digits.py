@@ -30,7 +30,6 @@ class Digits:
 
     @classmethod
     def load(cls, path: Path) -> Digits:
-        """Read what save() wrote."""
         with np.load(path) as arrays:
             return cls(arrays["a"], arrays["b"], arrays["c"], arrays["d"])
 

@@ -50,7 +50,6 @@ class FlatParameters:
 
     @property
     def count(self) -> int:
-        """Number of parameters."""
         return self.values.numel()
 
 

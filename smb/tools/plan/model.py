@@ -160,7 +160,6 @@ class Advice:
     connections_to_fill: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
         return dataclasses.asdict(self)
 
 

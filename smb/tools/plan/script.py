@@ -142,12 +142,10 @@ class LayerTimer:
             handle.remove()
 
     def begin(self) -> None:
-        """Before a step."""
         self._begun, self._ready = {}, {}
         self._started = self._now()
 
     def end(self) -> None:
-        """After it."""
         self._steps.append((self._started, self._begun, self._ready, self._now()))
 
     def layers(self) -> tuple[Layer, ...]:

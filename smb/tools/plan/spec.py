@@ -87,7 +87,6 @@ class Spec:
         return scaled(self.layers, self.compute.seconds(batch))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what read_spec reads."""
         batches = (self.batch, 2 * self.batch)
         made: dict[str, Any] = {"name": self.name, "batch": self.batch}
         made["compute_ms"] = {str(batch): 1e3 * self.compute.seconds(batch) for batch in batches}

@@ -304,7 +304,6 @@ def _gone(rows: t.Rows, former: int) -> set[int]:
 
 
 def round_of(rows: t.Rows) -> int:
-    """Return the open round."""
     return int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
 
 

@@ -33,7 +33,6 @@ class Grace:
         self._others: deque[float] = deque(maxlen=_ROUNDS)
 
     def seconds(self) -> float:
-        """Return the present grace."""
         if self._fixed is not None:
             return self._fixed
         bound = min(self._lease, statistics.median(self._quorums)) if self._quorums else self._lease

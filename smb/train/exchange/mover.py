@@ -222,14 +222,12 @@ class ArrayMover(Mover):
         self._parameters.read(weights, self.fetched)
 
     def adopt(self) -> None:
-        """By blocks."""
         self.ledger.count()
         self._parameters.fill(self.fetched)
         if self._way == FUSED:
             self.ledger.take_over()
 
     def forget(self) -> None:
-        """See Mover."""
         self.ledger.forget()
 
     # ---- ROUNDS
@@ -305,7 +303,6 @@ class ArrayMover(Mover):
             self.ledger.landing = np.empty_like(self.ledger.base)
 
     def add_missing(self) -> bool:
-        """See Mover."""
         if not self.ledger.under_way:
             return False
         self.ledger.ask(self._missed)
@@ -349,12 +346,10 @@ class ArrayMover(Mover):
         return self._norm()
 
     def pay(self) -> None:
-        """See Mover."""
         self._parameters.subtract(self.difference)
 
     @property
     def under_way(self) -> bool:
-        """See Mover."""
         return self._call is not None or self.ledger.under_way
 
     def start(self) -> None:
@@ -395,7 +390,6 @@ class ArrayMover(Mover):
         self.ledger.begin(())
 
     def release(self) -> None:
-        """See Mover."""
         self.ledger.due = np.empty(0, np.float32)
 
     def _start(self) -> None:

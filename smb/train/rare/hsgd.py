@@ -145,7 +145,6 @@ class HostExchange(Exchange):
             raise refused
 
     def restart(self) -> None:
-        """Go on from the host's model."""
         self._inner.restart()
 
     def flush(self) -> None:

@@ -169,7 +169,6 @@ class RoundRobin(Exchange):
             group.table.write(0, _ITERATION, _bits(self._pace.iteration_s))
 
     def restart(self) -> None:
-        """Take over the shared model."""
         self._mover.restart()
         self._updates = self._look()[0].updates
         self._ended = time.monotonic()
@@ -327,7 +326,6 @@ class Passer:
                 raise failure
 
     def close(self) -> None:
-        """Pass nothing on any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -49,7 +49,6 @@ class Turn:
 
     @classmethod
     def of(cls, word: int) -> Turn:
-        """Return it from its word."""
         return cls(
             word >> _UPDATES_SHIFT,
             word & (1 << _SLOT_BITS) - 1,
@@ -58,7 +57,6 @@ class Turn:
         )
 
     def is_of(self, member: Candidate) -> bool:
-        """Whether it is the member's."""
         return (self.slot, self.incarnation) == (member.slot, member.incarnation % (1 << _INCARNATION_BITS))
 
     def take(self) -> Turn:

@@ -201,7 +201,6 @@ class Users:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """Enter, and leave at the end."""
         self.enter()
         try:
             yield
@@ -275,7 +274,6 @@ class BlockPool:
         return self.address + self._free.popleft() * self.block_bytes
 
     def give(self, address: int) -> None:
-        """Take a block back."""
         self._free.append((address - self.address) // self.block_bytes)
 
     def close(self) -> None:

@@ -170,7 +170,6 @@ class ClientMemory:
 
     @property
     def block_key(self) -> int:
-        """The local key of blocks."""
         return self._blocks().region.local_key
 
     def take_block(self, taker: object) -> int | None:
@@ -183,7 +182,6 @@ class ClientMemory:
         return address
 
     def give_block(self, taker: object, address: int) -> None:
-        """Take one back."""
         self._taken[taker].discard(address)
         self._blocks().give(address)
 

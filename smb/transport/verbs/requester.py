@@ -129,11 +129,9 @@ class Carrier:
     # ---- progress.Relay
 
     def queue_fd(self) -> int:
-        """See Relay."""
         return self._queue.fd
 
     def socket_fd(self) -> int:
-        """See Relay."""
         return self._socket.fileno()
 
     def hang_up(self) -> None:
@@ -141,15 +139,12 @@ class Carrier:
         self.close()
 
     def wants_socket(self) -> bool:
-        """See Relay."""
         return len(self._items) < 2 * MESSAGES
 
     def arm(self) -> None:
-        """See Relay."""
         self._queue.arm()
 
     def take_event(self) -> None:
-        """See Relay."""
         self._queue.take_event()
 
     def short(self) -> bool:
@@ -157,15 +152,12 @@ class Carrier:
         return self._short
 
     def awaits(self) -> bool:
-        """See Relay."""
         return self._unanswered > 0
 
     def probe(self) -> None:
-        """See Relay."""
         self._queue.probe()
 
     def turn(self) -> bool:
-        """See Relay."""
         if self.closed:
             return False
         moved = self._queue.poll() > 0
@@ -183,7 +175,6 @@ class Carrier:
         return moved
 
     def close(self) -> None:
-        """See Relay."""
         if self.closed:
             return
         self.closed = True

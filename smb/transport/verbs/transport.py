@@ -89,8 +89,6 @@ class _Parts:
 
 
 class Verbs:
-    """Transport `verbs`."""
-
     name = "verbs"
 
     def __init__(
@@ -119,7 +117,6 @@ class Verbs:
     # ---- Transport
 
     def reach(self, location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:
-        """See Transport."""
         device = self._open_device()
         server = self._server(location.server)
         if server.refused_until > time.monotonic():
@@ -147,7 +144,6 @@ class Verbs:
             raise refused(location, error) from error
 
     def close(self) -> None:
-        """See Transport."""
         self._parts.close()
 
     # ---- for the client
@@ -179,7 +175,6 @@ class Verbs:
     # ---- links.Dialer
 
     def dial(self, server: str, where: ServerAddress, lane: int, timeout_ms: int) -> tuple[Link, int]:
-        """Connect for the first time."""
         return self._carry(
             self._server(server), where, timeout_ms, lambda fd, ms: self._client.connect_reference(fd, lane, ms)
         )
