@@ -2,8 +2,8 @@
 
 The limit is that of its control group and of those around it, in versions 1 and 2.
 
-Pages of tmpfs count as memory of the group whose process touched them first. One page beyond the limit, and the kernel
-kills a process of the group: the memory server, as a rule, as it is the largest.
+Pages of tmpfs count as memory of the control group whose process touched them first. One page beyond the limit, and
+the kernel kills a process of it: the memory server, as a rule, as it is the largest.
 """
 
 from __future__ import annotations
@@ -48,39 +48,40 @@ class ControlGroup:
 
 
 class MemoryLimit:
-    """The groups with a limit that this process is in, found at its making."""
+    """The control groups with a limit that this process is in, found at its making."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         """`root` is where proc and sys are, for tests."""
-        self._groups = _groups(root)
+        self._control_groups = _control_groups(root)
 
     @property
     def nbytes(self) -> int | None:
         """The lowest limit; None if there is none."""
-        return min((group.limit_bytes for group in self._groups), default=None)
+        return min((control_group.limit_bytes for control_group in self._control_groups), default=None)
 
     def room_bytes(self) -> int | None:
         """Return how much more memory this process may take; None if there is no limit."""
-        return min((group.room_bytes() for group in self._groups), default=None)
+        return min((control_group.room_bytes() for control_group in self._control_groups), default=None)
 
     def check_capacity(self, capacity_bytes: int) -> None:
         """Raise InvalidArgumentError for a capacity that can never be held."""
-        group = min(self._groups, key=lambda group: group.limit_bytes, default=None)
-        if group is not None and capacity_bytes > group.limit_bytes:
+        control_group = min(self._control_groups, key=lambda control_group: control_group.limit_bytes, default=None)
+        if control_group is not None and capacity_bytes > control_group.limit_bytes:
             raise InvalidArgumentError(
                 f"--capacity {format_bytes(capacity_bytes)} is more than the memory limit of this process, "
-                f"{format_bytes(group.limit_bytes)} ({group.directory}); offer less, or raise that limit"
+                f"{format_bytes(control_group.limit_bytes)} ({control_group.directory}); offer less, or raise "
+                f"that limit"
             )
 
 
-def _groups(root: Path) -> tuple[ControlGroup, ...]:
+def _control_groups(root: Path) -> tuple[ControlGroup, ...]:
     """Return those with a limit, of the hierarchy that has the memory controller."""
     found: list[ControlGroup] = []
     for hierarchy, mounted_root, mounted_at in _mounts(root):
         path = _own_path(root, hierarchy)
         if path is None:
             continue
-        # A container sees its own group at the mount point, and may read the host's path of it.
+        # A container sees its own control group at the mount point, and may read the host's path of it.
         below = Path(path).relative_to(mounted_root) if Path(path).is_relative_to(mounted_root) else Path()
         top = root / mounted_at.lstrip("/")
         at = top / below

@@ -22,7 +22,7 @@ class StepByParameter:
         self._before: dict[torch.Tensor, tuple[int, int]] = {}  # of the last one: its id, as to keep it costs memory
         self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, when the first gradient came
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._groups: dict[torch.Tensor, dict[str, Any]] = {}
+        self._param_groups: dict[torch.Tensor, dict[str, Any]] = {}
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients, in the first steps
         self.stepping = False  # by parameter
 
@@ -41,8 +41,10 @@ class StepByParameter:
         if before is not None and before[0] == id(grad) and grad._version == before[1] + 1:
             raise refused(f"the gradient of {name!r} was added to that of the step before: call optimizer.zero_grad()")
         if not self._used:
-            self._settings = [_settings(group) for group in self._optimizer.param_groups]
-            self._groups = {each: group for group in self._optimizer.param_groups for each in group["params"]}
+            self._settings = [_settings(param_group) for param_group in self._optimizer.param_groups]
+            self._param_groups = {
+                each: param_group for param_group in self._optimizer.param_groups for each in param_group["params"]
+            }
 
     def used(self, parameter: torch.Tensor, *, summed: bool) -> None:
         """Take note of a gradient that was used, or would have been; of its sum too, as not all that changes a tensor
@@ -56,18 +58,18 @@ class StepByParameter:
 
     def step(self, parameter: torch.Tensor) -> None:
         """Step the optimizer for one parameter, by its own state and its group's settings."""
-        group = self._groups.get(parameter)
-        if group is None:
+        param_group = self._param_groups.get(parameter)
+        if param_group is None:
             return  # another optimizer's, or nobody's
-        alone = {**group, "params": [parameter]}
-        groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
+        alone = {**param_group, "params": [parameter]}
+        param_groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
         self.stepping = True
         try:
             _step_of(type(self._optimizer))(self._optimizer)
         finally:
             self.stepping = False
-            self._optimizer.param_groups = groups
-        self._check_settings(_settings(alone), _settings(group), _CHANGES)
+            self._optimizer.param_groups = param_groups
+        self._check_settings(_settings(alone), _settings(param_group), _CHANGES)
 
     def check_step(self, args: Sequence[Any], options: dict[str, Any]) -> None:
         """Look at the script's own step. Raises Error."""
@@ -84,8 +86,10 @@ class StepByParameter:
                     f"the gradient of {self._names[parameter]!r} was changed between backward() and optimizer.step(): "
                     f"clipping by norm or value, GradScaler.unscale_, or noise"
                 )
-        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
-            self._check_settings(_settings(group), before, "had its {} changed between backward() and optimizer.step()")
+        for param_group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
+            self._check_settings(
+                _settings(param_group), before, "had its {} changed between backward() and optimizer.step()"
+            )
 
     def _check_settings(self, now: dict[str, Any], before: dict[str, Any], how: str) -> None:
         changed = [key for key, value in now.items() if value is not before.get(key) and value != before.get(key)]
@@ -95,7 +99,7 @@ class StepByParameter:
     @property
     def waiting(self) -> bool:
         """Whether gradients are there that the script has not stepped with."""
-        return any(each in self._groups for each in self._used)  # not what another optimizer steps
+        return any(each in self._param_groups for each in self._used)  # not what another optimizer steps
 
     def forget(self) -> None:
         """Leave the gradients that are there out."""
@@ -103,14 +107,14 @@ class StepByParameter:
 
     def hide(self) -> None:
         """Take gradients that were stepped with away for the script's own step: it has nothing left to do for them."""
-        self._hidden = [(parameter, parameter.grad) for parameter in self._used if parameter in self._groups]
+        self._hidden = [(parameter, parameter.grad) for parameter in self._used if parameter in self._param_groups]
         for parameter, _ in self._hidden:
             parameter.grad = None
 
     def show(self) -> None:
         """End a step. Raises Error for an optimizer that changes its groups: it would count its steps by parameter."""
-        for group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
-            self._check_settings(_settings(group), before, _CHANGES)
+        for param_group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
+            self._check_settings(_settings(param_group), before, _CHANGES)
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden = []
@@ -119,8 +123,8 @@ class StepByParameter:
         self._used = {}
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _settings(param_group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in param_group.items() if key != "params"}
 
 
 def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:

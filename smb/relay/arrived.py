@@ -34,7 +34,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a version is cut: into whole chunks, at most PIECES_MAX blocks; alike for everybody."""
+    """How a version is cut: into whole chunks, at most BLOCKS_MAX blocks; alike for everybody."""
 
     nbytes: int
     block_bytes: int

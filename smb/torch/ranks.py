@@ -1,4 +1,4 @@
-"""The processes of a device mesh, and how they talk: over a gloo group of their own, whatever the mesh's backend is."""
+"""The processes of a device mesh, and how they talk: over a gloo process group of their own, whatever the mesh has."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def keeps_alike(mesh: DeviceMesh) -> bool:
 
 
 _Key: TypeAlias = "tuple[str, tuple[int, ...]]"
-_groups: dict[_Key, tuple[Any, Any]] = {}  # (all of torch.distributed, the gloo group)
+_process_groups: dict[_Key, tuple[Any, Any]] = {}  # (all of torch.distributed, the gloo process group)
 
 
 def _group_of(key: _Key) -> Any:
-    """Return the gloo group of these ranks for that purpose. One is made once: PyTorch does not take one's connections
-    away."""
-    world, group = _groups.get(key, (None, None))
+    """Return the gloo process group of these ranks for that purpose. One is made once: PyTorch never closes
+    its connections."""
+    world, process_group = _process_groups.get(key, (None, None))
     if world is not dist.group.WORLD:
-        group = dist.new_group(list(key[1]), timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
-        _groups[key] = dist.group.WORLD, group
-    return group
+        process_group = dist.new_group(list(key[1]), timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
+        _process_groups[key] = dist.group.WORLD, process_group
+    return process_group
 
 
 class Ranks:
@@ -68,7 +68,7 @@ class Ranks:
         self._everyone: list[int] = everyone
         self._first = everyone[0]
         self._key = purpose, tuple(everyone)
-        self._group = _group_of(self._key)
+        self._process_group = _group_of(self._key)
 
     @property
     def speaks(self) -> bool:
@@ -79,14 +79,14 @@ class Ranks:
         """Return, to all, what the speaker says. Raises UnavailableError if a rank is gone."""
         message = [what]
         with self._alive():
-            dist.broadcast_object_list(message, src=self._first, group=self._group, device=torch.device("cpu"))
+            dist.broadcast_object_list(message, src=self._first, group=self._process_group, device=torch.device("cpu"))
         return message[0]
 
     def gather(self, what: Any) -> list[Any]:
         """Return, to all, what each says, by rank. Raises as tell."""
         said: list[Any] = [None] * self.count
         with self._alive():
-            dist.all_gather_object(said, what, group=self._group)
+            dist.all_gather_object(said, what, group=self._process_group)
         return said
 
     def agree(self, failure: BaseException | None) -> None:
@@ -114,7 +114,7 @@ class Ranks:
         vector = torch.from_numpy(values)
         with self._alive():
             under_way = [
-                call(vector[part], self._everyone[rank], group=self._group, tag=number)
+                call(vector[part], self._everyone[rank], group=self._process_group, tag=number)
                 for call, parts in ((dist.irecv, takes), (dist.isend, gives))
                 for rank, of_rank in parts.items()
                 for number, part in enumerate(of_rank)
@@ -123,8 +123,8 @@ class Ranks:
                 each.wait()  # type: ignore[union-attr]
 
     def forget(self) -> None:
-        """The ranks are not at the same place any more: who joins later talks over another group."""
-        _groups.pop(self._key, None)
+        """The ranks are not at the same place any more: who joins later talks over another process group."""
+        _process_groups.pop(self._key, None)
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The part of a whole tensor that a process has, and where it lies in the whole one: of a DTensor, or given as slices.
 
-A piece is, for each dimension, the ranges (first, count) of indices that it takes, in order. One range is the rule; a
+A slice is, for each dimension, the ranges (first, count) of indices that it takes, in order. One range is the rule; a
 dimension that FSDP2 shards after tensor parallelism did may have more.
 """
 
@@ -111,7 +111,7 @@ def checked_slice(asked: str, name: str, slices: Any, shape: Sequence[int]) -> T
 
 
 def runs_of(part: TensorSlice, shape: Sequence[int]) -> Iterator[Run]:
-    """Yield where a piece's elements lie in the whole tensor: `here` in the piece, `there` in the whole one."""
+    """Yield where a slice's elements lie in the whole tensor: `here` in the slice, `there` in the whole one."""
     if not all(count for ranges in part for _, count in ranges):
         return
     # The last dimensions that are whole follow each other in memory, with one more that is cut.

@@ -108,9 +108,11 @@ def _first(
 
 def describe(paths: Sequence[tuple[SegmentLocation, SegmentPath]]) -> str:
     """Return "shm to a, b (same host); tcp to c (10.0.0.2:7071 ...)": what was chosen and why, each server once."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    servers_by_path: dict[tuple[str, str], list[str]] = {}
     for location, path in paths:
-        servers = groups.setdefault((path.transport, path.why), [])
+        servers = servers_by_path.setdefault((path.transport, path.why), [])
         if location.server not in servers:
             servers.append(location.server)
-    return "; ".join(f"{transport} to {', '.join(servers)}: {why}" for (transport, why), servers in groups.items())
+    return "; ".join(
+        f"{transport} to {', '.join(servers)}: {why}" for (transport, why), servers in servers_by_path.items()
+    )

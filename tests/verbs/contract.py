@@ -100,7 +100,7 @@ LEFT_OUT = {
     "regressions/test_rounds_that_close_while_one_sends.py": _TRAINING,
     "ops/test_doctor.py": _ELSEWHERE,
     "ops/test_etcd.py": _ELSEWHERE,
-    "ops/test_groups.py": _ELSEWHERE,
+    "ops/test_bundles.py": _ELSEWHERE,
     "ops/test_leaves_nothing.py": "tests/verbs/test_daemons.py has what verbs could leave",
     "ops/test_memserver.py": _ELSEWHERE,
     "ops/test_metrics.py": _ELSEWHERE,

@@ -28,7 +28,7 @@ from smb.transport.choose import TRY_AUTO
 
 _PROBE_BYTES = 4 << 20
 _ROUND_TRIPS = 200
-_COPIES = 8
+_REPEATS = 8
 _CLOCK_BAD_S = 2.0  # certificates are not yet valid, or no longer; ages in `smb status` are nonsense
 _SLOW = 0.5  # of the median of the others
 _IP_MTU = 14  # linux/in.h
@@ -170,8 +170,8 @@ def _measured(
             data = np.zeros(_PROBE_BYTES, np.uint8)
             buffer.write(data)
             trip_s = statistics.median(_times(lambda: buffer.read(0, 1), _ROUND_TRIPS))
-            write_s = min(_times(lambda: buffer.write(data), _COPIES))
-            read_s = min(_times(lambda: buffer.read(out=data), _COPIES))
+            write_s = min(_times(lambda: buffer.write(data), _REPEATS))
+            read_s = min(_times(lambda: buffer.read(out=data), _REPEATS))
             used = buffer.transports
     except smb.TransportError as error:
         if transport == "tcp":

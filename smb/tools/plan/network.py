@@ -30,7 +30,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _PROBE_BYTES = 4 << 20  # on each server
-_TRIPS, _COPIES = 50, 8
+_TRIPS, _REPEATS = 50, 8
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _probe(client: smb.Client, servers: list[str]) -> tuple[float, float]:
     try:
         one = np.zeros(1, np.float32)
         call_s = _median(lambda: buffer.write(one, offset=0), _TRIPS)
-        seconds = max(_median(lambda: buffer.write(data), _COPIES), _median(lambda: buffer.read(out=data), _COPIES))
+        seconds = max(_median(lambda: buffer.write(data), _REPEATS), _median(lambda: buffer.read(out=data), _REPEATS))
         return call_s, data.nbytes / max(seconds - call_s, 1e-9)
     finally:
         client.delete(name, missing_ok=True)
