@@ -439,7 +439,7 @@ class Engine:
         copied = total * copying.chunks // CHUNKS
         if copying.whole:
             return CopyStep.WHOLE, total, total
-        with_role = [member for member in bundle.members if self._host.segments[member].epoch == epoch]
+        with_role = self._with_role(bundle, epoch)
         if with_role[:1] != [segment_id] or len(bundle.queue) > QUEUED_MAX:
             return CopyStep.BUSY, copied, total
         if copying.chunks < CHUNKS:
@@ -456,6 +456,10 @@ class Engine:
             return CopyStep.BUSY, copied, total
         copying.whole = True
         return CopyStep.WHOLE, total, total
+
+    def _with_role(self, bundle: _Bundle, epoch: int) -> list[int]:
+        """Return the members that were given a role in that epoch: the records have them."""
+        return [member for member in bundle.members if self._host.segments[member].epoch == epoch]
 
     def abandon_copy(self, segment_id: int, epoch: int) -> bool:
         """See memserver.engine."""

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from memserver.registrant import Registrant
+from memserver.replication import Replication
 from smb.coordinator import commit_log, steps
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.drop_rules import ground_to_drop
@@ -24,6 +25,7 @@ from smb.coordinator.service import CoordinatorService
 from smb.coordinator.state import State, Step
 from smb.coordinator.steps import copies, creation, names, servers, unexplained
 from smb.errors import NotFoundError
+from tests.simulator.engine import Engine
 
 Replaced = Iterator[tuple[Any, str, Any]]
 PLANTS: dict[str, Callable[[], Replaced]] = {}
@@ -194,3 +196,41 @@ def quarantine_of_what_is_gone() -> Replaced:
 def room_beside_lost_memory() -> Replaced:
     """Memory that a server has lost counts as held: what it holds too much goes unseen."""
     yield State, "held_bytes_max", State.taken_bytes
+
+
+@plant
+def former_primary_serves() -> Replaced:
+    """A server that is back with memory that has another primary by now is not told to stop serving it."""
+    take = Replication.take
+
+    def take_some(self: Replication, parts: Any) -> list[int]:
+        return take(self, [part for part in parts if part.role or part.let_move or part.confirm])
+
+    yield Replication, "take", take_some
+
+
+@plant
+def pair_without_a_member() -> Replaced:
+    """A pair that is taken up goes on as one, though its backup lacks what moves together with it."""
+    yield unexplained, "_with_all_members", lambda *_: lambda *_: True
+
+
+@plant
+def member_of_no_record() -> Replaced:
+    """A member of a bundle that no record has stands for the bundle: nobody asks for its copy."""
+
+    def all_members(self: Engine, bundle: Any, _: int) -> list[int]:
+        return list(bundle.members)
+
+    yield Engine, "_with_role", all_members
+
+
+@plant
+def joined_to_what_is_lost() -> Replaced:
+    """A buffer may be made to move together with one whose memory is lost."""
+    placed = creation._placed_together
+
+    def place(state: State, *rest: Any, **how: Any) -> Any:
+        return placed(replace(state, missing={}), *rest, **how)
+
+    yield creation, "_placed_together", place
