@@ -31,7 +31,7 @@ def test_one_that_could_not_be_started_is_tried_again(monkeypatch: pytest.Monkey
     replication, copier = Replication(Mock()), Copier(Mock(), 0, Mock())
     relays = Relays("127.0.0.1:1", "server", None)
     takes: dict[str, Callable[[], object]] = {
-        "replication": lambda: replication.take([pb.Replica(segment_id=1, epoch=1)]),
+        "replication": lambda: replication.take([pb.Replica(segment_id=1, epoch=1, role=1)]),
         "copier": lambda: copier.want({1: 1}),
         "relays": lambda: relays.take([pb.MirrorTask(name="m", source="s", id=1)]),
     }
