@@ -1,12 +1,14 @@
 /* chunk.h: the locks, sequence counts and marks of a segment's chunks.
  *
  * Locking. A writer holds the chunk's lock, and keeps the sequence count odd while it changes
- * bytes. No thread waits for a chunk lock while it holds another, so there is no lock order. APPLY
- * changes the chunk of several segments: it waits for one lock and takes the others if they are
- * free. Otherwise it releases all and waits for the one that was taken.
+ * bytes: it stores count | 1, then a release fence, changes, and stores (count | 1) + 1 with
+ * release. No thread waits for a chunk lock while it holds another, so there is no lock order.
+ * APPLY changes the chunk of several segments: it waits for one lock and takes the others if they
+ * are free. Otherwise it releases all and waits for the one that was taken.
  *
- * Readers take no lock. They copy, and copy again if the count was odd or has moved. A reader that
- * keeps losing takes the lock.
+ * Readers take no lock. They load the count with acquire, copy, and load it again after an acquire
+ * fence. They copy again if the count was odd or has moved. A reader that keeps losing takes the
+ * lock.
  *
  * The next process to lock finds a dead owner's lock (EOWNERDEAD). The chunk then holds, element by
  * element, the old or the new value of the dead owner's change. The count is made even again.

@@ -13,6 +13,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stddef.h>
 
 #include "memory/records.h"
 #include "memory/sync_words.h"
@@ -21,10 +22,13 @@
 enum {
     PAGE = 4096,
     CHUNK_STATE_BYTES = 64,
-    FORMAT_VERSION = 3,
-    FORMAT_REPLICATED = 4,        /* as 3; a daemon that knows of no copies leaves it alone */
-    FORMAT_BUNDLED = 5,           /* as 4; one that knows of no bundles likewise */
-    FORMAT_WITHOUT_NAMESPACE = 2, /* has fewer records, too, and 0 or 1 where the namespace is */
+    FORMAT_VERSION = 3, /* clients map this one alone */
+    /* As 3, of a segment with two copies or one that has moved. A daemon that does not know copies
+     * leaves it alone. */
+    FORMAT_REPLICATED = 4,
+    FORMAT_BUNDLED = 5, /* as 4, of a bundle's segment; for daemons that do not know bundles */
+    /* Has fewer records, and 0 or 1 in place of the namespace. A daemon converts its own to 3. */
+    FORMAT_WITHOUT_NAMESPACE = 2,
     SYNC_OFFSET = 2048
 };
 
@@ -34,7 +38,9 @@ enum segment_state {
     STATE_DELETED = 1,
     STATE_GATED = 2 /* all changes and reads pass its daemon, as it may move to another one */
 };
-/* Likewise. It is decided once, by the first to store one. */
+/* Likewise. It is decided once, by the first to store one. A process that maps bytes for longer
+ * than an operation changes 0 to BINDING_STAYS first, and does not map them if it is
+ * BINDING_MOVES. */
 enum segment_binding {
     BINDING_NONE = 0,
     BINDING_STAYS = 1, /* somebody uses it who could not follow */
@@ -81,6 +87,11 @@ struct header {
      * or an older file. Relaxed: its daemon alone writes and reads it. */
     _Atomic uint64_t copy;
 };
+_Static_assert(offsetof(struct header, chunks_offset) == 48 &&
+                   offsetof(struct header, state) == 88 &&
+                   offsetof(struct header, operations) == 104 &&
+                   offsetof(struct header, binding) == 624,
+               "other processes have the file mapped, of whatever release");
 _Static_assert(sizeof(struct header) <= SYNC_OFFSET &&
                    SYNC_OFFSET + sizeof(struct sync_words) <= PAGE,
                "the header is one page");

@@ -2,6 +2,32 @@
  * Once a connection breaks, what was not answered is sent again over the next one, and said to be a
  * repetition. docs/decisions/0025.
  *
+ * Frames. The primary connects to the backup's data address. It says HELLO with the group's number
+ * as session and REPLICA_LANE as lane, then REPLICATE with any segment of the group and the epoch.
+ * STALE_EPOCH: that server is not the backup in that epoch. Then the changes of all segments of
+ * the group follow in one order, each with its segment and its client's session, lane and sequence,
+ * without checksum and FETCH. ACCUMULATE_FROM travels as an ACCUMULATE with the source's elements,
+ * and APPLY brings its gradient: the backup may have neither segment. An APPLY with state is made
+ * in all its segments as one. The backup answers in that order, each change once it has applied it,
+ * and DENIED for a segment of another group. In place of a change,
+ *   REFUSED    says that the primary refused it
+ *   REPLICATE  asks whether the server is still the backup
+ *   COPY       has a part of a copy that is being made (copy.h). By `op`: 0 a whole chunk; 1 the
+ *              image of a completion record; 2 in argument and offset how many records were
+ *              evicted, of sessions that go on and of ended ones; 3 that a change was made to a
+ *              chunk that is not copied yet, with its client's session, lane and sequence, and in
+ *              argument its result if offset is 1; 4, also between changes and without a number,
+ *              the words of locks and versions, of leases the nanoseconds that are left. 0 to 2
+ *              have their segment's id as session and a sequence that counts over the group: one
+ *              that is not above the last is answered and ignored. Chunks are sent in turn, one of
+ *              each segment before the next one of any.
+ * A record's image has 16 words: those of struct record (memory/records.h), but in place of used_ns
+ * whether the session goes on.
+ *
+ * With credentials the connection is inside TLS. Lane 65535 is for the role of a memory server,
+ * which gets no other lane. REPLICATE is taken from the server that the coordinator named as the
+ * primary of that epoch. Other servers get DENIED, as does each frame before REPLICATE.
+ *
  * Threads. The replica's lock guards it: every function here is called with that lock.
  */
 #ifndef SMB_FEED_H

@@ -1,12 +1,15 @@
 """Which bytes of a version have arrived in a mirror: so that they are served on before all are there.
 
-Beside each mirror lies a small buffer of words: the version that arrives (or has arrived), the slot in which it lies,
-and a bit for each block. Its own version is counted up with each change, which wakes who waits. Rules:
+Beside each mirror NAME.mirror.SERVER lies a small buffer of int64 words, NAME.mirror.SERVER.arrived: the version that
+arrives (or has arrived), the slot in which it lies, and 16 words with a bit for each block, the lowest first. A block
+is the smallest number of whole chunks of which at most 1024 make the buffer. The words' own version is counted up with
+each change, which wakes those who wait. Rules:
 
 - the words name another version before the first byte of it is written into a slot;
 - a bit is set after its block was written.
 
-A reader that sees the bit of a block, reads the block and finds version and slot unchanged has read that version.
+A reader that sees the bit of a block, reads the block and finds version and slot unchanged, or that version published
+in that slot, has read that version.
 
 A mirror of a log (smb/relay/publication_log.py) has such words, too. Their version is the generation whose delta
 arrives or has arrived last.

@@ -2,8 +2,11 @@
 
 NAME.log is one buffer of bytes with one copy. It begins with slots of 64 bytes: the entry of generation g lies in slot
 g modulo their number. A ring follows, in which each delta lies behind the one before. Generation g exists once version
-g of the buffer is published. Its entry was written before that, and stays for as long as the slots last.
+g of the buffer is published. Its entry was written before that, and stays for as long as the slots last. The ring
+starts at the next multiple of 4096 after the slots, and a delta does not cross the ring's end. The metadata says how
+many slots there are: {"smb.log": {"slots": 34}}.
 
+The delta of entry e is in reach of entry g if it begins at most three quarters of the ring before the end of g's delta.
 A delta that is in reach of entry g stays in the ring while g + 1 and g + 2 are written. So what was read from the ring
 is whole if it is in reach of an entry that was published when the read had ended.
 
@@ -40,9 +43,12 @@ Slots = np.ndarray[Any, np.dtype[np.int64]]  # (slots, words)
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One generation. `position` is where its delta begins in the ring, counted on without end; `total` the sum of its
-    state. `whole_generation` is the last generation up to it that is also there whole, as `whole_version` of the
-    state's buffer.
+    """One generation. Its slot has eight int64 words: generation, 2 (the form), position, nbytes, total, whole_generation,
+    whole_version, whole_total.
+
+    `position` is where its delta begins in the ring, counted on without end; `total` the sum of its state.
+    `whole_generation` is the last generation up to it that is also there whole, as `whole_version` of the state's
+    buffer.
     """
 
     generation: int
