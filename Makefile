@@ -37,7 +37,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page protocol-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -237,6 +237,10 @@ prometheus:
 # docs/track-record.md, from docs/track-record.toml: bugs found, how, and their mends.
 track-record: $(VENV)/installed
 	$(BIN)/python -m tests.support.track_record
+
+# The tables of docs/protocol.md, from csrc/protocol.toml.
+protocol-page: $(VENV)/installed
+	$(BIN)/python -m tests.support.protocol_table
 
 # docs/metrics.md and the dashboards, from smb/daemon/metric_names.py and deploy/grafana/make_dashboards.py.
 metrics-page: $(VENV)/installed

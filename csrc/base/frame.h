@@ -6,28 +6,8 @@
  * others. A data frame never leaves one chunk: a chunk is the unit of atomicity, of locking and of
  * staging memory, so that every limit follows from SMB_CHUNK_BYTES_MAX.
  *
- *   offset size field      why it is there
- *        0    2 magic      tells a stranger (HTTP, TLS, a port scanner) at its first bytes
- *        2    1 version    of this layout; another one is refused before anything else is believed
- *        3    1 opcode
- *        4    1 dtype      of the range; must be the segment's, so that a stale client can't add
- *                          floats to integers
- *        5    1 op         of accumulate; of apply the rule
- *        6    2 flags      and in them how the payload's elements are encoded (enum smb_wire)
- *        8    2 status     of a reply; 0 in a request
- *       10    2 lane       of the session: each lane has its own sequence, so that several links
- *                          may be used side by side
- *       12    4 epoch      of the layout that the client computed the range with
- *       16    8 session    who: with lane and sequence it names a mutation for ever (the key of
- *                          exactly-once)
- *       24    8 sequence
- *       32    8 segment
- *       40    8 offset     bytes into the segment's data
- *       48    4 length     bytes of the range, however its elements travel
- *       52    4 payload    bytes that follow the header, token and checksum included; a function of
- *                          the other fields, and checked against them
- *       56    8 argument   scale (float64 bits), operand, fill pattern; in replies the old value,
- *                          features or instance
+ * What each field means, and why the header has it: csrc/protocol.toml, which lists all numbers of
+ * the protocol. tests/engine/wire/test_protocol_table.py compares this file with that list.
  */
 #ifndef SMB_FRAME_H
 #define SMB_FRAME_H

@@ -32,7 +32,7 @@
 
 /* cffi: begin */
 
-/* cffi: begin */
+/* Numbers that travel in frames stand in csrc/protocol.toml, too: add them there first. */
 
 /* Grouped by what is broken: nothing (0), the request (1..15), the link (16..31), this process or
  * host (32..). */

@@ -78,33 +78,9 @@ class AskOpcode(IntEnum):
     UNPIN = lib.SMB_UNPIN
 
 
-# As people and metrics call them.
+# Opcodes by number, as people and metrics call them.
 KINDS: dict[int, str] = {
-    lib.SMB_HELLO: "hello",
-    lib.SMB_ATTACH: "attach",
-    lib.SMB_READ: "read",
-    lib.SMB_WRITE: "write",
-    lib.SMB_ACCUMULATE: "accumulate",
-    lib.SMB_FILL: "fill",
-    lib.SMB_ACCUMULATE_FROM: "accumulate_from",
-    lib.SMB_FETCH_ADD: "fetch_add",
-    lib.SMB_COMPARE_SWAP: "compare_swap",
-    lib.SMB_WATERMARK: "watermark",
-    lib.SMB_LOCK: "lock",
-    lib.SMB_UNLOCK: "unlock",
-    lib.SMB_RENEW: "renew",
-    lib.SMB_FENCE: "fence",
-    lib.SMB_ARRIVE: "arrive",
-    lib.SMB_AWAIT_BARRIER: "await_barrier",
-    lib.SMB_AWAIT_VERSION: "await_version",
-    lib.SMB_PUBLISH: "publish",
-    lib.SMB_PIN: "pin",
-    lib.SMB_UNPIN: "unpin",
-    lib.SMB_APPLY: "apply",
-    lib.SMB_AUTHORIZE: "authorize",
-    lib.SMB_REPLICATE: "replicate",
-    lib.SMB_REFUSED: "refused",
-    lib.SMB_COPY: "copy",
+    number: name.removeprefix("SMB_").lower() for number, name in sorted(ffi.typeof("enum smb_opcode").elements.items())
 }
 TRANSPORTS: dict[int, str] = {
     lib.SMB_TRANSPORT_SHM: "shm",

@@ -1,4 +1,4 @@
-"""A client of the wire protocol as docs/protocol.md would have a stranger write it: frames by hand, good and bad."""
+"""A client of docs/protocol.md in Python alone: it forms frames by hand, good and bad. Its numbers: protocol.toml."""
 
 from __future__ import annotations
 
@@ -16,97 +16,26 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
 from pathlib import Path
 
-HEADER = struct.Struct("<HBBBBHHHIQQQQIIQ")
-MAGIC = 0x4D53
-VERSION = 1
+from tests.support.protocol_table import TABLE, numbers
+
+_WIDTHS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+HEADER = struct.Struct("<" + "".join(_WIDTHS[field["bytes"]] for field in TABLE["field"]))
+MAGIC = TABLE["frame"]["magic"]
+VERSION = TABLE["frame"]["version"]
 CHUNK_BYTES_MAX = 1 << 20
-assert HEADER.size == 64
 
-
-class Opcode(IntEnum):
-    HELLO = 1
-    ATTACH = 2
-    READ = 3
-    WRITE = 4
-    ACCUMULATE = 5
-    FILL = 6
-    ACCUMULATE_FROM = 7
-    FETCH_ADD = 8
-    COMPARE_SWAP = 9
-    WATERMARK = 10
-    LOCK = 11
-    UNLOCK = 12
-    RENEW = 13
-    FENCE = 14
-    ARRIVE = 15
-    AWAIT_BARRIER = 16
-    AWAIT_VERSION = 17
-    PUBLISH = 18
-    PIN = 19
-    UNPIN = 20
-    APPLY = 21
-    AUTHORIZE = 22
-    REPLICATE = 23
-    REFUSED = 24
-    COPY = 25
-
-
-class Dtype(IntEnum):
-    FLOAT16 = 1
-    FLOAT32 = 2
-    FLOAT64 = 3
-    BFLOAT16 = 4
-    INT32 = 5
-    INT64 = 6
-    UINT8 = 7
-
-
-class Op(IntEnum):
-    SUM = 1
-    MIN = 2
-    MAX = 3
-    PROD = 4
-    REPLACE = 5
-    ELASTIC = 6
-
-
-class Rule(IntEnum):
-    SGD = 1
-    MOMENTUM = 2
-    NESTEROV = 3
-    ADAM = 4
-    ADAMW = 5
-    ELASTIC = 6
-
-
-class Flag(IntFlag):
-    REPLY = 1
-    FETCH = 2
-    RETRY = 4
-    FENCED = 8
-    BFLOAT16 = 0x10
-    FLOAT16 = 0x20
-    INT8 = 0x30
-    SPARSE = 0x40
-    INT4 = 0x50
-    CHECKSUM = 0x80
-
-
-class Status(IntEnum):
-    OK = 0
-    NOT_FOUND = 1
-    INVALID = 2
-    STALE_EPOCH = 3
-    DENIED = 4
-    OUT_OF_MEMORY = 5
-    TIMEOUT = 7
-    LOCK_LOST = 9
-    BROKEN = 10
-    EVICTED = 11
-    SESSION_ENDED = 12
-    PROTOCOL = 18
-    VERSION = 19
-    SYSTEM = 32
+Opcode = IntEnum("Opcode", numbers("opcode"))
+Status = IntEnum("Status", numbers("status"))
+Dtype = IntEnum("Dtype", {name.upper(): number for name, number in numbers("dtype").items()})
+Op = IntEnum("Op", {name.upper(): number for name, number in numbers("op").items()})
+Rule = IntEnum("Rule", {name.upper(): number for name, number in numbers("rule").items()})
+_BITS = {row["name"]: row["bit"] for row in TABLE["flag"]}
+# The wire encodings beside the other flags: a frame has at most one of them.
+Flag = IntFlag(
+    "Flag",
+    {name: 1 << bit for name, bit in _BITS.items() if name != "WIRE"}
+    | {name.upper(): number << _BITS["WIRE"] for name, number in numbers("wire").items() if number},
+)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import struct
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,8 +25,6 @@ from tests.support.engine_server import (
     whole,
 )
 from tests.support.raw import HEADER, Dtype, Flag, Frame, Op, Opcode, RawClient, Status, scale_bits
-
-PAGE = Path(__file__).parents[3] / "docs" / "protocol.md"
 
 
 def int64s(*values: int) -> bytes:
@@ -234,33 +230,6 @@ def test_attach_in_a_burst(server: EngineServer) -> None:
                 inodes.append(os.fstat(descriptor).st_ino)
                 os.close(descriptor)
         assert inodes[0] == inodes[2] != inodes[1] == inodes[3]
-
-
-def example_of(page: str) -> list[tuple[str, bytes]]:
-    """Return what the page's worked example sends ("C") and receives ("S"), in order."""
-    steps: list[tuple[str, bytes]] = []
-    for block in re.findall(r"```hex\n(.*?)```", page, re.S):
-        for line in block.splitlines():
-            side, _, rest = line.partition(" ")
-            digits = bytes.fromhex(rest.split("#")[0])
-            if steps and (side == "" or steps[-1][0] == side):
-                steps[-1] = (steps[-1][0], steps[-1][1] + digits)
-            else:
-                steps.append((side, digits))
-    return steps
-
-
-def test_the_pages_example(server: EngineServer) -> None:
-    """The bytes of docs/protocol.md, sent as they stand there, are answered with the bytes that stand there."""
-    server.write_segment(SCRATCH, bytes(SEGMENT_BYTES))
-    steps = example_of(PAGE.read_text())
-    assert len(steps) >= 6
-    with server.connect() as client:
-        for side, expected in steps:
-            if side == "C":
-                client.socket.sendall(expected)
-            else:
-                assert client.receive_bytes(len(expected)).hex(" ") == expected.hex(" ")
 
 
 def test_elements_travel_as_they_lie(server: EngineServer) -> None:

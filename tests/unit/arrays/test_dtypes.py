@@ -9,19 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from smb._engine import lib
-from smb.arrays.dtypes import DTYPES, OPS, dtype_of
+from smb.arrays.dtypes import DTYPES, dtype_of
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
-
-
-def test_numbers_are_the_engines() -> None:
-    """Name, number and size of every dtype, and the number of every op, agree with csrc/smb/types.h."""
-    for name, dtype in DTYPES.items():
-        assert dtype.number == getattr(lib, f"SMB_{name.upper()}")
-        assert dtype.itemsize == lib.smb_dtype_bytes(dtype.number)
-    for name, number in OPS.items():
-        assert number == getattr(lib, f"SMB_{name.upper()}")
 
 
 @pytest.mark.parametrize(
