@@ -1,10 +1,14 @@
 """Soft Memory Box: named arrays in the memory of several servers, read, written and added to by many processes at once.
 
->>> import smb
->>> with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as client:
-...     weights = client.create("weights", (1000, 1000), "float32")
-...     weights.accumulate(gradient, scale=-0.1)
-...     latest = weights.read()
+```python
+import numpy as np
+import smb
+
+with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as client:
+    weights = client.create("weights", (1000, 1000), "float32")
+    weights.accumulate(np.ones((1000, 1000), np.float32), scale=-0.1)
+    latest = weights.read()
+```
 """
 
 from __future__ import annotations

@@ -60,35 +60,41 @@ _PUBLISH_WAIT_MAX_S = 86400.0
 
 
 class Buffer:
-    """A named array of `shape` and `dtype` in the memory servers. Made by Client.create and Client.open.
+    """A named array of `shape` and `dtype` in the memory of servers. Made by Client.create and Client.open.
 
-    An acknowledged call counts exactly once, also when connections break and servers are killed and restarted
-    meanwhile: within the client's timeout it is finished over a new connection (docs/promises.md).
+    **Exactly once.** A call that returns was applied exactly once, even if connections broke and servers were killed
+    and restarted meanwhile: within the client's timeout the call is finished over a new connection (docs/promises.md).
 
-    Offsets and counts are in elements of the flattened array, and 0 elements are a count like others: such a call
-    changes and returns nothing, and asks no server. Every call blocks until all servers involved have answered, at most
-    the client's timeout; the servers work at the same time, and the GIL is released (but for what takes no longer than
-    handing it over). Calls may come from any thread.
+    **Ranges.** Offsets and counts are elements of the flattened array. A call over 0 elements changes and returns
+    nothing and asks no server.
 
-    A call is atomic chunk by chunk (a chunk is `layout.chunk_bytes`, 256 KiB unless the stripe is smaller): an
-    accumulate and a write of a chunk happen whole, and a read never sees half of one. Calls that overlap in time are
+    **Blocking and threads.** Every call blocks until all servers involved have answered, at most for the client's
+    timeout. The servers work at the same time. Calls may come from any thread, and release the GIL except where they
+    take no longer than releasing it.
+
+    **Atomicity.** A call is atomic for each chunk (`layout.chunk_bytes`: 256 KiB, or less if the stripe is smaller). An
+    accumulate or write of a chunk happens as a whole, and a read never sees half of one. Calls that overlap in time are
     otherwise unordered.
 
-    Every call may raise UnavailableError (a server was lost; the message says whether the call was applied),
-    TimeoutError (outcome unknown), NotFoundError (the buffer was deleted) and InvalidArgumentError (nothing was done).
-    If the outcome is unknown, settle(error) finds out.
+    **Errors.** Every call may raise UnavailableError (a server was lost; the message says whether the call was
+    applied), TimeoutError (the outcome is unknown), NotFoundError (the buffer was deleted) and InvalidArgumentError
+    (nothing was done). If the outcome is unknown, settle(error) finds out.
 
-    With fence=lock, a lock taken with this buffer's lock(), a change is made only if that lock is still held:
-    LockLostError otherwise, and nothing is changed. Such changes pass through the servers, also on the same host.
+    **Locks.** With fence=lock, a lock taken from this buffer's lock(), a change is made only while that lock is held.
+    Else LockLostError is raised, and nothing is changed. Such changes pass through the servers, also on the same host.
 
-    A float32 buffer's elements may travel in fewer bits: wire="bfloat16", "float16", "int8" or "int4", of a call or,
-    from create, of all calls that don't say ("exact": as they are). Values are rounded at the client and combined in
-    float32 where the memory is. Values are rounded over shared memory too, so that a result does not depend on the
-    path. Types bfloat16 and float16 round to nearest, ties to even: the error is at most 2**-8 |x| and 2**-11 |x|
-    (float16: at most 2**-25 below 2**-14, and infinity from 65520 on). Type int8 sends blocks of 256 elements, counted
-    from the start of each chunk or of the range: s = max|x|/127 and the integers nearest to x/s. The error is at most
-    max|x|/254 of the block, and a little more by the rounding of s. A block with an infinity or NaN arrives as NaN.
-    Type int4 does so with blocks of 64 and s = max|x|/7: the error is at most max|x|/14. It wants an ErrorFeedback.
+    **Wire encodings.** The elements of a float32 buffer may travel in fewer bits: wire="bfloat16", "float16", "int8" or
+    "int4" in a call, or in create() for all calls that do not say. "exact" sends them as they are. The client rounds
+    the values, and the server combines them in float32. Values are rounded over shared memory too, so that a result
+    does not depend on the path.
+
+    - bfloat16 and float16 round to nearest, ties to even. The error is at most `2**-8 |x|` and `2**-11 |x|` (float16:
+      at most `2**-25` for `|x|` below `2**-14`, and infinity from 65520 on).
+    - int8 sends blocks of 256 elements, counted from the start of each chunk or of the range: `s = max|x|/127` and the
+      integers nearest to `x/s`. The error is at most `max|x|/254` of the block, and a little more by the rounding of s.
+      A block with an infinity or NaN arrives as NaN.
+    - int4 does so with blocks of 64 elements and `s = max|x|/7`: the error is at most `max|x|/14`. Use it with
+      ErrorFeedback.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_target")  # `_target` is where direct methods look
@@ -105,7 +111,7 @@ class Buffer:
 
     @property
     def name(self) -> str:
-        """Its name, unique in the cluster; as last heard, where somebody renames it."""
+        """The buffer's name, unique in the cluster. After a rename by another client it may be the former name."""
         return self._dispatcher.info.name
 
     @property
@@ -130,38 +136,36 @@ class Buffer:
 
     @property
     def versions(self) -> int:
-        """Copies: 2 to 16 where a read never mixes what publish() replaces, else 1."""
+        """The number of copies: 2 to 16 if a read never mixes two publications, else 1."""
         return self._dispatcher.info.versions
 
     @property
     def wire(self) -> str:
-        """How its elements travel unless a call says: "exact", "bfloat16", "float16", "int8" or "int4"."""
+        """How elements travel if a call does not say: "exact", "bfloat16", "float16", "int8" or "int4"."""
         return self._dispatcher.info.wire
 
     @property
     def info(self) -> BufferInfo:
-        """The coordinator's description of the buffer, as last heard."""
+        """The coordinator's latest description of the buffer that this client has received."""
         return self._dispatcher.info
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The JSON object that the buffer was created with beside its elements. It never changes. The dict is made anew
-        at each look; to change it changes nothing here.
-        """
+        """The JSON object that the buffer was created with, as a new dict each time. It never changes."""
         return metadata.decode(self._dispatcher.info.metadata_json)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The named tensors inside it, in their order; none unless it was created with tensors=."""
+        """The named tensors in the buffer, in their order. Empty unless the buffer was created with tensors=."""
         return {name: Tensor(self, name, info) for name, info in self.table.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return the named tensor inside it, to be read, written and accumulated by itself. Raises NotFoundError."""
+        """Return the named tensor, to be read, written and accumulated by itself. Raises NotFoundError."""
         return tensor_of(self, self.table, name)
 
     @property
     def table(self) -> TensorTable:
-        """Which elements the named tensors are; empty if there are none. Raises Error if it makes no sense."""
+        """The places of the named tensors; empty if there are none. Raises Error if the metadata makes no sense."""
         if self._table is None:
             try:
                 self._table = TensorTable.from_metadata(self.metadata, self.dtype, self.nbytes)
@@ -171,12 +175,12 @@ class Buffer:
 
     @property
     def layout(self) -> Layout:
-        """Which bytes live where."""
+        """Which bytes live on which server."""
         return self._dispatcher.info.layout
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The transports in use, each once, sorted: ("shm",), ("tcp",) or ("shm", "tcp")."""
+        """The transports in use, sorted: ("shm",), ("tcp",) or ("shm", "tcp"). Blocks until each segment has a path."""
         self._dispatcher.paths.ensure(Deadline(self._session.timeout))
         return tuple(sorted({path.transport for path in self._dispatcher.paths.found}))
 
@@ -197,16 +201,24 @@ class Buffer:
         version: int | None = None,
         timeout: float = 0.0,
     ) -> Array:
-        """Return `count` elements from element `offset`, or all.
+        """Return `count` elements from element `offset`, or the whole array.
 
-        The result is a new array of `dtype`: of the buffer's shape when all is read, else flat. With `out` the bytes go
-        straight there and `out` is returned: a contiguous, writable array or CPU tensor of the buffer's dtype and of
-        `count` elements. All of a buffer with two or more dimensions goes into one of its shape, or a flat one. With
-        `wire` other than "exact" it is what the servers' values are when rounded so.
+        ```python
+        everything = buffer.read()
+        part = buffer.read(offset=10, count=3)
+        buffer.read(out=everything)
+        ```
 
-        Of a buffer with versions it is all of one version: the latest published, or the one given as `version=`.
-        NotFoundError if that is overwritten or not published yet, or if none was published yet: with `timeout` only
-        after waiting so many seconds for it.
+        The result is a new array of the buffer's dtype: of its shape if all is read, else flat. With `out` the elements
+        go straight into that array or CPU tensor, which is returned. `out` is contiguous, writable, of the buffer's
+        dtype and of `count` elements. If all of a buffer with two or more dimensions is read, `out` is flat or of the
+        buffer's shape.
+
+        With a `wire` other than "exact" the result is the servers' values rounded that way.
+
+        In a buffer with versions the result is one whole version: the latest one, or `version=`. Raises NotFoundError
+        if that version was overwritten or is not published yet, or if none was published yet. With `timeout` (seconds)
+        it waits for it that long first.
         """
         number = self._arguments.wire(wire, "read")
         offset, count, result, memory = self._sink(offset, count, out)
@@ -225,8 +237,9 @@ class Buffer:
         return cast(Array, result)
 
     def read_version(self, out: Any, *, wire: str | None = None) -> int:
-        """Read all of a buffer with versions into `out`, as read() does; return the number of the version that it is.
-        Raises NotFoundError before the first.
+        """Read the latest version of a buffer with versions into `out`, as read() does, and return its number.
+
+        Raises NotFoundError before the first publication.
         """
         self._check_versions("read_version")
         number = self._arguments.wire(wire, "read_version")
@@ -243,12 +256,17 @@ class Buffer:
     def write(
         self, array: Any, offset: int | None = None, *, fence: Lock | None = None, wire: str | None = None
     ) -> None:
-        """Replace all elements by the array's, or with `offset` those from there on, rounded as `wire` says.
+        """Replace all elements by the array's, or with `offset` the elements from there on.
 
-        An array of two or more dimensions has the buffer's shape. Without `offset` the array has as many elements as
-        the buffer; with it a flat array has any number that fits. Anything else is an InvalidArgumentError: as flat
-        elements the rows of another shape would lie elsewhere. If two writes overlap, the last one wins, element by
-        element.
+        ```python
+        buffer.write(array)
+        buffer.write(array[:10], offset=0)
+        ```
+
+        Without `offset` the array has as many elements as the buffer; with two or more dimensions it has the buffer's
+        shape. With `offset` a flat array may have any number of elements that fits. Everything else is an
+        InvalidArgumentError. The elements are rounded as `wire` says. If two writes overlap, the last one wins, element
+        by element.
         """
         number = self._arguments.wire(wire, "write")
         pointer, offset, count, _owner = self._arguments.source(array, offset, "write")
@@ -257,7 +275,7 @@ class Buffer:
 
     @accounted
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
-        """Set every element to `value` (converted to the buffer's dtype)."""
+        """Set every element to `value`, converted to the buffer's dtype."""
         element = arrays.scalar(value, self._arguments.dtype)
         if element is None:
             raise InvalidArgumentError(f"{self._arguments.asked('fill')}: {value!r} is no {self._arguments.dtype.name}")
@@ -265,14 +283,16 @@ class Buffer:
         self._dispatcher.call(Request(Opcode.FILL, 0, self.nbytes, argument=argument), fence=fence)
 
     def view(self) -> Array:
-        """Return the buffer's own memory as one array of its shape: no copy, same host only.
+        """Return the buffer's own memory as an array of its shape, without a copy. Works on the server's host only.
 
-        Reads and writes through the view are not ordered against other processes. No more is atomic than one element:
-        what calls of others store there is always whole (over RDMA as the card does it). A call on the buffer
-        may get a part of its view as its array or as out=. Such a call works on a copy of that part. The stripes of
-        several servers are mapped side by side, so the view is contiguous; it stays valid until it is garbage
-        collected; once the buffer is deleted it holds zeros. Raises TransportError if a segment is not on this host,
-        or not reached over shm.
+        Accesses through the view are not ordered against other processes, and only single elements are atomic: an
+        element that another call stores is always whole (over RDMA as the network card does it). The stripes of several
+        servers are mapped side by side, so the view is contiguous. It stays valid until it is garbage collected, and
+        holds zeros once the buffer is deleted. A call on the buffer may take a part of its view as its array or as
+        out=; such a call works on a copy of that part.
+
+        Raises TransportError if a segment is not on this host or not reached over shared memory, and
+        InvalidArgumentError for buffers with several copies or that may move.
         """
         if self.info.movable:
             raise InvalidArgumentError(
@@ -317,22 +337,34 @@ class Buffer:
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Array | None:
-        """Combine all elements with the array's, or with `offset` those from there on, where the memory is. Atomic per
-        chunk. Which arrays fit is as for write().
+        """Combine all elements with the array's, or with `offset` the elements from there on, where the memory is.
 
-        With b the buffer's element, a the array's and s = scale, each step rounded to the dtype as numpy does: "sum" b
-        + s*a; "min" minimum(b, s*a); "max" maximum(b, s*a); "prod" b * (s*a); "replace" s*a; "elastic" b + s*(a - b)
-        (the master's half of elastic averaging, Zhang et al. 2015). Integers wrap around, and their scale is an
-        integer.
+        ```python
+        buffer.accumulate(gradient, scale=-0.01)
+        latest = buffer.accumulate(gradient, scale=-0.01, fetch=True)
+        ```
 
-        With fetch=True the new values come back in the same round trip, in the array's shape; they contain this
-        contribution and may contain later ones of others (after a lost connection they are read anew: at least as new
-        as this contribution). With `out`, as read() takes it, they go straight there and `out` is returned; it shares
-        no memory with the array. Otherwise None is returned.
+        Atomic for each chunk. The array fits as in write(). With b the buffer's element, a the array's and s = scale,
+        each step rounded to the dtype as numpy does:
 
-        With `wire` the array is rounded before it is scaled and combined; the values that fetch=True brings back are
-        exact. With op="sum" and feedback=, an ErrorFeedback of this buffer, the array is scaled first. The rounding
-        error is kept and added to the next call's array: ErrorFeedback says exactly how.
+        | op | new value |
+        | --- | --- |
+        | "sum" | `b + s*a` |
+        | "min" | `minimum(b, s*a)` |
+        | "max" | `maximum(b, s*a)` |
+        | "prod" | `b * (s*a)` |
+        | "replace" | `s*a` |
+        | "elastic" | `b + s*(a - b)`, the master's half of elastic averaging (Zhang et al. 2015) |
+
+        Integers wrap around, and their scale is an integer.
+
+        With fetch=True the new values come back in the same round trip, in the array's shape or in `out` (as in read();
+        it shares no memory with the array). They contain this contribution and may contain later ones of others; after
+        a lost connection they are read anew. Without fetch=True None is returned.
+
+        With `wire` the array is rounded before it is scaled and combined; fetched values are exact. With op="sum" and
+        feedback=, an ErrorFeedback of this buffer, the array is scaled first, and the rounding error is added to the
+        next call's array.
         """
         if feedback is None:
             request, result, _owner, deliver = self._addition(array, offset, op, scale, fetch, out, wire)
@@ -377,12 +409,19 @@ class Buffer:
         fence: Lock | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> None:
-        """As accumulate, of some elements: those of the flattened buffer at `indices`, combined with `values`.
+        """Combine the elements of the flattened buffer at `indices` with `values`, as accumulate() does.
 
-        `indices` are int64, strictly ascending; `values` are as many, of the buffer's dtype, and travel exact: 4 bytes
-        more each. Atomic per chunk, unless a chunk has more than 1 MiB of them. All other elements stay as they are.
-        With feedback=, `values` are of its top_k(): if they are not applied, or settle() finds some of them not to be,
-        they go back into the residual. Arguments that are refused (InvalidArgumentError) leave the residual alone.
+        ```python
+        buffer.accumulate_sparse(np.array([3, 17]), np.array([0.5, -1.0], np.float32))
+        ```
+
+        `indices` are int64 and strictly ascending. `values` are as many, of the buffer's dtype; they travel exact, with
+        4 more bytes each. Other elements stay as they are. Atomic for each chunk, unless a chunk gets more than 1 MiB
+        of entries.
+
+        With feedback=, an ErrorFeedback, `values` come from its top_k(). If they are not applied, or settle() finds
+        that some of them were not, they go back into the residual. Refused arguments (InvalidArgumentError) leave the
+        residual alone.
         """
         asked = self._arguments.asked("accumulate_sparse")
         try:
@@ -433,19 +472,27 @@ class Buffer:
         fence: Lock | None = None,
         wire: str | Sequence[str] = "exact",
     ) -> None:
-        """As accumulate, with another buffer as the array: the servers combine the two, no bytes travel.
+        """Combine this buffer with another one as accumulate() does. The servers do it, and no elements travel.
 
-        `other` has the same placement: create one of the two with like= the other. Of both, the `count` elements from
-        `offset` on (default: all that follow). A buffer with two copies (replicas=2) moves between servers: where the
-        two lie apart the client reads `other`, at most 32 MiB of each at a time, and sends that along.
+        ```python
+        weights.accumulate_from(gradients, scale=-0.01)
+        ```
 
-        With `wire` other than "exact" the values of `other` are rounded first: to those that
-        other.read(offset, count, wire=wire) brings.
+        Takes `count` elements from `offset` on (default: all that follow) of both. `other` has the same placement:
+        create one of the two with like= the other. Segments of buffers with two copies (replicas=2) move between
+        servers; where the two lie apart the client reads `other`, at most 32 MiB of each at a time, and sends the
+        elements.
 
-        With op="replace" `other` may be 2 to 5 buffers. The elements become the sum of each one's times its scale. They
-        are added in their order, each step rounded to the dtype. `scale` and `wire` are one for all, or one for each.
-        This buffer may be among them. Each chunk changes once, as a whole. As with write(), changes of others between
-        the reading of a chunk and its change are lost: hold a lock where there may be any.
+        With a `wire` other than "exact" the values of `other` are rounded first, to what other.read(offset, count,
+        wire=wire) returns.
+
+        With op="replace" `other` may be a sequence of 2 to 5 buffers, this buffer among them. The elements become the
+        sum of each buffer's times its scale, added in their order, each step rounded to the dtype. `scale` and `wire`
+        are one value for all, or one for each.
+
+        Each chunk changes once, as a whole. Changes that others make to `other` between the read of a chunk and the
+        change are not seen, and as with write() their changes to this buffer in between may be lost: hold a lock
+        against that.
         """
         asked = self._arguments.asked("accumulate_from")
         others = tuple(other) if isinstance(other, Sequence) else (other,)
@@ -488,31 +535,37 @@ class Buffer:
         fence: Lock | None = None,
         **hyper: float,
     ) -> None:
-        """Do an optimizer's step where the memory is: this buffer, the weights, and `state` change, no bytes travel.
-        Of each, the `count` elements from `offset` on (default: all that follow).
+        """Do one step of an optimizer where the memory is. This buffer, the weights, and `state` change; no elements
+        travel.
 
-        All are float32 and have the same placement: create the gradient with like= the weights, and `state` with
-        state_of= them. `state` starts as zeros, and is the optimizer's from then on. With b an element of the weights,
-        g of the gradient, g' = scale*g + weight_decay*b (scale=1, weight_decay=0; a decay of 0 is no term), each step
-        rounded to float32, from left to right:
+        ```python
+        m, v = (client.create(f"weights.{name}", state_of=weights) for name in "mv")
+        weights.apply("adam", gradients, m, v, lr=1e-3, step=1)
+        ```
 
-        "sgd" (lr): b - lr*g'.
-        "momentum" (lr, mu; state m): m = mu*m + g', then b - lr*m. "nesterov": the same m, then b - lr*(g' + mu*m).
-        "adam" (lr, step, beta1=0.9, beta2=0.999, eps=1e-8; state m, v): m = beta1*m + (1 - beta1)*g', v = beta2*v +
-        (1 - beta2)*(g'*g'), then b - (lr/(1 - beta1**step)) * (m / (sqrt(v)*(1/sqrt(1 - beta2**step)) + eps)); `step`
-        is 1 in the first call.
-        "adamw": as adam with g' = scale*g, after b is multiplied by 1 - lr*weight_decay (weight_decay=0.01).
-        "elastic" (alpha): b + alpha*(g - b).
+        Takes `count` elements from `offset` on (default: all that follow) of each buffer. All are float32 with the same
+        placement: create the gradient with like= the weights and each state with state_of= them. The state starts as
+        zeros. With b an element of the weights, g of the gradient and `g' = scale*g + weight_decay*b` (scale=1,
+        weight_decay=0; a decay of 0 adds no term), each step rounded to float32, from left to right:
 
-        Numbers without an element in them are computed in float64 and rounded once. These are torch.optim's rules (with
+        - "sgd" (lr): `b - lr*g'`.
+        - "momentum" (lr, mu; state m): `m = mu*m + g'`, then `b - lr*m`.
+        - "nesterov" (lr, mu; state m): the same m, then `b - lr*(g' + mu*m)`.
+        - "adam" (lr, step, beta1=0.9, beta2=0.999, eps=1e-8; state m, v): `m = beta1*m + (1 - beta1)*g'`, `v = beta2*v
+          + (1 - beta2)*(g'*g')`, then `b - (lr/(1 - beta1**step)) * (m / (sqrt(v)*(1/sqrt(1 - beta2**step)) + eps))`.
+          `step` is 1 in the first call.
+        - "adamw": as adam with `g' = scale*g`, after b is multiplied by `1 - lr*weight_decay` (weight_decay=0.01).
+        - "elastic" (alpha): `b + alpha*(g - b)`.
+
+        Terms without an element are computed in float64 and rounded once. These are torch.optim's rules (with
         dampening=0): Kingma and Ba 2015 for Adam, Loshchilov and Hutter 2019 for the decoupled decay, Zhang et al. 2015
         for elastic.
 
-        Weights with two copies (replicas=2) take a state that was created with state_of= them: it has two copies, too,
-        and moves together with them. A gradient that lies apart from the weights is brought, as by accumulate_from.
+        Weights with two copies (replicas=2) need a state that was created with state_of= them. A gradient that lies
+        apart from the weights is sent by the client, as in accumulate_from().
 
-        The servers do it, on the same host too: a chunk of weights and state changes as one, and once, also if a
-        server is killed in the middle. Blocks, and raises, as accumulate_from does.
+        The servers do the step, also on the same host: a chunk of weights and state changes together and once, even if
+        a server is killed meanwhile. Blocks, and raises, as accumulate_from() does.
         """
         asked = self._arguments.asked("apply")
         known = rule_of(rule, asked)
@@ -534,16 +587,16 @@ class Buffer:
     @direct(Opcode.FETCH_ADD)
     @accounted
     def fetch_add(self, index: int, value: int) -> int:
-        """Add `value` to element `index` of an int64 buffer and return what it was before. Atomic; wraps around."""
+        """Add `value` to element `index` of an int64 buffer and return its former value. Atomic; wraps around."""
         index, value = self._arguments.counter("fetch_add", index, value)
         return signed(self._dispatcher.call(Request(Opcode.FETCH_ADD, 8 * index, 8, argument=value & _MASK)))
 
     @direct(Opcode.COMPARE_SWAP)
     @accounted
     def compare_swap(self, index: int, expected: int, new: int) -> int:
-        """Set element `index` of an int64 buffer to `new` if it is `expected`; return what it was before. Atomic.
+        """Set element `index` of an int64 buffer to `new` if it is `expected`; return its former value. Atomic.
 
-        It was done if and only if the result equals `expected`.
+        The element was set if and only if the result equals `expected`.
         """
         index, expected, new = self._arguments.counter("compare_swap", index, expected, new)
         request = Request(Opcode.COMPARE_SWAP, 8 * index, 8, argument=new & _MASK, expected=expected & _MASK)
@@ -552,22 +605,35 @@ class Buffer:
     # ---- locks and versions
 
     def lock(self, *, ttl: float = 10.0, timeout: float | None = None) -> Lock:
-        """Return this buffer's lock, not taken yet: `with buffer.lock() as lock: buffer.write(x, fence=lock)`.
+        """Return this buffer's lock. It is taken by acquire() or at the start of a `with` block.
 
-        As Client.lock; and its changes with fence= are refused once it is lost. It keeps nobody from changing the
-        buffer without it.
+        ```python
+        with buffer.lock() as lock:
+            buffer.write(buffer.read() * 2, fence=lock)
+        ```
+
+        Arguments as in Client.lock. Changes with fence=lock are refused once the lock is lost. The lock does not keep
+        others from changing the buffer without it.
         """
         return Lock(self._dispatcher.paths.homes(), self._session.renewals, ttl, timeout, self._dispatcher)
 
     @property
     def version(self) -> int:
-        """The version published last, 0 before the first. Asks the home server, unless it is on this host."""
+        """The number of the latest published version, 0 before the first. Asks the home server, unless it is on this
+        host.
+        """
         return self._versions.find()[0]
 
     def pin(self, version: int | None = None, *, ttl: float = 5.0) -> Pin:
-        """Hold a version of a buffer with versions, by default the one published last, to read it piece by piece: `with
-        buffer.pin() as pin: pin.read(...)`. Publishers wait for it where they have no other copy, `ttl` seconds (at
-        most 30) and no longer. See Pin. Entering raises NotFoundError if that version is not there, or none is yet.
+        """Hold a version (default: the latest) so that it can be read piece by piece. Returns a Pin.
+
+        ```python
+        with published.pin() as pin:
+            first = pin.read(offset=0, count=10)
+        ```
+
+        Publishers that have no other copy wait for it, for at most `ttl` seconds (at most 30). Entering the block
+        raises NotFoundError if that version is not there, or none is published yet.
         """
         self._check_versions("pin")
         if version is not None:
@@ -577,19 +643,27 @@ class Buffer:
     def publish(
         self, array: Any, *, timeout: float | None = None, ttl: float | None = None, readers: float | None = None
     ) -> int:
-        """Replace all elements by the array's and return the new version's number; wakes those who wait for it.
+        """Replace all elements by the array's, wake readers that wait, and return the new version's number.
 
-        `array` is as for write() without `offset`. With versions=2 or more readers see the new version at once and as a
-        whole, and until then the old one; a publisher that dies in the middle leaves the old one. It writes over the
-        oldest version that no reader has pinned. With versions=1 it is write() and a number. Publishers take turns.
-        Blocks while another one is at it, and while readers have all copies but the latest pinned: for `timeout`
-        seconds (default: the client's), then TimeoutError, and nothing was done, if the server answered. Readers delay
-        it by `readers` seconds at most (default: a second less than `timeout`, at least 30), counted from when the
-        first publisher had to wait for them: then it goes on, and they read the next version. A pin whose reader makes
-        no progress lasts 30 s. The array travels exact, whatever the wire is.
+        ```python
+        version = published.publish(array)
+        ```
 
-        A publisher that is killed in the middle keeps the next one waiting for `ttl` seconds (default: 10, or the
-        client's timeout if that is longer). One that itself takes longer gets LockLostError, and has published nothing.
+        The array fits as in write() without `offset`, and travels exact whatever the wire is. With versions=2 or more
+        readers see the new version at once and as a whole, and the old one until then; a publisher that dies meanwhile
+        leaves the old one. The new version overwrites the oldest one that no reader has pinned. With versions=1 it is a
+        write() with a number.
+
+        Blocks while another publisher has its turn, and while readers have pinned all copies but the latest.
+
+        - `timeout`, in seconds (default: the client's), bounds this; then TimeoutError, and if the server answered,
+          nothing was done.
+        - `readers`, in seconds (default: a second less than `timeout`, at least 30), bounds how long readers may delay
+          it, counted from when the first publisher had to wait for them. Then it goes on, and they read the next
+          version. A pin whose reader makes no progress lasts 30 s.
+        - `ttl`, in seconds (default: 10, or the client's timeout if that is longer): a publisher that is killed keeps
+          the next one waiting for that long. A publisher that takes longer gets LockLostError, and has published
+          nothing.
         """
         memory = self._arguments.readable(array, "publish")
         self._arguments.part(memory.shape, memory.count, None, "publish")
@@ -614,7 +688,9 @@ class Buffer:
         return self._versions.publish(memory.pointer, timeout, ttl, readers)
 
     def wait(self, version: int, *, timeout: float | None = None) -> int:
-        """Wait until `version` or a later one is published; return the latest. TimeoutError after `timeout` seconds."""
+        """Wait until `version` or a later one is published, and return the latest. TimeoutError after `timeout`
+        seconds.
+        """
         asked = self._arguments.asked(f"wait for version {version}")
         if not 0 <= operator.index(version) < 2**63 or (timeout is not None and timeout < 0):
             raise InvalidArgumentError(f"{asked}: version and timeout={timeout!r} must not be negative")
@@ -622,16 +698,25 @@ class Buffer:
         return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout).a
 
     def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:
-        """Find out what became of a call of this buffer that raised `error`; see `error.outcome`.
+        """Find out what became of a call of this buffer that raised `error`. Afterwards `error.outcome` says it.
 
-        Returns the ranges of elements, sorted, to which the call was not applied, and never will be: [] means that all
-        of it counts, the call's whole range that nothing does (of a read: that it is to be repeated). Do those again,
-        and the call counts exactly once. Afterwards error.outcome says what was found. Of a call with feedback= they go
-        back into the residual, for the next call to send, and [] is returned: there is nothing to be done again. Blocks
-        up to `timeout` seconds (default: the client's) until every server concerned has answered; TimeoutError then,
-        and it may be called again. UnavailableError if it can't be known any more, as the server has forgotten this
-        session's record, or has lost the memory. InvalidArgumentError if the error is of no call of this object, or of
-        one whose arguments were refused: there is nothing to be done again then.
+        ```python
+        try:
+            buffer.accumulate(gradient)
+        except smb.Error as error:
+            for part in buffer.settle(error):
+                buffer.accumulate(gradient[part.start : part.stop], offset=part.start)
+        ```
+
+        Returns the ranges of elements, sorted, to which the call was not and never will be applied: [] if all of it
+        counts, the whole range if nothing does. Repeat the call for these ranges, and it counts exactly once. Repeat a
+        read likewise. For a call with feedback= these elements go back into the residual for the next call, and [] is
+        returned.
+
+        Blocks up to `timeout` seconds (default: the client's) until every server concerned has answered; then
+        TimeoutError, and settle() may be called again. Raises UnavailableError if it can no longer be known, because
+        the server has forgotten this session's record or lost the memory. Raises InvalidArgumentError if the error is
+        not from a call of this object, or from one with refused arguments, which did nothing.
         """
         deadline = Deadline(self._session.timeout if timeout is None else timeout)
         return settle(error, self._session, self._dispatcher, deadline)
@@ -641,19 +726,24 @@ class Buffer:
     def read_async(
         self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None
     ) -> Future[Array]:
-        """As read, at once: a future of the result (awaitable through asyncio.wrap_future).
+        """Start a read() and return a future of its result. Does not block; asyncio.wrap_future() makes it awaitable.
+
+        ```python
+        future = buffer.read_async()
+        values = future.result()
+        ```
 
         Calls of one client on overlapping elements of a buffer take effect in the order in which they were made: this
-        one sees what the async calls before it change, and blocking calls wait for the async ones before them. Calls
-        that do not overlap, and reads, run side by side. Calls of other threads, and calls in a future's callback, are
-        unordered. Leave `out` alone until the future is done.
+        read sees the changes of earlier async calls, and blocking calls wait for earlier async ones. Calls that do not
+        overlap, and reads, run side by side. Calls of other threads, and calls in a future's callback, are unordered.
+        Do not use `out` until the future is done.
         """
         return self._read_later(offset, count, out=out, wire=wire)
 
     def write_async(
         self, array: Any, offset: int | None = None, *, fence: Lock | None = None, wire: str | None = None
     ) -> Future[None]:
-        """As write, at once, in its turn (read_async). Don't change the array until the future is done."""
+        """Start a write() and return a future. Ordered as in read_async(). Do not change the array until it is done."""
         return self._write_later(array, offset, fence=fence, wire=wire)
 
     def accumulate_async(
@@ -669,15 +759,18 @@ class Buffer:
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Future[Array | None]:
-        """As accumulate, at once, in its turn (read_async). Don't change the array until the future is done."""
+        """Start an accumulate() and return a future. Ordered as in read_async(). Do not change the array until it is
+        done.
+        """
         return self._accumulate_later(
             array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
         )
 
     @accounted_later
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Run what may change any of this buffer's elements on a thread of the client's, in its turn (read_async).
-        Calls inside `call` do not wait for turns.
+        """Run a function that may change any element of this buffer on one of the client's threads; return a future.
+
+        It is ordered as in read_async(). Calls inside the function do not wait for other async calls.
         """
         return self._submit(call, 0, None)
 

@@ -19,9 +19,11 @@ from smb.transport.base import SegmentLocation
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A mirror of a published buffer: the buffer `name`, on one server. `alive`: its relay was heard of within its
-    server's lease. `version` is what it had then, `arrived_bytes` how much of the next, `published` the source's
-    latest. `feeds` says how many bytes per second came to it from which buffer.
+    """A mirror of a published buffer: the buffer `name`, on one server.
+
+    `alive`: the coordinator heard of its relay within the server's lease. As of then, `version` is the mirror's
+    version, `arrived_bytes` the bytes of the next one, and `published` the source's latest version. `feeds` has the
+    bytes per second that came from each buffer.
     """
 
     name: str
@@ -56,22 +58,23 @@ class BufferInfo:
 
     @property
     def movable(self) -> bool:
-        """Whether it is reached through its servers alone, as its segments may move: with two copies, or moved once."""
+        """True if the segments may move (two copies, or moved before), so all accesses go through the servers."""
         return self.replicas > 1 or any(segment.epoch for segment in self.layout.segments)
 
     @property
     def degraded(self) -> bool:
-        """Whether it has two copies, has lost one of some segment, and has no other one yet."""
+        """True if a buffer with two copies has lost one copy of some segment, and has no new one yet."""
         return self.replicas > 1 and any(not segment.backup for segment in self.layout.segments)
 
     @property
     def lost(self) -> bool:
-        """Whether the memory of some segment is lost: its server came back without it."""
+        """True if a server came back without the memory of some segment."""
         return any(segment.lost for segment in self.layout.segments)
 
     def moves_with(self, other: BufferInfo) -> bool:
-        """Whether each of its segments moves together with the other's, as they are in one group. That is for good, and
-        `other` may have been described before there was a group: its segments are the first ones then.
+        """True if each segment is in one group with the other buffer's, so that they move together for good.
+
+        `other` may have been described before there was a group: its segments are then the first of the groups.
         """
         here, there = self.layout.segments, other.layout.segments
         return [segment.group or segment.id for segment in here] == [segment.group or segment.id for segment in there]

@@ -67,10 +67,9 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedInfo:
-    """Memory that a server keeps though no record of the coordinator accounts for it.
+    """Memory that a server keeps although no record of the coordinator accounts for it.
 
-    It takes `nbytes` of the server's capacity. `buffer` is the name of the buffer that has this segment, empty if none
-    has.
+    It takes `nbytes` of the server's capacity. `buffer` is the name of the buffer with this segment, or empty.
     """
 
     segment_id: int
@@ -83,10 +82,13 @@ class QuarantinedInfo:
 class ServerInfo:
     """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
 
-    `used` counts whole segment files, a little more than their data. `alive`: its lease runs. `weight`: how much of a
-    new buffer's traffic it takes, beside the other servers. `zone`: where it is, as it was told. `draining`: it gets
-    nothing new, and gives up what it has. `unheard`: it may live, but the coordinator that leads now has not heard of
-    it yet. `quarantined`: what it keeps beside the records; empty for clients that are limited to namespaces.
+    - `used` counts whole segment files, which are a little larger than their data.
+    - `alive` is true while the server's lease runs. `unheard` is true if the coordinator that leads now has not heard
+      of the server yet; it may be alive.
+    - `weight` is the server's share of a new buffer's traffic, relative to the other servers.
+    - `zone` is the location that the server was given.
+    - `draining`: the server gets no new memory and gives up what it has.
+    - `quarantined` lists memory that no record accounts for. It is empty for clients that are limited to namespaces.
     """
 
     name: str
@@ -105,12 +107,12 @@ class ServerInfo:
 
     @property
     def may_live(self) -> bool:
-        """Whether it is alive, or was not heard of yet, in which case it may be: not knowing is no loss."""
+        """True if the server is alive, or the coordinator has not heard of it yet."""
         return self.alive or self.unheard
 
     @property
     def free(self) -> int:
-        """Bytes left."""
+        """Free capacity in bytes."""
         return max(0, self.capacity - self.used)
 
 
@@ -123,20 +125,31 @@ def connect(
     checksum: bool | None = None,
     credentials: str | Path | None = None,
 ) -> Client:
-    """Join a cluster and return the client: use it as a context manager, or close() it.
+    """Join a cluster and return the client. Use it as a context manager, or call close().
 
-    One that is still open when the interpreter exits is closed then; only a killed one is lost. `address` is the
-    coordinator's "host:port", or "host:port,host:port" of those that stand by for each other; default $SMB_COORDINATOR,
-    else 127.0.0.1:7070, where `smb up` listens. `name` is how the page, `smb top` and messages call this client, before
-    its host and process id. `transport` is "auto", "shm", "verbs" (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. "auto"
-    is shared memory if the segment's server runs on this host, else RDMA if both ends have a device, else TCP.
-    `timeout`, in seconds, bounds each later call and this one. checksum=True (default: $SMB_CHECKSUM, else the
-    coordinator's setting for all clients) sends a CRC-32C along with every frame, in both directions. A spoilt frame
-    breaks its connection, is sent again and counts once. Data in shared memory does not travel and has no checksum.
-    `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them; default $SMB_CREDENTIALS,
-    or the three files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY; without them only a cluster that asks for none
-    lets us in. If a variable is not set, the file that $SMB_CONFIG names may say it. Raises UnavailableError if no
-    coordinator answers, InvalidArgumentError, PermissionDeniedError if the certificate's role may not join.
+    ```python
+    with smb.connect("127.0.0.1:7070", name="trainer") as client:
+        print([buffer.name for buffer in client.list()])
+    ```
+
+    A client that is still open when the interpreter exits is closed then. Arguments that are left out come from the
+    environment, else from the file that $SMB_CONFIG names.
+
+    - `address` is the coordinator's "host:port", or "host:port,host:port" if several stand by for each other. Default:
+      $SMB_COORDINATOR, else 127.0.0.1:7070, where `smb up` listens.
+    - `name` is shown before the host and process id on the dashboard, in `smb top` and in messages.
+    - `transport` is "auto", "shm", "verbs" (RDMA) or "tcp"; $SMB_TRANSPORT overrides it. "auto" uses shared memory if
+      the segment's server runs on this host, else RDMA if both ends have a device, else TCP.
+    - `timeout`, in seconds, bounds this call and each later call.
+    - `checksum=True` sends a CRC-32C with every frame, in both directions. A damaged frame breaks its connection, is
+      sent again and counts once. Shared memory needs no checksum. Default: $SMB_CHECKSUM, else the coordinator's
+      setting.
+    - `credentials` is a directory with ca.pem, cert.pem and key.pem, as `smb certs` makes them. Default:
+      $SMB_CREDENTIALS, or the files in $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY. Without credentials only clusters
+      that ask for none accept the client.
+
+    Raises UnavailableError if no coordinator answers, PermissionDeniedError if the certificate's role may not join, and
+    InvalidArgumentError.
     """
     log.start()
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
@@ -158,7 +171,12 @@ def connect(
 
 
 class Client:
-    """One process's membership of a cluster. Made by smb.connect; thread-safe; not usable in a child of fork."""
+    """A process's membership in a cluster. Made by smb.connect. Thread-safe; a child process after fork cannot use it.
+
+    Each call blocks for at most `timeout` seconds unless it says otherwise. It raises UnavailableError if the
+    coordinator or a memory server cannot be reached, TimeoutError if the time is over, PermissionDeniedError if the
+    credentials do not allow the call, and InvalidArgumentError for arguments that make no sense.
+    """
 
     def __init__(
         self,
@@ -180,7 +198,7 @@ class Client:
 
     @property
     def name(self) -> str:
-        """The cluster's name for this client: "host:pid", after the name that connect was given, if any."""
+        """The cluster's name for this client: "host:pid", after the name that connect() was given."""
         return self._session.name
 
     @property
@@ -190,7 +208,7 @@ class Client:
 
     @property
     def timeout(self) -> float:
-        """Seconds, of each call."""
+        """Seconds that each call may take."""
         return self._session.timeout
 
     # ---- buffers
@@ -212,35 +230,42 @@ class Client:
         metadata: Mapping[str, JSON] | None = None,
         tensors: Mapping[str, Any] | None = None,
     ) -> Buffer:
-        """Make a buffer of zeros and return it. Blocks until its memory is there on all servers; all or nothing.
+        """Create a buffer of zeros and return it. Blocks until all servers have its memory.
 
-        `shape` is a tuple of extents (or one number; () for a single element; an extent of 0 for no elements, which
-        takes the memory of one), `dtype` one of float16, float32 (default), float64, bfloat16, int32, int64, uint8.
-        `servers` says on how many servers (default: as many as pay), or on which, by name. `stripe` is how many bytes
-        ("256KiB") lie on one server before the next has its turn, a multiple of 4096; default 256 KiB, and 1 MiB for
-        more than 8 GiB. With like= another buffer, shape, dtype, servers, stripe and, unless they are given, replicas
-        come from it, so that servers can combine the two. With exist_ok=True an existing buffer of the same shape and
-        dtype is opened instead. With versions=K (1 to 16) it keeps K copies, so that a read never mixes two
-        publications; such a buffer changes by publish alone, and takes K times the memory. With 2 a reader that holds a
-        version delays the publication after the next, with 3 one reader delays none; K - 1 versions can be read.
-        replicas=2 keeps a copy of each segment on another server: any one server and its memory may vanish, and nothing
-        that was acknowledged is lost. It takes twice the memory and, for changes, one more round trip; all goes through
-        the servers, on the same host too. Such a buffer has no view(). state_of=weights makes the state of an
-        optimizer, for weights.apply(): like=, with the weights' replicas, too. With two copies it moves together with
-        the weights from then on, so that a step is in both of them or in neither. `wire` is how its elements travel
-        where a call does not say: "exact" (default), or for float32 one of those that Buffer's docstring has; like=
-        takes it along. `metadata` is a JSON object, at most 4 MiB as text (1 MiB through zlib), that the coordinator
-        keeps: Buffer.metadata has it at every client. It never changes; like= does not take it along, and a buffer
-        opened by exist_ok=True has the metadata that it was created with.
+        ```python
+        weights = client.create("weights", (1000, 1000), dtype="float32", servers=2)
+        moments = client.create("moments", like=weights)
+        ```
 
-        `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
-        (shape, dtype), or to arrays and torch tensors of which just these two are taken. Buffer.tensor(name) is one of
-        them, for everybody. If all have one dtype of the above, the buffer has it too; else it is uint8, and can't be
-        added to.
+        - `shape` is a tuple of extents, or one number. () is a single element. An extent of 0 makes a buffer without
+          elements, which takes the memory of one.
+        - `dtype` is float16, float32 (default), float64, bfloat16, int32, int64 or uint8.
+        - `servers` is the number of servers (default: as many as pay off), or their names.
+        - `stripe` is the number of bytes ("256KiB") on one server before the next server follows: a multiple of 4096.
+          Default: 256 KiB, and 1 MiB for buffers over 8 GiB.
+        - `like=` takes shape, dtype, servers and stripe from another buffer, so that servers can combine the two.
+          Replicas and wire come from it, too, unless they are given. Metadata does not.
+        - `exist_ok=True` opens an existing buffer of the same shape and dtype instead. It keeps its own metadata.
+        - `versions=K` (1 to 16) keeps K copies, so that a read never mixes two publications. The buffer changes only by
+          publish() and takes K times the memory. K - 1 versions can be read. With 2, a reader that holds a version
+          delays the publication after the next one; with 3, one reader delays none.
+        - `replicas=2` keeps a copy of each segment on another server. Any one server and its memory may be lost without
+          the loss of an acknowledged change. It takes twice the memory, and each change takes one more round trip.
+          Everything goes through the servers, also on the same host, so the buffer has no view().
+        - `state_of=weights` creates the state of an optimizer for weights.apply(): as like=, with the weights'
+          replicas. With two copies it moves together with the weights, so that a step is in both or in neither.
+        - `wire` is how elements travel if a call does not say: "exact" (default), or for float32 an encoding of Buffer.
+        - `metadata` is a JSON object, at most 4 MiB as text (1 MiB after zlib). It never changes; every client reads it
+          as Buffer.metadata.
+        - `tensors`, instead of shape and dtype, makes a flat buffer for named tensors: a mapping of names to pairs
+          (shape, dtype), or to arrays and torch tensors, of which only these two are used. Buffer.tensor(name) returns
+          one of them at every client. If all have one of the dtypes above, the buffer has it, too. Otherwise it is
+          uint8, and cannot be added to.
 
-        Raises AlreadyExistsError, OutOfMemoryError (says what is free where), UnavailableError (no server), and
-        InvalidArgumentError; nothing is left behind then. If somebody renamed it before the answer came (a coordinator
-        was lost), the buffer returned has that name; if somebody deleted it, NotFoundError has the outcome "applied".
+        Raises AlreadyExistsError, OutOfMemoryError (which says what is free where), UnavailableError (no server) and
+        InvalidArgumentError; nothing is left behind then. If the coordinator was lost and somebody renamed the buffer
+        before the answer came, the buffer returned has that name. If somebody deleted it, NotFoundError has the outcome
+        "applied".
         """
         _check_name("create", name)
         check_replicas(f"create {name!r}", replicas)
@@ -309,7 +334,7 @@ class Client:
         return buffer
 
     def open(self, name: str, *, timeout: float = 0.0) -> Buffer:
-        """Return the buffer of that name; with timeout > 0 (seconds) wait until somebody creates it.
+        """Return the buffer of that name. With timeout > 0 (seconds) wait until somebody creates it.
 
         Raises NotFoundError.
         """
@@ -328,11 +353,13 @@ class Client:
         return sorted(infos, key=lambda info: info.name)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> np.ndarray[Any, Any]:
-        """Return an array of zeros for what is written, added or read again and again: over RDMA its memory is
-        registered, and moved by the network card without a copy. Elsewhere it has pages of its own, large ones where
-        the system has them: up to 13 % faster over TCP than an ordinary array, 3 % over shared memory.
+        """Return an array of zeros in memory that is fast to send from and receive into. Reuse it for many calls.
 
-        With transport="verbs" raises TransportError if RDMA can't be used, or so much memory can't be locked.
+        Over RDMA its memory is registered, so the network card moves it without a copy. Otherwise it has pages of its
+        own, large ones if the system has them: up to 13 % faster than an ordinary array over TCP, 3 % over shared
+        memory.
+
+        With transport="verbs" raises TransportError if RDMA cannot be used, or so much memory cannot be locked.
         """
         self._session.check_open()
         extents, element = _extents("empty", shape), dtype_of(dtype)
@@ -346,32 +373,36 @@ class Client:
         return whole_pages(extents, element.numpy)
 
     def delete(self, name: str | Buffer | BufferInfo, *, missing_ok: bool = False) -> None:
-        """Delete a buffer. Its name and its memory are free at once; clients that still use it get NotFoundError.
+        """Delete a buffer. Its name and memory are free at once; clients that still use the buffer get NotFoundError.
 
-        By name, whichever buffer has that name now. By a Buffer, or one of list(), that one alone: if it was renamed or
-        deleted meanwhile, another one of its name stays. Raises NotFoundError unless missing_ok.
+        A name deletes the buffer that has this name now. A Buffer, or an item of list(), deletes only that buffer: if
+        it was renamed or deleted meanwhile, another buffer of the same name stays. Raises NotFoundError unless
+        missing_ok.
         """
         self._session.check_open()
         name, known_id = _named("delete", name)
         self._coordinator.delete_buffer(name, missing_ok, self.timeout, known_id)
 
     def rename(self, name: str | Buffer | BufferInfo, new_name: str, *, replace: bool = False) -> None:
-        """Give a buffer another name. Its memory stays where it is, and clients that have it open go on.
+        """Give a buffer another name. Its memory stays in place, and clients that have it open go on.
 
-        By a Buffer, or one of list(), that one alone, as with delete. With replace=True a buffer of the new name is
-        deleted in the same step: an open of that name finds the one or the other, never nothing. Raises NotFoundError,
-        and AlreadyExistsError without it.
+        A Buffer, or an item of list(), renames only that buffer, as with delete(). With replace=True a buffer of the
+        new name is deleted in the same step: open() finds one of the two at any time. Raises NotFoundError, and
+        AlreadyExistsError without replace=True.
         """
         self._rename(name, new_name, replace=replace)
 
     def rename_folder(self, folder: str, new_folder: str) -> None:
-        """Rename all buffers FOLDER/x to NEW_FOLDER/x, in one step. Raises NotFoundError if there are none,
-        AlreadyExistsError if there is something at the new place.
+        """Rename all buffers FOLDER/x to NEW_FOLDER/x in one step.
+
+        Raises NotFoundError if there are none, and AlreadyExistsError if a buffer at the new place exists.
         """
         self._rename(folder, new_folder, folder=True)
 
     def displace(self, name: str | Buffer | BufferInfo, new_name: str, displaced_name: str) -> None:
-        """As rename with replace=True, but a buffer of the new name is kept, as `displaced_name`: in the same step."""
+        """Rename as with replace=True, but keep the buffer that had the new name, as `displaced_name`, in the same
+        step.
+        """
         self._rename(name, new_name, replace=True, displaced_name=displaced_name)
 
     def _rename(self, buffer: str | Buffer | BufferInfo, new_name: str, **how: Any) -> None:
@@ -384,15 +415,19 @@ class Client:
             note_name(buffer, new_name)
 
     def relay(self, name: str, to: Iterable[str] | str = "auto") -> builtins.list[str]:
-        """Have a published buffer mirrored on these memory servers, by name. "auto" takes every one that is alive,
-        is not being drained, and has no part of it. Return the servers that have a mirror now.
+        """Mirror a published buffer on these memory servers, and return the names of all servers that have a mirror
+        now.
 
-        Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a link once;
-        readers that follow the buffer take what is near. A mirror takes as much memory as the buffer. Servers that have
-        one already keep it; one whose memory was lost, as its server came back without, is made anew. Of what is
-        published with deltas= the log is mirrored, too, which takes one and a half times a state more; not where a part
-        of that itself lies. Raises NotFoundError, InvalidArgumentError where the buffer is not published (versions=2 or
-        more), and OutOfMemoryError where a server has no room: then none was added.
+        `to` is a list of names, or "auto": every server that is alive, is not being drained, and has no part of the
+        buffer. Each server's relay fills its mirror from the buffer and from other mirrors, so that a byte crosses a
+        link once. Readers that follow the buffer read from a mirror near them. A mirror takes as much memory as the
+        buffer. Servers that have a mirror keep it; a mirror is made anew if its server came back without its memory.
+
+        If the buffer was published with deltas=, its log is mirrored, too, except on servers that have a part of the
+        log. The log takes one and a half times the memory of one state.
+
+        Raises NotFoundError, InvalidArgumentError if the buffer has no versions (versions=2 or more), and
+        OutOfMemoryError if a server has no room. After an error no mirror was added.
         """
         source = self.open(name)
         with contextlib.suppress(NotFoundError, PermissionDeniedError):
@@ -449,7 +484,10 @@ class Client:
         return False
 
     def stop_relays(self, name: str, to: Iterable[str] | None = None) -> builtins.list[str]:
-        """Delete a buffer's mirrors on these servers, or all; return the servers. Readers go to what is left."""
+        """Delete a buffer's mirrors on these servers (default: all), and return the servers' names.
+
+        Readers go on with the remaining mirrors and the buffer. Raises NotFoundError if a server has no mirror of it.
+        """
         source = self.open(name)
         mirrors = {mirror.server: mirror.name for mirror in source.info.mirrors}
         servers = sorted(mirrors) if to is None else builtins.list(_server_names(name, to))
@@ -463,7 +501,7 @@ class Client:
         return servers
 
     def servers(self) -> builtins.list[ServerInfo]:
-        """Return all memory servers the coordinator knows, dead ones too, sorted by name."""
+        """Return all memory servers that the coordinator knows, dead ones too, sorted by name."""
         self._session.check_open()
         infos = [
             ServerInfo(
@@ -490,13 +528,22 @@ class Client:
     # ---- locks and barriers
 
     def lock(self, name: str, *, ttl: float = 10.0, timeout: float | None = None, replicas: int = 1) -> Lock:
-        """Return the lock of that name, not taken yet: `with client.lock("x") as lock:` takes it and gives it back.
+        """Return the lock of that name. It is taken by acquire() or at the start of a `with` block.
 
-        The same name is the same lock for every client of the cluster; it is made at its first use. `ttl` in seconds is
-        how long after its holder's death (or last sign of life) it is free for the next. `timeout` in seconds bounds
-        the waiting (None: none); TimeoutError then. The lock goes to the waiter that came first. replicas=2 at the
-        first use keeps it on two servers, of which either may vanish; its holder holds it on. UnavailableError if the
-        coordinator is away at this client's first use of the name, or after the lock was freed as nobody used it.
+        ```python
+        with client.lock("checkpoint", timeout=60) as lock:
+            lock.check()
+        ```
+
+        The same name is the same lock for every client of the cluster; the first use creates it. Waiters get it in the
+        order in which they asked.
+
+        - `ttl`, in seconds: how long after the last sign of life of its holder the next waiter gets it.
+        - `timeout`, in seconds, bounds the waiting (None: no bound); then TimeoutError.
+        - `replicas=2` at the first use keeps the lock on two servers, so that it survives the loss of either.
+
+        Blocks to find the lock's server. Raises UnavailableError if the coordinator is away when this client uses the
+        name for the first time, or after the lock was freed because nobody used it.
         """
         check_replicas(f"lock {name!r}", replicas)
         patience = self.timeout if timeout is None else min(self.timeout, max(timeout, _FIND_S))
@@ -508,13 +555,16 @@ class Client:
             return (pb.LOCK, name) in self._homes
 
     def barrier(self, name: str, parties: int, *, timeout: float | None = None) -> int:
-        """Wait until `parties` calls have arrived at the barrier of that name; return this one's arrival index, 0 for
-        the first.
+        """Wait until `parties` calls have arrived at the barrier of that name. Return this call's index, 0 for the
+        first.
 
-        Reusable: the next `parties` arrivals are the next round. If a party dies, leaves, or waits longer than its
-        `timeout` (seconds; None: no end), all parties of the round get BrokenBarrierError, and the next round starts
-        clean. All say the same `parties`; InvalidArgumentError otherwise. A party that loses its connection for longer
-        than 3 s has left.
+        ```python
+        index = client.barrier("epoch", parties=1, timeout=60)
+        ```
+
+        The next `parties` arrivals are the next round. All parties pass the same `parties`, else InvalidArgumentError.
+        If a party dies, loses its connection for longer than 3 s, or waits longer than its `timeout` (seconds; None: no
+        end), all parties of the round get BrokenBarrierError, and the next round starts clean.
         """
         home = self._home(pb.BARRIER, name, self.timeout)
         if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
@@ -556,10 +606,10 @@ class Client:
         return home
 
     def close(self) -> None:
-        """Leave the cluster. Calls in progress over TCP fail; views stay valid. Closing twice does nothing.
+        """Leave the cluster. Views stay valid; calls in progress over TCP fail. A second call does nothing.
 
-        Does not wait for a stopped memory server. Waits at most 2 s for a stopped coordinator, and at most 10 s for a
-        thread that looks up a name. Calls in other threads that are connecting to a server fail within 0.1 s.
+        Waits at most 2 s for a stopped coordinator, at most 10 s for a thread that looks up a host name, and not at all
+        for a stopped memory server. Calls in other threads that are connecting to a server fail within 0.1 s.
         """
         if self._session.close() and self.pages is not None:
             self.pages.close()
@@ -576,20 +626,27 @@ class Client:
         return f"<smb.Client {self.name!r} of {self.address}{', closed' if self._session.closed else ''}>"
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Run a call on a thread of the client's, in no order with others; Buffer.submit is for what has one."""
+        """Run a function on one of the client's threads and return a future. Does not block.
+
+        Functions run in any order. Use Buffer.submit if a function must keep the order of a buffer's calls.
+        """
         self._session.check_open()
         return self._session.calls.submit(call, Turns(), 0, 0, changes=False)
 
     def queue(self, credit: int | None = None) -> Queue:
-        """Return a queue: async operations with priorities, of which at most `credit` bytes are in flight.
+        """Return a queue for async operations with priorities, of which at most `credit` bytes are in flight. Does not
+        block.
 
-        None: about twice what the path holds (bandwidth times delay), measured as it goes, within bounds.
+        None: about twice what the path holds (bandwidth times delay), measured while it runs, within bounds.
         """
         self._session.check_open()
         return Queue(self._session, credit)
 
     def serve_metrics(self, address: str) -> None:
-        """Serve /metrics at "host:port" until close(). If the address can't be had, that is logged, no more."""
+        """Serve this client's metrics at /metrics of "host:port" until close().
+
+        If the address cannot be used, a warning is logged and nothing is raised.
+        """
         from smb.metrics import serve
 
         try:

@@ -151,16 +151,24 @@ class Daemon:
 
 
 class LocalCluster:
-    """One coordinator and `servers` memory servers as real processes, by default on loopback; a context manager.
+    """One coordinator and `servers` memory servers as real processes on this machine. Use it as a context manager.
 
-    `capacity` is each server's, in bytes or as text. Other options go to the memory servers: loops=2 becomes --loops
-    2. `listen` is the coordinator's address; the memory servers listen on the same host, on ports of their own. With
-    0.0.0.0 all are reached at this host's address, `address` too; that takes `credentials`, a directory that `smb
-    certs` made, or insecure=True: every process that reaches them may then read and write. `metrics` is the address of
-    the coordinator's page. `session_lease` (seconds) is how long a silent client counts as alive. The daemons end with
-    the block, or with this process, and leave nothing; with `data_dir`, a directory, what they hold is there again for
-    the next cluster of that directory, as long as this machine runs. Raises UnavailableError, with what the daemon
-    said, where one does not start.
+    ```python
+    with smb.LocalCluster(servers=2, capacity="1GiB") as cluster, smb.connect(cluster.address) as client:
+        print([server.name for server in client.servers()])
+    ```
+
+    - `capacity` of each server: bytes, or text such as "1GiB".
+    - `listen` is the coordinator's address, on loopback by default. The memory servers listen on the same host, on
+      ports of their own. With 0.0.0.0 all daemons, and `address`, use this host's address. That takes `credentials`, a
+      directory that `smb certs` made, or insecure=True: every process that reaches them may then read and write.
+    - `metrics` is the address of the coordinator's dashboard.
+    - `session_lease`, in seconds: how long a silent client counts as alive.
+    - `data_dir`: a directory. The next cluster with this directory has the same data, as long as this machine runs.
+    - Other options go to the memory servers: loops=2 becomes --loops 2.
+
+    The daemons end with the block, or with this process. Without `data_dir` they leave nothing. Raises
+    UnavailableError, with the daemon's own message, if one does not start.
     """
 
     def __init__(
@@ -202,7 +210,7 @@ class LocalCluster:
         return self.coordinator.address
 
     def start(self) -> LocalCluster:
-        """Start the daemons; blocks until all of them serve. `with` does it for you."""
+        """Start the daemons, and block until all of them serve. A `with` block does it for you."""
         # Those of clusters whose processes were killed and could not do it themselves.
         for root in (_MEMORY_ROOT, Path(tempfile.gettempdir())):
             sweep(root, f"{_PREFIX}-*-*")
@@ -279,7 +287,7 @@ class LocalCluster:
         return options | ({"insecure": ""} if self._insecure else {})
 
     def stop(self) -> None:
-        """End all daemons and remove what they left. Doing it twice does nothing."""
+        """End all daemons and remove their files. A second call does nothing."""
         for server in self.servers:
             server.ask_to_end()
         for daemon in [*self.servers, *([self.coordinator] if hasattr(self, "coordinator") else [])]:

@@ -12,11 +12,13 @@ UNKNOWN: CallOutcome = "unknown"
 
 
 class Error(Exception):
-    """Base of everything that smb raises on purpose.
+    """Base of all errors that smb raises on purpose.
 
-    `outcome` says what became of the failed call. "not applied": nothing was changed, nor will be. "applied": all of it
-    counts, only its answer is missing. "unknown": some of it may have been applied. Buffer.settle finds out, of a
-    buffer's call, which elements were not.
+    `outcome` says what became of the failed call:
+
+    - "not applied": nothing was changed, nor will be.
+    - "applied": all of it counts; only its answer is missing.
+    - "unknown": some of it may have been applied. Buffer.settle finds out which elements of a buffer's call were not.
     """
 
     smb_account: Any = None  # what Buffer.settle takes, where it is of a buffer's call: smb.call.outcomes.Failed
@@ -31,44 +33,46 @@ class Error(Exception):
 
 
 class NotFoundError(Error, KeyError):
-    """No buffer of that name. You asked for one that was never created, or that somebody deleted."""
+    """There is no buffer of that name: it was never created, or somebody deleted it."""
 
 
 class AlreadyExistsError(Error):
-    """The name is taken. Choose another, delete it, or pass exist_ok=True."""
+    """The name is taken. Choose another name, delete the buffer, or pass exist_ok=True."""
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """The memory servers, the file system that their memory is in, or the disk of the coordinator have too little left;
-    the message says what is free and where. A create that raises it has created nothing."""
+    """The memory servers, their file system, or the coordinator's disk have too little space left.
+
+    The message says what is free and where. A create() that raises it has created nothing.
+    """
 
 
 class PermissionDeniedError(Error):
-    """Your credentials do not reach that far."""
+    """Your credentials do not allow this call."""
 
 
 class UnavailableError(Error, ConnectionError):
-    """A daemon could not be reached, or was lost on the way; the message says which, and what became of the call."""
+    """A daemon could not be reached or was lost. The message says which one, and what became of the call."""
 
 
 class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 - the contract's name
-    """Not done in time. The message says what is known of the outcome."""
+    """The call did not finish in time. The message says what is known of the outcome."""
 
 
 DeadlineError = TimeoutError  # the same class, for modules of this package: its public name hides the builtin one
 
 
 class InvalidArgumentError(Error, ValueError):
-    """You passed something that cannot be meant: a shape, dtype, range, op or option. Nothing was done."""
+    """An argument makes no sense: a shape, dtype, range, op or option. Nothing was done."""
 
 
 class LockLostError(Error):
-    """The lock's lease ran out while you held it; somebody else may hold it now."""
+    """The lock's lease ended while you held it; another client may hold it now."""
 
 
 class BrokenBarrierError(Error):
-    """Somebody died or timed out at the barrier, so nobody passes."""
+    """A party of the barrier died or timed out, so nobody passes."""
 
 
 class TransportError(Error):
-    """The path to the memory does not allow this, e.g. a zero-copy view of memory on another host."""
+    """The path to the memory does not allow this, for example a view of memory on another host."""

@@ -21,19 +21,24 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ErrorFeedback:
-    """This client's residual for a float32 buffer: of all it wanted to add, what has not been sent yet.
+    """This client's residual for a float32 buffer: the part of its contributions that rounding has kept back so far.
+
+    ```python
+    residual = smb.ErrorFeedback(buffer)
+    buffer.accumulate(gradient, wire="int4", feedback=residual)
+    ```
 
     Let r be the residual (float32, of the buffer's shape and in its units, zeros at first) and Q the rounding of the
-    wire. Then `buffer.accumulate(a, scale=s, wire=..., feedback=residual)` computes t = s*a + r, each step rounded to
-    float32. It adds Q(t) to the buffer and keeps r = t - Q(t). So the sum of the added values and the residual is
+    wire. Then `buffer.accumulate(a, scale=s, wire=..., feedback=residual)` computes `t = s*a + r`, each step rounded to
+    float32. It adds `Q(t)` to the buffer and keeps `r = t - Q(t)`. So the sum of the added values and the residual is
     exact, up to the roundings of float32 (Seide et al. 2014; Karimireddy et al. 2019).
 
-    A call that fails with nothing applied leaves the residual as it was: make it again. If a part was applied, Q(t) of
-    the rest is added to the residual, to be sent by the next call. One that fails with its outcome unknown leaves it as
-    if all had been applied; buffer.settle(error) then adds Q(t) back where it was not, and returns []. Nothing is lost
-    and nothing counts twice. An infinity or NaN in the array stays in the residual: reset().
+    A call that fails with nothing applied leaves the residual as it was: repeat it. If a part was applied, `Q(t)` of
+    the rest goes back into the residual, and the next call sends it. After a failure with unknown outcome the residual
+    is as if all had been applied; buffer.settle(error) then puts back what was not, and returns []. So nothing is lost,
+    and nothing counts twice. An infinity or NaN in the array stays in the residual until reset().
 
-    Thread-safe: calls with one residual take turns.
+    Thread-safe: calls with one residual take turns. Client memory: the buffer's size.
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -47,21 +52,26 @@ class ErrorFeedback:
 
     @property
     def residual(self) -> Array:
-        """A copy of what has not been sent yet, in the buffer's shape."""
+        """A copy of the residual, in the buffer's shape."""
         with self.lock:
             return self._residual.reshape(self.buffer.shape).copy()
 
     def reset(self) -> None:
-        """Forget what has not been sent."""
+        """Set the residual to zeros."""
         with self.lock:
             self._residual[:] = 0
 
     def top_k(self, array: Array, k: int, *, scale: float = 1.0) -> tuple[Array, Array]:
-        """Return (indices, values) of the k largest elements, by magnitude, of scale * array + residual; keep the rest.
+        """Return (indices, values) of the k largest elements by magnitude of `scale * array + residual`, and keep the
+        rest.
 
-        `array` is float32 with as many elements as the buffer, flat or of its shape. For
-        buffer.accumulate_sparse(indices, values, feedback=self): what is returned is out of the residual from then on.
-        O(size) time.
+        ```python
+        indices, values = residual.top_k(gradient, k=100)
+        buffer.accumulate_sparse(indices, values, feedback=residual)
+        ```
+
+        `array` is float32 with as many elements as the buffer, flat or of its shape. The returned elements leave the
+        residual. Takes O(size) time, and calls no server.
         """
         memory = arrays.readable(array, DTYPES["float32"])
         try:

@@ -21,9 +21,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Stripe i of the buffer lives on segment i modulo the number of segments; stripes of a segment adjoin.
+    """How a buffer is spread over segments. Stripe i lives on segment i modulo the number of segments.
 
-    `epoch` grows with every change of placement. A stripe is a whole number of chunks, the unit of atomicity.
+    The stripes of a segment follow each other without gaps. `epoch` grows with every change of placement. A stripe is a
+    whole number of chunks, the unit of atomicity.
     """
 
     epoch: int
@@ -34,7 +35,9 @@ class Layout:
     segments: tuple[SegmentLocation, ...]
 
     def pieces(self, offset: int, count: int) -> Iterator[Piece]:
-        """Yield the pieces of `count` elements from element `offset`, in order. Raises InvalidArgumentError."""
+        """Yield the pieces of `count` elements from element `offset`, in order. Does not block. Raises
+        InvalidArgumentError.
+        """
         if offset < 0 or count < 0 or (offset + count) * self.itemsize > self.nbytes:
             raise InvalidArgumentError(
                 f"elements {offset} to {offset + count} are not inside {self.nbytes // self.itemsize} elements"

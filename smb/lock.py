@@ -35,12 +35,12 @@ _log = logging.getLogger("smb")
 
 
 class Lock:
-    """A lock that one client at a time holds, in the order in which they asked. Made by Client.lock and Buffer.lock.
+    """A lock that one client at a time holds, in the order in which clients asked. Made by Client.lock and Buffer.lock.
 
-    A context manager: entering takes it, leaving releases it. While it is held it is renewed in the background; a
-    holder that dies, or is stopped for longer than `ttl`, loses it, and the next one gets it. Leaving then raises
-    LockLostError. Changes of the buffer made with fence=lock are refused, so that no change of a former holder mixes
-    with those of the present one. Not reentrant; one object belongs to one thread at a time.
+    Use it as a context manager: entering takes it, leaving releases it. While it is held, a thread renews it in the
+    background. A holder that dies, or is stopped for longer than `ttl`, loses it, and the next waiter gets it; leaving
+    the block then raises LockLostError. Changes of the buffer with fence=lock are refused after that, so that no change
+    of a former holder mixes with those of the present one. Not reentrant. Use one object in one thread at a time.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class Lock:
 
     @property
     def token(self) -> int:
-        """The fencing token of this holding: every later one is higher. Raises InvalidArgumentError unless taken."""
+        """The fencing token of this holding: every later one is higher. Raises InvalidArgumentError unless the lock is
+        taken.
+        """
         if self._token == 0:
             when = "was released; take it again" if self._released else "is not taken; enter it first"
             raise InvalidArgumentError(f"lock {self._home.what}: it {when} (with lock: ...)")
@@ -76,15 +78,15 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether we hold it, as far as can be known here without asking."""
+        """True if this client holds the lock, as far as it knows without asking. Does not block."""
         return self._token != 0 and not self._lost and time.monotonic() < self._expires
 
     def acquire(self) -> Lock:
-        """Take it. Blocks until it is ours, at most `timeout` seconds. Raises TimeoutError, UnavailableError.
+        """Take the lock. Blocks for at most the lock's `timeout` seconds. Raises TimeoutError, UnavailableError.
 
-        If the server has not answered, the outcome is "unknown": the lock may stay taken until its ttl is over. The
-        same holds for what a signal's handler raises in here, KeyboardInterrupt mostly; this object does not hold the
-        lock then.
+        If the server has not answered, the error's outcome is "unknown": the lock may stay taken until its ttl is over.
+        The same holds for an exception that a signal handler raises in here, usually KeyboardInterrupt. This object
+        does not hold the lock then.
         """
         asked = f"lock {self._home.what}"
         if self._token != 0:
@@ -117,9 +119,10 @@ class Lock:
             self._home.ask(f"release of {asked}", AskOpcode.UNLOCK, USER_LOCK, (token,))
 
     def release(self) -> None:
-        """Give it back. Raises LockLostError if it was lost before, InvalidArgumentError if it was not taken.
+        """Release the lock. Raises LockLostError if it was lost before, InvalidArgumentError if it was not taken.
 
-        What a signal's handler raises in here has the outcome "unknown": the lock may stay taken until its ttl is over.
+        An exception that a signal handler raises in here has the outcome "unknown": the lock may stay taken until its
+        ttl is over.
         """
         token = self.token
         try:
@@ -135,7 +138,9 @@ class Lock:
             raise
 
     def check(self) -> None:
-        """Ask the server whether we still hold it, and renew it. Raises LockLostError, UnavailableError."""
+        """Ask the server whether this client still holds the lock, and renew it. Raises LockLostError,
+        UnavailableError.
+        """
         token = self.token
         if self._lost:
             raise self._lost_error("check")
@@ -169,7 +174,7 @@ class Lock:
         return self._home.start(AskOpcode.RENEW, USER_LOCK, (self._token, self._ttl_ms))
 
     def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
-        """Take its answer. Raises LockLostError, UnavailableError."""
+        """Receive the reply to a renewal. Raises LockLostError, UnavailableError."""
         asked = f"renewal of lock {self._home.what}"
         try:
             try:
@@ -190,7 +195,7 @@ class Lock:
             self._expires = began + self._ttl_ms / 1000
 
     def lose(self, token: int) -> None:
-        """It is known to be lost."""
+        """Note that the coordinator or a server has reported this holding of the lock as lost."""
         if self._token == token and not self._lost:
             self._lost = True
             self._renewals.lost += 1

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class Collector:
-    """A collector for REGISTRY.register. The client counts from here on: calls in shared memory get nanoseconds slower.
+    """A Prometheus collector of a client's metrics, for REGISTRY.register.
 
-    `name` is the value of the label `client`; default "host:pid". Two clients of one process in one registry need two.
+    The client counts its calls from then on, so that calls in shared memory become nanoseconds slower. `name` is the
+    value of the label `client` (default: "host:pid"); two clients of one process in one registry need two names.
     """
 
     def __init__(self, client: Client, name: str | None = None) -> None:
@@ -100,11 +101,11 @@ class Collector:
 
 
 def serve(client: Client, address: str = "127.0.0.1:0", *collectors: object) -> Pages:
-    """Serve the client's metrics, and those of other collectors (smb.train.Collector), at GET /metrics of "host:port".
+    """Serve the metrics of a client, and of other collectors (smb.train.Collector), at /metrics of "host:port".
 
-    Port 0 picks a free one: `.address` of what is returned says which. Ends with its close(). Does not block. Beyond
-    this machine only for who shows the token of SMB_METRICS_TOKEN_FILE, or with SMB_INSECURE=1. Raises
-    UnavailableError if the address cannot be had, InvalidArgumentError for a bad token file.
+    Port 0 picks a free port: see `.address` of the returned object, whose close() ends the service. Does not block. On
+    an address beyond this machine, callers have to show the token of SMB_METRICS_TOKEN_FILE, unless SMB_INSECURE=1.
+    Raises UnavailableError if the address cannot be used, InvalidArgumentError for a bad token file.
     """
     from prometheus_client import CollectorRegistry
 

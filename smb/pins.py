@@ -21,15 +21,20 @@ PIN_S_MIN, PIN_S_MAX = 0.001, 30.0  # csrc/memory/sync.h: SYNC_PIN_MS
 
 
 class Pin:
-    """One version of a buffer with versions, held for reading: `with buffer.pin() as pin: pin.read(0, 10)`.
+    """One version of a buffer, held for reading. Made by Buffer.pin.
 
-    Entering takes the version published last, or the one asked for; all that is read through the pin is of that one.
-    Publishers meanwhile use the other copies. With versions=2 the next version can be published, but not the one after
-    it: its publisher waits. With versions=K that takes pins on K - 1 different versions. It waits for as long as it
-    chose (`publish(readers=)`, 30 s unless it says), counted from when pins first kept any publisher from
-    its turn. The pin is a lease, too: after `ttl` seconds it is over, unless renew() was called. A read after the
-    publisher has gone on raises LockLostError; none ever returns what is no whole of its version. Not reentrant; for
-    one thread at a time.
+    ```python
+    with published.pin() as pin:
+        print(pin.version, pin.read(offset=0, count=10))
+    ```
+
+    Entering the block takes the latest version, or the one asked for; all reads through the pin are of that version.
+    Publishers use the other copies meanwhile. With versions=2 the next version can be published, but the publisher of
+    the one after it waits; with versions=K this takes pins on K - 1 different versions. A publisher waits as long as it
+    chose (`publish(readers=)`, 30 s by default), counted from when pins first kept a publisher from its turn.
+
+    The pin is a lease: it ends after `ttl` seconds unless renew() is called. A read after a publisher has gone on
+    raises LockLostError; a read never returns a mix of versions. Not reentrant. Use it in one thread at a time.
     """
 
     def __init__(self, buffer: str, home: Home, read: Read, ttl: float, wanted: int | None = None) -> None:
@@ -45,11 +50,11 @@ class Pin:
 
     @property
     def version(self) -> int:
-        """The version that is held; 0 before it is entered."""
+        """The number of the version that is held; 0 before the block is entered."""
         return self._version
 
     def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
-        """As Buffer.read, of the version that is held. Raises LockLostError if a publisher has overwritten it."""
+        """Read from the held version, as Buffer.read does. Raises LockLostError if a publisher has overwritten it."""
         if self._name is None:
             raise InvalidArgumentError(
                 f"{self._asked}: it is not taken; enter it first (with buffer.pin() as pin: ...)"
@@ -64,7 +69,7 @@ class Pin:
         return result
 
     def renew(self) -> None:
-        """Hold it for another `ttl` seconds. Raises LockLostError if a publisher has gone on."""
+        """Hold the version for another `ttl` seconds. Raises LockLostError if a publisher has gone on."""
         if self._name is None:
             raise InvalidArgumentError(f"{self._asked}: it is not taken; enter it first")
         self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms, self._name))

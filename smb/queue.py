@@ -22,16 +22,23 @@ PRIORITY_MAX = 2**31 - 1  # either way
 
 
 class Queue:
-    """Async operations on a client's buffers, the most urgent first. Made by Client.queue; also a context manager: the
-    block's end waits for all of them; left by an exception it is close().
+    """Async operations on a client's buffers, with priorities. Made by Client.queue.
 
-    At most `credit` bytes of its operations are in flight; what waits is sorted. Of the operations that wait, the one
-    with the largest `priority` goes first, and of equal ones the one that was asked for first. Operations of one client
-    on overlapping elements keep the order of the calls, also between queues, `*_async` and blocking calls
-    (Buffer.read_async): an earlier one has at least the priority of a later one that waits for it.
+    ```python
+    with client.queue() as queue:
+        future = queue.read(buffer, priority=1)
+        queue.accumulate(other, gradient)
+        values = future.result()
+    ```
 
-    Each operation returns a future at once; it raises what the blocking call would raise. Leave arrays and `out` alone
-    until it is done. Calls may come from any thread.
+    The end of the `with` block waits for all operations; an exception closes the queue instead. At most `credit` bytes
+    of operations are in flight. Of the waiting ones the one with the largest `priority` goes first, and of equal ones
+    the earlier. Operations of one client on overlapping elements keep the order of the calls, also between queues,
+    `*_async` and blocking calls (Buffer.read_async): an earlier one gets at least the priority of a later one that
+    waits for it.
+
+    Each call returns a future at once and does not block. The future raises what the blocking call would raise. Do not
+    use arrays and `out` until it is done. Calls may come from any thread.
     """
 
     def __init__(self, session: Session, credit: int | None) -> None:
@@ -44,7 +51,7 @@ class Queue:
 
     @property
     def credit(self) -> int:
-        """How many bytes may be in flight, at present."""
+        """The number of bytes that may be in flight at present."""
         return self._window.credit()
 
     def read(
@@ -57,7 +64,7 @@ class Queue:
         wire: str | None = None,
         priority: int = 0,
     ) -> Future[Array]:
-        """As Buffer.read, at once."""
+        """Start a Buffer.read and return a future."""
         when = self._when(priority, "read")
         return self._of(buffer, "read")._read_later(offset, count, out=out, wire=wire, **when)
 
@@ -71,7 +78,7 @@ class Queue:
         fence: Lock | None = None,
         priority: int = 0,
     ) -> Future[None]:
-        """As Buffer.write, at once."""
+        """Start a Buffer.write and return a future."""
         when = self._when(priority, "write")
         return self._of(buffer, "write")._write_later(array, offset, fence=fence, wire=wire, **when)
 
@@ -89,14 +96,14 @@ class Queue:
         fence: Lock | None = None,
         priority: int = 0,
     ) -> Future[Array | None]:
-        """As Buffer.accumulate, at once."""
+        """Start a Buffer.accumulate and return a future."""
         when = self._when(priority, "accumulate")
         return self._of(buffer, "accumulate")._accumulate_later(
             array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, **when
         )
 
     def close(self) -> None:
-        """Cancel what has not begun, and wait for what has. Closing twice does nothing."""
+        """Cancel operations that have not begun, and wait for the others. A second call does nothing."""
         self._session.calls.end(self._window, cancel=True)
 
     def __enter__(self) -> Queue:

@@ -87,7 +87,7 @@ class _Supervised:
 
 
 class RayCluster:
-    """The daemons of one `start`. A context manager; they end with the job that started them, too."""
+    """The daemons that start() started. A context manager. The daemons also end with the Ray job that started them."""
 
     def __init__(self, address: str, servers: dict[str, Any], coordinator: Any = None) -> None:
         self.address = address
@@ -100,7 +100,7 @@ class RayCluster:
         return list(self._servers)
 
     def stop(self) -> None:
-        """End the daemons, memory servers first; what they hold is gone. Twice does nothing."""
+        """End the daemons, memory servers first. Their data is lost. A second call does nothing."""
         for actors in (list(self._servers.values()), [self._coordinator] if self._coordinator else []):
             if ending := [actor.stop.remote() for actor in actors]:
                 ray.wait(ending, num_returns=len(ending), timeout=_START_S)
@@ -125,16 +125,22 @@ def start(
     credentials: str | os.PathLike[str] | None = None,
     insecure: bool = False,
 ) -> RayCluster:
-    """Start a memory server on each node that lends `capacity_per_node` (bytes, or text), and wait until all serve.
+    """Start a memory server on each Ray node. Blocks until all of them serve.
 
-    nodes: ids of Ray's nodes; default all that are alive. coordinator: the address of one that runs; else one is
-    started on this process's node.
+    ```python
+    with smb.ray.start("4GiB", insecure=True) as cluster, smb.connect(cluster.address) as client:
+        print(cluster.servers)
+    ```
 
-    credentials: a directory that all nodes see. Each daemon takes those of its name in it, as `smb certs` makes them:
-    "coordinator", or "ray-" and the first 12 digits of the node's id. Without them insecure=True must say that all
-    who reach the ports may read and write. With all nodes on this machine loopback is enough, which needs neither.
+    - `capacity_per_node`: bytes, or text such as "1GiB", that each memory server lends.
+    - `nodes`: ids of Ray nodes; default: all that are alive.
+    - `coordinator`: the address of a running coordinator. By default one is started on this process's node.
+    - `credentials`: a directory that all nodes see. Each daemon takes those of its name, as `smb certs` makes them:
+      "coordinator", or "ray-" and the first 12 digits of the node's id. Without credentials pass insecure=True: every
+      process that reaches the ports may then read and write. If all nodes are on this machine, loopback is used, which
+      needs neither.
 
-    Blocks until they serve. Raises UnavailableError, and leaves nothing then; InvalidArgumentError.
+    Raises UnavailableError, after which nothing is left, and InvalidArgumentError.
     """
     capacity = str(parse_bytes(capacity_per_node))
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}

@@ -197,8 +197,13 @@ class TensorTable(Mapping[str, TensorInfo]):
 class Tensor:
     """One named tensor of a buffer. Made by Buffer.tensor.
 
-    It has what the buffer has, for its own elements: the same promises and errors (see Buffer). If the tensors of the
-    buffer have several element types, it is a buffer of bytes, and accumulate is refused.
+    ```python
+    model = client.create("model", tensors={"weight": ((300, 200), "float32"), "bias": ((300,), "float32")})
+    model.tensor("bias").accumulate(np.ones(300, np.float32))
+    ```
+
+    Its calls block, raise and promise what the buffer's do, for its own elements. If the buffer's tensors have several
+    element types, the buffer is one of bytes, and accumulate() is refused.
     """
 
     def __init__(self, buffer: Buffer, name: str, info: TensorInfo) -> None:
@@ -228,14 +233,16 @@ class Tensor:
 
     @property
     def offset(self) -> int:
-        """Where it begins, in elements of the buffer."""
+        """The position of its first element, in elements of the buffer."""
         return self._info.offset // self.buffer.dtype.itemsize
 
     def __repr__(self) -> str:
         return f"<smb.Tensor {self.name!r} {self.dtype.name}{list(self.shape)} of buffer {self.buffer.name!r}>"
 
     def read(self, *, out: Any = None, wire: str | None = None) -> Array:
-        """Return its values, in its shape; or fill `out`: contiguous, of its dtype and size, flat or of its shape.
+        """Return the tensor's values, in its shape, or fill `out`: contiguous, of its dtype and size, flat or of its
+        shape.
+
         See Buffer.read.
         """
         result = np.empty(self.shape, self.dtype) if out is None else out
@@ -254,7 +261,7 @@ class Tensor:
         return cast(Array, result)
 
     def write(self, array: Any, *, fence: Lock | None = None, wire: str | None = None) -> None:
-        """Replace its values by the array's: as many elements, of its dtype, flat or of its shape. See Buffer.write."""
+        """Replace the tensor's values by an array of its dtype and size, flat or of its shape. See Buffer.write."""
         memory = self._source(array, "write")
         if self.size:
             self.buffer.write(self._flat(memory), self.offset, fence=fence, wire=wire)
@@ -270,10 +277,9 @@ class Tensor:
         wire: str | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> Array | None:
-        """Combine its values with the array's, as many elements, flat or of its shape, where the memory is. See
-        Buffer.accumulate.
+        """Combine the tensor's values with an array of its size, flat or of its shape, where the memory is.
 
-        Raises InvalidArgumentError if the buffer is one of bytes, as its tensors have several element types.
+        See Buffer.accumulate. Raises InvalidArgumentError if the buffer is one of bytes.
         """
         if self._as_bytes:
             raise InvalidArgumentError(

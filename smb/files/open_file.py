@@ -38,22 +38,26 @@ Result = TypeVar("Result")
 def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> BufferFile:
     """Open a buffer as a binary file, unbuffered: an io.RawIOBase.
 
-    `name` is a buffer's, or NAME.npy, NAME.safetensors, NAME@VERSION as docs/files.md says; softmem://HOST:PORT/NAME
-    also says whose. `mode` is as the built-in open's: r, r+, w, w+, x, x+, a, a+, with a b or without. Without a
-    `client` one is made, of that cluster or of $SMB_COORDINATOR, and closed with the file.
+    ```python
+    with smb.open_file("notes", "w", client=client) as file:
+        file.write(b"hello")
+    ```
 
-    Reads and writes of an existing size go straight between the caller's memory and the servers, and are done when
-    they return; read() and readinto() give all that is asked for unless the file ends. A new file, or one that grows or
-    is cut, becomes a buffer at flush() or close(), all at once. A buffer with versions=2 opened for reading is the
-    version published at that time, for good.
+    `name` is a buffer's name, or NAME.npy, NAME.safetensors or NAME@VERSION (docs/files.md), or a URL
+    softmem://HOST:PORT/NAME. `mode` is as in the built-in open(): r, r+, w, w+, x, x+, a, a+, with or without b.
+    Without a `client` one is made, for the URL's cluster or $SMB_COORDINATOR, and closed with the file.
 
-    Another file may take this one's place while it is open, by a rename or by a delete and a new one. Reads then come
-    from one of the two, never from a mix. With mode r the first read opens the path again and reads the new one, if the
-    caller knows nothing of the old one: neither a byte nor the size. After that a read raises OSError ESTALE: open the
-    path again, and begin anew. So it does where the buffer was deleted, and at writes. A buffer that was renamed, and a
-    version, are read on.
+    Reads, and writes within the existing size, go directly between the caller's memory and the servers, and are done
+    when they return. read() and readinto() return all that was asked for unless the file ends. A new file, or one that
+    grows or shrinks, becomes a buffer at flush() or close(), all at once. Opening a buffer with versions=2 for reading
+    reads the version published at that time, for good.
 
-    Raises OSError: FileNotFoundError, FileExistsError, ENOSPC, ESTALE.
+    Another file may replace this one while it is open, by a rename, or by a delete and a create. A read returns data of
+    one of the two, never a mix. With mode r the first read opens the path again and reads the new file, if the caller
+    has neither read a byte nor asked for the size before. After that reads and writes raise OSError ESTALE, also if the
+    buffer was deleted: open the path again. A renamed buffer, and a version, can be read on.
+
+    Thread-safe, except for the position. Raises OSError: FileNotFoundError, FileExistsError, ENOSPC, ESTALE.
     """
     flags = _FLAGS.get(
         "".join(sorted(mode.replace("b", "", 1), key="rwxa+".index)) if set(mode) <= set("rwxab+") else ""

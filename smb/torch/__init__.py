@@ -1,5 +1,6 @@
-"""PyTorch on buffers: a model trained with others; a state_dict published, and followed. Needs torch; `import smb` does
-not.
+"""PyTorch on buffers: train a model together with other processes, publish a state_dict, and follow it.
+
+Needs torch; `import smb` does not.
 """
 
 from smb.torch.page_lock import mapped

@@ -60,12 +60,17 @@ def _wait_for_copies() -> None:
 
 @contextlib.contextmanager
 def mapped(buffer: Buffer) -> Iterator[torch.Tensor]:
-    """Yield the buffer's own memory as a tensor of its shape, on this host: `with smb.torch.mapped(buffer) as memory`.
+    """Yield the buffer's own memory as a tensor of its shape. Works on the server's host only.
 
-    With CUDA, copies between the memory and a GPU go straight (non_blocking=True: beside the GPU's work). The end of
-    the block waits for them; do not use the tensor after it. As Buffer.view says: such writes are neither atomic nor
-    ordered against others, and no call acknowledges them. Tell others when the block has ended. Raises TransportError
-    if a segment is on another host.
+    ```python
+    with smb.torch.mapped(buffer) as memory:
+        tensor.copy_(memory)
+    ```
+
+    With CUDA, copies between this memory and a GPU go directly, also with non_blocking=True. The end of the block waits
+    for them; do not use the tensor after it. As with Buffer.view, such writes are neither atomic nor ordered against
+    others, and no call acknowledges them: tell other processes when the block has ended. Raises TransportError if a
+    segment is on another host.
     """
     memory = buffer.view()
     unlock = page_lock(memory)

@@ -83,32 +83,33 @@ class _WholeWriter:
 
 
 class Publisher:
-    """Publishes a state_dict under a name, generation after generation. Any device; one trainer at a time.
+    """Publishes a state_dict under a name, generation after generation. One trainer at a time.
 
-    `state` (a module, or a mapping of names to dense tensors) gives names, shapes and dtypes; the buffer is created, or
-    opened where it exists with the same: a trainer that was restarted goes on with the next generation. `names` takes
-    some of them only: names, or a function of a name that says whether (LoRA's, say). A module's
-    get_extra_state() may be no tensor: leave it out so. `dtype` (torch.bfloat16, say)
-    publishes floating-point tensors rounded to it. A tensor with several names (tied weights) is stored once, under the
-    first.
+    ```python
+    publisher = smb.torch.Publisher(client, "policy", model)
+    generation = publisher.publish()
+    ```
 
-    deltas=16 publishes what changed since the last generation, bit for bit, and the whole state every 16th time, or
-    sooner where much changes. That is for states of which a step changes few bits, as with bfloat16; what is published
-    stays exact. It takes one further buffer of one and a half times the state's size, beside this one (`.log`).
+    - `state` is a module, or a mapping of names to dense tensors, on any device. It gives names, shapes and dtypes. The
+      buffer is created, or opened if it exists with the same: a restarted trainer goes on with the next generation.
+    - `names` publishes only some tensors: a list of names, or a function that says whether a name is wanted (LoRA's,
+      for example). Use it to leave out a module's get_extra_state() that is no tensor.
+    - `dtype` (for example torch.bfloat16) publishes floating-point tensors rounded to it.
+    - `deltas=16` publishes what changed since the last generation, bit for bit, and the whole state every 16th time, or
+      sooner if much changed. Use it for states of which a step changes few bits, as with bfloat16. It takes one more
+      buffer of one and a half times the state's size (`NAME.log`).
+    - `mesh` is for a model that is sharded over several ranks (FSDP2, tensor parallel): every rank makes a Publisher
+      and publishes when the others do; each writes its own shards. If the state has DTensors and no mesh is given, the
+      ranks are all of torch.distributed. Other tensors are taken from the first rank. If a rank fails, all raise, and
+      nothing was published. If a rank dies, the others raise UnavailableError; an incomplete generation never appears.
+    - `relays` mirrors the state, and its deltas, on memory servers near its readers: their names, or "auto"
+      (Client.relay).
+    - `versions` copies are kept (2 to 16). With 3 or more, one slow reader delays no publication.
+    - `options` are servers, stripe, replicas and metadata of Client.create.
 
-    `mesh` is of a model that is sharded over several ranks (FSDP2, tensor parallel): every rank makes the Publisher and
-    publishes as the others do, and writes its own shards. Where the state has DTensors and no mesh is given, the ranks
-    are all of torch.distributed. Other tensors are taken from the first rank. If a rank fails, all raise, and
-    nothing was published. If a rank dies, the others raise UnavailableError, and a generation of which a part is
-    missing never appears.
-
-    `relays` has the state mirrored on memory servers near its readers: their names, or "auto" for all that are there
-    now (Client.relay). With deltas= so are deltas.
-
-    `versions` copies are kept (2 to 16): with 3 or more one slow reader delays no publication. `options` are
-    Client.create's: servers, stripe, replicas, metadata. It keeps one copy of the state in this process, and uses it
-    for every publication. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and says
-    which; InvalidArgumentError if it was made with other deltas, ties or names.
+    A tensor with several names (tied weights) is stored once, under the first. The Publisher keeps one copy of the
+    state in this process's memory. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and
+    says which; InvalidArgumentError if it was made with other deltas, ties or names.
     """
 
     ROLE: ClassVar[str] = PUBLISHER
@@ -199,40 +200,42 @@ class Publisher:
 
     @property
     def generation(self) -> int:
-        """The one published last, by whomever; 0 before the first."""
+        """The latest generation, whoever published it; 0 before the first."""
         return self._writer.generation
 
     @property
     def last(self) -> int:
-        """The one that this Publisher published last, or found; 0 before the first. No call."""
+        """The generation that this Publisher published or found last; 0 before the first. Asks no server."""
         return self._last
 
     @property
     def source(self) -> str:
-        """No mirror: a Publisher writes the state's own buffer."""
+        """Always empty: a Publisher writes the state's own buffer, and no mirror."""
         return ""
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the last publication sent, without frames; of a mesh, from this rank."""
+        """Bytes that the last publication sent, without frames; with a mesh, from this rank."""
         return self._writer.sent_bytes
 
     def publish(self, state: State | None = None, *, timeout: float = _PATIENCE_S) -> int:
-        """Publish the state as it is now (default: of what the Publisher was made with); return its generation.
+        """Publish the state (default: the one that the Publisher was made with) as it is now, and return its
+        generation.
 
-        Readers see it at once and as a whole, those who wait are woken. Blocks while readers have every copy but the
-        latest pinned (with versions=2 one, with more as many on different generations): for a second less than
-        `timeout` (seconds), at least 30, and then it goes on. So with the default readers can delay a trainer, but not
-        fail or stop it. With a shorter one TimeoutError is raised then: nothing was published, and the call may be made
-        again, or left out. Raises InvalidArgumentError if names, shapes or dtypes are not those of the first time.
+        Readers see it at once and as a whole; those who wait are woken. Blocks while readers have pinned every copy but
+        the latest: for at most a second less than `timeout` (seconds), at least 30, and then goes on. So by default
+        readers can delay a trainer, but not stop it. With a shorter `timeout` TimeoutError is raised then: nothing was
+        published, and the call may be repeated or left out. Raises InvalidArgumentError if names, shapes or dtypes
+        differ from the first time.
         """
         with self._turn:
             self._take(state)
             return self._publish(timeout)
 
     def publish_async(self, state: State | None = None, *, timeout: float = _PATIENCE_S) -> Future[int]:
-        """As publish, in the background: the state may change as soon as this returns. Blocks while an earlier
-        publication of this Publisher is under way.
+        """Publish in the background, and return a future. The state may change as soon as this returns.
+
+        Blocks while an earlier publication of this Publisher is in progress. Otherwise as publish().
         """
         self._turn.acquire()
         try:
@@ -301,10 +304,11 @@ class Publisher:
 
 
 class Follower:
-    """Reads what a Publisher publishes, always one generation as a whole. Made by `follow`. For one thread at a time.
+    """Reads what a Publisher publishes, always one generation as a whole. Made by follow(). Use it in one thread at a
+    time.
 
-    It keeps one copy of the state, or of the parts that it reads, in this process. `generation` is the one that was
-    read or pinned last, 0 before the first.
+    It keeps one copy of the state, or of the parts that it reads, in this process's memory. `generation` is the one
+    that was read or pinned last, 0 before the first.
     """
 
     ROLE: ClassVar[str] = READER
@@ -348,12 +352,12 @@ class Follower:
 
     @property
     def last(self) -> int:
-        """`generation`: as of a Publisher."""
+        """The same as `generation`."""
         return self.generation
 
     @property
     def source(self) -> str:
-        """The mirror from which generations come now; "" if they come from the state's own buffer. No call."""
+        """The mirror from which generations come now; "" for the state's own buffer. Asks no server."""
         return self._nearest.mirror_name if self._reader is None else self._reader.mirror_name
 
     def _slices_of(self, asked: str, placements: Placements) -> dict[str, TensorSlice]:
@@ -379,19 +383,19 @@ class Follower:
 
     @property
     def latest(self) -> int:
-        """The generation published last, 0 before the first. Asks the home server, unless it is on this host."""
+        """The latest published generation, 0 before the first. Asks the home server, unless it is on this host."""
         return self.buffer.version if self._reader is None else self._reader.latest
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that the last read received, without frames: with placements= those of the parts."""
+        """Bytes that the last read received, without frames; with placements= those of the parts."""
         return self._memory.nbytes if self._reader is None else self._reader.received_bytes
 
     def wait(self, *, timeout: float | None = None, generation: int | None = None) -> int:
-        """Wait until there is a generation later than the one read last, or until the one given can be read; return the
-        latest. Does not read it.
+        """Wait for a generation later than the one read last, or until `generation` can be read. Return the latest.
 
-        Sleeps; the publication wakes it. Raises TimeoutError after `timeout` seconds (None: no end).
+        Does not read it. Sleeps until the publication wakes it. Raises TimeoutError after `timeout` seconds (None: no
+        end).
         """
         wanted = self.generation + 1 if generation is None else generation
         if self._reader is not None:
@@ -399,16 +403,15 @@ class Follower:
         return self._nearest.wait(wanted, timeout)
 
     def load(self, model: torch.nn.Module, *, generation: int | None = None) -> int:
-        """Read the latest generation, or the one given, into a model, on any device, and return its number.
+        """Read the latest generation, or `generation`, into a model on any device. Return its number.
 
-        Its names and shapes must be those of the published state, or with placements= of the parts; prefixes of
-        torch.compile and DistributedDataParallel do not count. If a part was published (names=), the model may have
-        more tensors, which stay. Else it raises InvalidArgumentError, and the model is unchanged. Entries of the
-        model's state that are no tensors (get_extra_state()) stay, too. Values of another
-        dtype are converted, as load_state_dict does. Raises NotFoundError before the first generation: wait() for it;
-        and if the one given is overwritten, or not published yet.
+        Names and shapes of the model must be those of the published state, or with placements= of the parts; prefixes
+        of torch.compile and DistributedDataParallel do not count. If only some tensors were published (names=), the
+        model's others stay. Else raises InvalidArgumentError, and the model is unchanged. Entries of the model's state
+        that are no tensors (get_extra_state()) stay. Values of another dtype are converted, as load_state_dict does.
+        Raises NotFoundError before the first generation, and if `generation` was overwritten or is not published yet.
 
-        Each rank of a sharded model reads for itself. Ranks that shall have the same name it: `generation=`.
+        Each rank of a sharded model reads for itself. Pass `generation` so that all have the same one.
         """
         asked = f"load {self.buffer.name!r}"
         here = {name: tensor for name, tensor in plain_state(model).items() if isinstance(tensor, torch.Tensor)}
@@ -446,14 +449,15 @@ class Follower:
         return self.generation
 
     def state_dict(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
-        """Read the latest generation, or the one given; return it as new tensors in the host's memory, with placements=
-        the parts; tied ones are one tensor. Raises NotFoundError as load.
+        """Read the latest generation, or `generation`. Return it as new tensors in the host's memory.
+
+        With placements= returns the parts. Tied names get the same tensor. Raises NotFoundError as load() does.
         """
         self._read(f"state_dict of {self.buffer.name!r}", generation)
         return self._named(_copies(self._memory.tensors))
 
     def views(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
-        """As state_dict, without a copy: the tensors are this Follower's memory, and change with what it reads next."""
+        """As state_dict(), without a copy: the tensors are this Follower's memory, and change with its next read."""
         self._read(f"views of {self.buffer.name!r}", generation)
         return self._named()
 
@@ -464,13 +468,17 @@ class Follower:
 
     @contextmanager
     def pin(self, *, ttl: float = 5.0) -> Iterator[Generation]:
-        """Hold the latest generation while the block runs: `with follower.pin() as generation: generation[name]`.
+        """Hold the latest generation while the block runs.
 
-        All that is read inside is of that generation. It is a lease that ends after `ttl` seconds (at most 30) whatever
-        happens, and that is what a trainer may be delayed by; it publishes one further generation meanwhile. A read
-        that comes too late, after the trainer went on, raises LockLostError instead of returning another generation's
-        values. Raises NotFoundError as load. Of a state published with deltas= all of it is read first, and delays
-        nobody.
+        ```python
+        with follower.pin() as generation:
+            bias = generation["0.bias"]
+        ```
+
+        All reads inside are of that generation. The pin is a lease that ends after `ttl` seconds (at most 30) in any
+        case. It delays a trainer for at most that time; the trainer publishes one more generation meanwhile. A read
+        after the trainer has gone on raises LockLostError instead of returning another generation's values. Raises
+        NotFoundError as load() does. A state published with deltas= is read as a whole first, and delays nobody.
         """
         if self._reader is not None:
             self._read(f"pin of {self.buffer.name!r}")
@@ -519,8 +527,10 @@ class Follower:
 
 
 class Generation(Mapping[str, torch.Tensor]):
-    """A pinned generation: tensors by name, or with placements= the parts of them, each read when it is asked for, into
-    new memory."""
+    """A pinned generation: a mapping of names to tensors. Each is read into new memory when it is asked for.
+
+    With placements= of follow() they are the parts.
+    """
 
     def __init__(self, number: int, names: Mapping[str, str], read: Callable[[str], torch.Tensor]) -> None:
         self._number = number
@@ -529,7 +539,7 @@ class Generation(Mapping[str, torch.Tensor]):
 
     @property
     def number(self) -> int:
-        """Which one it is."""
+        """The generation's number."""
         return self._number
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -543,8 +553,13 @@ class Generation(Mapping[str, torch.Tensor]):
 
 
 def publish(client: Client, name: str, state: State, **options: Any) -> int:
-    """Publish a module's state, or a state_dict, once; return its generation. As Publisher(...).publish(), which keeps
-    its memory for the next time: take that to publish often.
+    """Publish a module's state, or a state_dict, once. Return its generation.
+
+    ```python
+    smb.torch.publish(client, "policy", model)
+    ```
+
+    The same as Publisher(...).publish(). To publish often, keep a Publisher: it reuses its memory.
     """
     return Publisher(client, name, state, **options).publish()
 
@@ -552,18 +567,23 @@ def publish(client: Client, name: str, state: State, **options: Any) -> int:
 def follow(
     client: Client, name: str, *, timeout: float = 0.0, near: str | None = None, placements: Placements | None = None
 ) -> Follower:
-    """Follow what is published under that name; with timeout > 0 (seconds) wait until a trainer has made it.
+    """Follow what is published under that name. With timeout > 0 (seconds) wait until a trainer has created it.
 
-    Where it has mirrors (`Publisher(relays=)`, `smb relay`) generations come from the nearest: one on this host, else
-    in this host's zone, else the fastest. The zone is that of a memory server here. `near=` names another, or a server.
-    A mirror that dies, or to which nothing comes for 6 s, is left for the next.
+    ```python
+    follower = smb.torch.follow(client, "policy", timeout=60)
+    follower.wait(timeout=60)
+    follower.load(model)
+    ```
 
-    `placements` reads parts, and receives their bytes alone: a model with DTensors (or its state_dict) gives the shards
-    that this rank has, however the trainer is sharded; a mapping of names to slices, one for each dimension, gives
-    those parts of these tensors. Not of what is published with deltas=.
+    - `near`: if the state has mirrors (`Publisher(relays=)`, `smb relay`), generations come from the nearest one: on
+      this host, else in this host's zone (that of a memory server here), else the fastest. `near` names another zone,
+      or a server. A mirror that dies, or receives nothing for 6 s, is replaced by the next one.
+    - `placements` reads and receives parts only. A model with DTensors, or its state_dict, gives the shards of this
+      rank, however the trainer is sharded. A mapping of names to slices, one for each dimension, gives these parts of
+      these tensors. Not for states published with deltas=.
 
-    Raises NotFoundError, InvalidArgumentError if the buffer is no published state, or has not what placements= names.
-    There may be no generation yet: Follower.wait waits for it.
+    Does not wait for a generation: use Follower.wait. Raises NotFoundError, and InvalidArgumentError if the buffer is
+    no published state, or lacks what placements= names.
     """
     return Follower(client, client.open(name, timeout=timeout), timeout, near, placements)
 

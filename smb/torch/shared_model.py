@@ -80,39 +80,52 @@ def join(
     overlap: str = "none",
     **settings: Any,
 ) -> Shared:
-    """Train the model together with all who join the same name. Returns when it has the shared model's values.
+    """Train the model together with all processes that join the same name. Returns when the model has the shared
+    values.
 
-    The first to join makes the group, with its model's values. Later ones get the current values. `scheme` is one of
-    smb.train's, or the name of one with its settings as further arguments (scheme="diloco", every=50); settings that
-    are left out are the group's, or their defaults where there is none, and None adopts all of the group's. After each
-    optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the parameters in place.
-    `coordinator` is an address, default $SMB_COORDINATOR, else 127.0.0.1:7070; or pass a `client`, which stays open.
-    `samples` is how many samples a step trains (None: nobody says, and none are counted). Statistics count samples, and
-    with token_weights=True they are the weight of a contribution. Shared.batches() keeps it right; set `samples` of the
-    result where you make batches yourself. fresh=True begins anew: it deletes a training of this name in which nobody
-    is alive. guards, lease, servers, stripe, wire and replicas are smb.train.join's. Of several optimizers, pass the
-    one that steps last, with all parameters requiring gradients. One that is wrapped (Accelerate's, Lightning's) is
-    found by its `.optimizer`.
+    ```python
+    shared = smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20)
+    for batch in shared.batches(len(images), 32, epochs=1):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    shared.close()
+    ```
 
-    With mesh=, a torch.distributed DeviceMesh, its ranks are one member. Each rank calls this with a client of its own.
-    Each moves its own shards: DTensors of fully_shard or parallelize_module, and tensors that ranks have alike, as with
-    DDP. Rank 0 of the mesh speaks for all. All ranks step, and call methods of the result, together. If one of them
-    dies, the member dies.
+    The first process that joins makes the group, with its model's values. Later ones get the current values. After each
+    optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the parameters in place. A step
+    without an exchange takes no time that grows with the model.
 
-    `overlap` hides the exchanges of ASP, SSP, R2SP and BSP behind the passes of a step, by parts (docs/training.md).
-    "forward" leaves the script as it is: optimizer.step() returns at once, and each module waits for its own parameters
-    when it is called. "both" also steps the optimizer in the backward pass, by parameter; what that would make wrong
-    raises Error: clipping, accumulation, closures, GradScaler. Errors of an exchange come out of the next call of a
-    module, or of the optimizer's next step. Not with mesh=, nor with a compiled model.
+    - `optimizer`: of several, pass the one that steps last, with all parameters that require gradients. A wrapped one
+      (Accelerate's, Lightning's) is found by its `.optimizer`.
+    - `scheme` is a scheme of smb.train, or the name of one with its settings as further arguments. Settings that are
+      left out are the group's, or the defaults if there is no group. None adopts all of the group's.
+    - `coordinator` is an address (default: $SMB_COORDINATOR, else 127.0.0.1:7070). Or pass a `client`, which stays
+      open.
+    - `samples` is the number of samples that a step trains. Statistics count them, and with token_weights=True they are
+      the weight of a contribution. None: none are counted. Shared.batches() sets it; set `samples` of the result if you
+      make batches yourself.
+    - `fresh=True` begins anew: it deletes a training of this name in which nobody is alive.
+    - `guards`, `lease`, `servers`, `stripe`, `wire` and `replicas` are those of smb.train.join.
+    - `mesh`, a torch.distributed DeviceMesh, makes its ranks one member. Each rank calls join() with a client of its
+      own, and moves its own shards: DTensors of fully_shard or parallelize_module, and tensors that all ranks have
+      alike, as with DDP. Rank 0 of the mesh speaks for all. All ranks step, and call methods of the result, together.
+      If one of them dies, the member dies.
+    - `overlap` hides the exchanges of ASP, SSP, R2SP and BSP behind the forward and backward passes (docs/training.md).
+      With "forward" the script stays as it is: optimizer.step() returns at once, and each module waits for its own
+      parameters when it is called. "both" also steps the optimizer in the backward pass, parameter by parameter. It
+      raises Error where that would be wrong: clipping, accumulation, closures, GradScaler. Errors of an exchange come
+      out of the next call of a module, or of the optimizer's next step. Not with mesh=, nor with a compiled model.
 
-    The model may be on any device, its trained parameters float32, bfloat16 or float16; it may be compiled, or in
-    DistributedDataParallel. A step at which no exchange is due takes no time that grows with the model. Raises
-    InvalidArgumentError for what can't be shared, or is already, for other settings than the group's, and for other
-    tensors than its model's; NotFoundError if there is no group and no scheme is given; AlreadyExistsError with
-    fresh=True where others are alive; smb's errors where the cluster fails. The model's values are as they were then,
-    and nothing of this join stays. optimizer.step() raises smb.train.RefusedContributionError where a guard refuses
-    (NaN, for one): the model is the shared one again, the optimizer's state as it was; and NotFoundError if the
-    training was deleted, after which close() succeeds.
+    The model may be on any device, compiled, or in DistributedDataParallel. Its trained parameters are float32,
+    bfloat16 or float16.
+
+    Raises InvalidArgumentError if the model cannot be shared or already is, or if settings or tensors differ from the
+    group's. Raises NotFoundError if there is no group and no scheme is given, AlreadyExistsError with fresh=True if
+    others are alive, and smb's other errors if the cluster fails. The model then has its former values, and nothing of
+    this join stays. Afterwards optimizer.step() raises smb.train.RefusedContributionError if a guard refuses a
+    contribution (for example NaN): the model is the shared one again, and the optimizer's state unchanged. It raises
+    NotFoundError if the training was deleted; close() succeeds then.
     """
     if client is not None and coordinator is not None:
         raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")
@@ -145,9 +158,10 @@ def join(
 
 
 class Shared:
-    """A model that is trained together: what smb.torch.join returns. A context manager.
+    """A model that is trained together: the result of smb.torch.join. A context manager. Use it in one thread at a
+    time.
 
-    Leaving the `with` by an exception leaves the group without waiting for anything. Not for several threads at once.
+    Leaving the `with` block by an exception leaves the group without waiting for anything.
     """
 
     samples: int | None
@@ -283,18 +297,20 @@ class Shared:
 
     @property
     def progress(self) -> smb.train.Progress:
-        """How far the group is: steps and samples. One small read."""
+        """The group's steps and samples so far. One small read."""
         self._check_open()
         return self.worker.progress
 
     def on_exchange(self, listener: Callable[[smb.train.ExchangeEvent], object]) -> None:
-        """Call `listener` after each exchange of this process, inside of optimizer.step()."""
+        """Call `listener` after each exchange of this process, inside optimizer.step()."""
         self._check_open()
         self.worker.on_exchange(listener)
 
     def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
-        """Step a learning-rate schedule that counts optimizer steps until it is where the group is: after joining.
-        Returns the steps that the group has done.
+        """Step a learning-rate schedule until it is where the group is, and return the group's steps. Call it after
+        joining.
+
+        For schedules that count optimizer steps.
         """
         steps = self._steps_so_far()
         scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's has it inside
@@ -308,18 +324,20 @@ class Shared:
         return self.progress.steps
 
     def batches(self, rows: int, size: int, *, epochs: int | None = None, seed: int = 0) -> Iterator[torch.Tensor]:
-        """Divide a data set over all who take part: iterate over this process's batches, as row numbers, int64 (n,).
+        """Divide a data set over all processes that take part. Yields this process's batches: row numbers, int64 (n,).
 
         Rows 0 to `rows` - 1 are shuffled anew for each epoch (by `seed`, the same for all) and cut into batches of
-        `size`. Each batch goes to one process and counts when the next one is asked for. Batches that a process had in
-        hand when it left or died go to another one before the end. The iteration ends when all `epochs` are done, by
-        all (None: never). `epochs` counts over the life of the training: a second run of a script that asked for 10
-        finds none left, and asks for 20, or begins anew (fresh=True). Sets `samples`
-        to each batch's rows. Index tensors with it, or pass it to a torch.utils.data.DataLoader as batch_sampler: with
-        num_workers, batches that were fetched ahead count too.
+        `size`. Each batch goes to one process, and counts when the next one is asked for. Batches that a process had
+        when it left or died go to another one. The iteration ends when all processes together have done all `epochs`
+        (None: never). `epochs` counts over the life of the training: a second run of a script that asked for 10 finds
+        none left; it asks for 20, or begins anew (fresh=True).
 
-        The shuffle takes 8 bytes for each row. Raises InvalidArgumentError: others use another number of rows, size or
-        seed, or the scheme itself says how large batches are (smb.train.WorkUnits is for those).
+        Index tensors with a batch, or pass the iterator to a torch.utils.data.DataLoader as batch_sampler; with
+        num_workers, batches that were fetched ahead count, too. Sets `samples` to each batch's rows.
+
+        The shuffle takes 8 bytes for each row. Blocks, at the end of an epoch's batches, for the last ones of others.
+        Raises InvalidArgumentError if others use another number of rows, size or seed, or if the scheme itself chooses
+        batch sizes (use smb.train.WorkUnits).
         """
         self._check_open()
         self._open_units(rows, size, epochs, seed)
@@ -358,9 +376,9 @@ class Shared:
             return units.take(self._mixed.mix_rest)
 
     def wait(self) -> None:
-        """Wait until the parameters are what the last exchange made of them: for who looks at them between two steps.
+        """Wait until the parameters have the values of the last exchange. Call it to look at them between two steps.
 
-        With overlap=; without, they always are. Raises what the exchange raises.
+        Needed only with overlap=. Raises what the exchange raises.
         """
         self._check_open()
         if self._overlap is not None:
@@ -368,15 +386,18 @@ class Shared:
 
     @property
     def plan(self) -> ExchangePlan | None:
-        """How exchanges hide behind the passes; None without overlap=, and until the first steps were measured."""
+        """How exchanges are hidden behind the passes; None without overlap=, and until the first steps were
+        measured.
+        """
         return None if self._overlap is None else self._overlap.plan
 
     @lasting
     def state_dict(self) -> dict[str, Any]:
-        """Return the shared model of now, in memory of its own: the model's own state_dict() with the group's values in
-        place of what is shared. Blocks for one read; raises smb's errors.
+        """Return the model's state_dict() with the group's present values in place of its shared tensors, in new
+        memory.
 
-        For a checkpoint, or for load_state_dict() of any model of this kind.
+        Use it for a checkpoint, or for load_state_dict() of a model of this kind. Blocks for one read; raises smb's
+        errors.
         """
         self._check_open()
         self._check.model()
@@ -396,12 +417,12 @@ class Shared:
         return own
 
     def close(self, *, load: bool = True) -> None:
-        """Finish what is under way, load the shared model into the model (unless load=False), and leave the group.
+        """Finish exchanges in progress, load the shared values into the model (unless load=False), and leave the group.
 
-        Local steps since this worker's last exchange are contributed, too, where the scheme can do that without waiting
-        for others (local SGD). Those of DiLoCo, and of the ranks of a mesh, are lost; DiLoCo logs how many. The
-        optimizer is free of the hook. Twice does nothing. Of a training that was deleted there is nothing to load: the
-        model stays as it is. A coordinator that is away is only warned of.
+        Local steps since this worker's last exchange are contributed, too, if the scheme can do that without waiting
+        for others (local SGD). They are lost with DiLoCo, which logs how many, and for the ranks of a mesh. The hook is
+        removed from the optimizer. If the training was deleted, the model stays as it is. If the coordinator is away, a
+        warning is logged. A second call does nothing.
         """
         if not self._open:
             return
@@ -432,7 +453,9 @@ class Shared:
         return load
 
     def abandon(self) -> None:
-        """Leave the group at once, waiting for nothing, nor for other ranks of a mesh. The model stays as it is."""
+        """Leave the group at once, without waiting for anything or for other ranks of a mesh. The model
+        stays as it is.
+        """
         if not self._open:
             return
         try:
@@ -502,12 +525,15 @@ class Shared:
 
 @lasting
 def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
-    """Return what a group shares, by name, without taking part: for evaluation, or to start from. float32, on the CPU,
-    exact.
+    """Return a group's shared values by name, without taking part: float32 tensors on the CPU, exact.
 
-    Frozen parameters, integer and float64 buffers are each process's own and are not in it: load_state_dict(
-    strict=False) where the model has some (PyTorch does without batch normalisation's num_batches_tracked). Blocks for
-    two reads. Raises NotFoundError, InvalidArgumentError (a group that was not made by smb.torch.join).
+    ```python
+    model.load_state_dict(smb.torch.shared_state_dict(client, "digits"), strict=False)
+    ```
+
+    Frozen parameters, and integer and float64 buffers, belong to each process and are not in it: hence strict=False if
+    the model has some. (PyTorch accepts a state without batch normalisation's num_batches_tracked.) Blocks for two
+    reads. Raises NotFoundError, and InvalidArgumentError for a group that was not made by smb.torch.join.
     """
     pairs = [(client.open(name), smb.train.shared(client, name))]
     with contextlib.suppress(NotFoundError):

@@ -1,11 +1,14 @@
 """Training through the box: schemes by which workers that come and go share one model.
 
->>> worker = smb.train.join(client, "run", values, smb.train.LocalSGD(every=50))
->>> for batch in batches:
-...     values -= rate * gradient(values, batch)
-...     worker.step(samples=len(batch))
+```python
+worker = smb.train.join(client, "run", values, smb.train.LocalSGD(every=50))
+for batch in batches:
+    values -= rate * gradient(values, batch)
+    worker.step(samples=len(batch))
+worker.close()
+```
 
-Framework-neutral: `values` is a flat float32 array. docs/choose-a-scheme.md compares the schemes.
+Independent of frameworks: `values` is a flat float32 array. docs/choose-a-scheme.md compares the schemes.
 """
 
 from smb.train.asyncdiloco import AsyncDiLoCo

@@ -32,7 +32,9 @@ from smb.train.traits import ROUNDS, Closing, Traits
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncDiLoCo(NesterovRounds):
-    """DiLoCo without waiting. quorum, grace, token_weights: see RoundScheme."""
+    """DiLoCo without waiting: each worker contributes after every `every` local steps and goes on. Settings
+    as in BSP.
+    """
 
     NAME: ClassVar[str] = "asyncdiloco"
     TRAITS: ClassVar[Traits] = Traits(

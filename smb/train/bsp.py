@@ -28,7 +28,12 @@ from smb.train.traits import ROUNDS, Closing, Traits
 
 @dataclass(frozen=True, kw_only=True)
 class BSP(RoundScheme):
-    """Every local step is followed by the mean over all workers. quorum, grace, token_weights: see RoundScheme."""
+    """After every local step the model moves by the mean over all workers.
+
+    - `quorum`: this many contributions close a round, `grace` seconds after they arrived (None: those of all live
+      members). grace="auto" takes a quantile of the times that the others have needed, within bounds.
+    - `token_weights`: a contribution weighs as much as its number of samples. False: all weigh the same.
+    """
 
     NAME: ClassVar[str] = "bsp"
     TRAITS: ClassVar[Traits] = Traits(

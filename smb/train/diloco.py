@@ -75,12 +75,14 @@ class NesterovRounds(RoundScheme):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(NesterovRounds):
-    """NesterovRounds of all live members, of the whole model or by fragments.
+    """After every `every` local steps, Nesterov's momentum on the mean over all workers.
 
-    fragments: parts of the model that are exchanged at times of their own, each once in `every` steps, in the
-    background. delay: so many local steps later a worker takes the outcome over, and waits for it if it is not there.
-    mix: the share of its own values that a worker keeps then. step_wire: how the servers' step travels to the workers,
-    as wire= of a buffer; "exact": they read the model, exact.
+    - `outer_lr`, `outer_momentum`: of the step on the servers.
+    - `fragments`: the model is exchanged in this many parts, each once in `every` steps, in the background.
+    - `delay`: a worker takes a part's outcome over this many local steps later, and waits for it if it is not there.
+    - `mix`: the share of its own values that a worker keeps then.
+    - `step_wire`: how the servers' step travels to the workers, as wire= of a buffer. "exact": they read the model.
+    - `quorum`, `grace`, `token_weights`: as in BSP.
     """
 
     NAME: ClassVar[str] = "diloco"

@@ -542,7 +542,8 @@ def _none(name: str) -> NotFoundError:
 def shared(client: Client, name: str, out: Values | None = None) -> Values:
     """Return the present shared model of a group, float32 (n,), in `out` if given, without joining.
 
-    Of one round, where there are rounds; blocks for a few calls. Raises NotFoundError, InvalidArgumentError.
+    The model is of one round in schemes with rounds. Blocks for a few calls. Raises NotFoundError,
+    InvalidArgumentError.
     """
     group = view(client, name)
     values: Values = np.empty(group.weights.size, np.float32) if out is None else out
@@ -551,12 +552,12 @@ def shared(client: Client, name: str, out: Values | None = None) -> Values:
 
 
 def delete(client: Client, name: str) -> None:
-    """Delete a group with all buffers under its name, its work units too. If one was not made, loaded or deleted to the
-    end, as the process that did it died, delete what is left of it.
+    """Delete a training: its group, all buffers under its name, and its work units.
 
-    Its workers' next step raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Waits for a
-    process that joins at this moment, for at most 30 s. Raises NotFoundError and TimeoutError. LockLostError: this
-    process was stopped for so long that another one may have made it anew; call it again.
+    Also deletes what is left of a training whose creation, load or deletion was interrupted. The next step() of its
+    workers raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Blocks for at most 30 s while
+    a process is joining. Raises NotFoundError and TimeoutError. Raises LockLostError if this process was stopped for so
+    long that another one may have made the training anew: call it again.
     """
     if not leftovers(client, name):  # no lock is made for what is not there
         view(client, name)

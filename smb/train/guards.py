@@ -24,16 +24,19 @@ _BLOCK = 1 << 16
 
 
 class RefusedContributionError(Error):
-    """A contribution was not finite, too large or too stale, and was not sent. The values are the shared model's again:
-    go on from there (with a smaller step, or other data), or stop."""
+    """A contribution was not finite, too large or too stale, and was not sent.
+
+    The values are the shared model's again. Go on from there (with a smaller step, or other data), or stop.
+    """
 
 
 @dataclass(frozen=True)
 class Guards:
     """Limits of a contribution; None means no limit. NaN and infinity are always refused.
 
-    norm_max: of its Euclidean norm. norm_factor: of its norm as a multiple of the median of this worker's last 31
-    accepted ones (from the 8th on). staleness_max: of its staleness, in the scheme's own unit (its docstring says).
+    - `norm_max`: of its Euclidean norm.
+    - `norm_factor`: of its norm, as a multiple of the median of this worker's last 31 accepted ones (from the 8th on).
+    - `staleness_max`: of its staleness, in the scheme's own unit.
     """
 
     norm_max: float | None = None

@@ -25,7 +25,7 @@ from smb.train.traits import ROUNDS, Closing, Traits
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(RoundScheme):
-    """The mean over all workers after every `every` local steps. quorum, grace, token_weights: see RoundScheme."""
+    """After every `every` local steps the model moves by the mean over all workers. Other settings as in BSP."""
 
     NAME: ClassVar[str] = "localsgd"
     TRAITS: ClassVar[Traits] = Traits(

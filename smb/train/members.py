@@ -43,7 +43,10 @@ _GOING_ON = "going on without it"
 
 
 class MembershipLostError(Error):
-    """This worker's lease ran out (its process was stopped?), and the group went on without it. Worker joins again."""
+    """This worker's lease ended, for example because its process was stopped, and the group went on without it.
+
+    A Worker joins again by itself.
+    """
 
 
 class Member:

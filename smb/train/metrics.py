@@ -39,7 +39,9 @@ _OF_WORKER: tuple[tuple[str, Callable[[WorkerStatus], float]], ...] = (
 
 
 class Collector:
-    """A collector for REGISTRY.register: smb_training_... of one group, by worker (its slot and host)."""
+    """A Prometheus collector of one group's metrics, for REGISTRY.register: smb_training_..., by worker (slot and
+    host).
+    """
 
     def __init__(self, client: Client, name: str) -> None:
         self._client = client

@@ -11,9 +11,13 @@ from smb.train import member_table as t
 
 @dataclass(frozen=True, slots=True)
 class ExchangeEvent:
-    """One exchange of this worker. `step`: its optimizer steps, counted as Progress does. `round`: the group's open
-    round afterwards (0 without rounds). `norm` and `staleness` are the contribution's, `bytes` what was sent and
-    received as contributions and models, `seconds` how long the step took that exchanged.
+    """One exchange of this worker.
+
+    - `step`: its optimizer steps so far, counted as in Progress.
+    - `round`: the group's open round afterwards; 0 in schemes without rounds.
+    - `norm`, `staleness`: of the contribution.
+    - `bytes`: sent and received as contributions and models.
+    - `seconds`: the duration of the step that exchanged.
     """
 
     step: int
@@ -26,8 +30,11 @@ class ExchangeEvent:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a group is, as of its members' last exchanges. `steps`: optimizer steps that a member has done that was
-    there from the start; who joins late begins where the others are. `samples`: of all members, those that left too.
+    """How far a group is, as of its members' last exchanges.
+
+    - `steps`: optimizer steps of a member that was there from the start. A member that joins late begins where the
+      others are.
+    - `samples`: of all members, also of those that have left.
     """
 
     steps: int

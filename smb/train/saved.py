@@ -80,12 +80,17 @@ class _Head:
 
 
 def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
-    """Write a training into a file while it goes on; return its round (0 in schemes without rounds).
+    """Write a training into a file while it goes on. Return its round; 0 in schemes without rounds.
 
-    All is of one round, and exact, whatever wire= says. If rounds are closed faster than the model can be read, the
-    next one waits for the file. The file appears whole at the end, in place of one that was there. Takes memory of a
-    fixed size. The workers' own (inner optimizers, the models of hosts in HSGD, work units) is not in it. Raises
-    NotFoundError, InvalidArgumentError (no group), OSError.
+    ```python
+    smb.train.save(client, "run", "run.smbtrain")
+    smb.train.load(client, "copy", "run.smbtrain")
+    ```
+
+    The file is of one round, and exact, whatever wire= says. If rounds close faster than the model can be read, the
+    next one waits for the file. The file appears as a whole at the end, in place of an older one. Takes a fixed amount
+    of memory. It does not contain what belongs to workers: inner optimizers, the models of hosts in HSGD, work units.
+    Raises NotFoundError, InvalidArgumentError (no group), OSError.
     """
     group, target = groups.view(client, name), Path(path)
     if not target.parent.is_dir():  # else the error would name the file that is written first
@@ -113,11 +118,12 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
 
 
 def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
-    """Make a training of a file, in any cluster, under any name; return its round. Workers that join go on from there.
+    """Make a training from a file, in any cluster, under any name. Return its round. Workers that join go on from
+    there.
 
-    `placement` is servers=, stripe=, wire= and replicas= of Client.create; the last two are the saved training's where
-    they are left out. Raises AlreadyExistsError if there is a training of that name (smb.train.delete),
-    InvalidArgumentError for a file that is not whole or no training, OSError.
+    `placement` is servers=, stripe=, wire= and replicas= of Client.create; wire and replicas default to the saved
+    training's. Raises AlreadyExistsError if there is a training of that name (smb.train.delete), InvalidArgumentError
+    for a file that is incomplete or no training, OSError.
     """
     groups.check_placement(f"load of {path}", placement)
     with os.fdopen(open_regular(path), "rb") as file:

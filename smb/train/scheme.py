@@ -200,7 +200,7 @@ def by_traits() -> list[tuple[str, type[Scheme]]]:
 
 
 def scheme_of(name: str, settings: dict[str, Json]) -> Scheme:
-    """Return the scheme of that name with these settings. Raises InvalidArgumentError."""
+    """Return the scheme of that name with these settings. Does not block. Raises InvalidArgumentError."""
     if name not in SCHEMES:
         raise InvalidArgumentError(f"there is no scheme {name!r}; there are {', '.join(sorted(SCHEMES))}")
     return SCHEMES[name].from_settings(settings)

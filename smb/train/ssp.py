@@ -52,7 +52,7 @@ _ARRIVED = t.GROUP_EXTRA  # of ASP: contributions acknowledged so far
 
 @dataclass(frozen=True)
 class ASP(Scheme):
-    """Totally asynchronous updates: SSP without a bound. It has no settings."""
+    """Asynchronous updates: each worker adds its change and waits for nobody. No settings."""
 
     NAME: ClassVar[str] = "asp"
     TRAITS: ClassVar[Traits] = Traits(way=FUSED, calls=4, each_step=True, no_overlap="", plans_overlap=True)
@@ -64,7 +64,9 @@ class ASP(Scheme):
 
 @dataclass(frozen=True)
 class SSP(Scheme):
-    """Stale synchronous updates: `staleness` is s, how many clocks a worker may be ahead of the slowest, from 0 on."""
+    """Stale synchronous updates: a worker may be at most `staleness` steps ahead of the slowest one, and
+    waits there.
+    """
 
     NAME: ClassVar[str] = "ssp"
     TRAITS: ClassVar[Traits] = Traits(way=FUSED, calls=5, each_step=True, no_overlap="")

@@ -21,9 +21,13 @@ from smb.train.work_units import epochs_of
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One member. `joined` is seconds since 1970 by its own clock, `norm` the last contribution's, `bytes` what it sent
-    and received as contributions and models. alive: its lease goes on (that of one who died lasts up to its length).
-    finished: it left by itself; who is neither alive nor finished was lost."""
+    """One member of a training.
+
+    - `joined`: seconds since 1970 by the member's own clock.
+    - `norm`: of its last contribution. `bytes`: what it sent and received as contributions and models.
+    - `alive`: its lease has not ended; the lease of a dead member ends up to its length later.
+    - `finished`: it left by itself. A member that is neither alive nor finished was lost.
+    """
 
     slot: int
     incarnation: int
@@ -48,10 +52,12 @@ class WorkerStatus:
 class GroupStatus:
     """A training: its scheme and settings, the open round (0 without rounds), and everyone who is or was in a slot.
 
-    samples: of all who ever took part, those whose slots others have now too. epochs: how many epochs of Shared.batches
-    are done, None without. done: nobody has a batch of a further one, and who asked for one found none. wire: how
-    contributions travel. gone_bytes: memory of the servers, with second copies, that is there for workers which are
-    gone: inboxes, and in HSGD what hosts without workers have. It is used again, or freed, as others join and train.
+    - `samples`: of all who ever took part, also of those whose slots others have now.
+    - `epochs`: how many epochs of Shared.batches are done; None without batches().
+    - `done`: nobody has a batch of a further epoch, and a worker that asked for one found none.
+    - `wire`: how contributions travel.
+    - `gone_bytes`: servers' memory, second copies included, for workers that are gone: inboxes, and in HSGD the models
+      of hosts without workers. It is used again, or freed, as others join and train.
     """
 
     name: str
@@ -99,7 +105,9 @@ def _taken(rows: t.Rows) -> list[int]:
 
 
 def status(client: Client, name: str) -> GroupStatus:
-    """Return what is known of a training. Changes nothing. Raises NotFoundError, InvalidArgumentError (no group)."""
+    """Return what is known of a training, without changing it. Raises NotFoundError, InvalidArgumentError
+    (no group).
+    """
     group = groups.view(client, name, deleted=True)  # `smb train rm` asks before it deletes the rest of one
     before = group.table.read()[:, t.INCARNATION].copy()
     slots = (int(slot) for slot in np.flatnonzero(before[1:]))

@@ -42,7 +42,7 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Rows start to start + count - 1, for the epoch-th time (from 0)."""
+    """Rows `start` to `start` + `count` - 1 of epoch number `epoch`, counted from 0."""
 
     epoch: int
     start: int
@@ -50,18 +50,26 @@ class Unit:
 
 
 class WorkUnits:
-    """The rows 0 to total - 1 in units of `unit` rows, handed out over all workers of that name; iterate over it.
+    """Hands out rows 0 to total - 1 in units of `unit` rows over all workers that use that name. Iterate over it.
 
-    A unit is done when the next one is asked for; what is in hand at close(), or when the block is left, is handed out
-    again, at once; and what was in the hands of a worker that died, `lease` seconds later, by the end of the epoch. A
-    worker that was stopped for longer may so do a unit that another does too; it is logged. Each epoch's order is drawn
-    from `seed`. The iteration ends when all `epochs` are done, by all workers (None: never); for the last units of
-    others it waits. In a scheme with rounds pass `worker`: it stands aside then, so that those others need not wait for
-    it in turn. All who use the name give the same total, unit, seed and lease; InvalidArgumentError otherwise. A later
-    run may ask for more epochs.
+    ```python
+    with smb.train.WorkUnits(client, "run/units", total=1000, unit=100, epochs=1) as units:
+        for rows in units:
+            train(data[rows.start : rows.start + rows.count])
+    ```
 
-    Four small calls a unit. Delete the buffers NAME, NAME/members and NAME/tick when all is done; under the name of a
-    group, "run/units", smb.train.delete does.
+    A unit is done when the next one is asked for. A unit in progress at close(), or when the block is left, is handed
+    out again at once. That of a worker that died is handed out again `lease` seconds later, by the end of the epoch. If
+    a worker was stopped for longer than that, a unit may be done twice; this is logged. Each epoch's order is drawn
+    from `seed`. The iteration ends when all workers together have done all `epochs` (None: never); it waits for the
+    last units of others.
+
+    In a scheme with rounds pass `worker`: it steps aside while it waits, so that the others need not wait for it. All
+    who use the name pass the same total, unit, seed and lease, else InvalidArgumentError. A later run may ask for more
+    epochs.
+
+    Four small calls for each unit. Delete the buffers NAME, NAME/members and NAME/tick when all is done (delete_units);
+    under the name of a group, as "run/units", smb.train.delete does it.
     """
 
     def __init__(
@@ -127,10 +135,11 @@ class WorkUnits:
             yield unit
 
     def take(self, at_end: Callable[[], object] | None = None) -> Unit | None:
-        """Return the next unit; the one before is done. None when all is done: for others' last ones it waits.
+        """Return the next unit; the one before is done. Returns None when all is done, after waiting for others' last
+        units.
 
-        After the last ones `worker` contributes what it has not sent, and `at_end` is called, before they are seen to
-        be done. So a process that sees that all is done sees a model with all of it in.
+        After the last units `worker` contributes what it has not sent, and `at_end` is called, before the units count
+        as done. So a process that sees that all is done sees a model that contains all of it.
         """
         member = self._here()
         # The one before stays in hand until the next one is, or the rest is contributed: else others may see that all
@@ -163,10 +172,10 @@ class WorkUnits:
                 return self._handed_out(former, found)
 
     def close(self) -> None:
-        """Hand back what is in hand, and leave. Twice does nothing.
+        """Return the unit in progress, and leave. A second call does nothing.
 
-        If a server is away it raises UnavailableError or TimeoutError, and has left as far as it can: what was in hand
-        is then handed out again as that of a worker that died.
+        If a server is away it raises UnavailableError or TimeoutError; the unit is then handed out again like that of a
+        worker that died.
         """
         member, self._member = self._member, None
         if member is None:
@@ -368,7 +377,7 @@ def epochs_of(client: Client, name: str) -> tuple[int | None, bool]:
 
 
 def delete_units(client: Client, name: str) -> None:
-    """Delete the buffers of work units that nobody needs any more. Waits for a process that makes them at this moment.
+    """Delete the buffers of work units. Waits for a process that is creating them at this moment.
 
     Raises NotFoundError; TimeoutError and LockLostError as smb.train.delete.
     """

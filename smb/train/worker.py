@@ -49,20 +49,28 @@ def join(
     fresh: bool = False,
     **placement: Any,
 ) -> Worker:
-    """Join the training of that name, at any time, and return the worker: a context manager.
+    """Join the training of that name, at any time. Return the worker, a context manager.
 
-    `values`, a float32 numpy array (n,), contiguous, at a fixed place in memory, are this worker's parameters. The
-    first to join makes the group, with its values, its scheme, guards (default: Guards()), lease (seconds, default 10:
-    how long a member that died or was stopped keeps the others waiting) and `placement`: servers=, stripe=, wire=,
-    replicas= of Client.create. Later ones get the present shared model into `values`, and None adopts what the group
-    has. Blocks for a few calls; holds up no one who trains. fresh=True begins anew: a training of this name in which
-    nobody is alive is deleted first, with its model. The join is logged (smb.train, INFO), to standard error unless the
-    program has set up logging.
+    ```python
+    values = np.zeros(1000, np.float32)
+    with smb.train.join(client, "run", values, smb.train.LocalSGD(every=50)) as worker:
+        values -= 0.1 * gradient(values)
+        worker.step(samples=32)
+    ```
+
+    `values` are this worker's parameters: a contiguous float32 numpy array (n,) that stays in its place in memory. The
+    first worker makes the group, with its values, scheme, guards (default: Guards()), lease (seconds, default 10: how
+    long a dead or stopped member keeps the others waiting) and `placement`: servers=, stripe=, wire=, replicas= of
+    Client.create. Later ones get the present shared model into `values`; None adopts what the group has. fresh=True
+    begins anew: it deletes a training of this name in which nobody is alive, with its model.
+
+    Blocks for a few calls, and holds up nobody who trains. Logs the join (smb.train, INFO), to standard error unless
+    the program has set up logging.
 
     Raises AlreadyExistsError with fresh=True if others are alive in it, InvalidArgumentError if the settings differ
-    from the group's (it says which). Raises NotFoundError if there is no group and no scheme was given. Raises
-    OutOfMemoryError if there are 48 members already, or no room for the scheme's copies of the model
-    (docs/training.md). After an error nothing of this join stays.
+    from the group's (it says which), NotFoundError if there is no group and no scheme was given, OutOfMemoryError if
+    there are 48 members already, or no room for the scheme's copies of the model (docs/training.md). After an error
+    nothing of this join stays.
     """
     check_placement(f"join of training {name!r}", placement)
     parameters = ArrayParameters(values, f"join of training {name!r}")
@@ -107,7 +115,7 @@ def take_part(
 
 
 class Worker:
-    """This process's membership in a training. Calls come from one thread."""
+    """This process's membership in a training. Made by smb.train.join. Use it in one thread."""
 
     def __init__(self, group: Group, parameters: Parameters) -> None:
         """Under the group's setup lock: see take_part."""
@@ -138,12 +146,14 @@ class Worker:
 
     @property
     def exchange(self) -> Exchange:
-        """The scheme's side of this worker, for what a single scheme offers beyond step (its docstring says)."""
+        """The scheme's side of this worker, for what a single scheme offers beyond step(). See the scheme's
+        documentation.
+        """
         return self._steps.exchange
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None if the scheme leaves that to you."""
+        """How many samples the next local step should have; None if the scheme leaves that to you."""
         return self._steps.exchange.batch_size
 
     @property
@@ -158,45 +168,52 @@ class Worker:
 
     @property
     def contributions(self) -> int:
-        """How many this worker has sent. No call to a server."""
+        """The number of contributions that this worker has sent. Asks no server."""
         return self._group.member.get(t.CONTRIBUTIONS)
 
     @property
     def progress(self) -> Progress:
-        """How far the group is. One small read."""
+        """The group's steps and samples so far. One small read."""
         found = progress_of(self._looking.read())
         return dataclasses.replace(found, steps=max(found.steps, self._group.member.get(t.STEPS)))
 
     def on_exchange(self, listener: Callable[[ExchangeEvent], object]) -> None:
-        """Call `listener` after each exchange of this worker, in the thread that steps. Each costs a small read."""
+        """Call `listener` after each exchange of this worker, in the thread that steps. Each exchange then costs a
+        small read more.
+        """
         self._listeners.append(listener)
 
     @property
     def made(self) -> bool:
-        """Whether this worker made the training, as the first to join."""
+        """True if this worker made the training, as the first to join."""
         return self._group.made
 
     @property
     def deleted(self) -> bool:
-        """Whether the training was deleted under this worker. One small read."""
+        """True if the training was deleted. One small read."""
         return self._group.deleted()
 
     @property
     def members(self) -> int:
-        """How many take part now, this worker among them, those whose death nobody noticed yet too. One small read."""
+        """The number of members now, including this worker and dead ones that nobody has noticed yet. One
+        small read.
+        """
         return max(1, len(self._group.live(self._looking.read())))
 
     def step(self, samples: int | None = None) -> None:
-        """Call it after every local step, over `samples` samples: exchanges when the scheme says so.
+        """Report a local step over `samples` samples, and exchange when the scheme says so. Call it after every local
+        step.
 
-        Without samples= none are counted, and a step weighs as one.
+        Changes the values in place. Blocks as the scheme says, otherwise as long as its calls take. Without samples=
+        none are counted, and a step weighs as one.
 
-        Changes the values in place. Blocks as the scheme says (its docstring), otherwise as long as its calls take. May
-        raise UnavailableError and TimeoutError: a server was away for longer than the client's timeout; call it again
-        later, and nothing counts twice. Raises RefusedContributionError: nothing was sent, the values are the shared
-        model's. A worker that was stopped for longer than its lease joins again by itself: its values are the shared
-        model's, what it had not sent is dropped, and it is logged and counted. Raises NotFoundError if the training
-        was deleted; close() succeeds then.
+        Raises UnavailableError and TimeoutError if a server was away for longer than the client's timeout: call it
+        again later, and nothing counts twice. Raises RefusedContributionError if a guard refused the contribution:
+        nothing was sent, and the values are the shared model's. Raises NotFoundError if the training was deleted;
+        close() succeeds then.
+
+        A worker that was stopped for longer than its lease joins again by itself: its values are the shared model's,
+        and what it had not sent is dropped, counted and logged.
         """
         self._check_open()
         self._check_samples(samples)
@@ -229,19 +246,22 @@ class Worker:
             listener(event)
 
     def flush(self) -> None:
-        """Finish what is under way in the background, and wait for it."""
+        """Finish exchanges in the background, and wait for them."""
         self.steps.flush()
 
     def contribute_rest(self) -> None:
-        """Contribute the local steps since the last exchange, where the scheme can do so without waiting for others:
-        local SGD. close() does it too. Raises as step.
+        """Contribute the local steps since the last exchange, if the scheme can do so without waiting for others: local
+        SGD.
+
+        close() does it, too. Raises as step() does.
         """
         self.steps.contribute_rest()
 
     def finish(self) -> None:
-        """Finish what is under way, and contribute the rest, as far as the scheme can: the first part of close().
+        """Finish exchanges in the background and contribute the rest, as far as the scheme can: the first part of
+        close().
 
-        Raises as flush(); a rest that can't be sent is a warning.
+        Raises as flush(). A rest that cannot be sent is only a warning.
         """
         self.flush()
         try:
@@ -252,7 +272,9 @@ class Worker:
             _log.warning("training %r: the local steps since the last exchange are not in it: %s", self.name, error)
 
     def shared(self, out: Values | None = None) -> Values:
-        """Return the present shared model, float32 (n,), in `out` if given; of one round, where there are rounds."""
+        """Return the present shared model, float32 (n,), in `out` if given. It is of one round in schemes
+        with rounds.
+        """
         self._check_open()
         result: Values = np.empty(self._group.weights.size, np.float32) if out is None else out
         with self.there():
@@ -275,8 +297,9 @@ class Worker:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Take no part while the block runs: nobody waits for this worker. Afterwards it is back as one who joins: its
-        values are the present shared model, and what it had not sent is lost.
+        """Take no part while the block runs, so that nobody waits for this worker.
+
+        Afterwards its values are the present shared model, and what it had not sent is lost.
         """
         self.steps.go()
         try:
@@ -285,12 +308,12 @@ class Worker:
             self._steps.return_()
 
     def close(self, *, load: bool = False) -> None:
-        """Leave: what was sent counts, the others go on without this worker. Twice does nothing.
+        """Leave the group. What was sent counts, and the others go on without this worker. A second call does nothing.
 
-        The local steps since the last exchange are contributed (contribute_rest); if that fails, it is logged. No other
-        worker is waited for. With `load` the values become the shared model, as it is then; where that fails it raises,
-        and they stay. If a daemon is away, the rest of the tidying is logged as a warning; if it is a memory server,
-        the others then wait for this worker for a lease. Of a training that was deleted nothing is left to do.
+        Local steps since the last exchange are contributed (contribute_rest); a failure of that is logged. Waits for no
+        other worker. With load=True the values become the present shared model; if that fails it raises, and they stay.
+        If a daemon is away, a warning is logged; if it is a memory server, the others wait for this worker until its
+        lease ends.
         """
         if self._closed:
             return
@@ -300,7 +323,7 @@ class Worker:
             self._leave(load=load)
 
     def abandon(self) -> None:
-        """Leave at once: local steps since the last exchange are lost. Twice does nothing."""
+        """Leave at once. Local steps since the last exchange are lost. A second call does nothing."""
         if not self._closed:
             self._leave(load=False)
 
@@ -351,8 +374,10 @@ class Worker:
         session_of(self._group.client).reports.pop(id(self), None)
 
     def withdraw(self) -> bool:
-        """Leave right after joining, as one who can't take part after all: close(), and where this worker made the
-        group, and nobody else has joined it, delete that. Returns whether it is gone.
+        """Leave right after joining: close(), and if this worker made the group and nobody else has joined, delete the
+        group.
+
+        Returns whether the group is gone.
         """
         self._forget()
         try:

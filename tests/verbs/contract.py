@@ -47,6 +47,7 @@ _FRAMES = "speaks the TCP protocol itself"
 _TRAINING = "built on calls that run over verbs; minutes of PyTorch in the virtual machine"
 
 LEFT_OUT = {
+    "api/test_docstring_examples.py": "each shows a call that other files run over verbs",
     "api/test_drain.py": _TWO_COPIES,
     "api/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
     "api/test_examples.py": _TRAINING,

@@ -74,11 +74,13 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True)
 class R2SP(Scheme):
-    """Round-robin synchronisation.
+    """Round-robin synchronisation: workers add their changes in turn, evenly spread over time.
 
-    batch_size: samples of an iteration, on average over the workers, each of which takes as many as it is fast (None:
-    the scheme has no say in that). warmup: iterations of a measurement. skip_after: seconds after which the turn of a
-    late worker is passed on (None: never), at most `skips` times in a row.
+    - `batch_size`: samples of an iteration, on average over the workers; each takes as many as fit its speed. None: you
+      choose.
+    - `warmup`: iterations of a measurement.
+    - `skip_after`: the turn of a worker that is this many seconds late is passed on (None: never), at most `skips`
+      times in a row.
     """
 
     NAME: ClassVar[str] = "r2sp"
