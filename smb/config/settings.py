@@ -141,37 +141,38 @@ def private_memory(around: str = "/dev/shm") -> str:  # noqa: S108 - the system'
     return f"{around}/smb-{os.geteuid()}"
 
 
-_READY_HELP = "Gets a JSON object (address, metrics, name, pid) once serving{}; removed at the stop."
+_READY_HELP = "File for a JSON object (address, metrics, name, pid), written once it serves{}; removed at the stop."
 _LOG_HELP = "debug, info, warning or error."
 _PAGES_HELP = "Where /metrics and /healthz are served."
 
 _TABLE = (
     Setting(
         "cluster", "coordinator", str, None,
-        "The coordinator, HOST:PORT; where several stand by for each other all of them, with commas between.",
+        "The coordinator's address; if several stand by for each other, all of them, separated by commas.",
         parse_addresses, "HOST:PORT",
     ),
     Setting(
         "cluster", "credentials", str, None,
-        "Directory with ca.pem, cert.pem and key.pem: whom this is, and whose certificates it trusts. A daemon "
-        "that has one lets in only who has a certificate of that authority.",
+        "Directory with ca.pem, cert.pem and key.pem: its own certificate, and the authority that it trusts. A daemon "
+        "with credentials accepts only peers with a certificate of that authority.",
         metavar="DIR",
     ),
     Setting("cluster", "tls_ca", str, None, "The authority's certificate, in place of ca.pem there.", metavar="FILE"),
-    Setting("cluster", "tls_cert", str, None, "The own certificate, in place of cert.pem there.", metavar="FILE"),
-    Setting("cluster", "tls_key", str, None, "The own key, in place of key.pem there.", metavar="FILE"),
+    Setting("cluster", "tls_cert", str, None, "Its own certificate, in place of cert.pem there.", metavar="FILE"),
+    Setting("cluster", "tls_key", str, None, "Its own key, in place of key.pem there.", metavar="FILE"),
     Setting(
         "cluster", "insecure", bool, False,
-        "Listen to other machines without credentials: everybody who reaches it may read, change and delete, and "
-        "see the pages.",
+        "Listen to other machines without credentials: everybody who can connect may read, change and delete, and "
+        "see the dashboard.",
         _switch,
     ),
     Setting(
         "cluster", "metrics_token_file", str, None,
-        "A file with a secret word: who shows it sees the pages. Without one they are for this machine alone.",
+        "A file with a secret token, which other machines need for metrics and dashboard. Without it only this "
+        "machine can see them.",
         metavar="FILE",
     ),
-    Setting("client", "transport", str, "auto", "auto, shm, verbs or tcp; before what a program asks.", _transport),
+    Setting("client", "transport", str, "auto", "auto, shm, verbs or tcp; overrides the program's choice.", _transport),
     Setting("client", "checksum", bool, None, "A CRC-32C with every frame. Default: the coordinator's.", _switch),
     Setting(
         "client", "client_metrics", str, None, "Where a program serves its metrics. Default: nowhere.", parse_address,
@@ -189,52 +190,52 @@ _TABLE = (
     ),
     Setting(
         "coordinator", "state", str, "./smb-state",
-        "What must survive a restart: a directory, made if need be, or etcd://HOST:PORT,HOST:PORT/PREFIX, where "
+        "Where the records are kept: a directory, created if missing, or etcd://HOST:PORT,HOST:PORT/PREFIX, with which "
         "several coordinators stand by for each other.",
         metavar="DIR",
     ),
     Setting(
         "coordinator", "etcd_credentials", str, None,
-        "Directory with ca.pem, cert.pem and key.pem for etcd; and a file `user`, NAME:PASSWORD, where etcd has roles.",
+        "Directory with ca.pem, cert.pem and key.pem for etcd; and a file `user`, NAME:PASSWORD, if etcd has roles.",
         metavar="DIR",
     ),
     Setting(
         "coordinator", "leader_lease", int, 8,
-        "How long a leader in etcd that is not heard of stays the leader; another one leads a second later.",
+        "How long a silent leader stays the leader in etcd; another one leads a second later.",
         _whole, "SECONDS",
     ),
     Setting("coordinator", "metrics", str, "127.0.0.1:9470", _PAGES_HELP, parse_address, "HOST:PORT"),
     Setting("coordinator", "ready_file", str, None, _READY_HELP.format(""), metavar="FILE"),
     Setting(
         "coordinator", "session_lease", float, 30.0,
-        "How long a client may stay silent before its session is over and what it holds is given up.",
+        "How long a client may stay silent before its session ends and its locks are released.",
         _number, "SECONDS",
     ),
     Setting(
         "coordinator", "idle_names", float, None,
-        "How long a named lock or barrier is not used before its memory is given back; its next use makes it anew. "
-        "Default: 60, or --session-lease where that is longer.",
+        "How long a named lock or barrier may stay unused before its memory is freed; its next use creates it again. "
+        "Default: 60, or --session-lease if that is longer.",
         _number, "SECONDS",
     ),
     Setting(
         "coordinator", "stripe", str, None,
-        "Bytes in a row on one server, of buffers that are created without a stripe of their own; a multiple of 4096. "
-        "Default: 256KiB, and 1MiB for more than 8 GiB.",
+        "Stripe of buffers that are created without one: bytes on one server before the next one follows; a "
+        "multiple of 4096. Default: 256KiB, and 1MiB for buffers over 8 GiB.",
         _stripe, "SIZE",
     ),
     Setting(
         "coordinator", "checksum", bool, False,
-        "Have all clients send and ask for a CRC-32C with every frame, unless a client's own setting says.", _switch,
+        "Have all clients use a CRC-32C in every frame, unless their own setting differs.", _switch,
     ),
     Setting(
         "coordinator", "quota", str, None,
-        "How much buffers whose names begin with NAMESPACE/ may take together, and how many there may be; *: each "
-        "namespace that is not named. The flag is repeated; elsewhere they are separated by spaces.",
+        "Limit for the buffers whose names begin with NAMESPACE/: their bytes together, and their number. *: each "
+        "namespace without a limit of its own. Repeat the flag; elsewhere separate them by spaces.",
         _quotas, "NAMESPACE=BYTES[,BUFFERS]",
     ),
     Setting(
         "coordinator", "token_lifetime", float, 3600.0,
-        "With credentials: how long the right to a buffer is good, unless its client renews it.", _number, "SECONDS",
+        "With credentials: lifetime of the right to a buffer; clients renew it.", _number, "SECONDS",
     ),
     Setting("coordinator", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS), "LEVEL"),
     Setting(
@@ -243,22 +244,22 @@ _TABLE = (
     ),
     Setting(
         "memserver", "control", str, "",
-        "Where the coordinator connects, and clients with RDMA: fix it where a firewall is to let it through. Default: "
-        "a free port of --listen's host.",
+        "Address for the coordinator, and for clients with RDMA. Set it if a firewall must let it through. Default: a "
+        "free port of --listen's host.",
         _address_or_none, "HOST:PORT",
     ),
     Setting("memserver", "capacity", str, "1GiB", "Memory to offer, e.g. 512MiB or 64GiB.", parse_bytes, "SIZE"),
     Setting(
         "memserver", "memory_dir", str, private_memory(),
-        "A directory on tmpfs or hugetlbfs for the segments, in which nobody but the server's user may write. One that "
-        "is called smb-UID, UID being that user's number, is made if it is missing.",
+        "Directory on tmpfs or hugetlbfs for the segments, writable only for the server's user. If its name is smb-UID "
+        "with the user's number, it is created if missing.",
         metavar="DIR",
     ),
     Setting("memserver", "metrics", str, "127.0.0.1:0", _PAGES_HELP, parse_address, "HOST:PORT"),
     Setting(
         "memserver", "name", str, "",
-        "This server's name. It stays the same over restarts: segments and clients find it by its name. Default: the "
-        "host's name.",
+        "This server's name. Keep it over restarts: segments and clients find the server by its name. Default: "
+        "the host's name.",
         metavar="NAME",
     ),
     Setting(
@@ -266,35 +267,35 @@ _TABLE = (
     ),
     Setting(
         "memserver", "weight", float, 1.0,
-        "How much of the traffic of new buffers to take beside the other servers: its bandwidth, in any unit that all "
-        "of them use.",
+        "Share of the traffic of new buffers, relative to the other servers: for example its bandwidth, in one unit "
+        "for all servers.",
         _weight, "NUMBER",
     ),
     Setting(
         "memserver", "copy_rate", str, "512MiB",
-        "How much of lost copies (--replicas 2) to make anew in a second, at most; 0: as much as the network takes.",
+        "Bytes per second at most for making lost copies (--replicas 2) again; 0: no limit.",
         parse_bytes, "BYTES",
     ),
     Setting(
         "memserver", "zone", str, "",
-        "Where this server is: its rack or site. Readers and relays take what is in their zone first.",
+        "The server's location: its rack or site. Readers and relays prefer sources in their zone.",
         metavar="NAME",
     ),
     Setting(
         "memserver", "advertise", str, "",
-        "Host name or address by which clients reach this server. Default: --listen's host, or this host's address "
-        "towards the coordinator where that is 0.0.0.0.",
+        "Host name or address by which clients reach this server. Default: --listen's host; for 0.0.0.0 this host's "
+        "address towards the coordinator.",
         metavar="HOST",
     ),
     Setting(
         "memserver", "data_tls", str, "auto",
-        "TLS for data on TCP: auto where there are credentials; off never, for an isolated fabric; on: and nothing "
-        "goes over RDMA, which encrypts nothing.",
+        "TLS for data on TCP. auto: if there are credentials; off: never, for an isolated network; on: always, and no "
+        "RDMA, which does not encrypt.",
         _one_of(("auto", "on", "off")), "auto|on|off",
     ),
     Setting(
         "memserver", "verbs", str, "auto",
-        "RDMA: auto offers it where this host has an active device, off never.",
+        "RDMA. auto: if this host has an active device; off: never.",
         _one_of(("auto", "off")), "auto|off",
     ),
     Setting("memserver", "ready_file", str, None, _READY_HELP.format(" and registered"), metavar="FILE"),

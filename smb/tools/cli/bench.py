@@ -44,10 +44,10 @@ def bench(
 ) -> None:
     """Measure the speed beside its physical limit.
 
-    Of write, read, accumulate and fetch_add; the bytes are checked. The limit is measured in the same run, in turns
-    with ours: for shm one copy by the processor (or one in-place addition), for tcp a bare socket that moves the same
-    bytes between two processes; for verbs docs/rdma.md says what to run. RATIO is the limit's median over ours: 1.00 is
-    as fast as the limit. Runs a cluster of its own unless --coordinator or SMB_COORDINATOR names one.
+    Measures write, read, accumulate and fetch_add, and checks the bytes. The limit is measured in turns with them: for
+    shm one copy by the processor (or one in-place addition), for tcp a bare socket that moves the same bytes between
+    two processes. For verbs see docs/rdma.md. RATIO is the limit's median over ours: 1.00 is as fast as the limit.
+    Starts a cluster of its own unless --coordinator or SMB_COORDINATOR names one.
 
     Example: smb bench --transport tcp --sizes 4KiB,4MiB
     """

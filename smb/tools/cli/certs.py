@@ -80,7 +80,9 @@ _DOES = {
 
 def certs(
     context: typer.Context,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go; made if need be.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory for the certificates; created if missing.")
+    ],
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,18 +93,18 @@ def certs(
         ),
     ] = None,
     client: Annotated[
-        list[str] | None, typer.Option("--client", metavar="NAME", help="One more client, in DIR/NAME; repeat it.")
+        list[str] | None, typer.Option("--client", metavar="NAME", help="Add a client, in DIR/NAME. May be repeated.")
     ] = None,
     reader: Annotated[
         list[str] | None,
-        typer.Option("--reader", metavar="NAME", help="One more that may only read, in DIR/NAME; repeat it."),
+        typer.Option("--reader", metavar="NAME", help="Add a client that may only read, in DIR/NAME. May be repeated."),
     ] = None,
     namespace: Annotated[
         list[str] | None,
         typer.Option(
             "--namespace",
             metavar="NAME",
-            help="Limit those of --client and --reader right before it to buffers whose names begin with NAME/.",
+            help="Limit the --client or --reader before it to buffers whose names begin with NAME/.",
         ),
     ] = None,
     days: Annotated[

@@ -23,10 +23,10 @@ def config(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Show all settings: what is in force here, and from where.
+    """Show all settings: their values here, and where each comes from.
 
-    From a variable, from the file that --config or SMB_CONFIG names (with its line), or the default. Exit code 1 if
-    a value is bad, or a variable looks like a misspelt one of ours.
+    A value comes from a variable, from a line of the file that --config or SMB_CONFIG names, or is the default. Exit
+    code 1 if a value is bad, or a variable looks like a misspelt setting.
 
     Example: smb config --section memserver
     """

@@ -76,7 +76,7 @@ def restore(
 
 def cp(
     source: Annotated[str, typer.Argument(metavar="SRC", help="NAME, softmem://HOST:PORT/NAME, or a file: ./FILE.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="Likewise.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="NAME, softmem://HOST:PORT/NAME, or a file: ./FILE.")],
     replace: Replace = False,
     replicas: Replicas = None,
     quiet: Quiet = False,

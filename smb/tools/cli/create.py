@@ -24,10 +24,12 @@ def create(
         ),
     ] = None,
     servers: Annotated[
-        int | None, typer.Option("--servers", metavar="N", min=1, help="On how many servers; default: as many as pay.")
+        int | None,
+        typer.Option("--servers", metavar="N", min=1, help="Number of servers. Default: as many as pay off."),
     ] = None,
     stripe: Annotated[
-        str | None, typer.Option("--stripe", metavar="SIZE", help="Bytes in a row on one server, e.g. 1MiB.")
+        str | None,
+        typer.Option("--stripe", metavar="SIZE", help="Bytes on one server before the next one follows, e.g. 1MiB."),
     ] = None,
     wire: Annotated[
         str | None,
@@ -40,7 +42,11 @@ def create(
     versions: Annotated[
         int,
         typer.Option(
-            "--versions", metavar="N", min=1, max=16, help="Versions that are kept; from 2 on it is published."
+            "--versions",
+            metavar="N",
+            min=1,
+            max=16,
+            help="Versions that are kept; with 2 or more the buffer changes only by publish().",
         ),
     ] = 1,
     like: Annotated[
@@ -49,10 +55,14 @@ def create(
     ] = None,
     state_of: Annotated[
         str | None,
-        typer.Option("--state-of", metavar="NAME", help="Of an optimizer, for these weights: like them, beside them."),
+        typer.Option(
+            "--state-of",
+            metavar="NAME",
+            help="Create an optimizer's state for these weights: like them, and on the same servers.",
+        ),
     ] = None,
     exist_ok: Annotated[
-        bool, typer.Option("--exist-ok", help="It may be there already, with this shape and dtype.")
+        bool, typer.Option("--exist-ok", help="Succeed if a buffer with this name, shape and dtype exists.")
     ] = False,
     coordinator: Coordinator = None,
     as_json: Json = False,

@@ -44,7 +44,7 @@ def demo(
         float, typer.Option("--epochs", metavar="NUMBER", help="Passes over the digits, all workers together.")
     ] = 20.0,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Of the initial network and of the order of the digits.")
+        int, typer.Option("--seed", metavar="N", help="Seed of the initial network and of the order of the digits.")
     ] = 0,
     target: Annotated[
         float,
@@ -57,9 +57,9 @@ def demo(
 ) -> None:
     """Train a real network through one shared buffer.
 
-    On handwritten digits, in several processes; one is killed, one joins late. Starts a coordinator and memory servers,
-    then training processes that know nothing of each other. At the end one process alone trains the same number of
-    samples, for comparison.
+    Several processes train on handwritten digits; one is killed, and one joins late. The demo starts a coordinator and
+    memory servers, then the training processes. At the end one process alone trains the same number of samples, for
+    comparison.
 
     Example: smb demo --scheme diloco --set every=50
     """

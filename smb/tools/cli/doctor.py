@@ -20,13 +20,13 @@ def doctor(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Look for what is in the way, and say what to change.
+    """Check this machine and a cluster for problems, and say what to change.
 
-    On this machine: memory directory, huge pages, limits, network buffers, MTU, RDMA. Of the cluster of --coordinator,
-    or that at 127.0.0.1:7070 if there is one: its clock, and each memory server over each transport, measured through a
-    buffer of 4 MiB that is deleted again.
+    On this machine: memory directory, huge pages, limits, network buffers, MTU, RDMA. In the cluster at --coordinator,
+    or at 127.0.0.1:7070 if there is one: its clock, and each memory server over each transport, measured through a
+    buffer of 4 MiB that is deleted afterwards.
 
-    Exit code 0: nothing has to be changed (advice may be given); 1: there are problems; 2: wrong usage.
+    Exit code 0: no problem (advice may be given); 1: there are problems; 2: wrong usage.
 
     Example: smb doctor --coordinator storage-1:7070
     """

@@ -28,14 +28,16 @@ Server = Annotated[str, typer.Argument(metavar="SERVER", help="The memory server
 
 def drain(
     server: Server,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it holds nothing; shows how far it is.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the server is empty, and show the progress.")
+    ] = False,
     coordinator: Coordinator = None,
 ) -> None:
     """Empty a memory server while its clients work.
 
-    It gets no new segments, and those that it has move to other servers. Buffers that a view, a rule with a state,
-    RDMA or transport="shm" ties to it stay, are named, and end --wait as an error. After a restart it is still being
-    drained.
+    The server gets no new segments, and its segments move to other servers. Some buffers cannot move: those in use by a
+    view, by a rule with a state, over RDMA or with transport="shm". They are named, and --wait then ends with an error.
+    The drain goes on after a restart of the server.
 
     Example: smb drain storage-2 --wait
     """
@@ -59,9 +61,9 @@ def drain(
 
 
 def undrain(server: Server, coordinator: Coordinator = None) -> None:
-    """Let a memory server have segments again.
+    """End a drain: the memory server gets new segments again.
 
-    Segments that have moved away stay where they are: smb rebalance brings some back.
+    Segments that have moved away stay there; smb rebalance moves some back.
 
     Example: smb undrain storage-2
     """
@@ -73,15 +75,18 @@ def undrain(server: Server, coordinator: Coordinator = None) -> None:
 def forget(
     server: Server,
     segments: Annotated[
-        list[str] | None, typer.Argument(metavar="SEGMENT...", help="As smb status shows them: 16 hexadecimal digits.")
+        list[str] | None, typer.Argument(metavar="SEGMENT", help="Segment ids as in smb status: 16 hexadecimal digits.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All that is quarantined on the server.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Free everything that is quarantined on the server.")
+    ] = False,
     coordinator: Coordinator = None,
 ) -> None:
-    """Free memory that a server keeps in quarantine. Its contents are gone after that.
+    """Free memory that a server keeps in quarantine.
 
-    A server quarantines segments of which the coordinator's records do not tell, as after the restore of an old backup.
-    smb status lists them with the reason. They are taken up again by themselves if records that have them are restored.
+    The contents are lost. A server quarantines segments that the coordinator's records do not contain, for example
+    after the restore of an old backup. smb status lists them with the reason. If records that contain them are
+    restored, they are used again.
 
     Example: smb forget storage-2 1f00aa94e21b07d3
     """
@@ -107,11 +112,11 @@ def rebalance(
 ) -> None:
     """Move segments from full memory servers to empty ones.
 
-    Copies of buffers with replicas=2 move, while their users work, until the servers are about equally full. It goes on
-    by itself; smb status shows how full they are.
+    Copies of buffers with replicas=2 move, while clients use them, until the servers are about equally full. The moves
+    go on in the background; smb status shows how full the servers are.
 
-    Buffers with one copy move with --single-copies. Clients on a server's host reach them through the server
-    afterwards, which is slower than by mapping.
+    Buffers with one copy move only with --single-copies. Clients on the server's host cannot map them afterwards, which
+    makes their calls slower.
 
     Example: smb rebalance --dry-run
     """

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 def ls(
     everything: Annotated[
-        bool, typer.Option("--all", help="What trainings and published states keep beside their weights, too.")
+        bool, typer.Option("--all", help="Include what trainings and published states keep beside their weights.")
     ] = False,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """List the buffers.
 
-    With shape, dtype, size, and the servers they lie on. A published state has one row, without its mirrors and the
-    like. JSON has all of them.
+    Shows shape, dtype, size and servers. A published state has one row, without its mirrors and logs; --json lists all
+    buffers.
 
     Example: smb ls --all
     """

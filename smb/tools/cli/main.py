@@ -42,7 +42,7 @@ _GROUPS: dict[str, tuple[Any, ...]] = {
     "Trainings": (train, plan, demo),
     "Buffers": (ls, stat, create, rm, relay, cp, snapshot, restore),
     "Buffers as files": (mount, umount),
-    "Around it": (doctor, bench, config, certs, targets),
+    "Tools": (doctor, bench, config, certs, targets),
 }
 
 
@@ -95,9 +95,11 @@ def _options(
     _config: Config = None,
     credentials: Annotated[
         Path | None,
-        typer.Option("--credentials", metavar="DIR", help="As whom to speak to the cluster; default $SMB_CREDENTIALS."),
+        typer.Option(
+            "--credentials", metavar="DIR", help="Directory with this user's certificate. Default: $SMB_CREDENTIALS."
+        ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens to standard error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to standard error.")] = False,
 ) -> None:
     if credentials is not None:
         os.environ[CREDENTIALS_VARIABLE] = str(credentials)

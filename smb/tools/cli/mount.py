@@ -27,10 +27,10 @@ def mount(
         bool, typer.Option("--foreground", "-f", help="Serve in this process, until Ctrl-C.")
     ] = False,
     allow_other: Annotated[
-        bool, typer.Option("--allow-other", help="Other users of this host too, with the mount's credentials.")
+        bool, typer.Option("--allow-other", help="Let other users of this host use the mount, with its credentials.")
     ] = False,
     umask: Annotated[
-        str, typer.Option("--umask", metavar="MASK", help="Octal: rights that files and directories don't have.")
+        str, typer.Option("--umask", metavar="MASK", help="Octal: permissions that files and directories do not get.")
     ] = "022",
     timeout: Annotated[
         float,
@@ -42,17 +42,17 @@ def mount(
         int, typer.Option("--replicas", metavar="N", min=1, max=2, help="Copies of new files, on different servers.")
     ] = 1,
     staged_files: Annotated[
-        Path | None, typer.Option("--drafts", metavar="DIR", help="Where new files lie until they are closed.")
+        Path | None, typer.Option("--drafts", metavar="DIR", help="Directory for new files until they are closed.")
     ] = None,
     log: Annotated[
-        Path | None, typer.Option("--log", metavar="FILE", help="What goes wrong later, in the background.")
+        Path | None, typer.Option("--log", metavar="FILE", help="File for errors of the background process.")
     ] = None,
     coordinator: Coordinator = None,
     ready_fd: Annotated[int, typer.Option("--ready-fd", hidden=True)] = -1,
 ) -> None:
     """Show the cluster's buffers as files in DIR.
 
-    Returns once they are there; `smb umount DIR` ends it. The remains of a killed mount in DIR are taken away.
+    Returns once the mount works; `smb umount DIR` ends it. A killed mount's remains in DIR are removed first.
 
     Example: smb mount /mnt/smb
     """

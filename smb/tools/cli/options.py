@@ -34,7 +34,7 @@ Config = Annotated[
         "--config",
         envvar=CONFIG_VARIABLE,
         metavar="FILE",
-        help="Settings as TOML, for what neither a flag nor a variable says; `smb config` shows what is in force.",
+        help="TOML file for settings without a flag or a variable; `smb config` shows all that apply.",
         callback=_use_config,
         is_eager=True,
     ),

@@ -34,10 +34,13 @@ def plan(
     workers: Annotated[str, typer.Option("--workers", metavar="N,...", help="Numbers of workers.")] = "1,4,16",
     link: Annotated[
         str | None,
-        typer.Option("--link", metavar="RATE", help="Of a worker, in each direction: 10Gbit. Default: measured."),
+        typer.Option(
+            "--link", metavar="RATE", help="Bandwidth of a worker in each direction, e.g. 10Gbit. Default: measured."
+        ),
     ] = None,
     server_link: Annotated[
-        str | None, typer.Option("--server-link", metavar="RATE", help="Of a memory server. [default: --link]")
+        str | None,
+        typer.Option("--server-link", metavar="RATE", help="Bandwidth of a memory server. [default: --link]"),
     ] = None,
     rtt: Annotated[
         str | None,
@@ -48,45 +51,50 @@ def plan(
         typer.Option("--servers", metavar="N", help=f"Memory servers; '{_EACH}': one on each worker's host."),
     ] = "1",
     schemes: Annotated[
-        str | None, typer.Option("--schemes", metavar="NAME,...", help="Of which schemes. [default: all]")
+        str | None, typer.Option("--schemes", metavar="NAME,...", help="Schemes to compare. [default: all]")
     ] = None,
     every: Annotated[
         int,
-        typer.Option("--every", min=1, metavar="STEPS", help="From one exchange to the next, where it is a setting."),
+        typer.Option(
+            "--every", min=1, metavar="STEPS", help="Local steps between exchanges, for schemes that have this setting."
+        ),
     ] = 50,
     wire: Annotated[
         str,
-        typer.Option("--wire", metavar="NAME", help="How contributions travel: exact, bfloat16, float16, int8, int4."),
+        typer.Option("--wire", metavar="NAME", help="Encoding of contributions: exact, bfloat16, float16, int8, int4."),
     ] = "exact",
     fragments: Annotated[
-        int, typer.Option("--fragments", min=1, metavar="N", help="Of DiLoCo: parts with exchanges of their own.")
+        int,
+        typer.Option("--fragments", min=1, metavar="N", help="DiLoCo: number of parts that are exchanged separately."),
     ] = 1,
     delay: Annotated[
         int,
-        typer.Option("--delay", min=0, metavar="STEPS", help="Of DiLoCo: until an exchange is taken over."),
+        typer.Option("--delay", min=0, metavar="STEPS", help="DiLoCo: steps until a worker takes the result over."),
     ] = 0,
     step_wire: Annotated[
-        str, typer.Option("--step-wire", metavar="NAME", help="Of DiLoCo: how the step travels back, as --wire.")
+        str, typer.Option("--step-wire", metavar="NAME", help="DiLoCo: encoding of the servers' step, as --wire.")
     ] = "exact",
     batch: Annotated[
         int | None,
-        typer.Option("--batch", min=1, metavar="N", help="Samples of a worker's step. [default: the spec's; 32]"),
+        typer.Option("--batch", min=1, metavar="N", help="Samples in a worker's step. [default: the spec's, else 32]"),
     ] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option("--global-batch", min=1, metavar="N", help="Samples of a step of all workers together, instead."),
+        typer.Option(
+            "--global-batch", min=1, metavar="N", help="Samples in a step of all workers together, instead of --batch."
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="A picture of the speed-up to write (png, svg, pdf).")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture of the speed-up (png, svg, pdf).")
     ] = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """Predict the time of a step by scheme.
 
-    The speed-up, too, and what bounds it. By a model of cost: nothing is trained. The network is what --link, --rtt and
-    --servers say; without --link the way to the cluster at --coordinator is measured. docs/plan.md has the formulas,
-    and how far they are off.
+    Also predicts the speed-up and what limits it, from a cost model; nothing is trained. The network is given by
+    --link, --rtt and --servers; without --link the path to the cluster at --coordinator is measured. docs/plan.md has
+    the formulas and their errors.
 
     Example: smb plan model.toml --workers 1,8,72,128 --link 10Gbit --rtt 0.2ms --servers 4
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="The buffers' names.")],
-    missing_ok: Annotated[bool, typer.Option("--missing-ok", help="Names that are not there are no error.")] = False,
+    missing_ok: Annotated[bool, typer.Option("--missing-ok", help="Ignore names without a buffer.")] = False,
     coordinator: Coordinator = None,
 ) -> None:
     """Delete buffers.

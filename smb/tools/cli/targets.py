@@ -32,11 +32,12 @@ def targets(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Write this file, whole or not at all, not standard output."
+            "--output", "-o", metavar="FILE", help="Write to this file, atomically, instead of standard output."
         ),
     ] = None,
     every: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Go on, and write it again every so many seconds.")
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Keep running, and write again at this interval. 0: write once."),
     ] = 0.0,
 ) -> None:
     """Print what Prometheus should scrape.

@@ -27,7 +27,7 @@ _QUIT = b"q"
 
 def top(
     coordinator: Coordinator = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it once and leave; also what happens in a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit, as is done in a pipe.")] = False,
     interval: Annotated[
         float, typer.Option("--interval", min=0.2, max=3600, metavar="SECONDS", help="How often to look.")
     ] = 2.0,
@@ -35,10 +35,9 @@ def top(
 ) -> None:
     """Watch the cluster: trainings, servers, buffers, clients, locks.
 
-    With their load, and what is wrong.
-
-    Until q or Ctrl-C. The coordinator's page shows the same at / of its --metrics address. Servers tell their load
-    every 2 s. With credentials it takes a certificate that is not limited to namespaces: an operator's, say.
+    Shows their load and what is wrong, until q or Ctrl-C. The dashboard, at / of the coordinator's --metrics address,
+    shows the same. Servers report their load every 2 s. With credentials this takes a certificate that is not limited
+    to namespaces, for example an operator's.
 
     Example: smb top --interval 5
     """

@@ -134,8 +134,8 @@ def stat(name: Name, coordinator: Coordinator = None, as_json: Json = False) -> 
 @configured
 def rm(
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask where somebody trains it.")] = False,
-    missing_ok: Annotated[bool, typer.Option("--missing-ok", help="One that is not there is no error.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, even if workers are alive.")] = False,
+    missing_ok: Annotated[bool, typer.Option("--missing-ok", help="Succeed if there is no such training.")] = False,
     coordinator: Coordinator = None,
 ) -> None:
     """Delete a training: its model, and all that belongs to it.

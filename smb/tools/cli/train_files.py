@@ -12,7 +12,7 @@ from smb.tools.cli.options import Coordinator
 from smb.tools.cli.output import console
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The training's name.")]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors, whatever its name is.")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A file in the safetensors format; any name.")]
 
 
 def save(name: Name, file: File, coordinator: Coordinator = None) -> None:
@@ -35,7 +35,7 @@ def load(
     file: File,
     wire: Annotated[
         str | None,
-        typer.Option("--wire", metavar="NAME", help="How contributions travel. [default: as in the saved training]"),
+        typer.Option("--wire", metavar="NAME", help="Encoding of contributions. [default: as in the saved training]"),
     ] = None,
     replicas: Annotated[
         int | None,

@@ -41,7 +41,7 @@ def up(
         typer.Option(
             "--metrics",
             metavar="HOST:PORT",
-            help=f"The address of the page. Default: {_PAGE}, where that is free.",
+            help=f"The dashboard's address. Default: {_PAGE}, if that is free.",
         ),
     ] = None,
     data_dir: Annotated[
@@ -57,7 +57,7 @@ def up(
         typer.Option(
             "--credentials",
             metavar="DIR",
-            help="What `smb certs DIR` made: only who has a certificate of it is let in.",
+            help="Directory that `smb certs` made. Only clients with a certificate of it may connect.",
         ),
     ] = None,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
@@ -67,7 +67,7 @@ def up(
     One coordinator and some memory servers, as real processes; one that dies is started again. Nothing of them is left
     at the end, unless --data-dir keeps it: then all is there again at the next start, until this machine restarts. For
     processes on other machines: --listen with this machine's address, or 0.0.0.0, and --credentials; or --insecure in a
-    network that you trust, where everybody who reaches it may read and write.
+    network that you trust, where everybody on it may read and write.
 
     Example: smb up --servers 2 --capacity 4GiB --data-dir ~/smb
     """

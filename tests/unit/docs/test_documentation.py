@@ -35,6 +35,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         # Of a function and a module of one name the page has the function by its full name.
         ids = {name: (f'id="{own}.{name}"', f'id="{own}.{name}.{name}"') for name in module.__all__}
         assert [name for name, either in ids.items() if not any(each in text for each in either)] == []
+    commands = (tmp_path / "reference/cli.html").read_text()  # docs/make_cli.py
+    assert 'id="smb-train-save"' in commands
+    assert "--memory-dir" in commands
     first = (tmp_path / "index.html").read_text()
     assert 'href="repository/examples/stock.py.html"' in first
     assert (tmp_path / "images/overview.svg").is_file()
