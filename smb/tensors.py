@@ -1,9 +1,10 @@
 """Named tensors inside a buffer: which name stands for which elements.
 
-The table is in the buffer's metadata, under METADATA_KEY: name -> {"dtype", "shape", "offset"}, in the order given.
-Offsets are bytes from the buffer's start, multiples of 64, ascending, without overlap; what lies between two tensors is
-nobody's, and 0 where nobody wrote. Tensors that all have one of the buffers' element types make a buffer of that type,
-which can be added to; any others a buffer of bytes (uint8), which is read and written only.
+The table is in the buffer's metadata, under METADATA_KEY (keys that begin with "smb." are reserved): name -> {"dtype",
+"shape", "offset"}, in the order given. Offsets are bytes from the buffer's start, multiples of 64, ascending, without
+overlap; what lies between two tensors is nobody's, and 0 where nobody wrote. Tensors that all have one of the buffers'
+element types make a buffer of that type, which can be added to; any others a buffer of bytes (uint8), which is read and
+written only.
 """
 
 from __future__ import annotations
