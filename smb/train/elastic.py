@@ -24,25 +24,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EASGD(Scheme):
-    """Every `every` (tau) local steps, with W the shared model and w the worker's values:
+    """Elastic averaging: every `every` (tau) local steps the worker and the shared model pull at each other.
+
+    With W the shared model and w the worker's values:
 
         d = alpha * (w - W);  W += d;  (next local step on w, not on w - d);  w -= d
 
-    d is taken before a local step and applied after it. So does Algorithm 1 of Zhang, Choromanska, LeCun (Deep learning
-    with elastic averaging SGD, 2015). The gradient is of w as it was when d was taken. With alpha = None it is 0.9 / p,
-    where p is the number of workers at that exchange: the force adapts to joins and deaths. (The authors start with
-    alpha = beta / p, beta = 0.9; in their terms alpha = eta * rho.) Any local optimizer.
+    d is taken before a local step and applied after it, as in Algorithm 1 of Zhang, Choromanska, LeCun (Deep learning
+    with elastic averaging SGD, 2015). The gradient is that of w when d was taken. alpha=None means 0.9 / p, where p is
+    the number of workers at that exchange, so the force adapts to joins and deaths. (The authors start with alpha =
+    beta / p, beta = 0.9; in their terms alpha = eta * rho.) Any local optimizer.
 
     Taxonomy: data parallel; central (one shared model, on the memory servers); asynchronous; each worker with the
     centre, never with each other: one read and one accumulate of n floats every tau steps.
 
-    Staleness: unbounded; nobody waits for anybody. A difference rests on a read made in the same call. Only additions
-    made during one read and one accumulate can come in between. It is counted (`status`), and Guards(staleness_max=)
-    refuses to send where it is more, as far as it can be known before sending. The centre moves by at most alpha of the
-    way, whatever came in between. Tests: tests/train/test_elastic_schemes.py holds golden traces against numpy, and
-    counts the staleness of interleavings made on purpose.
+    Staleness: unbounded; nobody waits for anybody. d rests on a read made in the same call, so only additions made
+    during one read and one accumulate can come in between. They are counted (`status`). Guards(staleness_max=) refuses
+    to send if there are more, as far as this is known before sending. The centre moves by at most alpha of the way in
+    any case.
 
-    A contribution of a step() that raised counts once: the next call finishes it (exchange/mover.py).
+    Blocks for one read and one accumulate. A contribution of a step() that raised counts once: the next call finishes
+    it.
     """
 
     NAME: ClassVar[str] = "easgd"
@@ -62,25 +64,24 @@ class EASGD(Scheme):
 
 @dataclass(frozen=True)
 class EAMSGD(Scheme):
-    """EASGD whose workers step with Nesterov's momentum. With W the shared model, w and v the worker's values and
-    velocity, every `every` (tau) local steps:
+    """EASGD whose workers step with Nesterov's momentum, every `every` (tau) local steps.
+
+    With W the shared model, w and v the worker's values and velocity:
 
         d = alpha * (w - W);  W += d;  v = mu*v;  w += v;  g = grad(w);  w -= eta*g;  v -= eta*g;  w -= d
 
     (Zhang, Choromanska, LeCun 2015, Algorithm 2.) d is of w before the look-ahead `w += v`, and never enters v.
-    Everything from `v = mu*v` to `v -= eta*g` is the local step, and is the user's: nesterov_step() does it on numpy
+    Everything from `v = mu*v` to `v -= eta*g` is the local step, which the user makes: nesterov_step() does it on numpy
     arrays, with momentum= of the group's scheme. alpha as in EASGD.
 
-    With another optimizer that has Nesterov momentum (torch.optim.SGD(nesterov=True), and most that fold the look-ahead
-    into the parameters) it composes, with one difference. Their parameters are the look-ahead point theta = w + mu*v;
-    their buffer is -v/eta. Both forms take the same steps on theta, as long as eta is constant. The elastic difference
-    is then alpha * (theta - W): it draws the look-ahead point to the shared model. That is alpha*mu*v more than the
-    rule above takes, and the shared model is an average of look-ahead points. If that matters, use nesterov_step. With
-    an optimizer without momentum this scheme is EASGD.
+    It also works with another optimizer with Nesterov momentum (torch.optim.SGD(nesterov=True), and most that fold the
+    look-ahead into the parameters), with one difference. Their parameters are the look-ahead point theta = w + `mu*v`;
+    their buffer is -v/eta. Both forms take the same steps on theta as long as eta is constant. The elastic difference
+    is then `alpha * (theta - W)`: it pulls the look-ahead point to the shared model, by `alpha*mu*v` more than the rule
+    above, and the shared model is an average of look-ahead points. Use nesterov_step if that matters. With an optimizer
+    without momentum this scheme is EASGD.
 
-    Taxonomy, staleness and what is tested: as EASGD. tests/train/test_elastic_schemes.py holds the golden trace of
-    nesterov_step with this exchange; tests/unit/train/test_elastic_force.py holds theta beside torch's parameters,
-    without a force.
+    Taxonomy, staleness and blocking: as EASGD.
     """
 
     NAME: ClassVar[str] = "eamsgd"
@@ -103,28 +104,28 @@ class EAMSGD(Scheme):
 
 @dataclass(frozen=True)
 class SEASGD(Scheme):
-    """Every `every` (tau) local steps, with W the shared model and w the worker's values:
+    """EASGD whose addition to the shared model is hidden behind the next local steps, every `every` (tau) of them.
+
+    With W the shared model and w the worker's values:
 
         d = alpha * (w - W);  w -= d;  W += d
 
-    (Ahn and others: ShmCaffe, 2018, and Soft Memory Box II, 2020; alpha = 0.2, tau = 1 there. alpha = None is 0.9 / p,
-    as in EASGD.) The worker takes its half at once. The shared model's half is sent, and added where the memory is, by
-    a background thread while the worker computes; the read of W is not hidden:
+    (Ahn and others: ShmCaffe, 2018, and Soft Memory Box II, 2020; alpha = 0.2, tau = 1 there. alpha=None means 0.9 / p,
+    as in EASGD.) The worker takes its half at once. A background thread sends the shared model's half, which is added
+    where the memory is, while the worker computes. The read of W is not hidden:
 
         iteration = max(T_compute, T_write + T_accumulate) + T_read + T_local      (T_local: d, and w -= d)
 
-    The next exchange begins by waiting for the last one's addition, so a worker reads what it sent. An error of the
-    background call surfaces there: what can be settled and sent again is; otherwise step() raises, has done nothing,
-    and called again goes on from there, with each element counted once. Any local optimizer.
+    The next exchange first waits for the last one's addition, so a worker reads what it sent. An error of the
+    background call is handled there: what can be settled and sent again is; otherwise step() raises and has done
+    nothing. Called again it goes on, with each element counted once. Any local optimizer.
 
     Taxonomy: data parallel; central (one shared model, on the memory servers); asynchronous; each worker with the
     centre, never with each other: one read and one accumulate of n floats every tau steps.
 
-    Staleness: unbounded; nobody waits for anybody. A difference rests on W as it was read one hidden addition before it
-    arrives: what others added meanwhile is its staleness, about p - 1 for p workers of equal speed. It is counted
-    (`status`); Guards(staleness_max=) as in EASGD. Tests: tests/train/test_elastic_schemes.py holds golden traces
-    against numpy. By events it shows that computing goes on during the addition, and that the next read waits for it.
-    It counts staleness in interleavings made on purpose. tests/fault/test_elastic_kills.py kills workers and servers.
+    Staleness: unbounded; nobody waits for anybody. d rests on W as it was read one hidden addition before d arrives.
+    The additions of others meanwhile are its staleness, about p - 1 for p workers of equal speed. It is counted
+    (`status`); Guards(staleness_max=) as in EASGD.
     """
 
     NAME: ClassVar[str] = "seasgd"
@@ -221,10 +222,11 @@ def nesterov_step(
     learning_rate: float,
     momentum: float,
 ) -> None:
-    """Take one local step of EAMSGD, in place: v = mu*v; w += v; g = gradient(w); w -= eta*g; v -= eta*g.
+    """Take one local step of EAMSGD, in place: `v = mu*v; w += v; g = gradient(w); w -= eta*g; v -= eta*g`.
 
-    `values` and `velocity` are float32 (n,); the velocity starts as zeros and is the worker's own. `gradient` is given
-    the look-ahead point, in the memory of `values`, and returns the loss's gradient there, float32 (n,).
+    `values` and `velocity` are float32 (n,). The velocity starts as zeros and belongs to the worker. `gradient` gets
+    the look-ahead point, in the memory of `values`, and returns the loss's gradient there, float32 (n,). Calls no
+    server.
     """
     velocity *= np.float32(momentum)
     values += velocity

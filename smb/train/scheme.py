@@ -53,55 +53,57 @@ SCHEMES: dict[str, type[Scheme]] = {}
 class Exchange(ABC):
     """One worker's side of a scheme. Made by Scheme.run when the worker has joined; then restart() is called.
 
-    Calls come from one thread. Any of them may raise the errors of the client's calls. Any may raise
-    MembershipLostError (the Worker joins again and makes a new exchange) and RefusedContributionError (the Worker calls
-    restart).
+    Calls come from one thread. Each may raise the errors of the client's calls, MembershipLostError (the Worker joins
+    again and makes a new exchange) and RefusedContributionError (the Worker calls restart).
     """
 
     EACH_STEP: ClassVar[bool] = False  # whether each step is a contribution: then the Worker counts one that is lost
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None if the scheme has no say in that."""
+        """How many samples the next local step should have; None if the scheme leaves that to the user."""
         return None
 
     @property
     def gradient_scale(self) -> float:
-        """The factor for the gradient, or the loss, of the next local step, on account of its batch_size."""
+        """The factor for the gradient, or the loss, of the next local step, which follows from its batch_size."""
         return 1.0
 
     @abstractmethod
     def step(self, samples: int) -> None:
-        """Take note of one local step over so many samples; exchange where the scheme says so.
+        """Note one local step over so many samples, and exchange when the scheme says so.
 
-        If nothing is due, it takes no time that grows with the model."""
+        If no exchange is due, it takes no time that grows with the model.
+        """
 
     @abstractmethod
     def restart(self) -> None:
-        """Make the parameters the shared model, and forget what was local. If it raises, they are unchanged."""
+        """Set the parameters to the shared model, and forget local changes. If it raises, the parameters
+        are unchanged.
+        """
 
     def flush(self) -> None:
-        """Finish what is under way in the background; afterwards nothing of this worker is outstanding."""
+        """Finish exchanges in the background; afterwards nothing of this worker is outstanding."""
         return
 
     @property
     def rests_count(self) -> bool:
-        """Whether contribute_rest contributes to a round that waits for all who are present."""
+        """True if contribute_rest contributes to a round that waits for all who are present."""
         return False
 
     def contribute_rest(self) -> int:
-        """Contribute the local steps since the last exchange, where the scheme can do so without waiting for others.
+        """Contribute the local steps since the last exchange, if the scheme can do so without waiting for others.
 
-        Return how many such steps there are that it could not contribute, as far as the scheme counts them.
+        Returns the number of such steps that it could not contribute, as far as the scheme counts them.
         """
         return 0
 
     def close(self) -> None:
-        """Flush, and leave nothing behind. The member's slot is given back afterwards, by the Worker."""
+        """Flush, and leave nothing behind. Afterwards the Worker gives its slot back."""
         self.flush()
 
     def abandon(self) -> None:
-        """The membership was lost: what is under way counts no more, and must not touch `values` any more."""
+        """The membership was lost: work in progress no longer counts, and must not change `values`."""
         return
 
 
@@ -121,7 +123,7 @@ class Footprint(NamedTuple):
 class Scheme(ABC):
     """A rule of exchange and its settings: a frozen dataclass with a NAME, and with TRAITS that others ask.
 
-    A scheme is its file: what a list, a plan or overlap= has to know of it stands in its traits.
+    A scheme is one file: what a list, a plan or overlap= needs to know of it stands in its traits.
     """
 
     NAME: ClassVar[str]

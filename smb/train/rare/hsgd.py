@@ -37,8 +37,10 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True)
 class HSGD(Scheme):
-    """Inside a host every local step is a round of BSP: the host's model H moves by the mean of what the steps did.
-    After every `every`-th (tau) round the host's root runs SEASGD on H, with W the shared model of all hosts:
+    """Two levels: inside a host every local step is a round of BSP, and between hosts there is SEASGD.
+
+    The host's model H moves by the mean of what the steps did. After every `every`-th (tau) round the host's root runs
+    SEASGD on H, with W the shared model of all hosts:
 
         H += mean of (w_i - H);   d = alpha * (H - W);   H -= d;   W += d;   w_i = H
 
@@ -48,27 +50,25 @@ class HSGD(Scheme):
         iteration = max(T_compute, T_write + T_accumulate) + T_host + T_read + T_local
 
     H lives in a nested group, NAME/host/HOST, on the memory servers of that host, so that its rounds go through shared
-    memory; where no server runs there, wherever the coordinator puts it. Between hosts only the roots' 2n floats move.
-    The host is the machine's name, or $SMB_TRAIN_HOST: for several hosts on one machine, or containers that share one.
+    memory. If no server runs there, the coordinator chooses the place. Between hosts only the roots' 2n floats move.
+    The host is the machine's name, or $SMB_TRAIN_HOST, for several hosts on one machine or containers that share one.
 
-    Processes that step together anyway, the ranks of a mesh (smb.torch.join with mesh=; FSDP2 or DDP, by NCCL or gloo),
-    are a host by themselves: one member, without a nested group, whose exchange is SEASGD's.
+    The ranks of a mesh (smb.torch.join with mesh=; FSDP2 or DDP, by NCCL or gloo), which step together anyway, are a
+    host by themselves: one member without a nested group, whose exchange is SEASGD's.
 
-    The root is the member that has been in the round's group for longest. If the root dies or leaves, the next member
-    is root from the exchange on that the others wait for. After a death that is about a lease later. A dead root's
-    contribution counts at most once for each element, and is not sent again. A root that was only stopped, and goes on,
-    changes nothing any more: its writes are fenced. If step() raises at a live root, as the servers of the shared model
-    are away, its host waits. It goes on when the root calls step() again or leaves. Workers that join a host wait for
-    nobody; a host whose workers have all gone starts from the shared model when one comes back. A difference that the
-    guards refuse (Guards, at the root) is not sent, and the host starts again from the shared model; what one worker's
-    step did is looked at before it counts in the host's mean.
+    The root is the member that has been in the round's group for longest. If it dies or leaves, the next member is root
+    from the exchange on for which the others wait: after a death about a lease later. A dead root's contribution counts
+    at most once for each element, and is not sent again. A root that was only stopped changes nothing afterwards,
+    because its writes are fenced. If step() raises at a live root, since the servers of the shared model are away, its
+    host waits until the root calls step() again or leaves. Workers that join a host wait for nobody. A host whose
+    workers have all gone starts from the shared model when one comes back. If the guards refuse a difference (Guards,
+    at the root), it is not sent, and the host starts again from the shared model. What one worker's step did is checked
+    before it counts in the host's mean.
 
     Taxonomy: data parallel; central, in two levels; synchronous inside a host, asynchronous between hosts; workers with
     their host's model each step, roots with the shared one every tau steps.
 
-    Staleness: 0 inside a host (BSP); between hosts as SEASGD, unbounded, with p the hosts. Tests:
-    tests/train/test_hsgd.py holds golden traces against numpy to the bit; tests/fault/test_elastic_kills.py kills
-    roots at every point of an exchange.
+    Staleness: 0 inside a host (BSP); between hosts as SEASGD, unbounded, with p the number of hosts.
     """
 
     NAME: ClassVar[str] = "hsgd"
