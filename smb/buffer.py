@@ -360,7 +360,7 @@ class Buffer:
 
         With fetch=True the new values come back in the same round trip, in the array's shape or in `out` (as in read();
         it shares no memory with the array). They contain this contribution and may contain later ones of others; after
-        a lost connection they are read anew. Without fetch=True None is returned.
+        a lost connection they are read anew, at least as new as this contribution. Without fetch=True None is returned.
 
         With `wire` the array is rounded before it is scaled and combined; fetched values are exact. With op="sum" and
         feedback=, an ErrorFeedback of this buffer, the array is scaled first, and the rounding error is added to the

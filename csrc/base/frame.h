@@ -105,15 +105,14 @@ static inline bool smb_opcode_waits(int opcode)
  * once:
  *   offset size
  *        0   64  the header, as ever: its `payload` says how many bytes the payload has
- *       64  104  what of the payload is small: token, words
- *      168    8  where the elements of a WRITE or ACCUMULATE lie: client's address; on the way from
- *                there on, the slot that they are in, and that an answer's data is to be put into,
- *                or SMB_NO_SLOT
- *      176    8  where the answer's data goes: client's address; 0 on the way from there on
+ *       64  104  the small part of the payload: token, words; zeros behind it
+ *      168    8  where the elements of a WRITE or ACCUMULATE lie: an address of the client. On the
+ *                way to the server: the slot for them and for the reply's data, or SMB_NO_SLOT
+ *      176    8  where the reply's data goes: an address of the client; 0 on the way to the server
  *      184    4  bytes of the elements
- *      188    4  bytes of the answer's data
- * HELLO and answers are headers alone; the data of an answer, as many bytes as its `payload` says,
- * is in the slot that its request named. There are no checksums: the network card has its own. */
+ *      188    4  bytes of the reply's data; the server relies on neither
+ * HELLO and replies are headers alone; the data of a reply, as many bytes as its `payload` says, is
+ * in the slot that its request named. There are no checksums: the network card has its own. */
 enum {
     SMB_RECORD_SMALL_AT = SMB_FRAME_BYTES,
     SMB_RECORD_SMALL_BYTES = SMB_TOKEN_BYTES + SMB_APPLY_BYTES,
