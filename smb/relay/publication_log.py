@@ -43,8 +43,8 @@ Slots = np.ndarray[Any, np.dtype[np.int64]]  # (slots, words)
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One generation. Its slot has eight int64 words: generation, 2 (the form), position, nbytes, total, whole_generation,
-    whole_version, whole_total.
+    """One generation. Its slot has eight int64 words: generation, 2 (the form), position, nbytes, total,
+    whole_generation, whole_version, whole_total.
 
     `position` is where its delta begins in the ring, counted on without end; `total` the sum of its state.
     `whole_generation` is the last generation up to it that is also there whole, as `whole_version` of the state's
