@@ -37,7 +37,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page protocol-page track-record perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -78,7 +78,7 @@ packages: libssl
 	-@for each in spin systemd chromium tmux prometheus etcd-server fuse3 nftables; do $(MAKE) --no-print-directory $$each; done
 
 C_FILES := $(wildcard csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] tests/support/*.c perf/*.[ch])
-# Text for people, and Python. Decisions and the record of bugs keep the words of their day (pyproject.toml).
+# Text for people, and Python. Decisions keep the words of their day (pyproject.toml).
 PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
@@ -233,10 +233,6 @@ ray-tests: $(VENV)/demo-installed
 prometheus:
 	@command -v promtool >/dev/null || tests/support/install-without-service.sh prometheus >/dev/null 2>&1 || \
 		echo "prometheus is not here and could not be installed: what needs it is not run"
-
-# docs/track-record.md, from docs/track-record.toml: bugs found, how, and their mends.
-track-record: $(VENV)/installed
-	$(BIN)/python -m tests.support.track_record
 
 # The tables of docs/protocol.md, from csrc/protocol.toml.
 protocol-page: $(VENV)/installed

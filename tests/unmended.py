@@ -2,7 +2,7 @@
 
     python -m tests.unmended COMMIT-OR-SUBJECT [TEST]
 
-TEST is FILE or FILE::NAME, of Python or C; without it those of docs/track-record.toml are run. The copy is a temporary
+TEST is FILE or FILE::NAME, of Python or C; without it those of tests/track-record.toml are run. The copy is a temporary
 worktree of git, built in place. Tests, docs and measurements stay as they are at HEAD. If later commits changed the
 same lines, the copy is of the commit itself instead: its tests, and the code before it. The exit code is 0 if a test
 failed, 1 if all passed or none could be run, 2 if the commit is not known or changed no code. Read the failure: a test
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         prog="python -m tests.unmended", description=__doc__.partition("\n")[0] if __doc__ else ""
     )
     parser.add_argument("commit", help="its hash or its subject")
-    parser.add_argument("test", nargs="?", help="FILE or FILE::NAME; those of docs/track-record.toml if left out")
+    parser.add_argument("test", nargs="?", help="FILE or FILE::NAME; those of tests/track-record.toml if left out")
     asked = parser.parse_args(arguments)
     try:
         entries = read(DATA.read_text())[1]
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         commit, subject = find(root, subjects[0] if subjects else asked.commit)
         tests = [asked.test] if asked.test else [test for bug in entries if bug.mend == subject for test in bug.tests]
         if not tests:
-            raise UnmendedError("docs/track-record.toml names no test of it; say one")
+            raise UnmendedError("tests/track-record.toml names no test of it; say one")
         print(f"without {commit[:7]} {subject}", flush=True)
         try:
             shown = run(root, commit, "HEAD", tests)

@@ -1,4 +1,4 @@
-"""The record of bugs names what is there, its page is what is made of it, and a bug is shown without its mend."""
+"""The record of bugs names tests and commits that exist, and a bug shows without its mend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests import unmended
 from tests.support import track_record
-from tests.support.track_record import DATA, NOT_RECORDED, PAGE, ROOT
+from tests.support.track_record import DATA, NOT_RECORDED, ROOT
 
 FIRST = "C engine: kernels, frames, layout, segments, server, client"
 KINDS, BUGS = track_record.read(DATA.read_text())
@@ -26,11 +26,6 @@ def git(place: Path, *arguments: str) -> str:
     alone = unmended.without_git(os.environ) | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     command = ["git", "-c", "user.name=test", "-c", "user.email=test@localhost", *arguments]
     return subprocess.run(command, cwd=place, check=True, env=alone, capture_output=True, text=True).stdout
-
-
-def test_the_page_is_what_is_made() -> None:
-    """A change of the data needs `make track-record`, too."""
-    assert PAGE.read_text() == track_record.page(DATA.read_text())
 
 
 def test_every_regression_test_has_its_line() -> None:
