@@ -1,8 +1,8 @@
-"""A hook of mkdocs (mkdocs.yml): the site is README.md as its first page, docs/, and all that these link to.
+"""A hook of mkdocs (mkdocs.yml). The site is README.md as its first page, and docs/.
 
-Pages link to sources, results and other pages of the repository by relative paths, which work wherever the repository
-is shown. Linked files outside docs/ come into the site below repository/: pages as pages, the rest as it is. Links are
-rewritten to match. A link to what is not there stays as it is, so mkdocs warns of it.
+Pages link to other files of the repository by relative paths, which work wherever the repository is shown. The site has
+the pages beside README.md, the examples and all images that are linked, below repository/. It names every other file
+outside docs/ by its path. A link to a file that does not exist stays as it is, so mkdocs warns of it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+_WHOLE_LINK = re.compile(r"(?<!!)\[((?:[^][`]|`[^`\n]*`)*)\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 _OUTSIDE = "repository/"
+_IMAGES = (".svg", ".png")
+_FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the first page, and all that pages link to, and that links to."""
+    """Add the first page, and the files outside docs/ that the site has and that its pages link to."""
     waiting = [page.src_uri for page in files.documentation_pages()]
     _add(files, config, "README.md", waiting)
     while waiting:
@@ -33,9 +36,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the page's links to where their targets lie in the site."""
+    """Rewrite the page's links to where their targets lie in the site. Name the files that the site does not have."""
     here = page.file.src_uri
     path = _path_of(here)
+
+    def named(found: re.Match[str]) -> str:
+        target = _target(path, found[2])
+        if target is None or _is_in_site(target):
+            return found[0]
+        return f"`{target}`" if found[1].strip("`") == target else f"{found[1]} (`{target}`)"
 
     def rewritten(found: re.Match[str]) -> str:
         target = _target(path, found[2])
@@ -43,6 +52,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return found[0]
         return f"{found[1]}{posixpath.relpath(_uri_of(target), posixpath.dirname(here))}{found[3] or ''}{found[4]}"
 
+    pieces = _FENCE.split(markdown)
+    markdown = "".join(piece if at % 2 else _WHOLE_LINK.sub(named, piece) for at, piece in enumerate(pieces))
     pieces = _CODE.split(markdown)
     return "".join(piece if at % 2 else _LINK.sub(rewritten, piece) for at, piece in enumerate(pieces))
 
@@ -59,13 +70,19 @@ def _add(files: Files, config: Any, path: str, waiting: list[str]) -> None:
 
 
 def _targets(path: str) -> set[str]:
-    """The files of the repository that a page links to."""
+    """Return the files of the repository that a page links to and the site has."""
     text = _CODE.sub("", (ROOT / path).read_text())
-    return {target for found in _LINK.finditer(text) if (target := _target(path, found[2])) is not None}
+    targets = {_target(path, found[2]) for found in _LINK.finditer(text)}
+    return {target for target in targets if target is not None and _is_in_site(target)}
+
+
+def _is_in_site(path: str) -> bool:
+    """Whether the site has this file of the repository. Sources, tests and results are only named."""
+    return "/" not in path or path.startswith(("docs/", "examples/")) or path.endswith(_IMAGES)
 
 
 def _target(page: str, link: str) -> str | None:
-    """The file of the repository that a link of a page means, None where it is none. A folder's is its README."""
+    """Return the file that a link of a page leads to, or None. A link to a folder leads to its README."""
     if ":" in link or link.startswith("/"):
         return None
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
@@ -75,7 +92,7 @@ def _target(page: str, link: str) -> str | None:
 
 
 def _uri_of(path: str) -> str:
-    """Where a file of the repository lies in the site's source."""
+    """Return where a file of the repository lies in the site's source."""
     if path == "README.md":
         return "index.md"
     if path.startswith("docs/"):
@@ -86,7 +103,7 @@ def _uri_of(path: str) -> str:
 
 
 def _path_of(uri: str) -> str:
-    """The reverse, for pages."""
+    """Return the file of the repository that a page of the site's source comes from."""
     if uri == "index.md":
         return "README.md"
     if uri.startswith(_OUTSIDE):

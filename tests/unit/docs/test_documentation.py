@@ -42,6 +42,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'href="repository/examples/stock.py.html"' in first
     assert (tmp_path / "images/overview.svg").is_file()
     assert (tmp_path / "repository/examples/stock.py.html").is_file()
+    # Sources, tests and results are named by their path, and have no pages of their own.
+    assert "<code>perf/results/table.md</code>" in (tmp_path / "comparison.html").read_text()
+    assert {path.name for path in (tmp_path / "repository").iterdir() if path.is_dir()} <= {"examples", "perf"}
+    assert list((tmp_path / "repository").rglob("perf/**/*.html")) == []
     assert "make demo" in (tmp_path / "search/search_index.json").read_text()
 
 
