@@ -78,7 +78,7 @@ packages: libssl
 	-@for each in spin systemd chromium tmux prometheus etcd-server fuse3 nftables; do $(MAKE) --no-print-directory $$each; done
 
 C_FILES := $(wildcard csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] tests/support/*.c perf/*.[ch])
-# Text for people, and Python. Decisions keep the words of their day (pyproject.toml).
+# Text for people, and Python.
 PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
 lint: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
