@@ -1,5 +1,5 @@
 /* access.h: tokens of the data plane, and how they are proved. docs/protocol.md, "Access";
- * docs/decisions/0013.
+ * docs/decisions.md, 0013.
  *
  * A token is a few public words (session, segment, rights, expiry) and a secret. Only the
  * coordinator and the segment's server can make the secret, with a key that both have. The client

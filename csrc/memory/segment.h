@@ -4,7 +4,7 @@
  * tells a dead owner by that id alone. So the header names the namespace of the locks, and no
  * process of another namespace maps the segment. A daemon that starts in a new namespace takes its
  * segments along. Clients of the old one get SMB_NAMESPACE from their next operation.
- * docs/decisions/0019.
+ * docs/decisions.md, 0019.
  *
  * Trust. Bounds come from a private copy of the header, checked against the file's size at mapping.
  * Nothing that another process writes later can make us leave the mapping. A process that may map a

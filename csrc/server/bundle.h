@@ -1,5 +1,5 @@
 /* bundle.h: segments that move together: one primary, one backup, one order of changes, one feed.
- * docs/decisions/0038. A segment that moves alone is a bundle of one.
+ * docs/decisions.md, 0038. A segment that moves alone is a bundle of one.
  *
  * Threads. As replica.h says.
  */

@@ -1,6 +1,6 @@
 /* replica.h: the second copy of a segment: what the primary forwards, and what waits until the
  * backup has it. docs/decisions/0025. Segments that move together are a bundle, which has the
- * order, the connection and the roles: docs/decisions/0038.
+ * order, the connection and the roles: docs/decisions.md, 0038.
  *
  * Order. A change gets its bundle's next order number under its chunk's lock. Changes go to the
  * backup in that order over one connection, each with its client's session, lane and sequence. The

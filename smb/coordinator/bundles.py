@@ -1,4 +1,4 @@
-"""Segments that move together (docs/decisions/0038): a bundle has one server, one backup and one epoch. Pure.
+"""Segments that move together (docs/decisions.md, 0038): a bundle has one server, one backup and one epoch. Pure.
 
 Invariant: in every state all members of a bundle have the same server, backup, epoch and copying_to, those of buffers
 that are still being made included.

@@ -48,7 +48,7 @@ from smb.train.scheme import by_traits
 from smb.train.traits import EXACT, FUSED
 
 # Bytes of a buffer that one server takes into a sum in a second: 2e9 were measured for single additions over loopback,
-# of which a source in a sum takes 0.6 of the time (docs/decisions/0037).
+# of which a source in a sum takes 0.6 of the time (docs/decisions.md, 0037).
 COMBINE_PER_S = 3.3e9
 # What a scheme costs it says itself, in its traits (smb/train/traits.py).
 SCHEMES = tuple(name for name, kind in by_traits() if kind.TRAITS.calls)

@@ -18,7 +18,7 @@ from smb.errors import Error, InvalidArgumentError
 # Of the code and of TCP, as in docs/scaling.md (tests/unit/tools/test_plan_model.py holds them against perf.model).
 FRAME_BYTES, CHUNK_BYTES = 64, 256 << 10
 CONNECTIONS_MAX = 4096  # of a server
-CONNECTION_BYTES = 2 << 20  # under way on one connection (docs/decisions/0034-several-connections.md)
+CONNECTION_BYTES = 2 << 20  # under way on one connection (docs/decisions.md, 0034)
 SEGMENT_BYTES, PACKET_BYTES = 1448, 1514  # payload, and bytes that a link counts
 # Measured on this project's machine over loopback (docs/scaling.md): what a call costs beside the round trip, and what
 # one client and one loop of a server move. A server has as many as 8 loops.

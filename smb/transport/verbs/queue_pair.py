@@ -533,7 +533,7 @@ def _status_name(status: int) -> str:
 
 def _completion_channel(make: Callable[[Any], Any], context: Any) -> tuple[Any, int]:
     """Return a completion channel and its descriptor, as pyverbs tells it; older ones do not: what is new among those
-    of such channels, where that is exactly one (docs/decisions/0020-completion-channels.md).
+    of such channels, where that is exactly one (docs/decisions.md, 0020).
     """
     for _ in range(_CHANNEL_TRIES):
         with _fd_lock:

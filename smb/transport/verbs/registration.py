@@ -21,7 +21,7 @@ import numpy as np
 from smb.errors import TransportError
 from smb.transport.verbs.queue_pair import BlockPool, Domain, Region
 
-WORTH_BYTES = 64 << 10  # smaller arrays are copied: docs/decisions/0012-verbs.md
+WORTH_BYTES = 64 << 10  # smaller arrays are copied: docs/decisions.md, 0012
 REGISTERED_BYTES_MAX = 4 << 30
 BLOCK_BYTES = 1 << 20  # SMB_CHUNK_BYTES_MAX: a frame's payload fits
 _BLOCKS = 16

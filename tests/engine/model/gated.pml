@@ -1,6 +1,6 @@
 /* A segment with one copy is gated, copied to another server and moves there, while it is used: by two clients that have it mapped, of
  * which one draws tickets (fetch_add) and one reads, and by one that draws over a connection whose answers may be lost.
- * The steps are those of csrc/memory/change.c, csrc/server/gate.c, replica.c and copy.c; docs/decisions/0035 explains them.
+ * The steps are those of csrc/memory/change.c, csrc/server/gate.c, replica.c and copy.c; docs/decisions.md, 0035 explains them.
  *
  * What is checked:
  *   no ticket of a chunk is given twice, none is below what was acknowledged before it was asked for;
