@@ -21,6 +21,7 @@ _OUTSIDE = "repository/"
 _IMAGES = (".svg", ".png")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+_TAGGED = re.compile(r"^```(\w+) ([\w.-]+)$", re.MULTILINE)  # a block with a name, by which tests find it
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -36,7 +37,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite the page's links to where their targets lie in the site. Name the files that the site does not have."""
+    """Rewrite the page's links to where their targets lie in the site, name the files that the site does not have, and
+    write the openings of named blocks of code as Markdown knows them: a name that is a file's becomes the title.
+    """
     here = page.file.src_uri
     path = _path_of(here)
 
@@ -55,7 +58,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     pieces = _FENCE.split(markdown)
     markdown = "".join(piece if at % 2 else _WHOLE_LINK.sub(named, piece) for at, piece in enumerate(pieces))
     pieces = _CODE.split(markdown)
-    return "".join(piece if at % 2 else _LINK.sub(rewritten, piece) for at, piece in enumerate(pieces))
+    return "".join(
+        _TAGGED.sub(_opening, piece) if at % 2 else _LINK.sub(rewritten, piece) for at, piece in enumerate(pieces)
+    )
+
+
+def _opening(found: re.Match[str]) -> str:
+    """The first line of a block of code, as Markdown knows it."""
+    return f'```{found[1]} title="{found[2]}"' if "." in found[2] else f"```{found[1]}"
 
 
 def _add(files: Files, config: Any, path: str, waiting: list[str]) -> None:

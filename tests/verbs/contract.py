@@ -118,6 +118,7 @@ LEFT_OUT = {
     "regressions/test_a_socket_of_another_user.py": "is about Unix sockets",
     "regressions/test_lost_memory_is_said_at_once.py": "is about buffers that go over TCP",
     "regressions/test_closed_terminals.py": _ELSEWHERE,
+    "regressions/test_named_blocks_on_the_site.py": _ELSEWHERE,
     "ops/test_own_authority.py": _ELSEWHERE,
     "regressions/test_a_change_that_nobody_waits_for.py": _ELSEWHERE,
     "regressions/test_a_lock_made_beside_one_server.py": _ELSEWHERE,
