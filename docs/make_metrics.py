@@ -15,7 +15,7 @@ Every daemon serves `GET /metrics` at its `--metrics` address. Prometheus learns
 `http://COORDINATOR:9470/targets` is an HTTP service discovery, and `smb targets COORDINATOR:9470 --output FILE` writes
 the same as a file. [deploy/prometheus](../deploy/prometheus/prometheus.yml) has a configuration, recording rules and
 alerts, [deploy/grafana](../deploy/grafana/make_dashboards.py) four dashboards: import the JSON files, choose the
-Prometheus, done. Each alert has its runbook in [operating.md](operating.md#alerts).
+Prometheus, done. Each alert has its runbook in [repair](repair.md#alerts).
 
     smb up                                             # says "its page at http://127.0.0.1:9470/"
     sed 's/COORDINATOR/127.0.0.1/' deploy/prometheus/prometheus.yml > deploy/prometheus/mine.yml
@@ -35,7 +35,7 @@ process runs. Give Prometheus these addresses in a file of `deploy/prometheus/ta
         > deploy/prometheus/targets/training.json
 
 **Names are on these pages**: of buffers, of clients (by default host and process id) and of servers, of all namespaces,
-for everybody who may scrape. See [operating.md](operating.md#who-sees-the-pages).
+for everybody who may scrape. See [run](run.md#who-sees-the-pages).
 
 ## Labels are bounded
 

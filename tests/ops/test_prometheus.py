@@ -80,14 +80,14 @@ def test_alerts_fire_and_keep_quiet(tmp_path: Path) -> None:
 
 
 def test_every_alert_has_a_test_and_a_runbook() -> None:
-    """Each alert is in alerts-test.yml, and its link leads to the one section of its name in docs/operating.md, where
+    """Each alert is in alerts-test.yml, and its link leads to the one section of its name in docs/repair.md, where
     there is none of an alert that is not there."""
     tested = (DEPLOY / "alerts-test.yml").read_text()
-    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "operating.md").read_text(), re.M)
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "repair.md").read_text(), re.M)
     assert sorted(h for h in headings if h.startswith("Smb")) == sorted(alert["alert"] for alert in alerts())
     for alert in alerts():
         assert f"alertname: {alert['alert']}" in tested
-        assert alert["annotations"]["runbook_url"] == f"docs/operating.md#{alert['alert'].lower()}"
+        assert alert["annotations"]["runbook_url"] == f"docs/repair.md#{alert['alert'].lower()}"
 
 
 def test_dashboards_are_whole() -> None:

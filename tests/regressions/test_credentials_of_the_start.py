@@ -33,7 +33,7 @@ class Servicer(MemoryServerServicer):
 
 
 def replace(fresh: Path, place: Path, names: tuple[str, ...] = FILES) -> None:
-    """Put files in the place of others, as operating.md says: each by one rename."""
+    """Put files in the place of others, as docs/run.md says: each by one rename."""
     for name in names:
         (fresh / name).replace(place / name)
 

@@ -113,6 +113,7 @@ LEFT_OUT = {
     "ops/test_ray.py": "starts daemons where Ray says; over which transport is the daemons' own",
     "ops/test_supervised_daemons.py": _ELSEWHERE,
     "ops/test_top_in_tmux.py": "asks the coordinator alone",
+    "ops/test_tutorial_operator.py": _ELSEWHERE,
     "regressions/test_a_call_as_a_lead_begins.py": "is about the coordinator",
     "regressions/test_a_repeated_step_counts_once.py": _TRAINING,
     "regressions/test_a_socket_of_another_user.py": "is about Unix sockets",

@@ -1,4 +1,4 @@
-"""The state of the cluster for people, as JSON: the one view model of the page at / and of `smb top`. docs/operating.md
+"""The state of the cluster for people, as JSON: the one view model of the page at / and of `smb top`. docs/run.md
 has its fields. What follows from the facts (which stage a training is in, what a wait is called, what belongs to a
 training) is concluded here; the page and `smb top` format and arrange it.
 

@@ -63,7 +63,7 @@ def look_at_cluster(address: str, timeout: float = 5.0) -> Iterator[Finding]:
     except InvalidArgumentError as error:
         yield problem("coordinator", str(error), "see `smb config` for where it is set")
     except Error as error:
-        yield _failed("coordinator", error, "is it running, and no firewall between? see docs/operating.md")
+        yield _failed("coordinator", error, "is it running, and no firewall between? see docs/repair.md")
 
 
 def _coordinator(client: smb.Client, address: str, joined_s: float) -> Iterator[Finding]:
@@ -104,7 +104,7 @@ def _certificates() -> Iterator[Finding]:
         left = days_left(end)
         found = f"{path} is good for {left:.0f} days" if left >= 0 else f"{path} expired {-left:.0f} days ago"
         change = (
-            "issue another one from the same authority, and put it there (docs/operating.md, SmbCertificateExpiresSoon)"
+            "issue another one from the same authority, and put it there (docs/repair.md, SmbCertificateExpiresSoon)"
         )
         if left < NOW_DAYS:
             yield problem("certificate", found, change, days=left)

@@ -2,7 +2,7 @@
 
     python -m tests.ops.deploy.upgrade [COMMIT]         or make upgrade FROM=COMMIT; default: the last tag
 
-The coordinator first, then the memory servers one by one, as docs/operating.md says. Clients of both versions add to
+The coordinator first, then the memory servers one by one, as docs/run.md says. Clients of both versions add to
 buffers over TCP and shared memory, and train one model together, from before the first change until after the last.
 Each addition that returned counts once: read by both versions in the end. The earlier version is built below
 build/upgrade.

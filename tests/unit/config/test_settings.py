@@ -146,6 +146,6 @@ def test_misspelt_variables_are_told() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    """docs/operating.md has every variable of the table."""
-    text = (ROOT / "docs/operating.md").read_text()
+    """docs/commands.md has every variable of the table."""
+    text = (ROOT / "docs/commands.md").read_text()
     assert [setting.variable for setting in SETTINGS.values() if f"`{setting.variable}`" not in text] == []
