@@ -11,65 +11,55 @@ _HEAD = f"""# Metrics
 
 <!-- Made from smb/daemon/metric_names.py by `make metrics-page`. Change that file, not this page. -->
 
-Every daemon serves `GET /metrics` at its `--metrics` address. Prometheus learns the addresses from the coordinator:
-`http://COORDINATOR:9470/targets` is an HTTP service discovery, and `smb targets COORDINATOR:9470 --output FILE` writes
-the same as a file. [deploy/prometheus](../deploy/prometheus/prometheus.yml) has a configuration, recording rules and
-alerts, [deploy/grafana](../deploy/grafana/make_dashboards.py) four dashboards: import the JSON files, choose the
-Prometheus, done. Each alert has its runbook in [repair](repair.md#alerts).
+Every daemon serves `GET /metrics` at its `--metrics` address. Prometheus learns the addresses from the coordinator, at
+`http://COORDINATOR:9470/targets`; `smb targets COORDINATOR:9470 --output FILE` writes the same into a file.
+[deploy/prometheus](../deploy/prometheus/prometheus.yml) has a configuration, recording rules and alerts, each with a
+[runbook](repair.md#alerts). [deploy/grafana](../deploy/grafana/make_dashboards.py) has four dashboards: import the JSON
+files and choose the Prometheus. To try it:
 
-    smb up                                             # says "its page at http://127.0.0.1:9470/"
+    smb up                                             # its page is at http://127.0.0.1:9470/
     sed 's/COORDINATOR/127.0.0.1/' deploy/prometheus/prometheus.yml > deploy/prometheus/mine.yml
     prometheus --config.file=deploy/prometheus/mine.yml --storage.tsdb.path=prometheus-data
 
-`make prometheus` installs Debian's Prometheus, as root, where there is none; http://127.0.0.1:9090/targets then shows
-each daemon as UP. Of real daemons `smb coordinator --metrics` says the port, 9470 by default.
+http://127.0.0.1:9090/targets then shows each daemon as UP. `make prometheus` installs Debian's Prometheus, as root.
 
-A training process serves its own metrics if it is asked to: `SMB_CLIENT_METRICS=HOST:PORT` in its environment,
-`smb.metrics.serve(client, "HOST:PORT")`, or `smb.metrics.Collector(client)` in a registry of its own.
-`smb.train.Collector(client, "group")` tells of a whole training, from any process:
-`smb.metrics.serve(client, "127.0.0.1:9480", smb.train.Collector(client, "group"))` serves it for as long as that
-process runs. Give Prometheus these addresses in a file of `deploy/prometheus/targets/`, with the label
-`smb_role: client`; the training dashboard needs one:
+A training process serves its own metrics with `SMB_CLIENT_METRICS=HOST:PORT`, `smb.metrics.serve(client, "HOST:PORT")`,
+or `smb.metrics.Collector(client)` in its own registry. A whole training is served from any process by
+`smb.metrics.serve(client, "127.0.0.1:9480", smb.train.Collector(client, "group"))`. Tell Prometheus of such addresses
+with the label `smb_role: client`; the training dashboard needs it:
 
     echo '[{{"targets": ["127.0.0.1:9480"], "labels": {{"smb_role": "client"}}}}]' \\
         > deploy/prometheus/targets/training.json
 
-**Names are on these pages**: of buffers, of clients (by default host and process id) and of servers, of all namespaces,
-for everybody who may scrape. See [run](run.md#who-sees-the-pages).
+These pages show names of buffers, clients and servers of all namespaces: see
+[who sees the pages](run.md#who-sees-the-pages).
 
-## Labels are bounded
+Names that end in `_total` are counters, those in `_duration_seconds` histograms, all others gauges. Labels: `kind`
+is an operation (read, write, accumulate, ...), `transport` is shm, tcp, unix or verbs, `class` a status of the
+engine, `method` and `code` are gRPC's. They are bounded: a memory server names the first {NAMED_MAX} buffers and
+{NAMED_MAX} clients that it sees until one of them is gone, the coordinator the {NAMED_MAX} largest buffers; the
+rest is `other`. A new buffer shows within 2 s, with all that was done before. Changes in mapped memory are counted
+by buffer, not by client.
 
-`kind` is an operation (read, write, accumulate, ...), `transport` one of shm, tcp, unix, verbs, `class` a status of the
-engine, `method` and `code` gRPC's. A memory server tells {NAMED_MAX} buffers and {NAMED_MAX} clients apart by name,
-those that it sees first; all later ones are `other`, until one that is gone makes room for a new one. So no counter
-falls. The coordinator names the {NAMED_MAX} largest buffers; the rest are `other`. Changes by local clients in mapped
-memory are counted by buffer, not by client: no server sees which client it was. Names reach a server with its renewals,
-within 2 s; until then a new buffer is not shown, and then with all that was done before.
-
-## What it costs
-
-The engine counts where a request is done, in memory of that event loop alone: no lock, no atomic addition, no cache
-line that another core writes. A client counts its own calls only if it is asked to. Measured:
-[perf/results/instruments.md](../perf/results/instruments.md).
+Counting costs the engine no lock and no atomic operation ([measured](../perf/results/instruments.md)). A client counts
+its calls only if it serves metrics.
 """
 
 
 def _table(title: str, text: str, metrics: tuple[Description, ...]) -> str:
-    rows = [f"| `{m.name}` | {m.type} | {', '.join(m.labels)} | {m.text} |" for m in metrics]
-    return "\n".join(
-        [f"\n## {title}\n", f"{text}\n", "| name | type | labels | meaning |", "| --- | --- | --- | --- |", *rows, ""]
-    )
+    rows = [f"| `{m.name}` | {', '.join(m.labels)} | {m.text} |" for m in metrics]
+    return "\n".join([f"\n## {title}\n", f"{text}\n", "| name | labels | meaning |", "| --- | --- | --- |", *rows, ""])
 
 
 def page() -> str:
     """Return the page's text."""
     return _HEAD + "".join(
         (
-            _table("Memory server", "Of every `smb-memserver`.", SERVER),
+            _table("Memory server", "Of each `smb-memserver`.", SERVER),
             _table("Coordinator", "Of `smb coordinator`.", COORDINATOR),
-            _table("With credentials", "Of every daemon that has some. `certificate` is own or authority.", SECURED),
-            _table("Client", "Of a process that serves them.", CLIENT),
-            _table("Training", "Of `smb.train.Collector`: one group, from any process.", TRAINING),
+            _table("With credentials", "Of each daemon with credentials.", SECURED),
+            _table("Client", "Of each process that serves them.", CLIENT),
+            _table("Training", "Of `smb.train.Collector`.", TRAINING),
         )
     )
 
