@@ -19,17 +19,23 @@ SERVER, BUFFER, GROUP = 'server=~"$server"', 'buffer=~"$buffer"', 'group=~"$grou
 CLUSTER: list[Panel] = [
     (
         "Memory servers alive",
-        "Of those known.",
+        "Live servers, and all servers in the coordinator's records.",
         "short",
         [("smb_coordinator_servers_alive", "alive"), ("smb_coordinator_servers_known", "known")],
         "stat",
     ),
-    ("Memory free", "Of the live servers' capacity.", "percentunit", [("cluster:smb_free:ratio", "free")], "stat"),
+    (
+        "Memory free",
+        "Free part of the live servers' capacity.",
+        "percentunit",
+        [("cluster:smb_free:ratio", "free")],
+        "stat",
+    ),
     ("Clients", "Sessions whose lease runs.", "short", [("smb_coordinator_sessions", "clients")], "stat"),
-    ("Buffers", "That can be opened.", "short", [("smb_coordinator_buffers", "buffers")], "stat"),
+    ("Buffers", "Buffers that can be opened.", "short", [("smb_coordinator_buffers", "buffers")], "stat"),
     (
         "Alerts",
-        "Firing now.",
+        "Alerts firing now.",
         "short",
         [('count(ALERTS{alertname=~"Smb.*", alertstate="firing"}) or vector(0)', "firing")],
         "stat",
@@ -43,29 +49,35 @@ CLUSTER: list[Panel] = [
     ),
     (
         "Throughput by transport",
-        "shm: by local clients on their own mapping.",
+        "shm is local clients in mapped memory.",
         "Bps",
         [("sum by (transport) (server_kind:smb_transferred_bytes:rate1m)", "{{transport}}")],
         "timeseries",
     ),
     (
         "Operations by kind",
-        "All servers.",
+        "All servers together.",
         "ops",
         [("sum by (kind) (server_kind:smb_operations:rate1m) > 0", "{{kind}}")],
         "timeseries",
     ),
-    ("Memory by server", "Taken by segments.", "percentunit", [("server:smb_used:ratio", "{{server}}")], "timeseries"),
+    (
+        "Memory by server",
+        "Part of the capacity that segments take.",
+        "percentunit",
+        [("server:smb_used:ratio", "{{server}}")],
+        "timeseries",
+    ),
     (
         "Largest buffers",
-        "Capacity that they take.",
+        "Capacity that the ten largest buffers take.",
         "bytes",
         [("topk(10, smb_coordinator_buffer_allocated_bytes)", "{{buffer}}")],
         "timeseries",
     ),
     (
         "Busiest clients",
-        "Not over shm, which no server can tell apart.",
+        "Without shm, where servers do not see the client.",
         "Bps",
         [("topk(10, client:smb_transferred_bytes:rate1m)", "{{client}}")],
         "timeseries",
@@ -79,14 +91,14 @@ CLUSTER: list[Panel] = [
     ),
     (
         "Leases lost",
-        "That ran out unrenewed.",
+        "Leases of servers and clients that ran out in 10 minutes.",
         "short",
         [("increase(smb_coordinator_leases_lost_total[10m])", "{{of}}")],
         "timeseries",
     ),
     (
         "Control plane, slowest hundredth",
-        "By method.",
+        "Time of calls to the coordinator, by method.",
         "s",
         [
             (
@@ -98,53 +110,65 @@ CLUSTER: list[Panel] = [
     ),
 ]
 ONE_SERVER: list[Panel] = [
-    ("Uptime", "Of this run.", "s", [(f"time() - smb_server_start_time_seconds{{{SERVER}}}", "{{server}}")], "stat"),
-    ("Memory taken", "Of its capacity.", "percentunit", [(f"server:smb_used:ratio{{{SERVER}}}", "{{server}}")], "stat"),
+    (
+        "Uptime",
+        "Since the server's last start.",
+        "s",
+        [(f"time() - smb_server_start_time_seconds{{{SERVER}}}", "{{server}}")],
+        "stat",
+    ),
+    (
+        "Memory taken",
+        "Part of its capacity that segments take.",
+        "percentunit",
+        [(f"server:smb_used:ratio{{{SERVER}}}", "{{server}}")],
+        "stat",
+    ),
     (
         "Coordinator",
-        "1 while it answers.",
+        "1 while the coordinator answers this server.",
         "short",
         [(f"smb_server_coordinator_connected{{{SERVER}}}", "{{server}}")],
         "stat",
     ),
     (
         "Connections",
-        "Open now.",
+        "Open connections.",
         "short",
         [(f"smb_server_connections{{{SERVER}}}", "{{server}} {{transport}}")],
         "stat",
     ),
     (
         "Throughput",
-        "By kind and transport.",
+        "By kind of operation and transport.",
         "Bps",
         [(f"server_kind:smb_transferred_bytes:rate1m{{{SERVER}}} > 0", "{{server}} {{kind}} {{transport}}")],
         "timeseries",
     ),
     (
         "Operations",
-        "By kind and transport.",
+        "By kind of operation and transport.",
         "ops",
         [(f"server_kind:smb_operations:rate1m{{{SERVER}}} > 0", "{{server}} {{kind}} {{transport}}")],
         "timeseries",
     ),
     (
         "Latency, median",
-        "In the server, of what comes over sockets.",
+        "Time in the server of requests over sockets.",
         "s",
         [(f"server_kind:smb_request_duration_seconds:p50{{{SERVER}}} >= 0", "{{server}} {{kind}}")],
         "timeseries",
     ),
     (
         "Latency, slowest hundredth",
-        "In the server, of what comes over sockets.",
+        "Time in the server of requests over sockets.",
         "s",
         [(f"server_kind:smb_request_duration_seconds:p99{{{SERVER}}} >= 0", "{{server}} {{kind}}")],
         "timeseries",
     ),
     (
         "Waiting",
-        "Requests deferred at a chunk's lock; those that wait for a lock, a publication, a barrier, a version.",
+        "Requests that wait for a chunk's lock, a lock, a turn to publish, a barrier or a version.",
         "short",
         [
             (f"smb_server_deferred_requests{{{SERVER}}}", "{{server}} chunk"),
@@ -154,7 +178,7 @@ ONE_SERVER: list[Panel] = [
     ),
     (
         "Locks",
-        "Held; granted, waited for, timed out, lost in a second.",
+        "Locks held; locks granted, waited for, timed out and lost per second.",
         "short",
         [
             (f"smb_server_held_locks{{{SERVER}}}", "{{server}} held {{kind}}"),
@@ -167,7 +191,7 @@ ONE_SERVER: list[Panel] = [
     ),
     (
         "Repeated and recognised",
-        "Requests sent again after a lost connection; changes among them that had been made.",
+        "Requests sent again after a lost connection, and those that had been applied before.",
         "ops",
         [
             (f"rate(smb_server_repeated_requests_total{{{SERVER}}}[1m])", "{{server}} repeated"),
@@ -177,49 +201,49 @@ ONE_SERVER: list[Panel] = [
     ),
     (
         "Barriers broken",
-        "Rounds, in 10 minutes.",
+        "Broken rounds of barriers in 10 minutes.",
         "short",
         [(f"increase(smb_server_broken_barriers_total{{{SERVER}}}[10m])", "{{server}}")],
         "timeseries",
     ),
     (
         "Send backlog",
-        "Answers that wait for their peers to read.",
+        "Bytes of answers that clients have not read yet.",
         "bytes",
         [(f"smb_server_send_backlog_bytes{{{SERVER}}}", "{{server}}")],
         "timeseries",
     ),
     (
-        "Times that a peer did not read",
-        "In a second.",
+        "Times that a client did not read",
+        "Answers per second that had to wait for their client.",
         "ops",
         [(f"rate(smb_server_send_backlogs_total{{{SERVER}}}[1m])", "{{server}}")],
         "timeseries",
     ),
     (
         "Journal slots",
-        "Of those there are.",
+        "Part of the journal slots that is taken.",
         "percentunit",
         [(f"smb_server_journal_slots{{{SERVER}}} / smb_server_journal_slots_max", "{{server}}")],
         "timeseries",
     ),
     (
         "Errors",
-        "By reason.",
+        "Refused requests and closed connections, by reason.",
         "ops",
         [(f"rate(smb_server_errors_total{{{SERVER}}}[5m])", "{{server}} {{class}}")],
         "timeseries",
     ),
     (
         "Recovery",
-        "How long this run took over what the one before left.",
+        "Seconds that the last start took to recover segments.",
         "s",
         [(f"smb_server_recovery_seconds{{{SERVER}}}", "{{server}}")],
         "timeseries",
     ),
     (
         "Found after a kill",
-        "Chunk locks of the dead; changes finished; chunks torn.",
+        "Chunk locks taken over from dead processes; changes finished at the start; chunks with half-made changes.",
         "short",
         [
             (f"smb_server_recovered_locks_total{{{SERVER}}}", "{{server}} locks"),
@@ -232,28 +256,28 @@ ONE_SERVER: list[Panel] = [
 ONE_BUFFER: list[Panel] = [
     (
         "Capacity",
-        "That its segments take.",
+        "Capacity that the buffer's segments take.",
         "bytes",
         [(f"sum by (buffer) (smb_server_buffer_capacity_bytes{{{BUFFER}}})", "{{buffer}}")],
         "stat",
     ),
     (
         "Throughput",
-        "By kind.",
+        "By kind of operation.",
         "Bps",
         [(f"sum by (buffer, kind) (buffer_kind:smb_transferred_bytes:rate1m{{{BUFFER}}})", "{{buffer}} {{kind}}")],
         "timeseries",
     ),
     (
         "Operations",
-        "By kind.",
+        "By kind of operation.",
         "ops",
         [(f"sum by (buffer, kind) (buffer_kind:smb_operations:rate1m{{{BUFFER}}})", "{{buffer}} {{kind}}")],
         "timeseries",
     ),
     (
         "By transport",
-        "How its clients reach it.",
+        "Transports by which clients reach the buffer.",
         "Bps",
         [
             (
@@ -265,7 +289,7 @@ ONE_BUFFER: list[Panel] = [
     ),
     (
         "By server",
-        "Whether its stripes spread the load.",
+        "Shows whether the stripes spread the load.",
         "Bps",
         [
             (
@@ -277,7 +301,7 @@ ONE_BUFFER: list[Panel] = [
     ),
     (
         "Where it lies",
-        "Capacity by server.",
+        "Capacity that the buffer takes on each server.",
         "bytes",
         [(f"smb_server_buffer_capacity_bytes{{{BUFFER}}}", "{{server}} {{buffer}}")],
         "timeseries",
@@ -286,22 +310,28 @@ ONE_BUFFER: list[Panel] = [
 TRAINING: list[Panel] = [
     (
         "Workers alive",
-        "That hold their slot.",
+        "Workers that are members now.",
         "short",
         [(f"sum by (group) (smb_training_alive{{{GROUP}}})", "{{group}}")],
         "stat",
     ),
-    ("Round", "The open one.", "short", [(f"smb_training_round_count{{{GROUP}}}", "{{group}} {{scheme}}")], "stat"),
+    (
+        "Round",
+        "Number of the open round.",
+        "short",
+        [(f"smb_training_round_count{{{GROUP}}}", "{{group}} {{scheme}}")],
+        "stat",
+    ),
     (
         "Samples",
-        "Trained in a second.",
+        "Samples trained on per second.",
         "ops",
         [(f"sum by (group) (rate(smb_training_samples_total{{{GROUP}}}[1m]))", "{{group}}")],
         "timeseries",
     ),
     (
         "Contributions",
-        "Counted, dropped as too late, refused by a guard.",
+        "Contributions per second: counted, dropped as too late, refused by a guard.",
         "ops",
         [
             (f"sum by (group) (rate(smb_training_contributions_total{{{GROUP}}}[1m]))", "{{group}} counted"),
@@ -312,49 +342,49 @@ TRAINING: list[Panel] = [
     ),
     (
         "Staleness",
-        "Of the last contribution of each worker.",
+        "Staleness of the last contribution of each worker.",
         "short",
         [(f"smb_training_staleness_count{{{GROUP}}}", "{{group}} {{worker}}")],
         "timeseries",
     ),
     (
         "Largest staleness",
-        "So far.",
+        "Largest staleness since the training began.",
         "short",
         [(f"max by (group) (smb_training_staleness_max_count{{{GROUP}}})", "{{group}}")],
         "timeseries",
     ),
     (
         "Clocks",
-        "How far each worker has come.",
+        "Progress of each worker.",
         "short",
         [(f"smb_training_clock_count{{{GROUP}}}", "{{group}} {{worker}}")],
         "timeseries",
     ),
     (
         "Norm",
-        "Of the last contribution of each worker.",
+        "Euclidean norm of the last contribution of each worker.",
         "short",
         [(f"smb_training_norm{{{GROUP}}}", "{{group}} {{worker}}")],
         "timeseries",
     ),
     (
         "Network",
-        "Contributions and models.",
+        "Bytes of contributions and models per second.",
         "Bps",
         [(f"sum by (group, worker) (rate(smb_training_bytes_total{{{GROUP}}}[1m]))", "{{group}} {{worker}}")],
         "timeseries",
     ),
     (
         "Rejoins",
-        "Workers that lost their lease, in 10 minutes.",
+        "Workers that lost their lease and joined again, in 10 minutes.",
         "short",
         [(f"increase(smb_training_rejoins_total{{{GROUP}}}[10m])", "{{group}} {{worker}}")],
         "timeseries",
     ),
     (
         "Time in calls, slowest hundredth",
-        "Of processes that serve their metrics.",
+        "Time of calls in processes that serve their metrics.",
         "s",
         [
             (
@@ -366,7 +396,7 @@ TRAINING: list[Panel] = [
     ),
     (
         "Outages",
-        "Connections that broke while they were needed, in 10 minutes; locks lost.",
+        "Connections that broke while in use, and locks lost, in 10 minutes.",
         "short",
         [
             ("increase(smb_client_outages_total[10m])", "{{client}}"),
