@@ -1,4 +1,4 @@
-"""Backups of the coordinator's state and their restoring, as docs/disaster-recovery.md has them, and what servers hold then."""
+"""Backups of the coordinator's records and their restoring (docs/disaster-recovery.md), and what servers hold then."""
 
 from __future__ import annotations
 
