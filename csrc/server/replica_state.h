@@ -25,8 +25,8 @@ struct copy {
     bool counted; /* evicted records were counted after all else */
 };
 
-/* Segments that move together (docs/decisions.md, 0038). Most bundles have one member. A bundle lives
- * as long as any of its members. */
+/* Segments that move together (docs/decisions.md, 0038). Most bundles have one member. A bundle
+ * lives as long as any of its members. */
 struct segment_bundle {
     struct smb_server *server;
     uint64_t id;
