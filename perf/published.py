@@ -1,7 +1,8 @@
 """Published scaling results beside the planner's model of them: `python -m perf.published`.
 
 A model of other systems on other machines. Their inputs are not all published: those assumed here are stated, and none
-is fitted but where it says so. docs/plan.md has the table; tests/unit/perf/test_published.py holds it to this.
+is fitted but where it says so. perf/results/training-published.md has the table, which
+tests/unit/perf/test_published.py compares with this.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """smb.torch in the real frameworks, with models made from a config: nothing is downloaded.
 
-Rows of the table in docs/training.md, "What works with what", name these tests.
+docs/training.md, "Frameworks", has a table of what works with what.
 """
 
 from __future__ import annotations

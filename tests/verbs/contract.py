@@ -109,7 +109,7 @@ LEFT_OUT = {
     "ops/test_page_over_http.py": _ELSEWHERE,
     "ops/test_plan.py": _ELSEWHERE,
     "ops/test_prometheus.py": _ELSEWHERE,
-    "ops/test_quickstart.py": _ELSEWHERE,
+    "ops/test_tutorials.py": _ELSEWHERE,
     "ops/test_ray.py": "starts daemons where Ray says; over which transport is the daemons' own",
     "ops/test_supervised_daemons.py": _ELSEWHERE,
     "ops/test_top_in_tmux.py": "asks the coordinator alone",

@@ -1,4 +1,4 @@
-"""Published figures beside the model, as docs/plan.md states them."""
+"""Published figures beside the model, as perf/results/training-published.md states them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_page_has_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
     """Row by row."""
     published.main()
-    page = (ROOT / "docs/plan.md").read_text()
+    page = (ROOT / "perf/results/training-published.md").read_text()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(rows) == 12
     assert [row for row in rows if row not in page] == []
