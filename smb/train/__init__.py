@@ -8,7 +8,7 @@ for batch in batches:
 worker.close()
 ```
 
-Independent of frameworks: `values` is a flat float32 array. docs/choose-a-scheme.md compares the schemes.
+Independent of frameworks: `values` is a flat float32 array. docs/schemes.md compares the schemes.
 """
 
 from smb.train.asyncdiloco import AsyncDiLoCo
