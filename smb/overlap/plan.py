@@ -135,7 +135,7 @@ class Measured:
     """The last steps' times, by layer, and what the link did. Medians count: one step that was disturbed does not."""
 
     def __init__(self, places: Sequence[LayerPlace], start_s: float, gap_s: float) -> None:
-        self._places = places
+        self.places = places
         self._start_s = max(start_s, _START_MIN)
         self._gap_s = min(max(gap_s, 0.0), self._start_s)
         self._forward: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in places]
@@ -179,7 +179,7 @@ class Measured:
         """Return the layers. The optimizer's step counts as a part of the backward pass, by bytes: there is where it
         may be done.
         """
-        total = sum(place.nbytes for place in self._places) or 1
+        total = sum(place.nbytes for place in self.places) or 1
         optimizer_s = statistics.median(self._optimizer)
         return [
             Layer(
@@ -187,7 +187,7 @@ class Measured:
                 max(0.0, statistics.median(forward)),
                 max(0.0, statistics.median(backward)) + optimizer_s * place.nbytes / total,
             )
-            for place, forward, backward in zip(self._places, self._forward, self._backward, strict=True)
+            for place, forward, backward in zip(self.places, self._forward, self._backward, strict=True)
         ]
 
     def channel(self) -> Channel:

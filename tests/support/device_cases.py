@@ -20,7 +20,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.overlap import hooks as overlap_of
+from smb.overlap import planner
 from smb.torch import model_parameters, page_lock, staging, state_bytes
 from smb.train import parameters
 from tests.support import devices
@@ -282,8 +282,8 @@ def test_exchanges_behind_the_passes(
     """With overlap= a device comes to what it does without, to the bit, by parts that end in the middle of tensors; and
     exchanges only copy beside the device's work.
     """
-    monkeypatch.setattr(overlap_of, "_LEARNING", 2)
-    monkeypatch.setattr(overlap_of, "plan_of", plan_by("slices", 100))
+    monkeypatch.setattr(planner, "LEARNING_STEPS", 2)
+    monkeypatch.setattr(planner, "plan_of", plan_by("slices", 100))
     ends = []
     for name in ("none", overlap):
         model = network(dtype, DEVICE)

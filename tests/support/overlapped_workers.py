@@ -17,8 +17,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.overlap import hooks as overlap_of
-from smb.overlap import parts
+from smb.overlap import parts, planner
 from smb.overlap import plan as overlap_plan
 from smb.train import group
 from smb.train.exchange import closing, rounds
@@ -101,8 +100,8 @@ def mark_behind_passes(
     values themselves, unless `judged`), then "done". At the count-th time at a `point` of an exchange it kills itself.
     """
     torch.set_num_threads(1)
-    overlap_of._LEARNING = 2
-    overlap_of.plan_of = plan_by(kind, 40_000)
+    planner.LEARNING_STEPS = 2
+    planner.plan_of = plan_by(kind, 40_000)
     if point:
         _kill_at(point, count)
     model = MarkingModel(worker, workers)

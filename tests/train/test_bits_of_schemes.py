@@ -19,7 +19,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.overlap import hooks as overlap_of
+from smb.overlap import planner
 from smb.train.scheme import Values
 from tests.conftest import Connect
 from tests.support.exact_steps import SHAPES, SIZE, goal_of, local_step, network, shaped, start
@@ -165,8 +165,8 @@ def vector(tensors: Any) -> Values:
 @of_carriers("forward", "both")
 def test_parts(connect: Connect, monkeypatch: pytest.MonkeyPatch, case: Case, carrier: str) -> None:
     """Two models whose exchanges hide behind the passes, by parts."""
-    monkeypatch.setattr(overlap_of, "_LEARNING", 2)
-    monkeypatch.setattr(overlap_of, "plan_of", plan_by("slices", 64))
+    monkeypatch.setattr(planner, "LEARNING_STEPS", 2)
+    monkeypatch.setattr(planner, "plan_of", plan_by("slices", 64))
     models = [Layers(start()), Layers(np.zeros(SIZE, np.float32))]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for model in models]
     options = {"scheme": case.scheme, "wire": case.wire, **case.settings}

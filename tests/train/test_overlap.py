@@ -21,7 +21,8 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from smb.overlap import hooks as overlap_of
+from smb.overlap import planner
+from smb.overlap.plan import Measured
 from tests.conftest import Connect
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
@@ -91,8 +92,8 @@ def _one_thread() -> Iterator[None]:
 
 def force(monkeypatch: pytest.MonkeyPatch, kind: str, slice_bytes: int = 2000) -> None:
     """Have the planner pick a schedule, after two steps."""
-    monkeypatch.setattr(overlap_of, "_LEARNING", 2)
-    monkeypatch.setattr(overlap_of, "plan_of", plan_by(kind, slice_bytes))
+    monkeypatch.setattr(planner, "LEARNING_STEPS", 2)
+    monkeypatch.setattr(planner, "plan_of", plan_by(kind, slice_bytes))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -160,12 +161,12 @@ def test_the_faster_way_stays_and_plans_are_made_anew(
 ) -> None:
     """After steps by a plan and steps without overlap; after twice as many steps anew, where measurements have moved.
     Losses are those of "none" all the while."""
-    monkeypatch.setattr(overlap_of, "_COMPARED", 4)
+    monkeypatch.setattr(planner, "COMPARED_STEPS", 4)
     force(monkeypatch, "slices")
     expected, _ = trace(connect, "none", "none", "bsp", steps=36)
     times = {True: 1.0, False: 2.0} if faster == "overlap" else {True: 2.0, False: 1.0}
-    monkeypatch.setattr(overlap_of.Measured, "step_s", lambda _, *, overlapped: times[overlapped])
-    monkeypatch.setattr(overlap_of.Measured, "outdated", lambda *_: True)
+    monkeypatch.setattr(Measured, "step_s", lambda _, *, overlapped: times[overlapped])
+    monkeypatch.setattr(Measured, "outdated", lambda *_: True)
     caplog.set_level("INFO", "smb.train")
     losses, _ = trace(connect, overlap, overlap, "bsp", steps=36)
     assert losses == expected
@@ -181,7 +182,7 @@ def test_the_faster_way_stays_and_plans_are_made_anew(
 
 def test_overlap_that_costs_more_than_it_hides_ends(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the steps' own times; the optimizer's time for each parameter counts in a step of "both"."""
-    monkeypatch.setattr(overlap_of, "_COMPARED", 6)
+    monkeypatch.setattr(planner, "COMPARED_STEPS", 6)
     force(monkeypatch, "slices")
     model = Network(1)
 
@@ -198,11 +199,13 @@ def test_overlap_that_costs_more_than_it_hides_ends(connect: Connect, monkeypatc
             step(model, optimizer, 0, number)
         assert found.plan.chosen.overlap == "both"
         count = sum(parameter.grad is not None for parameter in model.parameters())
-        assert sum(layer.backward_s for layer in found._measured.layers()) >= 0.001 * count
-        monkeypatch.setattr(found._gradients, "used", lambda *_, **__: time.sleep(0.02 * (found._now == "both")))
+        assert sum(layer.backward_s for layer in found._meter.measured.layers()) >= 0.001 * count
+        monkeypatch.setattr(
+            found._gradients, "used", lambda *_, **__: time.sleep(0.02 * (found.plan.chosen.overlap == "both"))
+        )
         for number in range(8, 16):
             step(model, optimizer, 0, number)
-        assert (found.plan.chosen.overlap, found._compared) == ("none", None)
+        assert (found.plan.chosen.overlap, found._planner.comparing) == ("none", False)
 
 
 WORKERS = 3
@@ -389,7 +392,7 @@ def test_an_exchange_that_fails_goes_on(
     every delta counts once. Also where each step ends with a new plan.
     """
     if anew:
-        monkeypatch.setattr(overlap_of, "_COMPARED", 1)
+        monkeypatch.setattr(planner, "COMPARED_STEPS", 1)
     ends, failures = [], 0
 
     def train(name: str) -> None:
