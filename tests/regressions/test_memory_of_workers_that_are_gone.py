@@ -62,7 +62,7 @@ def test_they_go_as_others_join(connect: Connect) -> None:
     exchange: Any = workers[1].exchange
     exchange._steps = 1
     exchange._send()
-    exchange._mark()
+    exchange._contribution.mark()
     for each in workers[1:]:
         _die(each)
     assert group.reap([1, 2, 3]) == [1, 2, 3]

@@ -314,7 +314,7 @@ def test_grace_that_measures(connect: Connect) -> None:
         if step == 0:
             weights = mean_round(weights, [(delta_of(weights, worker, [0]), 1.0) for worker in range(3)])
             _all_equal(crew, weights)
-    graces = [worker.exchange._grace.seconds() for worker in crew.workers]  # type: ignore[attr-defined]
+    graces = [worker.exchange._completion.grace.seconds() for worker in crew.workers]  # type: ignore[attr-defined]
     assert max(graces) < 600.0
     for worker in crew.workers:
         worker.close()

@@ -32,30 +32,23 @@ from. BSP drops it instead.
 
 from __future__ import annotations
 
-import logging
-import math
-import struct
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
 from smb.daemon.failpoint import failpoint
-from smb.errors import (
-    Error,
-    InvalidArgumentError,
-)
+from smb.errors import InvalidArgumentError
 from smb.train import member_table as t
 from smb.train.exchange.at_once import at_once
-from smb.train.exchange.closing import COUNTED, Closer, Outer, contributions, round_of
+from smb.train.exchange.closing import Closer, Outer, contributions, round_of
+from smb.train.exchange.completion import RoundCompletion
+from smb.train.exchange.contribution import Contribution, drop
 from smb.train.exchange.grace import AUTO, Grace
 from smb.train.exchange.mover import mover_of
-from smb.train.group import BUILT, Group
+from smb.train.group import Group
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Footprint, Scheme, is_number, is_whole
 from smb.train.traits import EXACT, ROUNDS
-
-_log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,29 +116,21 @@ class RoundExchange(Exchange):
         self._remember(parameters, group)
         self._group = group
         self._scheme = scheme
-        self._late_counts = scheme.LATE  # whether a contribution that comes late may count in a later round
-        self._stopping = False  # nobody waits any more for what becomes of the contribution
+        self._stopping = False  # stop waiting for the outcome of the contribution
         self._interval = scheme.interval()
         self._outer = scheme.outer()
         self._base_round = 0
         self._steps = self._samples = 0  # since the last exchange
         self._kept = 0  # steps of whole intervals that are not sent, as the inbox was in use; not in _steps any more
         self._repeated = False
-        # The contribution in the inbox, as long as its fate is open:
-        self._sent = False
-        self._tokens = 0.0  # its weight, but for staleness
-        self._origin = 0  # the round whose weights it starts from
-        self._target = 0  # the round that it is marked for
-        self._owing = False  # it was sent, and the weights have not been taken over yet
-        self._refused: RefusedContributionError | None = None
-        self._grace = Grace(scheme.grace, group.lease)
-
-        # By the handle, so it raises NotFoundError if the training was deleted, and made anew, since we have joined:
-        # what follows goes by names, and must not meet the other's buffers.
-        self._weight_word = group.table.get(group.member.row, t.WEIGHT)
+        self._owing = False  # a contribution was sent, and the weights have not been taken over yet
+        self._word = 0  # ROUND, when the outcome of the contribution was seen
+        # First: it fails if the training was deleted and made anew since this member joined. The Closer finds its
+        # buffers by name, and must not find those of the new training.
+        self._contribution = Contribution(group, late_counts=scheme.LATE)
         self._closer = Closer(group, self._outer, scheme.step_wires())
         self._inbox = self._closer.inbox
-        self._word = 0  # ROUND, when the fate of the contribution was seen
+        self._completion = RoundCompletion(group, scheme.quorum, Grace(scheme.grace, group.lease), self._closer.died)
 
     # ---- the worker's side
 
@@ -166,15 +151,15 @@ class RoundExchange(Exchange):
         if self._owing:  # an earlier call was interrupted: these local steps are lost
             self._finish()
         elif self._steps >= self._interval:
-            if self._sent and not self._settle():
+            if self._contribution.sent and not self._settle():
                 # Nobody has closed its round yet: go on alone, and send all of it later.
                 self._kept += self._steps
                 self._steps = 0
-                self._reap(self._group.table.read())
+                self._completion.reap(self._group.table.read(), self._contribution.target)
                 return
             self._send()
             self._finish()
-        elif self._sent and self._grace_left() <= 0:
+        elif self._contribution.sent and self._completion.grace_left(self._contribution.target) <= 0:
             self._settle()
 
     @property
@@ -193,10 +178,10 @@ class RoundExchange(Exchange):
         """
         if not self._owing:
             if self._outer is not None:
-                waits = self._sent and not self._settle_at_once()
-                self._raise_refusal()
+                waits = self._contribution.sent and not self._settle_at_once()
+                self._contribution.raise_refusal()
                 if waits and self._kept:
-                    self._drop("the steps that it kept back, as its last contribution still waits for its round")
+                    drop(self._group, "the steps that it kept back, as its last contribution still waits for its round")
                     self._group.report()
                     self._kept = 0
                 if waits or not self._kept:
@@ -208,14 +193,14 @@ class RoundExchange(Exchange):
                 self._send_nothing()
             else:
                 return 0
-        if not self._sent or self._settle_at_once():
+        if not self._contribution.sent or self._settle_at_once():
             self._finish()
             return 0
         self._group.count_samples(self._samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes)
         self._steps = self._samples = self._kept = 0
         self._group.report()
-        self._raise_refusal()
+        self._contribution.raise_refusal()
         return 0
 
     def restart(self) -> None:
@@ -233,91 +218,61 @@ class RoundExchange(Exchange):
         """
         self._closer.end()
         group = self._group
-        outcome = self._outcome(group.table.read()) if self._sent else True
+        outcome = self._contribution.counted_at_last(group.table.read()) if self._contribution.sent else True
         if outcome is not None:
-            self._sent = False
+            self._contribution.sent = False
             group.unneeded.append(self._inbox.name)
         if outcome is False:
-            self._drop("a contribution that came too late for its round, as it leaves")
+            drop(self._group, "a contribution that came too late for its round, as it leaves")
             group.report()
         group.unneeded += self._closer.leave()
 
     def abandon(self) -> None:
         """Count what is lost with the membership. A contribution that is marked for the open round counts there."""
         if not self._owing and (self._steps or self._kept):
-            self._drop("the local steps that it had not sent when it lost its lease")
+            drop(self._group, "the local steps that it had not sent when it lost its lease")
         self._steps = self._samples = self._kept = 0
         self._owing = False
-        self._abandon_sent()
-
-    def _abandon_sent(self) -> None:
-        sent, self._sent = self._sent, False
-        try:
-            if sent and self._outcome(self._group.table.read()) is False:
-                self._drop("a contribution that was in no round when it lost its lease, as far as can be known")
-        except Error as error:
-            self._drop(f"a contribution of which nobody can say now whether it is in a round: {error}")
-
-    def _outcome(self, rows: t.Rows) -> bool | None:
-        """As _fate, of a contribution that is not marked again: False, too, if it was never marked, and if another
-        member has the slot, so that nobody can say.
-        """
-        member = self._group.member
-        if self._tokens == 0.0:
-            return True
-        if t.incarnation_of(rows[member.row, t.MARK]) != member.incarnation:
-            return False
-        if round_of(rows) == self._target and member.slot not in contributions(rows, self._target):
-            return False
-        return self._fate(rows)
-
-    def _drop(self, what: str) -> None:
-        """Count a contribution that is in no round, or of which nobody knows. The next report tells it."""
-        _log.warning("training %r: worker %d has dropped %s", self._group.name, self._group.member.slot, what)
-        self._group.member.add(t.DROPPED, 1)
+        self._contribution.abandon()
 
     def _send(self) -> None:
         """Put the delta into the inbox. One that is refused has no weight, so that the others need not wait for it."""
-        group, scheme = self._group, self._scheme
-        self._origin = self._base_round
+        group, scheme, contribution = self._group, self._scheme, self._contribution
+        contribution.origin = self._base_round
         # Whom the others wait for finds its round open; a delta that is dropped when it is late says so in the end.
-        in_time = scheme.WAITS and (scheme.quorum is None or not self._late_counts)
-        self._tokens = (
+        in_time = scheme.WAITS and (scheme.quorum is None or not contribution.late_counts)
+        contribution.tokens = (
             float(self._samples) if scheme.token_weights else min(1.0, (self._steps + self._kept) / self._interval)
         )
         group.member.check()
-        contribution = self.mover.write(self._inbox)
+        norm = self.mover.write(self._inbox)
         # After the writing, which may take as long as many rounds.
-        self._target = self._origin if in_time else group.round
+        contribution.target = contribution.origin if in_time else group.round
         try:
-            group.check(contribution, self._target - self._origin)
+            group.check(norm, contribution.target - contribution.origin)
         except RefusedContributionError as error:
-            self._refused, self._tokens = error, 0.0
+            contribution.refusal, contribution.tokens = error, 0.0
             self.mover.forget()
         failpoint("train-sent")
-        self._sent = self._owing = True
+        contribution.sent = self._owing = True
 
     def _send_nothing(self) -> None:
-        """A mark without a weight: the others need not wait for it."""
-        self._origin = self._target = self._base_round
-        self._tokens = 0.0
-        self._sent = self._owing = True
+        """Have the round marked without a weight, so that the others need not wait for this member."""
+        contribution = self._contribution
+        contribution.origin = contribution.target = self._base_round
+        contribution.tokens = 0.0
+        contribution.sent = self._owing = True
 
     def _finish(self) -> None:
         """After _send: settle, and go on from the present weights. May be called again where it was interrupted."""
-        if self._sent:
+        if self._contribution.sent:
             self._settle()
         samples, self._samples = self._samples, 0  # once, also where what follows fails and is repeated
         self._group.count_samples(samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes + self._group.weights.nbytes)
         # The first is done in this thread, the only one that may touch the parameters.
         at_once([lambda: self._take_over(self._word), self._group.report], remote=self._group.remote)
-        self._raise_refusal()
-
-    def _raise_refusal(self) -> None:
-        refused, self._refused = self._refused, None
-        if refused is not None:
-            raise refused
+        self._contribution.raise_refusal()
 
     def _take_over(self, known: int | None = None) -> None:
         fetch = self.mover.fetch
@@ -328,7 +283,7 @@ class RoundExchange(Exchange):
         else:
             self._base_round = self._group.read_by(fetch, known=known, needs_us=self._needed())
         self.mover.adopt()
-        self._grace.opened(time.monotonic())
+        self._completion.opened()
         self._steps = self._samples = self._kept = 0
         self._owing = self._repeated = False
 
@@ -347,110 +302,33 @@ class RoundExchange(Exchange):
     def _settle(self) -> bool:
         """Find out what becomes of the contribution. Waits for its round to be closed. In a scheme that does not wait,
         or when we are to stop, it waits only while somebody is closing it. False: its fate is open still."""
-        group = self._group
+        group, contribution, completion = self._group, self._contribution, self._completion
         rows: t.Rows | None = None
         while True:
-            if (marked := self._mark()) is not None:
+            if (marked := contribution.mark()) is not None:
                 rows = marked
             elif rows is None:
                 rows = group.table.read()
             self._word = int(rows[0, t.ROUND])
             if rows[group.member.row, t.INCARNATION] != group.member.incarnation:
                 raise group.member.lost()
-            counted = self._fate(rows)
+            counted = contribution.counted(rows)
             if counted is not None:
-                self._grace.ended(self._target, time.monotonic(), whole=not self._late(rows, self._target))
+                completion.ended(rows, contribution.target)
             else:
-                ready = self._complete(rows)
-                if ready and self._closer.close(self._target, rows):
-                    if round_of(rows) == self._target:  # not by us
+                ready = completion.complete(rows, contribution.target)
+                if ready and self._closer.close(contribution.target, rows):
+                    if round_of(rows) == contribution.target:  # not by us
                         rows = None
                     continue
                 if not ready and (self._stopping or not self._scheme.WAITS):
                     return False
-                if not group.wait(self._patience()):
+                if not group.wait(completion.patience(contribution.target)):
                     group.member.check()
                     if not ready:
-                        self._reap(rows)
+                        completion.reap(rows, contribution.target)
                 rows = None
                 continue
-            if counted or self._tokens == 0.0 or not self._again(rows):
-                self._sent = False
+            if counted or contribution.tokens == 0.0 or not contribution.retarget(rows):
+                contribution.sent = False
                 return True
-
-    def _again(self, rows: t.Rows) -> bool:
-        """Decide about a contribution that came too late: True to mark it for the open round."""
-        member, staleness = self._group.member, round_of(rows) - self._origin
-        limit = self._group.guards.staleness_max
-        if not self._late_counts:
-            member.add(t.DROPPED, 1)
-            return False
-        if limit is not None and staleness > limit:
-            member.add(t.REFUSED, 1)
-            self._refused = RefusedContributionError(
-                f"contribution refused: its staleness {staleness} exceeds staleness_max={limit}: it came too late "
-                f"for {staleness} rounds"
-            )
-            return False
-        self._target = round_of(rows)
-        return True
-
-    def _mark(self) -> t.Rows | None:
-        """Tell all that the inbox is ready for the target round. The weight before the mark. Returns the rows as they
-        are then, None if all was said before.
-        """
-        member = self._group.member
-        weight = self._tokens / math.sqrt(1 + self._target - self._origin)
-        word = member.incarnation << 32 | struct.unpack("<I", struct.pack("<f", weight))[0]
-        if word != self._weight_word:
-            if self._group.table.swap(member.row, t.WEIGHT, self._weight_word, word) not in (self._weight_word, word):
-                raise member.lost()
-            self._weight_word = word
-        if member.clock != self._target + 1:
-            rows = member.advance_and_look(self._target + 1)
-            failpoint("train-marked")
-            return rows
-        return None
-
-    def _fate(self, rows: t.Rows) -> bool | None:
-        """Whether the contribution counted in its target round; None while that is open."""
-        if round_of(rows) == self._target:
-            return None
-        if self._tokens == 0.0:
-            return True
-        member = self._group.member
-        if rows[member.row, COUNTED] != self._target + 1:
-            return False
-        staleness = self._target - self._origin
-        member.add(t.CONTRIBUTIONS, 1)
-        member.set(t.STALENESS, staleness)
-        member.set(t.STALENESS_MAX, max(staleness, member.get(t.STALENESS_MAX)))
-        return True
-
-    # ---- when a round is complete
-
-    def _complete(self, rows: t.Rows) -> bool:
-        """Whether the target round, which is open, may be closed."""
-        if int(rows[0, t.ROUND]) & BUILT or not self._late(rows, self._target):
-            return True
-        quorum = self._scheme.quorum
-        if quorum is None or len(contributions(rows, self._target)) < quorum:
-            return False
-        self._grace.quorum(self._target, time.monotonic())
-        return self._grace_left() <= 0
-
-    def _late(self, rows: t.Rows, number: int) -> list[int]:
-        """Return the members that a round waits for."""
-        return [slot for slot in self._group.live(rows) if t.clock_of(rows[1 + slot, t.MARK]) <= number]
-
-    def _reap(self, rows: t.Rows) -> None:
-        """Free the slots of dead members that the round waits for. Their inboxes are in no round: they go later."""
-        for slot in self._group.reap(self._late(rows, self._target)):
-            self._closer.died(int(rows[1 + slot, t.INCARNATION]))
-
-    def _grace_left(self) -> float:
-        """Seconds until our target round may be closed by its quorum, as far as we have seen."""
-        return self._grace.left(self._target, time.monotonic())
-
-    def _patience(self) -> float:
-        return min(self._group.patience, max(0.0, self._grace_left()) or math.inf)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from smb.daemon.failpoint import failpoint
 from smb.errors import Error
 from smb.train import member_table as t
 from smb.train.exchange.closing import state_slot
+from smb.train.exchange.contribution import drop
 from smb.train.exchange.mover import ArrayMover
 from smb.train.exchange.rounds import RoundExchange
 from smb.train.group import WIRE_BYTES, Group, wake
@@ -49,7 +49,7 @@ class FragmentExchange(RoundExchange):
 
     def __init__(self, group: Group, parameters: Parameters, scheme: DiLoCo) -> None:
         super().__init__(group, parameters, scheme)
-        self._late_counts = False
+        self._contribution.late_counts = False
         self._every, self._delay, self._mix = scheme.every, scheme.delay, scheme.mix
         self._bases = [0] * len(self._movers)
         self._sent_at = [0] * len(self._movers)  # the step after which each was sent last
@@ -128,15 +128,16 @@ class FragmentExchange(RoundExchange):
         """Wait until the thread is done: it must not speak for the member's successor."""
         self._halt()
         job, self._job = self._job, None
-        if job is not None and not self._put and self._tokens:
-            self._drop("a fragment's contribution that it had not sent when it lost its lease")
-        self._abandon_sent()
+        if job is not None and not self._put and self._contribution.tokens:
+            drop(self._group, "a fragment's contribution that it had not sent when it lost its lease")
+        self._contribution.abandon()
 
     def _begin(self) -> None:
-        """Make the delta of the fragment whose turn it is, and have it sent. One that is refused has no weight: the
+        """Make the delta of the fragment whose turn it is, and have it sent. A delta that is refused has no weight: the
         others need not wait for it, and its outcome is taken over at once.
         """
         group, scheme, count = self._group, self._scheme, len(self._movers)
+        contribution = self._contribution
         group.member.check()
         # The open round. It is the one that we know of if it waits for us: not for who has just joined in it.
         waits = scheme.quorum is None and group.member.clock <= self._round
@@ -144,15 +145,15 @@ class FragmentExchange(RoundExchange):
         self._index = target % count
         staleness = (target - self._bases[self._index]) // count
         mover = self._movers[self._index]
-        self._target, self._origin = target, target - staleness  # in exchanges of this fragment
+        contribution.target, contribution.origin = target, target - staleness  # in exchanges of this fragment
         samples = self._all_samples - self._since[self._index]
-        self._tokens = float(samples) if scheme.token_weights else 1.0
-        contribution = mover.draw(self._delta[: mover.fetched.size])
+        contribution.tokens = float(samples) if scheme.token_weights else 1.0
+        norm = mover.draw(self._delta[: mover.fetched.size])
         self._take_at = self._steps + self._delay
         try:
-            group.check(contribution, staleness)
+            group.check(norm, staleness)
         except RefusedContributionError as error:
-            self._refused, self._tokens = error, 0.0
+            contribution.refusal, contribution.tokens = error, 0.0
             self._take_at = self._steps
         self._exchanges += 1
         self._sent_at[self._index] = self._steps
@@ -178,9 +179,7 @@ class FragmentExchange(RoundExchange):
         self._samples = 0
         group.member.add(t.BYTES, round(sent * WIRE_BYTES[group.weights.wire] + self._received))
         self._report = _Background(group.report)
-        refused, self._refused = self._refused, None
-        if refused is not None:
-            raise refused
+        self._contribution.raise_refusal()
 
     def _mark_at_least(self) -> None:
         """End the thread as soon as its delta is marked. If that failed, it is tried again, once; then it raises."""
@@ -218,12 +217,12 @@ class FragmentExchange(RoundExchange):
     def _exchange_fragment(self) -> None:
         """Contribute, and read the outcome. Called again, it goes on where it was."""
         if not self._put:
-            if self._tokens:
+            if self._contribution.tokens:
                 mover = self._movers[self._index]
                 mover.put(self._inbox, self._delta[: mover.fetched.size])
             failpoint("train-sent")
-            self._put = self._sent = True
-        if self._sent and not self._settle():
+            self._put = self._contribution.sent = True
+        if self._contribution.sent and not self._settle():
             return  # stopped
         behind = [index for index, good_for in enumerate(self._bases) if good_for < self._word >> t.ROUND_SHIFT]
         stepped = self._is_step_all(behind) and self._read_by_step()
@@ -235,7 +234,7 @@ class FragmentExchange(RoundExchange):
             sum(self._movers[index].fetched.size for index in behind)
             * WIRE_BYTES[self._scheme.step_wires() if stepped else EXACT]
         )
-        self._grace.opened(time.monotonic())
+        self._completion.opened()
         self._closer.end()
         self._read = behind
 
