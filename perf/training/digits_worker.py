@@ -53,7 +53,7 @@ class DigitsProcess(TrainingProcess):
     def train(
         self, start: float, steps: int, batch: int, sample_s: float, lr: float, seed: int, keep: bool
     ) -> dict[str, Any]:
-        random, labels, member = np.random.default_rng(seed), self._digits.train_labels, self._worker._group.member
+        random, labels, member = np.random.default_rng(seed), self._digits.train_labels, self._worker.group.member
         if keep:
             self._kept = list(np.empty((steps, SIZE), np.float32))
         iterations = []

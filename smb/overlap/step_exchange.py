@@ -45,7 +45,7 @@ class StepExchange:
         self._flow.begin(cut)
         self.pending = set(range(len(self._flow.cut.pull)))
         try:
-            self._worker.start(self._samples(), self._flow.over)
+            self.steps.start(self._samples(), self._flow.over)
         except BaseException:
             self._flow.cancel()
             self.pending.clear()

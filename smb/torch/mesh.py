@@ -31,6 +31,7 @@ from smb.train.guards import Norm
 from smb.train.members import member_name, rank_lock
 from smb.train.parameters import Parameters, Values
 from smb.train.progress import Progress, progress_of
+from smb.train.steps import there
 
 if TYPE_CHECKING:
     from smb.buffer import Buffer
@@ -468,7 +469,8 @@ class MeshShared(Shared):
         statistics = None
         with self._mesh.together():
             if self._ranks.speaks:
-                self.worker.look(self._mesh.look)
+                with there(self.worker.group):
+                    self.worker.group.read_by(self._mesh.look)
                 if self._mixed.buffer is not None:
                     self._mixed.wait()
                     statistics = self._mixed.buffer.read(wire="exact")

@@ -10,6 +10,7 @@ import numpy as np
 
 from smb.errors import Error
 from smb.torch.model_tensors import Statistics
+from smb.train.steps import there
 
 if TYPE_CHECKING:
     import smb
@@ -45,7 +46,7 @@ class MixedStatistics:
         if not self.own.entries:
             return
         self._collect()
-        with worker.setting_up():
+        with worker.group.setting_up():
             self.buffer = state = client.create(
                 f"{worker.name}/{STATE}",
                 self.own.values.size,
@@ -84,7 +85,7 @@ class MixedStatistics:
         """Wait until nothing is being mixed."""
         if self._mixing is not None:
             mixing, self._mixing = self._mixing, None
-            with self._worker.there():
+            with there(self._worker.group):
                 mixing.result()
 
     def _mix(self, state: smb.Buffer) -> None:

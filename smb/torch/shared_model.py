@@ -45,6 +45,7 @@ from smb.torch.model_parameters import ModelParameters, TensorEntry
 from smb.torch.model_tensors import ModelCheck, Parts, Statistics, mark_of, parts_of, plain_name
 from smb.torch.tensor_values import lasting
 from smb.train.group import clear, copies_of, keeping, view
+from smb.train.steps import there
 from smb.train.worker import take_part
 
 if TYPE_CHECKING:
@@ -269,12 +270,12 @@ class Shared:
             self._mixed.join(
                 client, self.worker, _metadata(statistics), lambda state: _compare(state, statistics.table)
             )
-            self.worker.begin()
+            self.worker.membership.begin()
             if self._mixed.buffer is not None:
                 self._statistics.spread()
             if self._overlap is not None:
                 self._overlap.attach(self.worker, lambda: self.samples)
-            self.worker.announce()
+            self.worker.membership.announce()
             _say_idle(name, self._trained.entries)
         except BaseException:
             if self._withdraw() and self._mixed.buffer is not None:
@@ -288,7 +289,7 @@ class Shared:
         Without the lock of the join its state stays then, as it may be another's by now; the next maker deletes it.
         """
         worker, self._new = self._new, None
-        return worker is not None and worker.withdraw()
+        return worker is not None and worker.membership.withdraw()
 
     @property
     def scheme(self) -> smb.train.Scheme:
@@ -372,7 +373,7 @@ class Shared:
 
     def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
         assert units is not None
-        with self.worker.there():
+        with there(self.worker.group):
             return units.take(self._mixed.mix_rest)
 
     def wait(self) -> None:
@@ -438,7 +439,7 @@ class Shared:
         try:
             if self._overlap is not None:
                 self._overlap.finish()
-            self.worker.finish()
+            self.worker.membership.finish()
             self._mixed.mix_rest()
             if load:
                 self._check.model()

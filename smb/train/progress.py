@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from smb.train import member_table as t
+from smb.train.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +52,26 @@ def progress_of(rows: t.Rows) -> Progress:
         samples=int((members[:, t.SAMPLES] + members[:, t.SAMPLES_BEFORE]).sum()),
         round=int(rows[0, t.ROUND]) >> t.ROUND_SHIFT,
     )
+
+
+class ExchangeListeners:
+    """The functions that are called after each exchange of one worker, in the thread that steps."""
+
+    def __init__(self, group: Group, progress: Callable[[], Progress]) -> None:
+        self._group = group
+        self._progress = progress
+        self._listeners: list[Callable[[ExchangeEvent], object]] = []
+
+    def add(self, listener: Callable[[ExchangeEvent], object]) -> None:
+        """Call `listener` from the next exchange on."""
+        self._listeners.append(listener)
+
+    def tell(self, moved: int, seconds: float) -> None:
+        """Call all listeners after a step of `seconds` that moved so many bytes. One small read, if there are any."""
+        if not self._listeners:
+            return
+        member, progress = self._group.member, self._progress()
+        norm = struct.unpack("<d", struct.pack("<q", member.get(t.NORM)))[0]
+        event = ExchangeEvent(member.get(t.STEPS), progress.round, norm, member.get(t.STALENESS), moved, seconds)
+        for listener in self._listeners:
+            listener(event)

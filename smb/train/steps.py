@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from smb.errors import Error, NotFoundError
+from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.train import member_table as t
 from smb.train.group import Group, room
 from smb.train.guards import RefusedContributionError
@@ -60,6 +61,7 @@ class Steps:
 
     def step(self, samples: int | None) -> None:
         """Do one in the caller's thread: see Worker.step."""
+        _check_samples(self._group.name, samples)
         with there(self._group):
             if self.away:
                 self._rejoin()
@@ -100,6 +102,7 @@ class Steps:
         """Begin a step as `step` does, in a thread of its own, which calls `over` last. `settle` ends it: before that
         no other call but those that look (status, progress, members) is made. Call `recover` before.
         """
+        _check_samples(self._group.name, samples)
         assert self._job is None
         assert not self._failed
         job = self._noted(samples)
@@ -292,6 +295,15 @@ class Steps:
             self.exchange.restart()
             refusal, self._refusal = self._refusal, None
             raise refusal
+
+
+def _check_samples(name: str, samples: int | None) -> None:
+    try:
+        known = samples is None or operator.index(samples) >= 0
+    except TypeError:
+        known = False
+    if not known:
+        raise InvalidArgumentError(f"step of training {name!r}: samples={samples!r} is no number from 0 on")
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ class WorkUnits:
         self._end = _LOW if epochs is None else epochs
         # Else a process that deletes them at this moment, or the worker's training, could take a part of what is made
         # here, or leave it to the next training of that name.
-        under = contextlib.nullcontext() if worker is None else worker.setting_up()
+        under = contextlib.nullcontext() if worker is None else worker.group.setting_up()
         with under, keeping(setup_lock(client, name, replicas)):
             try:
                 self._words = client.create(

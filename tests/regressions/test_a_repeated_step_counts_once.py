@@ -45,7 +45,7 @@ def test_a_step_whose_report_failed_is_no_other(
     """What it sent was in the model; made again it counted once more. The next report says what this one could not."""
     values = np.zeros(100, np.float32)
     with smb.train.join(connect(), "run", values, scheme) as worker:
-        member = worker._group.member
+        member = worker.group.member
         report, failures = member.report, [smb.UnavailableError("away")]
 
         def report_or_not() -> None:

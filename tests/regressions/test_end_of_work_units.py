@@ -108,7 +108,7 @@ def test_who_ends_is_waited_for_by_nobody(connect: Connect, monkeypatch: pytest.
     at the latest when all is done."""
     ones = [np.ones(10, np.float32) for _ in range(2)]
     first, second = (smb.train.join(connect(), "run", own, LocalSGD(every=4)) for own in ones)
-    mine, others = (WorkUnits(w._group.client, "run/units", 1, 1, epochs=1, worker=w) for w in (first, second))
+    mine, others = (WorkUnits(w.group.client, "run/units", 1, 1, epochs=1, worker=w) for w in (first, second))
     still, go_on, finish = threading.Event(), threading.Event(), WorkUnits._finish
 
     def finish_late(units: WorkUnits) -> None:

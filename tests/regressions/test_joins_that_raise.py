@@ -19,6 +19,7 @@ from smb.engine import AskOpcode
 from smb.torch import shared_model
 from smb.train import group, members
 from smb.train.members import Member
+from smb.train.membership import Membership
 from tests.conftest import Connect
 
 AWAY = smb.UnavailableError("the server is away")
@@ -76,7 +77,7 @@ def test_whose_arrival_is_not_known_has_joined(
     connect: Connect, first: smb.train.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The line of the log needs a read; if that fails, the join is done all the same."""
-    monkeypatch.setattr(smb.train.Worker, "arrival", fails_once(AWAY, smb.train.Worker.arrival))
+    monkeypatch.setattr(Membership, "arrival", fails_once(AWAY, Membership.arrival))
     with join(connect()):
         assert first.members == 2
         assert "not known now: the server is away" in caplog.text
@@ -88,8 +89,8 @@ def test_an_interrupted_join_leaves_no_member(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, torch_too: bool
 ) -> None:
     """Ctrl-C in the line of the log: nobody stays, nor does what a maker made; the next try joins once."""
-    client, worker = connect(), smb.train.Worker
-    monkeypatch.setattr(worker, "arrival", fails_once(KeyboardInterrupt(), worker.arrival))
+    client = connect()
+    monkeypatch.setattr(Membership, "arrival", fails_once(KeyboardInterrupt(), Membership.arrival))
     joins: Callable[[smb.Client], Any] = join_torch if torch_too else join
     with pytest.raises(KeyboardInterrupt):
         joins(client)

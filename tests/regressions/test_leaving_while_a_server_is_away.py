@@ -92,7 +92,7 @@ def worker(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> Iterator[smb.tr
 
     values = np.zeros(10, np.float32)
     found = smb.train.join(connect("shm"), "run", values, DiLoCo(every=1), lease=LEASE_S)
-    assert not found._group.remote
+    assert not found.group.remote
     with monkeypatch.context() as patch:
         patch.setattr(Home, "ask", asked)
         yield found
@@ -101,7 +101,7 @@ def worker(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> Iterator[smb.tr
 
 def _is_free(worker: smb.train.Worker, suffix: str) -> bool:
     """Whether another one gets the lock of that buffer at once."""
-    lock = worker._group.buffer(suffix).lock(timeout=0.0)
+    lock = worker.group.buffer(suffix).lock(timeout=0.0)
     try:
         lock.acquire()
     except smb.TimeoutError:
@@ -112,10 +112,10 @@ def _is_free(worker: smb.train.Worker, suffix: str) -> bool:
 
 def test_a_lock_of_a_round_that_can_not_be_given_back(worker: smb.train.Worker) -> None:
     """The round is closed: the other locks are free, the others are woken, and step succeeds."""
-    seen = worker._group.tick.version
+    seen = worker.group.tick.version
     worker.step()
     assert worker.progress.round == 1
-    assert worker._group.tick.version > seen
+    assert worker.group.tick.version > seen
     assert _is_free(worker, "next")
 
 

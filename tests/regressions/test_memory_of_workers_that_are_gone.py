@@ -27,7 +27,7 @@ def _join(client: smb.Client, scheme: smb.train.Scheme) -> smb.train.Worker:
 
 
 def _die(worker: smb.train.Worker) -> None:
-    worker._group.member._lock.release()
+    worker.group.member._lock.release()
 
 
 def _inboxes(client: smb.Client) -> list[str]:
@@ -58,7 +58,7 @@ def test_they_go_as_others_join(connect: Connect) -> None:
     """Of all dead workers whose slots are free; not if a contribution may still count."""
     client, scheme = connect(), LocalSGD(every=1, quorum=2)
     workers = [_join(connect(), scheme) for _ in range(4)]
-    group = workers[0]._group
+    group = workers[0].group
     exchange: Any = workers[1].exchange
     exchange._steps = 1
     exchange._send()

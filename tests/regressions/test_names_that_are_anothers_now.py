@@ -21,6 +21,7 @@ from smb.files import catalogue, checksums, copying
 from smb.files.handles import OpenFile
 from smb.files.namespace import NameTree
 from smb.torch.shared_model import Shared
+from smb.train.membership import Membership
 from tests.conftest import Connect
 
 _BLOCK = 1 << 16
@@ -427,7 +428,7 @@ def test_a_join_that_fails_leaves_anothers_statistics(connect: Connect, monkeypa
     client, other = connect(), connect()
     made: list[object] = []
 
-    def fail(self: smb.train.Worker) -> None:
+    def fail(self: Membership) -> None:
         raise smb.UnavailableError("no server answers")
 
     withdraw = Shared._withdraw
@@ -440,7 +441,7 @@ def test_a_join_that_fails_leaves_anothers_statistics(connect: Connect, monkeypa
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monkeypatch.setattr(smb.train.Worker, "begin", fail)
+    monkeypatch.setattr(Membership, "begin", fail)
     monkeypatch.setattr(Shared, "_withdraw", then_other)
     with pytest.raises(smb.UnavailableError, match="no server answers"):
         smb.torch.join(model, optimizer, "run", scheme="bsp", client=client)

@@ -227,8 +227,8 @@ def test_a_deletion_beside_one_that_comes_back(connect: Connect, monkeypatch: py
     client = connect()
     first = smb.train.join(client, "run", _zeros(), LocalSGD(every=2))
     second = smb.train.join(connect(), "run", _zeros())
-    second._group.member._lock.release()
-    assert first._group.reap([1]) == [1]
+    second.group.member._lock.release()
+    assert first.group.reap([1]) == [1]
     second.step()
     _beside_a_deletion(client, monkeypatch, (group.Group, "buffer"), second.step)
     for worker in (first, second):
@@ -245,7 +245,7 @@ def test_a_deletion_beside_work_units(connect: Connect, monkeypatch: pytest.Monk
         client,
         monkeypatch,
         (smb.Client, "create"),
-        lambda: WorkUnits(worker._group.client, "run/units", 10, 1, worker=worker),
+        lambda: WorkUnits(worker.group.client, "run/units", 10, 1, worker=worker),
     )
     worker.close()
     assert client.list() == []
@@ -274,7 +274,7 @@ def test_a_host_whose_workers_have_gone(connect: Connect, monkeypatch: pytest.Mo
     if end == "left":
         gone.close()
     else:
-        for seat in (gone._group, gone._group.nested):
+        for seat in (gone.group, gone.group.nested):
             assert seat is not None
             seat.member._lock.release()
     for _ in range(20):

@@ -61,7 +61,7 @@ def test_rounds_that_close_before_the_mark(
     """While its delta travels, or between its look for the open round and its mark: it is marked anew."""
     two = _Two(connect, scheme)
     slow_one: Any = two.workers[1]
-    target, name = (slow_one.exchange.mover, "write") if place == "sending" else (slow_one._group, "check")
+    target, name = (slow_one.exchange.mover, "write") if place == "sending" else (slow_one.group, "check")
     real = getattr(target, name)
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -116,7 +116,7 @@ def test_a_late_one_of_who_leaves_is_marked_anew(connect: Connect, monkeypatch: 
 
         wait_for(check, what)
 
-    step_until(lambda: smb.train.status(two.workers[0]._group.client, "run").round == 1, "a round without the second")
+    step_until(lambda: smb.train.status(two.workers[0].group.client, "run").round == 1, "a round without the second")
     assert two.model[1] == 0.0
     two.workers[1].close()
     step_until(lambda: two.model[1] > 0, "the second one's contribution")
@@ -144,8 +144,8 @@ def test_steps_that_were_kept_back_are_sent_or_counted_by_who_leaves(connect: Co
 def test_what_is_lost_with_a_lease_is_counted(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     """A worker was stopped past its lease before it could send: its steps are in no round."""
     two = _Two(connect, _diloco(quorum=1))
-    two.workers[1]._group.member._lock.release()
-    assert two.workers[0]._group.reap([1]) == [1]
+    two.workers[1].group.member._lock.release()
+    assert two.workers[0].group.reap([1]) == [1]
     two.step(1)
     status = two.workers[1].status
     assert (status.rejoins, status.dropped, status.contributions) == (1, 1, 0)
@@ -165,9 +165,9 @@ def test_what_was_counted_stays_if_the_coming_back_fails_once(
     contribution was counted nowhere.
     """
     two = _Two(connect, _diloco(quorum=1))
-    group = two.workers[1]._group
+    group = two.workers[1].group
     group.member._lock.release()
-    assert two.workers[0]._group.reap([1]) == [1]
+    assert two.workers[0].group.reap([1]) == [1]
     away = [True]
     target: Any = group if failing == "wake" else members.Member
     real = getattr(target, failing)
@@ -191,8 +191,8 @@ def test_what_was_counted_stays_if_the_coming_back_fails_once(
 def test_a_delta_that_is_lost_with_a_lease_is_counted(connect: Connect, scheme: smb.train.Scheme) -> None:
     """The same without rounds, where each step is a contribution."""
     two = _Two(connect, scheme)
-    two.workers[1]._group.member._lock.release()
-    assert two.workers[0]._group.reap([1]) == [1]
+    two.workers[1].group.member._lock.release()
+    assert two.workers[0].group.reap([1]) == [1]
     two.step(1)
     status = two.workers[1].status
     assert (status.rejoins, status.dropped, status.contributions) == (1, 1, 0)

@@ -108,7 +108,7 @@ def test_who_leaves_while_a_server_is_away_is_not_waited_for(connect: Connect, m
     values = [_ones(), _ones()]
     first, second = (smb.train.join(connect(), "run", own, BSP(), lease=LEASE_S) for own in values)
     with monkeypatch.context() as away:
-        away.setattr(first._group.member._table, "swap", _unavailable)
+        away.setattr(first.group.member._table, "swap", _unavailable)
         first.close()  # best effort
     with waiting(second.step):
         pass
@@ -120,11 +120,11 @@ def test_joining_again_is_tried_again(connect: Connect, monkeypatch: pytest.Monk
     """A worker that lost its lease, and could not join again as a server was away, never could."""
     values = _ones()
     with smb.train.join(connect(), "run", values, ASP(), lease=LEASE_S) as worker:
-        lock = worker._group.member._lock
+        lock = worker.group.member._lock
         lock.lose(lock.token)
         values += 5
         with monkeypatch.context() as away:
-            away.setattr(members if what == "admit" else worker._group.weights, what, _unavailable, raising=False)
+            away.setattr(members if what == "admit" else worker.group.weights, what, _unavailable, raising=False)
             for _ in range(2):
                 with pytest.raises(smb.UnavailableError, match="away"):
                     worker.step()
@@ -159,7 +159,7 @@ def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
                 found.append(smb.train.join(other, "run", _ones()))
             return super().add(row, column, value)
 
-    table = Stopped(first._group.table.buffer)
+    table = Stopped(first.group.table.buffer)
     member = members.admit(client, "run", table, LEASE_S, lambda _: 0)
     assert found[0].status.slot == 1
     assert found[0].status.alive
@@ -174,8 +174,8 @@ def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
 def test_who_was_missed_steps_aside(connect: Connect) -> None:
     """A worker whose slot was another's by then, and had something to tell, failed on the way out."""
     with smb.train.join(connect(), "run", _ones(), SSP()) as worker:
-        member = worker._group.member
-        worker._group.table.swap(member.row, t.MARK, member.mark, t.mark(member.incarnation + 1, 0))
+        member = worker.group.member
+        worker.group.table.swap(member.row, t.MARK, member.mark, t.mark(member.incarnation + 1, 0))
         worker.exchange._clock += 1  # type: ignore[attr-defined]
         with worker.aside():
             pass
@@ -384,7 +384,7 @@ def test_all_samples_are_in_the_model_that_all_end_with(connect: Connect) -> Non
     workers = [smb.train.join(connect(), "run", own, LocalSGD(every=4)) for own in values]
 
     def train(worker: smb.train.Worker, own: Values) -> Values:
-        with WorkUnits(worker._group.client, "run/units", 23, 1, epochs=2, worker=worker) as units:
+        with WorkUnits(worker.group.client, "run/units", 23, 1, epochs=2, worker=worker) as units:
             for unit in units:
                 own += 1
                 worker.step(samples=unit.count)

@@ -142,11 +142,11 @@ def test_a_dead_worker_is_missed_beside_one_that_nobody_has_asked_for() -> None:
             smb.train.join(each, "run", np.zeros(COUNT, np.float32), smb.train.BSP(), lease=LEASE_S)
             for each in (client, other, other)
         ]
-        group, dead = workers[0]._group, workers[2]._group.member
+        group, dead = workers[0].group, workers[2].group.member
         assert group.reap([dead.slot]) == []
         dead.release()
         cluster.coordinator.kill()
-        assert group.reap([workers[1]._group.member.slot, dead.slot]) == [dead.slot]
+        assert group.reap([workers[1].group.member.slot, dead.slot]) == [dead.slot]
         cluster.coordinator.start()
         for worker in workers:
             worker.abandon()
@@ -183,7 +183,7 @@ def test_who_joins_again_takes_one_slot_however_often_it_tries() -> None:
         values = np.zeros(COUNT, np.float32)
         worker = smb.train.join(client, "run", values, smb.train.BSP())
         worker.step()
-        worker._group.member.release()
+        worker.group.member.release()
         cluster.coordinator.kill()
         for _ in range(2):
             with pytest.raises(smb.UnavailableError, match="no coordinator answers"):

@@ -40,7 +40,7 @@ def take_steps(address: str, transport: str, number: int, directory: str, pause_
         log.write("joined\n")
 
         def dropped() -> int:
-            return worker._group.member.get(t.DROPPED)
+            return worker.group.member.get(t.DROPPED)
 
         k = 0
         while k < STEPS and not (path / "stop").exists():

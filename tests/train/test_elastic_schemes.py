@@ -166,7 +166,7 @@ class Gate:
 
     def __init__(self, worker: smb.train.Worker) -> None:
         self.events: list[str] = []
-        self._weights = worker._group.weights
+        self._weights = worker.group.weights
         self._let_go = threading.Semaphore(0)
         self._begun = threading.Semaphore(0)
         self._read, self._accumulate = self._weights.read, self._weights.accumulate
@@ -269,7 +269,7 @@ def test_what_is_too_stale_is_not_sent(connect: Connect, client: smb.Client) -> 
         ours += 2
         worker.step()
         worker.flush()
-        weights, between = worker._group.weights, [8.0]
+        weights, between = worker.group.weights, [8.0]
         read = weights.read
 
         def read_and_be_overtaken(*given: Any, **options: Any) -> Any:
@@ -299,7 +299,7 @@ def test_an_error_in_the_background_surfaces_and_is_made_good(client: smb.Client
     """
     values = np.zeros(100, np.float32)
     with smb.train.join(client, "run", values, scheme) as worker:
-        weights = worker._group.weights
+        weights = worker.group.weights
         accumulate, failures = weights.accumulate, 2
 
         def failing(*given: Any, **options: Any) -> Any:

@@ -113,7 +113,7 @@ def test_another_one_takes_over(make: Callable[..., Hosts], graceful: bool) -> N
     if graceful:
         gone.close()
     else:
-        gone._group.client.close()
+        gone.group.client.close()
     before = hosts.workers[1].shared()
     hosts.step(1, 2, local=push)
     hosts.step(1, 2, local=push)

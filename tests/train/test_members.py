@@ -182,11 +182,11 @@ def test_no_room(connect: Connect, scheme: smb.train.Scheme) -> None:
 def test_a_join_that_fails_leaves_the_group_to_others(client: smb.Client, connect: Connect) -> None:
     """Who made a group and can't take part takes it away, unless somebody else has come."""
     maker = smb.train.join(client, "run", _ones(), smb.train.BSP())
-    assert maker.withdraw()
+    assert maker.membership.withdraw()
     assert client.list() == []
     maker = smb.train.join(client, "run", _ones(), smb.train.BSP())
     with smb.train.join(connect(), "run", _ones()) as other:
-        assert not maker.withdraw()
+        assert not maker.membership.withdraw()
         assert other.members == 1
         other.step()
 
@@ -214,7 +214,7 @@ def test_a_server_is_away_for_long() -> None:
         smb.train.join(client, "run", _ones(), Plain(), lease=0.3) as worker,
     ):
         cluster.servers[0].kill()
-        wait_for(lambda: not worker._group.member._lock.held, "the lease's end")
+        wait_for(lambda: not worker.group.member._lock.held, "the lease's end")
         with pytest.raises(smb.UnavailableError, match=says) as caught:
             worker.step()
         assert "waiting there" not in str(caught.value)
@@ -277,7 +277,7 @@ def test_dead_member(cluster: smb.LocalCluster, client: smb.Client, name: str) -
     with in_process(_step_twice, cluster.address, name, make_event()) as (process, messages):
         messages.get(timeout=30)
         with smb.train.join(client, name, _ones()) as worker:
-            group = worker._group
+            group = worker.group
             assert group.reap([0]) == []
             os.kill(process.pid, signal.SIGKILL)
             wait_for(lambda: group.reap([0]) == [0], "the dead one's slot")
@@ -294,7 +294,7 @@ def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client, name: str
         messages.get(timeout=30)
         with smb.train.join(client, name, _ones()) as worker:
             stop(process.pid)
-            wait_for(lambda: worker._group.reap([0]) == [0], "the stopped one's slot")
+            wait_for(lambda: worker.group.reap([0]) == [0], "the stopped one's slot")
             os.kill(process.pid, signal.SIGCONT)
             again.set()
             assert messages.get(timeout=30) == (3, 1)
@@ -303,13 +303,13 @@ def test_stopped_member(cluster: smb.LocalCluster, client: smb.Client, name: str
 def test_a_wake_of_ours_hides_no_other(client: smb.Client, connect: Connect) -> None:
     """One thread of a worker may wake the group while another waits: others' wakes still count."""
     with smb.train.join(client, "run", _ones(), Plain()) as worker:
-        group = worker._group
+        group = worker.group
         with smb.train.join(connect(), "run", _ones()) as other:
             while group.wait(0.0):
                 pass
             group.wake()
             assert not group.wait(0.0)
-            other._group.wake()
+            other.group.wake()
             group.wake()
             assert group.wait(0.0)
             assert not group.wait(0.0)

@@ -425,7 +425,7 @@ def test_a_lease_that_cant_be_renewed_for_a_moment(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         looks = [0]
         with smb.torch.join(model, optimizer, name, scheme=scheme, client=connect(), overlap=overlap) as shared:
-            member, failures = shared.worker._group.member, 0
+            member, failures = shared.worker.group.member, 0
 
             def look(check: Callable[[], None], looks: list[int] = looks, broken: bool = name == "broken") -> None:
                 looks[0] += 1
@@ -528,7 +528,7 @@ def test_who_lost_its_lease_joins_again(
         for number in range(8):
             if number == 4:
                 shared.wait()
-                monkeypatch.setattr(shared.worker._group.member, "check", partial(lose, shared.worker._group.member))
+                monkeypatch.setattr(shared.worker.group.member, "check", partial(lose, shared.worker.group.member))
             step(model, optimizer, 0, number)
         shared.wait()
         assert shared.worker.status.rejoins == 1

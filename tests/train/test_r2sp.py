@@ -88,7 +88,7 @@ def test_gaps_are_kept(cluster: smb.LocalCluster, connect: Connect) -> None:
                 mine.barrier("all", 2, timeout=30)
                 if number == 0:  # as if measured
                     iteration = struct.unpack("<q", struct.pack("<d", 1.2 * 2 * gap))[0]
-                    worker._group.table.write(0, t.GROUP_EXTRA + 1, np.array([iteration]))
+                    worker.group.table.write(0, t.GROUP_EXTRA + 1, np.array([iteration]))
                 mine.barrier("measured", 2, timeout=30)
                 for _ in range(8):
                     values += 1

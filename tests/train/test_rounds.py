@@ -209,7 +209,7 @@ def test_refused(connect: Connect) -> None:
 def test_a_look_at_the_lease_that_fails(connect: Connect, monkeypatch: pytest.MonkeyPatch, wire: str) -> None:
     """It fails after the inbox was written: the step called again contributes all of it, in fewer bits too."""
     crew, weights = Crew(connect, 1, BSP(), wire=wire), start()
-    member, looks = crew.workers[0]._group.member, 0
+    member, looks = crew.workers[0].group.member, 0
     check = member.check
 
     def look() -> None:
@@ -235,7 +235,7 @@ def test_a_refusal_that_could_not_be_told(connect: Connect, monkeypatch: pytest.
     The next report counts it.
     """
     crew, weights = Crew(connect, 1, BSP(), guards=Guards(norm_max=1.0), wire="float16"), start()
-    member, reports = crew.workers[0]._group.member, 0
+    member, reports = crew.workers[0].group.member, 0
     report = member.report
 
     def tell() -> None:
@@ -350,7 +350,7 @@ def test_who_was_stopped_before_it_decided_changes_no_later_round(connect: Conne
     """A closer that looked at a round and was stopped for so long that a later one has its column of the table: it
     leaves that as it is."""
     crew = Crew(connect, 1, BSP())
-    exchange, table = crew.workers[0].exchange, crew.workers[0]._group.table
+    exchange, table = crew.workers[0].exchange, crew.workers[0].group.table
     assert isinstance(exchange, RoundExchange)
     seen = table.read()
     for _ in range(t.DECIDED_KEPT + 1):

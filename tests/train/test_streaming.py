@@ -137,7 +137,7 @@ def test_the_model_is_read_once_and_then_by_its_steps(client: smb.Client, monkey
             local_step(values, 0, step)
             worker.step()
             assert np.array_equal(values, worker.shared())
-        assert worker._group.member.get(t.BYTES) == 5 * round(COUNT * (0.5 + 4 / 64 + 1 + 4 / 256))
+        assert worker.group.member.get(t.BYTES) == 5 * round(COUNT * (0.5 + 4 / 64 + 1 + 4 / 256))
     assert read == [COUNT]
 
 
@@ -298,7 +298,7 @@ def test_who_joins_contributes_before_its_first_round_is_closed(connect: Connect
         values[0] += 2  # of the second fragment: 3
         first.step()
     half = COUNT // 2
-    assert (second.contributions, second._group.member.get(t.DROPPED)) == (1, 0)
+    assert (second.contributions, second.group.member.get(t.DROPPED)) == (1, 0)
     shared = first.shared()
     assert (shared[:half] == 1).all()
     assert (shared[half:] == np.float32((3 + 100) / 2)).all()
@@ -310,8 +310,8 @@ def test_who_joins_contributes_before_its_first_round_is_closed(connect: Connect
 
 def _weighs(worker: smb.train.Worker) -> bool:
     """Whether a contribution of its is in its inbox."""
-    member = worker._group.member
-    return int(t.Table(worker._group.table.buffer).read()[member.row, t.WEIGHT]) >> 32 == member.incarnation
+    member = worker.group.member
+    return int(t.Table(worker.group.table.buffer).read()[member.row, t.WEIGHT]) >> 32 == member.incarnation
 
 
 def test_refused(connect: Connect) -> None:
@@ -425,7 +425,7 @@ def test_a_refused_worker_that_cant_read_the_model_reads_it_first_of_all(
     crew = Crew(connect, 2, DiLoCo(every=1, quorum=1, **settings))
     for number in (0, 1):
         crew.step(number)
-    refused, table = crew.workers[1].exchange, crew.workers[1]._group.table
+    refused, table = crew.workers[1].exchange, crew.workers[1].group.table
     restart, get = refused.restart, type(table).get
     looks, first = 0, threading.Event()
 

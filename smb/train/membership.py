@@ -1,0 +1,194 @@
+"""How a worker joins its training, what the coordinator is told of it, and how it leaves."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+from smb.config.log import TRAINING
+from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.rpc import control_pb2 as pb
+from smb.spi import session_of
+from smb.train import member_table as t
+from smb.train.group import Group
+from smb.train.parameters import Parameters, Values
+from smb.train.steps import Steps, there
+
+_log = logging.getLogger("smb")
+_news = logging.getLogger(TRAINING)
+_open: weakref.WeakSet[Membership] = weakref.WeakSet()  # left at the interpreter's exit; their sessions keep them alive
+_EXIT_S = 1.0  # for each call, at the interpreter's exit
+_GUARD_MAX = 255  # characters of the guard's text in a report
+
+
+class Membership:
+    """One worker's membership. After its construction: `begin`, or `withdraw` if the worker can't take part after all.
+
+    Calls come from the worker's thread, but reports are read by the session's.
+    """
+
+    def __init__(self, group: Group, parameters: Parameters, steps: Steps) -> None:
+        self.closed = False
+        self._group = group
+        self._parameters = parameters
+        self._steps = steps
+        _open.add(self)
+        session_of(group.client).reports[id(self)] = self._report
+
+    def check_open(self) -> None:
+        """Raise InvalidArgumentError if the worker has left."""
+        if self.closed:
+            raise InvalidArgumentError(f"the worker has left training {self._group.name!r}; join again")
+
+    # ---- joining
+
+    def begin(self) -> None:
+        """Make the parameters the shared model: the last part of joining. If it raises, they are unchanged; call
+        `withdraw` then.
+        """
+        self._steps.exchange.restart()
+
+    def announce(self) -> None:
+        """Log what joining did. One small read; if the read fails, that is logged instead."""
+        try:
+            _news.info("%s", self.arrival())
+        except Error as error:  # the join is done, and the values are the shared model's: a line is no reason to leave
+            _log.warning("joined training %r; how many train there is not known now: %s", self._group.name, error)
+
+    def arrival(self) -> str:
+        """Return what joining did, in a line. One small read."""
+        group = self._group
+        rows = group.table.read()
+        if group.made:
+            return f"made training {group.name!r} ({group.scheme.NAME}); its weights are yours"
+        round_ = int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
+        at = f"round {round_}, " if round_ else ""
+        count = len(group.live(rows))
+        return (
+            f"joined training {group.name!r} ({group.scheme.NAME}, {at}{count} worker{'' if count == 1 else 's'}; its "
+            f"weights replaced yours)"
+        )
+
+    def withdraw(self) -> bool:
+        """Leave right after joining, for a worker that can't take part after all. If this worker made the group, and
+        nobody else has joined it, the group is deleted. Returns whether the group is gone.
+        """
+        self.forget()
+        try:
+            self._steps.exchange.close()
+        except Error as error:
+            _log.warning("training %r: %s", self._group.name, error)
+        return self._group.withdraw()
+
+    def forget(self) -> None:
+        """Report nothing any more, and do nothing at the interpreter's exit."""
+        self.closed = True
+        _open.discard(self)
+        session_of(self._group.client).reports.pop(id(self), None)
+
+    # ---- leaving
+
+    def finish(self) -> None:
+        """Finish what is under way, and contribute the remaining local steps as far as the scheme can: the first part
+        of leaving. Raises as Worker.flush; if the remaining steps can't be sent, that is a warning.
+        """
+        self.check_open()
+        self._steps.flush()
+        try:
+            self._steps.contribute_rest()
+        except NotFoundError:
+            raise
+        except Error as error:
+            _log.warning(
+                "training %r: the local steps since the last exchange are not in it: %s", self._group.name, error
+            )
+
+    def close(self, *, load: bool) -> None:
+        """See Worker.close."""
+        if self.closed:
+            return
+        try:
+            self._tidy(self.finish)
+        finally:
+            self._leave(load=load)
+
+    def abandon(self) -> None:
+        """See Worker.abandon."""
+        if not self.closed:
+            self._leave(load=False)
+
+    def _leave(self, *, load: bool) -> None:
+        self.forget()
+        self._steps.give_up()
+        together = self._parameters.in_ranks
+        try:
+            if load and together:
+                with there(self._group):
+                    self._steps.exchange.restart()
+            self._tidy(self._steps.exchange.close)
+            if load and not together:
+                del self._steps.exchange  # its memory has the model's size
+                shared: Values = np.empty(self._group.weights.size, np.float32)
+                with there(self._group):
+                    self._group.read(shared)
+                self._parameters.fill(shared)
+            if self._steps.unsent:
+                _news.info("%s", self._left_out())
+        finally:
+            last = self._report()
+            last.left = True
+            session_of(self._group.client).reports[object()] = lambda: last
+            self._tidy(self._group.leave)
+
+    def _left_out(self) -> str:
+        """Return which steps are in no exchange, in a line."""
+        scheme, unsent = self._group.scheme, self._steps.unsent
+        most, of = ("up to ", "each fragment's") if len(self._group.spans) > 1 else ("", "the")
+        steps = f"{most}{unsent} local step{' is' if unsent == 1 else 's are'}"
+        return (
+            f"left training {self._group.name!r}: {steps} not in its model, those since {of} last exchange; "
+            f"{scheme.NAME} exchanges whole rounds of {scheme.interval()} steps"
+        )
+
+    def _tidy(self, leave: Callable[[], None]) -> None:
+        try:
+            leave()
+        except NotFoundError as error:
+            _log.debug("training %r: %s", self._group.name, error)
+        except Error as error:
+            _log.warning("training %r: could not leave it tidily: %s", self._group.name, error)
+
+    def _report(self) -> pb.TrainingReport:
+        """Return the coordinator's report of this worker, for people. Makes no call. Any thread."""
+        member = self._group.member
+        return pb.TrainingReport(
+            name=self._group.name,
+            slot=member.slot,
+            clock=member.clock,
+            samples=member.get(t.SAMPLES),
+            contributions=member.get(t.CONTRIBUTIONS),
+            staleness=member.get(t.STALENESS),
+            refused=member.get(t.REFUSED),
+            guard=self._group.guard_fired[:_GUARD_MAX],
+        )
+
+    def leave_at_exit(self) -> None:
+        """Leave as the interpreter ends: each call takes at most _EXIT_S seconds. May raise Error."""
+        session_of(self._group.client).hurry(_EXIT_S)
+        self.abandon()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Leave trainings before the clients are closed (smb.client), so that the others wait for nobody.
+
+    Waits for no other worker: what was not sent stays so.
+    """
+    for membership in list(_open):
+        with contextlib.suppress(Error):  # also raised in a child of fork
+            membership.leave_at_exit()
