@@ -14,7 +14,7 @@ import torch
 
 import smb.train
 from smb.errors import InvalidArgumentError
-from smb.torch import shared_model
+from smb.torch import joining
 from smb.torch.ranks import world
 from smb.torch.shared_model import Shared
 
@@ -42,4 +42,4 @@ def join(
     if accelerator.num_processes > 1:
         options.setdefault("mesh", world())
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    return shared_model.join(plain, optimizer, name, scheme=scheme, **options)
+    return joining.join(plain, optimizer, name, scheme=scheme, **options)

@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 
 import smb
 import smb.train
+from smb.torch.joining import join
 from smb.torch.ranks import world
-from smb.torch.shared_model import Shared, join
+from smb.torch.shared_model import Shared
 
 _log = logging.getLogger("smb.train")
 

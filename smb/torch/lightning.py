@@ -14,8 +14,9 @@ import lightning
 import smb
 import smb.train
 from smb.errors import InvalidArgumentError
+from smb.torch.joining import join
 from smb.torch.ranks import world
-from smb.torch.shared_model import Shared, join
+from smb.torch.shared_model import Shared
 
 
 class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]

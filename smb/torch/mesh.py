@@ -22,7 +22,7 @@ from smb.errors import Error, InvalidArgumentError, NotFoundError, UnavailableEr
 from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of
 from smb.torch.ranks import Ranks, keeps_alike
 from smb.torch.shards import ShardParameters
-from smb.torch.shared_model import Shared, values_of
+from smb.torch.shared_model import Shared, state_with, values_of
 from smb.torch.tensor_values import lasting
 from smb.train import group as groups
 from smb.train import member_table as t
@@ -430,10 +430,11 @@ class MeshShared(Shared):
         """
         self._check_open()
         share, shares = self._share(dims)
+        units = None
         with self._mesh.together():
             if self._ranks.speaks:
-                self._open_units(rows, size, epochs, seed)
-        return (_part_of(batch, share, shares) for batch in self._batches(self._units, rows, seed, epochs))
+                units = self._units.open(self.worker, rows, size, epochs, seed)
+        return (_part_of(batch, share, shares) for batch in self._batches(units, rows, seed, epochs))
 
     def _share(self, dims: str | Sequence[str] | None) -> tuple[int, int]:
         """Return which share of a batch is this rank's, and of how many."""
@@ -480,7 +481,7 @@ class MeshShared(Shared):
         values = self._shards.of_tensors(seen)
         if statistics is not None:
             values |= values_of(self._statistics.entries, torch.from_numpy(statistics))
-        return self._state_with(values)
+        return state_with(self._model, values)
 
     def close(self, *, load: bool = True) -> None:
         """As Shared.close, with all ranks of the mesh."""

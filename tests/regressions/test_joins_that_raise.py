@@ -16,7 +16,7 @@ import smb.torch
 import smb.train
 from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
-from smb.torch import shared_model
+from smb.torch import joining
 from smb.train import group, members
 from smb.train.members import Member
 from smb.train.membership import Membership
@@ -142,14 +142,14 @@ def test_ctrl_c_as_the_lock_of_a_model_is_given_back(connect: Connect, monkeypat
 def test_a_rank_that_fails_after_its_mesh_has_joined(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mesh's ranks do more once the speaker is a member. If that fails, it is none any more."""
 
-    class Ranks(shared_model.Shared):
+    class Ranks(smb.torch.Shared):
         def _join(self, *arguments: Any) -> None:
             super()._join(*arguments)
             raise AWAY
 
     with join_torch(connect()) as shared:
         client = connect()
-        monkeypatch.setattr(shared_model, "Shared", Ranks)
+        monkeypatch.setattr(joining, "Shared", Ranks)
         with pytest.raises(smb.UnavailableError):
             join_torch(client)
         assert client._session.reports == {}

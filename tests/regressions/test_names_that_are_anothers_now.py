@@ -20,7 +20,7 @@ import smb.torch
 from smb.files import catalogue, checksums, copying
 from smb.files.handles import OpenFile
 from smb.files.namespace import NameTree
-from smb.torch.shared_model import Shared
+from smb.torch.admission import ModelAdmission
 from smb.train.membership import Membership
 from tests.conftest import Connect
 
@@ -431,9 +431,9 @@ def test_a_join_that_fails_leaves_anothers_statistics(connect: Connect, monkeypa
     def fail(self: Membership) -> None:
         raise smb.UnavailableError("no server answers")
 
-    withdraw = Shared._withdraw
+    withdraw = ModelAdmission.withdraw
 
-    def then_other(self: Shared) -> bool:
+    def then_other(self: ModelAdmission) -> bool:
         gone = withdraw(self)
         other.delete("run/state")
         made.append(other.create("run/state", 3))
@@ -442,7 +442,7 @@ def test_a_join_that_fails_leaves_anothers_statistics(connect: Connect, monkeypa
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(Membership, "begin", fail)
-    monkeypatch.setattr(Shared, "_withdraw", then_other)
+    monkeypatch.setattr(ModelAdmission, "withdraw", then_other)
     with pytest.raises(smb.UnavailableError, match="no server answers"):
         smb.torch.join(model, optimizer, "run", scheme="bsp", client=client)
     assert made

@@ -1,0 +1,190 @@
+"""A model's way into a training: it must be like the group's, or makes the group; a join that fails leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import smb
+import smb.train
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
+from smb.tensors import TensorTable
+from smb.torch.mixed_statistics import STATE, MixedStatistics
+from smb.torch.model_parameters import ModelParameters, TensorEntry
+from smb.torch.model_tensors import Statistics, mark_of
+from smb.train.group import clear, copies_of, keeping, view
+from smb.train.worker import take_part
+
+TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
+FROZEN = "smb.torch.frozen"  # in a buffer's metadata: the mark of the maker's frozen parameters
+_JOIN_TTL_S = 30.0
+
+_log = logging.getLogger("smb")
+
+
+class ModelAdmission:
+    """The join of one model, from the comparison with the group to the first values. One join for each object."""
+
+    def __init__(
+        self,
+        client: smb.Client,
+        name: str,
+        trained: Any,
+        mixed: MixedStatistics,
+        frozen: dict[tuple[str, ...], torch.Tensor],
+        check: Callable[[smb.train.Scheme | None], None],
+    ) -> None:
+        """`frozen` are the parameters that do not train. `check` raises InvalidArgumentError for a scheme
+        that is not possible with this join.
+        """
+        self._client = client
+        self._name = name
+        self._trained = trained
+        self._mixed = mixed
+        self._frozen = frozen
+        self._mark: dict[str, str] | None = None  # of the frozen parameters; None without any
+        self._check = check
+        self._worker: smb.train.Worker | None = None  # a member while the join may fail
+
+    def run(
+        self,
+        scheme: str | smb.train.Scheme | None,
+        settings: dict[str, Any],
+        options: dict[str, Any],
+        attach: Callable[[smb.train.Worker], None],
+    ) -> smb.train.Worker:
+        """Become a member and return its worker. Nothing of the model is changed before all that can fail is done.
+        `attach` is called with the worker once the model has the shared values.
+        """
+        copies = copies_of(self._client, self._name, options.get("replicas")) or 1
+        # Held from before joining until the statistics are there, so that both buffers have one maker.
+        with keeping(self._client.lock(f"{self._name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies)):
+            worker = self._run_locked(scheme, settings, dict(options), attach)
+        self._mixed.joined()
+        return worker
+
+    def _run_locked(
+        self,
+        scheme: str | smb.train.Scheme | None,
+        settings: dict[str, Any],
+        options: dict[str, Any],
+        attach: Callable[[smb.train.Worker], None],
+    ) -> smb.train.Worker:
+        client, name, trained, mixed = self._client, self._name, self._trained, self._mixed
+        self._mark = mark_of(self._frozen) if self._frozen else None
+        group, fresh = None, options.pop("fresh")
+        if fresh:
+            chosen = _scheme(scheme, settings, None)
+            self._check(chosen)  # before anything is deleted
+            clear(client, name, trained, chosen, options["lease"], options.get("replicas"))
+        with contextlib.suppress(NotFoundError):
+            group = view(client, name)
+            self._compare(group.weights)
+        chosen = _scheme(scheme, settings, group.scheme if group else None)
+        self._check(chosen or (group.scheme if group else None))
+        metadata = _metadata(trained) | ({FROZEN: self._mark} if self._mark else {})
+        guards, lease = options.pop("guards"), options.pop("lease")
+        worker = self._worker = take_part(client, name, trained, chosen, guards, lease, metadata=metadata, **options)
+        try:
+            self._compare(worker.weights)  # another process may have made the group meanwhile
+            if fresh and not worker.made:
+                raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another made it at this moment")
+            statistics = mixed.own
+            mixed.join(client, worker, _metadata(statistics), lambda state: _compare(state, statistics.table))
+            worker.membership.begin()
+            if mixed.buffer is not None:
+                statistics.spread()
+            attach(worker)
+            worker.membership.announce()
+            _warn_of_idle(name, trained.entries)
+        except BaseException:
+            if self.withdraw() and mixed.buffer is not None:
+                with contextlib.suppress(Error):  # the reason of the failed join matters more
+                    client.delete(mixed.buffer, missing_ok=True)
+            raise
+        return worker
+
+    def withdraw(self) -> bool:
+        """Leave after a join that failed, if there was a member. Returns whether the group is gone.
+
+        A caller without the lock of the join leaves the statistics' buffer, which may be another training's by now. The
+        next maker of a group deletes it.
+        """
+        worker, self._worker = self._worker, None
+        return worker is not None and worker.membership.withdraw()
+
+    def _compare(self, weights: smb.Buffer) -> None:
+        """Raise InvalidArgumentError if the group has another model."""
+        _compare(weights, self._trained.table)
+        _compare_frozen(weights, self._mark)
+
+
+def _metadata(vector: ModelParameters | Statistics) -> dict[str, Any]:
+    tied = {other: entry.names[0] for entry in vector.entries for other in entry.names[1:]}
+    return vector.table.to_metadata() | ({TIED: tied} if tied else {})
+
+
+def table_of(buffer: smb.Buffer) -> TensorTable:
+    """Return the names of a group's tensors. Raises InvalidArgumentError if smb.torch.join did not make the group."""
+    if not buffer.table:
+        raise InvalidArgumentError(
+            f"group of buffer {buffer.name!r}: it has no names for its tensors, so it was not made by smb.torch.join"
+        )
+    return buffer.table
+
+
+def _scheme(
+    asked: str | smb.train.Scheme | None, settings: dict[str, Any], groups: smb.train.Scheme | None
+) -> smb.train.Scheme | None:
+    """Return the scheme that is asked for; settings that were not given are the group's."""
+    if not isinstance(asked, str):
+        return asked
+    if groups is not None and asked == groups.NAME:
+        settings = groups.settings() | settings
+    return smb.train.scheme_of(asked, settings)
+
+
+def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:
+    theirs = table_of(buffer)
+    differences = []
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        here, there = (_shape(table, key) for table in (ours, theirs))
+        if here != there:
+            differences.append(f"{key} is {here} here, and {there} in the group")
+    if differences := differences or ours.differences(theirs):
+        raise InvalidArgumentError(
+            f"join of training {buffer.name!r}: it has another model: {'; '.join(differences[:3])}"
+            + (f", and {len(differences) - 3} more" if len(differences) > 3 else "")
+            + f". Nothing was changed. Take another name, or fresh=True: it deletes {buffer.name!r} if nobody trains it"
+        )
+
+
+def _warn_of_idle(name: str, entries: Sequence[TensorEntry]) -> None:
+    """Warn if the optimizer has parameters that don't train."""
+    idle = sum(entry.count for entry in entries if not entry.tensor.requires_grad)
+    if idle:
+        _log.warning(
+            "training %r shares %d values, and %d of them require no gradients: they are shared since the optimizer "
+            "has them. Give it the others alone, and these cost nothing",
+            name,
+            sum(entry.count for entry in entries),
+            idle,
+        )
+
+
+def _compare_frozen(buffer: smb.Buffer, mark: dict[str, str] | None) -> None:
+    """Raise where the frozen values are others than those of who made the group; of other types they may be."""
+    theirs = buffer.metadata.get(FROZEN)
+    if mark and theirs and mark["types"] == theirs["types"] and mark["values"] != theirs["values"]:
+        raise InvalidArgumentError(
+            f"join of training {buffer.name!r}: the model's frozen parameters have other values than those of "
+            f"who made the group: what is trained fits only one of the two. Load the same ones before joining"
+        )
+
+
+def _shape(table: TensorTable, name: str) -> str:
+    return f"float32{list(table[name].shape)}" if name in table else "not there (or, of a trained one, frozen)"

@@ -1,0 +1,72 @@
+"""A data set divided over all who train a model: one process's batches, from work units."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+import smb
+import smb.train
+from smb.errors import Error, InvalidArgumentError, NotFoundError
+
+_log = logging.getLogger("smb")
+
+
+class BatchUnits:
+    """The work units of one process, from which its batches are cut. A further call of `open` replaces them."""
+
+    def __init__(self, client: smb.Client) -> None:
+        self._client = client
+        self._units: smb.train.WorkUnits | None = None
+        self._name = ""
+
+    def open(
+        self, worker: smb.train.Worker, rows: int, size: int, epochs: int | None, seed: int
+    ) -> smb.train.WorkUnits:
+        """Return the work units of the worker's training. Raises InvalidArgumentError as Shared.batches."""
+        if worker.batch_size is not None:
+            raise InvalidArgumentError("batches: the scheme decides how large a batch is; use smb.train.WorkUnits")
+        if self._units is not None:
+            self._units.close()
+        self._name = worker.name
+        self._units = smb.train.WorkUnits(
+            self._client, f"{worker.name}/units", rows, size, seed, epochs=epochs, worker=worker
+        )
+        return self._units
+
+    def close(self) -> None:
+        """Hand back the units in hand. If that fails, it is logged."""
+        if self._units is None:
+            return
+        try:
+            self._units.close()
+        except NotFoundError as error:
+            _log.debug("%s", error)
+        except Error as error:
+            _log.warning("training %r: could not hand back what was in hand: %s", self._name, error)
+
+
+def shuffled_batches(
+    take: Callable[[], smb.train.Unit | None], name: str, rows: int, seed: int, epochs: int | None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each batch's number of rows and its row numbers, until `take` gives no further unit.
+
+    Rows are shuffled by the seed and the epoch, the same at all processes.
+    """
+    order, shuffled, taken = torch.empty(0, dtype=torch.int64, device="cpu"), -1, 0
+    while (unit := take()) is not None:
+        if unit.epoch != shuffled:
+            shuffled = unit.epoch
+            order = torch.from_numpy(np.random.default_rng([seed, shuffled]).permutation(rows))
+        taken += 1
+        yield unit.count, order[unit.start : unit.start + unit.count]
+    if not taken:
+        _log.warning(
+            "training %r: all batches of all%s epochs are done; epochs= counts from its first run on: ask for "
+            "more, or begin anew: join(..., fresh=True), or under another name",
+            name,
+            "" if epochs is None else f" {epochs}",
+        )

@@ -1,0 +1,39 @@
+"""The batches that are made of work units. The units are given."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from smb.torch.batches import shuffled_batches
+from smb.train import Unit
+
+
+def test_units_become_shuffled_rows() -> None:
+    """Each epoch has its own order, by the seed, which is the same at all processes; all rows come once."""
+    given = [Unit(epoch, start, min(4, 10 - start)) for epoch in (0, 1) for start in (0, 4, 8)]
+
+    def batches(seed: int) -> list[tuple[int, torch.Tensor]]:
+        left = iter(given)
+        return list(shuffled_batches(lambda: next(left, None), "run", 10, seed, 2))
+
+    found = batches(7)
+    assert [count for count, _ in found] == [4, 4, 2] * 2
+    epochs = [torch.cat([rows for _, rows in found[at : at + 3]]) for at in (0, 3)]
+    for epoch, rows in enumerate(epochs):
+        assert np.array_equal(rows.numpy(), np.random.default_rng([7, epoch]).permutation(10))
+    assert not torch.equal(*epochs)
+    assert not all(torch.equal(one, other) for (_, one), (_, other) in zip(found, batches(8), strict=True))
+
+
+@pytest.mark.parametrize(("epochs", "says"), [(3, "all batches of all 3 epochs"), (None, "all batches of all epochs")])
+def test_a_training_without_batches_left_is_logged(
+    caplog: pytest.LogCaptureFixture, epochs: int | None, says: str
+) -> None:
+    """A second run that asks for as many epochs as the first one gets no batch, and is told why."""
+    caplog.set_level(logging.WARNING, "smb")
+    assert not list(shuffled_batches(lambda: None, "run", 10, 0, epochs))
+    assert says in caplog.text
