@@ -108,7 +108,7 @@ def join(
             from smb.torch.mesh import MeshShared  # with torch.distributed.tensor, which takes a second
 
             shared = MeshShared(model, inner, name, scheme, settings, client, samples, options, mesh)
-        shared._owned = on_failure.pop_all()
+        shared.owned = on_failure.pop_all()
     return shared
 
 

@@ -1,8 +1,8 @@
 """The ranks of a device mesh as one member: each moves its own shards, the first one speaks for all.
 
-The speaker runs the scheme; what it does with parameters is a command to all ranks, and each does it for what it has
-(shards.py). Every rank but the speaker holds a lock with the member's lease: who waits for the member finds a dead rank
-by it, and then the member is gone.
+The speaker runs the scheme. What the scheme does with parameters is a call of all ranks (rank_calls.py), and each makes
+it for its own shards (mesh_rank.py). Every rank but the speaker holds a lock with the member's lease: who waits for the
+member finds a dead rank by it, and then the member is gone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import smb.train
-from smb.errors import Error, InvalidArgumentError, NotFoundError, UnavailableError
+from smb.errors import Error, InvalidArgumentError
+from smb.torch.mesh_rank import MeshRank
 from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of
+from smb.torch.rank_calls import RankCalls
 from smb.torch.ranks import Ranks, keeps_alike
 from smb.torch.shards import ShardParameters
 from smb.torch.shared_model import Shared, state_with, values_of
@@ -28,7 +30,7 @@ from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.exchange.mover import ArrayMover, Mover
 from smb.train.guards import Norm
-from smb.train.members import member_name, rank_lock
+from smb.train.members import member_name
 from smb.train.parameters import Parameters, Values
 from smb.train.progress import Progress, progress_of
 from smb.train.steps import there
@@ -36,7 +38,6 @@ from smb.train.steps import there
 if TYPE_CHECKING:
     from smb.buffer import Buffer
     from smb.client import Client
-    from smb.lock import Lock
     from smb.train.group import Group
 
 
@@ -44,200 +45,66 @@ _log = logging.getLogger("smb.train")
 
 
 class MeshParameters(Parameters):
-    """All ranks' parameters, at the speaker; what it is asked is done by every rank. `serve` is the others' side.
-
-    `mover_here` moves this rank's own elements.
-    """
+    """All ranks' parameters, as the speaker's scheme sees them."""
 
     in_ranks = True
 
-    def __init__(self, client: Client, ranks: Ranks, own: ShardParameters, statistics: Statistics) -> None:
+    def __init__(self, ranks: Ranks, own: ShardParameters, here: MeshRank, calls: RankCalls) -> None:
+        """`own` are this rank's shards, `here` is this rank, and `calls` are made by all ranks together."""
         self.size = own.whole.size
         self.table = own.whole
         self.entries = own.given
-        self.mover_here: ArrayMover | None = None
-        self._opened: dict[str, Buffer] = {}
-        self.seen: Values | None = None  # what was read to be looked at
-        self._client = client
         self._ranks = ranks
         self._own = own
-        self._statistics = statistics
-        self._lock: Lock | None = None
-        self._together = False
-        self._arrived: Callable[[], object] | None = None  # at the speaker: what is called once a difference arrived
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """At the speaker: do the block, and let the others go on. At the others: do what it says until then."""
-        if not self._ranks.speaks:
-            self._serve()
-            yield
-            return
-        self._together = True
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(UnavailableError):
-                self._done(error)
-            raise
-        finally:
-            self._together = False
-        self._done()
-
-    def _serve(self) -> None:
-        """Do what the speaker says until it is done. Raises what it failed with."""
-        while True:
-            command, *arguments = self._ranks.tell()
-            if command == "done":
-                (failure,) = arguments
-                if failure is not None:
-                    raise failure
-                return
-            self._answer(command, arguments)
-
-    def _done(self, failure: BaseException | None = None) -> None:
-        if failure is not None:
-            known = isinstance(failure, Error)
-            failure = type(failure)(str(failure)) if known else Error(f"rank 0 of the mesh failed: {failure!r}")
-        self._ranks.tell(("done", failure))
-
-    def release(self) -> None:
-        """Give this rank's lock back, without the others."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            _release(lock)
-
-    def all(self, command: str, *arguments: Any) -> list[Any]:
-        """Have every rank do something; return the results, by rank. Raises what one of them failed with."""
-        if not self._together:  # on the way out of an error, or at the interpreter's exit
-            raise UnavailableError("the other ranks of the mesh do not take part in this")
-        self._ranks.tell((command, *arguments))
-        return self._answer(command, list(arguments))
-
-    def spread(self, vector: str) -> None:
-        """Have what some ranks have read at those that have it too: "fetched" by their movers, or "seen"."""
-        if self._own.replicated:
-            self.all("spread", vector)
-
-    def look(self, weights: Buffer) -> None:
-        """Have every rank read what it has of the shared model, into `seen`."""
-        self.all("look", weights.name)
-        self.spread("seen")
-
-    def statistics(self) -> Values:
-        """Return the running statistics, their mean over all ranks."""
-        mean: Values = np.mean(self.all("statistics"), axis=0, dtype=np.float32)
-        return mean
-
-    def _answer(self, command: str, arguments: list[Any]) -> list[Any]:
-        failure: Error | None = None
-        result = None
-        try:
-            result = getattr(self, f"_do_{command}")(*arguments)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for what became of it
-            failure = error if isinstance(error, Error) else Error(f"rank {self._ranks.rank} of the mesh: {error!r}")
-        said = self._ranks.gather((result, None if failure is None else (type(failure), str(failure))))
-        failures = [failed for _, failed in said if failed is not None]
-        if failures and self._ranks.speaks:
-            if failure is not None:
-                raise failure
-            kind, text = failures[0]
-            raise kind(text)
-        return [each for each, _ in said]
-
-    # ---- what each rank does
-
-    def _do_store(self, name: str) -> None:
-        self._own.refresh()
-        self._own.store(self._client.open(name))
-
-    def _do_keep_exact(self) -> None:
-        self._own.keep_exact()
-
-    def _do_seat(self, member: str, lease: float, replicas: int) -> None:
-        if self._ranks.speaks:
-            return
-        self.release()
-        # A rank that was killed may hold it for a lease, where a group of this name was deleted and is made again.
-        rank = self._ranks.rank
-        self._lock = rank_lock(self._client, member, rank, lease, replicas, 3 * lease).acquire()
-
-    def _do_make(self, way: str, weights: str) -> None:
-        self.mover_here = None  # its memory first
-        self._opened.clear()
-        self.mover_here = ArrayMover(self._client.open(weights), self._own, way, arrived=self._arrived)
-
-    def _do_move(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this rank's mover."""
-        self._own.refresh()
-        return getattr(self.mover_here, method)(*arguments)
-
-    def _do_move_buffer(self, method: str, name: str) -> Any:
-        """Call one that takes a buffer."""
-        self._own.refresh()
-        try:
-            return getattr(self.mover_here, method)(self._buffer(name))
-        except NotFoundError:
-            self._opened.pop(name, None)
-            raise
-
-    def _buffer(self, name: str) -> Buffer:
-        """Return the buffer, opened once: a step must not need the coordinator."""
-        if name not in self._opened:
-            self._opened[name] = self._client.open(name)
-        return self._opened[name]
-
-    def _do_spread(self, vector: str) -> None:
-        values = self.seen if vector == "seen" or self.mover_here is None else self.mover_here.fetched
-        assert values is not None
-        self._own.spread(self._ranks, values)
-
-    def _do_look(self, name: str) -> None:
-        if self.seen is None:
-            self.seen = np.zeros(self._own.size, np.float32)
-        self._own.read(self._buffer(name), self.seen)
-
-    def _do_statistics(self) -> Values:
-        self._statistics.collect()
-        return self._statistics.values
-
-    # ---- Parameters, at the speaker
+        self._here = here
+        self._calls = calls
 
     def mover(self, group: Group, way: str, arrived: Callable[[], object] | None) -> Mover:
         """Return what moves all ranks' values. A difference has arrived when the speaker's has."""
-        self._arrived = arrived
-        self.all("make", way, group.weights.name)
-        return _RanksMover(self, group.weights, group.sent_bytes)
+        self._here.arrived = arrived
+        self._calls.all(MeshRank.make_mover, way, group.weights.name)
+        return _RanksMover(self._calls, group.weights, group.sent_bytes, spread=self._own.replicated)
+
+    def look(self, weights: Buffer) -> None:
+        """Have every rank read its part of the shared model into MeshRank.seen."""
+        self._calls.all(MeshRank.look, weights.name)
+        if self._own.replicated:
+            self._calls.all(MeshRank.spread_seen)
+
+    def statistics(self) -> Values:
+        """Return the running statistics, their mean over all ranks."""
+        mean: Values = np.mean(self._calls.all(MeshRank.collect_statistics), axis=0, dtype=np.float32)
+        return mean
 
     def store(self, weights: Buffer) -> None:
-        """Each rank writes its own."""
-        self.all("store", weights.name)
+        """Have each rank write its own parameters."""
+        self._calls.all(MeshRank.store, weights.name)
 
     def seated(self, group: Group) -> None:
-        """Each other rank takes its lock; from then on the member is gone when one of them is."""
+        """Have each other rank take its lock. From then on the member counts as dead when one of its ranks is."""
         member = group.member
         name = member_name(group.name, member.slot, member.incarnation)
-        self.all("seat", name, group.lease, group.weights.info.replicas)
+        self._calls.all(MeshRank.seat, name, group.lease, group.weights.info.replicas)
         group.table.write(member.row, t.RANKS, np.array([self._ranks.count]))
 
     def keep_exact(self) -> None:
-        """Every rank."""
-        self.all("keep_exact")
+        """See Parameters.keep_exact: at every rank."""
+        self._calls.all(MeshRank.keep_exact)
 
     def blocks(self) -> Iterator[tuple[int, Values]]:
-        """No one process has them."""
+        """Raise Error: no single process has all values."""
         raise _apart()
 
     def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
-        """No one process has them."""
+        """Raise Error: no single process has all values."""
         raise _apart()
 
     def fill(self, values: Values) -> None:
-        """No one process has them."""
+        """Raise Error: no single process has all values."""
         raise _apart()
 
     def subtract(self, difference: Values) -> None:
-        """No one process has them."""
+        """Raise Error: no single process has all values."""
         raise _apart()
 
 
@@ -246,40 +113,42 @@ class _RanksMover(Mover):
     rank takes over what came back.
     """
 
-    def __init__(self, mesh: MeshParameters, weights: Buffer, sent_bytes: int) -> None:
+    def __init__(self, calls: RankCalls, weights: Buffer, sent_bytes: int, *, spread: bool) -> None:
+        """`spread`: whether ranks have values alike, so that a rank which fetched them gives them to the others."""
         super().__init__(weights, sent_bytes)
-        self._mesh = mesh
+        self._calls = calls
+        self._spread = spread
         self._started = False
 
     def fetch(self, weights: Buffer) -> None:
-        self._mesh.all("move_buffer", "fetch", weights.name)
-        self._mesh.spread("fetched")
+        self._calls.all(MeshRank.move_buffer, ArrayMover.fetch, weights.name)
+        self._spread_fetched()
 
     def adopt(self) -> None:
-        self._mesh.all("move", "adopt")
+        self._calls.all(MeshRank.move, ArrayMover.adopt)
 
     def forget(self) -> None:
-        self._mesh.all("move", "forget")
+        self._calls.all(MeshRank.move, ArrayMover.forget)
 
     def write(self, inbox: Buffer) -> Norm:
-        return _sum(self._mesh.all("move_buffer", "write", inbox.name))
+        return _sum(self._calls.all(MeshRank.move_buffer, ArrayMover.write, inbox.name))
 
     def take(self) -> Norm:
-        return _sum(self._mesh.all("move", "take"))
+        return _sum(self._calls.all(MeshRank.move, ArrayMover.take))
 
     def add(self, fetch: bool) -> None:
-        self._mesh.all("move", "add", fetch)
+        self._calls.all(MeshRank.move, ArrayMover.add, fetch)
         if fetch:
-            self._mesh.spread("fetched")
+            self._spread_fetched()
 
     def add_missing(self) -> bool:
-        return any(self._mesh.all("move", "add_missing"))
+        return any(self._calls.all(MeshRank.move, ArrayMover.add_missing))
 
     def form(self, alpha: float) -> Norm:
-        return _sum(self._mesh.all("move", "form", alpha))
+        return _sum(self._calls.all(MeshRank.move, ArrayMover.form, alpha))
 
     def pay(self) -> None:
-        self._mesh.all("move", "pay")
+        self._calls.all(MeshRank.move, ArrayMover.pay)
 
     @property
     def under_way(self) -> bool:
@@ -287,19 +156,23 @@ class _RanksMover(Mover):
 
     def start(self) -> None:
         self._started = True
-        self._mesh.all("move", "start")
+        self._calls.all(MeshRank.move, ArrayMover.start)
 
     def wait(self) -> None:
         if self._started:
-            self._mesh.all("move", "wait")
+            self._calls.all(MeshRank.move, ArrayMover.wait)
             self._started = False
 
     def abandon(self) -> None:
-        self._mesh.all("move", "abandon")
+        self._calls.all(MeshRank.move, ArrayMover.abandon)
         self._started = False
 
     def release(self) -> None:
-        self._mesh.all("move", "release")
+        self._calls.all(MeshRank.move, ArrayMover.release)
+
+    def _spread_fetched(self) -> None:
+        if self._spread:
+            self._calls.all(MeshRank.spread_fetched)
 
 
 def _sum(norms: Sequence[Norm]) -> Norm:
@@ -337,7 +210,9 @@ class MeshShared(Shared):
             if sharded := [names[0] for names, tensor in parts.statistics.items() if isinstance(tensor, DTensor)]:
                 raise InvalidArgumentError(f"smb.torch.join with mesh=: buffer {sharded[0]!r} is sharded")
             self._shards = ShardParameters(parts.trained)
-            self._mesh = MeshParameters(client, self._ranks, self._shards, Statistics(parts.statistics))
+            self._here = MeshRank(client, self._ranks, self._shards, Statistics(parts.statistics))
+            self._calls = RankCalls(self._ranks, self._here)
+            self._mesh = MeshParameters(self._ranks, self._shards, self._here, self._calls)
             self._shards.verify = ModelCheck(model, optimizer, self._shards.given, parts.frozen)
         self._shards.meet(self._ranks)
         if self._ranks.speaks and self._ranks.count > 1 and not _steps_alike(model, mesh):
@@ -351,7 +226,7 @@ class MeshShared(Shared):
         try:
             super().__init__(model, optimizer, name, scheme, settings, client, samples, options)
         except BaseException:
-            self._mesh.release()
+            self._here.release()
             raise
 
     def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
@@ -361,7 +236,7 @@ class MeshShared(Shared):
         return self._mesh
 
     def _join(self, *arguments: Any) -> None:
-        with self._mesh.together():
+        with self._calls.together():
             if self._ranks.speaks:
                 super()._join(*arguments)
         interval = self.worker.scheme.interval() if self._ranks.speaks else None
@@ -385,7 +260,7 @@ class MeshShared(Shared):
         if len(self._samples_left) < self._interval:
             return
         samples_left, self._samples_left = self._samples_left, []
-        with self._mesh.together():
+        with self._calls.together():
             if self._ranks.speaks:
                 for samples in samples_left:  # all but the last one are only counted
                     self.worker.step(samples)
@@ -431,7 +306,7 @@ class MeshShared(Shared):
         self._check_open()
         share, shares = self._share(dims)
         units = None
-        with self._mesh.together():
+        with self._calls.together():
             if self._ranks.speaks:
                 units = self._units.open(self.worker, rows, size, epochs, seed)
         return (_part_of(batch, share, shares) for batch in self._batches(units, rows, seed, epochs))
@@ -454,7 +329,7 @@ class MeshShared(Shared):
 
     def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
         unit = None
-        with self._mesh.together():
+        with self._calls.together():
             if self._ranks.speaks:
                 unit = super()._taken(units)
         found: smb.train.Unit | None = self._ranks.tell(unit)
@@ -468,7 +343,7 @@ class MeshShared(Shared):
         self._check_open()
         self._check.model()
         statistics = None
-        with self._mesh.together():
+        with self._calls.together():
             if self._ranks.speaks:
                 with there(self.worker.group):
                     self.worker.group.read_by(self._mesh.look)
@@ -476,7 +351,7 @@ class MeshShared(Shared):
                     self._mixed.wait()
                     statistics = self._mixed.buffer.read(wire="exact")
         statistics = self._ranks.tell(statistics)
-        seen, self._mesh.seen = self._mesh.seen, None
+        seen, self._here.seen = self._here.seen, None
         assert seen is not None
         values = self._shards.of_tensors(seen)
         if statistics is not None:
@@ -489,7 +364,7 @@ class MeshShared(Shared):
             return
         loaded = False
         try:
-            with self._mesh.together():
+            with self._calls.together():
                 if self._ranks.speaks:
                     loaded = self._finish(load=load)
             self._take_statistics(loaded)
@@ -501,13 +376,13 @@ class MeshShared(Shared):
         if not self._parted:
             self._ranks.forget()
         with contextlib.ExitStack() as last:
-            last.callback(self._mesh.release)
+            last.callback(self._here.release)
             if self._ranks.speaks:
                 super()._leave()
                 return
             self._open = False
             self._hook.remove()
-            last.push(self._owned)
+            last.push(self.owned)
 
 
 def _steps_alike(model: torch.nn.Module, mesh: DeviceMesh) -> bool:
@@ -523,11 +398,6 @@ def _part_of(batch: torch.Tensor, share: int, shares: int) -> torch.Tensor:
     """Return one of so many equal shares; the last ones begin again at the first rows."""
     each = -(-len(batch) // shares)
     return batch[torch.arange(share * each, (share + 1) * each, device=batch.device) % len(batch)]
-
-
-def _release(lock: Lock) -> None:
-    with contextlib.suppress(Error):
-        lock.release()
 
 
 def _apart() -> Error:

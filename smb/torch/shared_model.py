@@ -90,7 +90,7 @@ class Shared:
         self._open = False
         self._client = client
         self._units = BatchUnits(client)
-        self._owned = contextlib.ExitStack()  # the client, where it is ours
+        self.owned = contextlib.ExitStack()  # the client, where it is ours
         self._overlap: Overlap | None = None
         check = functools.partial(check_overlap, self._asked_overlap)
         admission = ModelAdmission(client, name, self._trained, self._mixed, parts.frozen, check)
@@ -316,7 +316,7 @@ class Shared:
         self._open = False
         self._hook.remove()
         with contextlib.ExitStack() as last:
-            last.push(self._owned)
+            last.push(self.owned)
             if self._overlap is not None:
                 last.callback(self._overlap.remove)
             last.callback(self.worker.abandon)

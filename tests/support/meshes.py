@@ -239,7 +239,7 @@ class Rank:
 
     def flush(self) -> None:
         """Have nothing under way."""
-        with self._shared._mesh.together():
+        with self._shared._calls.together():
             if self._rank == 0:
                 self._shared.worker.flush()
 
