@@ -25,9 +25,10 @@ from smb.train.rare import HSGD, R2SP
 from smb.train.saved import load, save
 from smb.train.scheme import SCHEMES, Exchange, Scheme, scheme_of
 from smb.train.ssp import ASP, SSP
-from smb.train.status import GroupStatus, WorkerStatus, status
+from smb.train.status import GroupStatus, status
 from smb.train.work_units import Unit, WorkUnits, delete_units
 from smb.train.worker import Worker, join
+from smb.train.worker_status import WorkerStatus
 
 __all__ = [
     "ASP",

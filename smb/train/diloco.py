@@ -155,4 +155,4 @@ class DiLoCo(NesterovRounds):
         """Return this worker's exchange."""
         if not self._streams:
             return super().run(group, parameters)
-        return FragmentExchange(group, parameters, self)
+        return FragmentExchange(group, parameters, self, self.delay, self.mix)

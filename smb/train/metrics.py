@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from smb.client import Client
 from smb.daemon.metric_names import COUNTER, METRICS, counter, gauge
 from smb.errors import Error
-from smb.train.status import GroupStatus, WorkerStatus, status
+from smb.train.status import GroupStatus, status
+from smb.train.worker_status import WorkerStatus
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -20,8 +20,8 @@ from smb.train.membership import Membership
 from smb.train.parameters import ArrayParameters, Parameters, Values
 from smb.train.progress import ExchangeEvent, ExchangeListeners, Progress, progress_of
 from smb.train.scheme import Exchange, Scheme
-from smb.train.status import WorkerStatus, worker_status
 from smb.train.steps import Steps, there
+from smb.train.worker_status import WorkerStatus, worker_status
 
 
 def join(

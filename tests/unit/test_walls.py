@@ -11,7 +11,7 @@ from tests.support.walls import circles, lines, reach_ins, rooms, sources
 
 # Only ever lowered.
 REACH_INS_MAX = 11
-CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 1, 8
+CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
 
 ROOMS = {"files", "RDMA", "dashboard", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes"}
 

@@ -20,7 +20,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,14 +30,11 @@ from smb.train import member_table as t
 from smb.train.exchange.closing import state_slot
 from smb.train.exchange.contribution import drop
 from smb.train.exchange.mover import ArrayMover
-from smb.train.exchange.rounds import RoundExchange
+from smb.train.exchange.rounds import RoundExchange, RoundScheme
 from smb.train.group import WIRE_BYTES, Group, wake
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
 from smb.train.traits import EXACT, ROUNDS
-
-if TYPE_CHECKING:
-    from smb.train.diloco import DiLoCo
 
 _log = logging.getLogger("smb")
 
@@ -47,10 +43,11 @@ class FragmentExchange(RoundExchange):
     """One worker's side. `_bases[f]` is the round that fragment f's base is good for: the next one of it that was not
     closed when the base was read."""
 
-    def __init__(self, group: Group, parameters: Parameters, scheme: DiLoCo) -> None:
+    def __init__(self, group: Group, parameters: Parameters, scheme: RoundScheme, delay: int, mix: float) -> None:
+        """`delay` and `mix`: see DiLoCo."""
         super().__init__(group, parameters, scheme)
         self._contribution.late_counts = False
-        self._every, self._delay, self._mix = scheme.every, scheme.delay, scheme.mix
+        self._delay, self._mix = delay, mix
         self._bases = [0] * len(self._movers)
         self._sent_at = [0] * len(self._movers)  # the step after which each was sent last
         self._since = [0] * len(self._movers)  # samples so far when the base was taken over
@@ -83,7 +80,7 @@ class FragmentExchange(RoundExchange):
         self._repeated = True
         if self._job is not None and self._steps >= self._take_at:
             self._take()
-        if self._steps >= (self._exchanges + 1) * self._every // len(self._movers):
+        if self._steps >= (self._exchanges + 1) * self._interval // len(self._movers):
             self._begin()
             if self._steps >= self._take_at:
                 self._take()
