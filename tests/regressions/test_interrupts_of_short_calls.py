@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,16 @@ def test_it_has_the_calls_outcome_and_is_settled(connect: Connect, transport: st
 
 def test_an_attempt_whose_making_was_interrupted_goes_silently() -> None:
     """A handler may raise before the attempt has anything of its own; Python then warned that it could not be freed."""
-    attempt = Attempt.__new__(Attempt)
-    del attempt
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if frame.f_code is Attempt.__init__.__code__:
+            raise _StopError(event)
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(_StopError, match="call"):
+            Attempt()
+    finally:
+        sys.settrace(before)
     gc.collect()
