@@ -12,6 +12,7 @@ one of three ways, each with a few methods:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
@@ -305,7 +306,7 @@ class ArrayMover(Mover):
     def add_missing(self) -> bool:
         if not self.ledger.under_way:
             return False
-        self.ledger.ask(self._missed)
+        self.ledger.ask(functools.partial(missed, self._weights))
         self.ledger.add(lambda run: self._add(run, fetch=False))
         self.ledger.count()
         return True
@@ -321,9 +322,6 @@ class ArrayMover(Mover):
         if ledger.landing is None:
             ledger.landing = np.empty_like(ledger.base)
         ledger.landing[run.indices] = fetched
-
-    def _missed(self, run: Run, error: BaseException) -> list[Run]:
-        return missed(self._weights, run, error)
 
     def _norm(self) -> Norm:
         found = Norm()
@@ -368,7 +366,7 @@ class ArrayMover(Mover):
         ledger, repeated = self.ledger, False
         while self.under_way:
             if self._call is None:
-                ledger.ask(self._missed)
+                ledger.ask(functools.partial(missed, self._weights))
                 if not ledger.left:
                     break
                 self._start()
@@ -377,7 +375,7 @@ class ArrayMover(Mover):
             error = _failure(self._call)
             self._call = None
             if error is not None:
-                ledger.ask(self._missed)
+                ledger.ask(functools.partial(missed, self._weights))
                 if repeated:
                     raise error
                 _log.warning("%s; what it missed is sent again", error)
