@@ -118,7 +118,7 @@ class Overlap:
                     exchange.wait()
                     self._advance(measured)
         else:
-            if exchange.settle() or exchange.recover():
+            if exchange.finish() or exchange.recover():
                 self._clock.forget()
                 return
             if (measured := self._measure()) is not None:
@@ -210,7 +210,7 @@ class Overlap:
                 exchange.take_all()
                 exchange.steps.wait()
                 if not exchange.steps.lost:
-                    exchange.settle()  # before the step: a step that raises has changed nothing, and can be repeated
+                    exchange.finish()  # before the step: a step that raises has changed nothing, and can be repeated
             except smb.train.RefusedContributionError:
                 self._gradients.forget()  # they belong to parameters that were replaced
                 raise
@@ -241,7 +241,7 @@ class Overlap:
             exchange.steps.wait()
             if not exchange.steps.failed:
                 exchange.take_all()  # parts of modules that were not called
-                exchange.settle()
+                exchange.finish()
                 exchange.begin(self._planner.cut)
                 exchange.in_backward = True
                 self._gradients_left = self._parts.gradients_needed()

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from smb.overlap.parts import Cut, Part
-from smb.overlap.plan import LayerPlace
+from smb.overlap.plan import LayerRuns
 from smb.train.ledger import Run
 
 
 class ModelLayers:
-    """The layers of one model. `places` is empty until `find` has been called."""
+    """The layers of one model. `layer_runs` is empty until `find` has been called."""
 
     def __init__(self, model: torch.nn.Module, runs: dict[torch.Tensor, Run]) -> None:
         """`runs` says where each trained parameter lies in the vector that is exchanged."""
         self.runs = runs
-        self.places: list[LayerPlace] = []  # by layer: where its parameters lie in the vector
+        self.layer_runs: list[LayerRuns] = []  # by layer: where its parameters lie in the vector
         self.needed: dict[torch.nn.Module, list[torch.Tensor]] = {}  # the parameters that a call of the module uses
         self.by_parameter: dict[torch.Tensor, int] = {}  # the layer of each parameter
         self._model = model
@@ -40,7 +40,7 @@ class ModelLayers:
 
     def note_call(self, module: torch.nn.Module) -> None:
         """Remember that a module was called, until the layers are found."""
-        if not self.places:
+        if not self.layer_runs:
             self._called.setdefault(module)
 
     def find(self) -> None:
@@ -69,8 +69,8 @@ class ModelLayers:
     def _add_layer(self, parameters: list[torch.Tensor]) -> None:
         runs = sorted((self.runs[each] for each in parameters), key=lambda run: run.here)
         for each in parameters:
-            self.by_parameter[each] = len(self.places)
-        self.places.append(LayerPlace(tuple(runs)))
+            self.by_parameter[each] = len(self.layer_runs)
+        self.layer_runs.append(LayerRuns(tuple(runs)))
 
     @property
     def by_module(self) -> dict[torch.nn.Module, int]:

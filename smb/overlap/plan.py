@@ -20,7 +20,7 @@ _RATE_MAX, _START_MIN = 1e12, 1e-7  # bytes a second, seconds: what clocks can t
 
 
 @dataclass(frozen=True)
-class LayerPlace:
+class LayerRuns:
     """Where a layer's parameters lie in the vector; ascending, apart from each other."""
 
     runs: tuple[Run, ...]
@@ -56,51 +56,51 @@ def _shown(rate: float) -> str:
     return f"{rate / 1e6:.1f} MB/s" if rate < _RATE_MAX else "no limit"
 
 
-def whole(places: Sequence[LayerPlace]) -> Cut:
+def whole(layer_runs: Sequence[LayerRuns]) -> Cut:
     """Return the cut without parts: all in one."""
-    part = (_part(places, 0),)
+    part = (_part(layer_runs, 0),)
     return Cut(part, part)
 
 
-def plan_of(places: Sequence[LayerPlace], layers: Sequence[Layer], channel: Channel, exchange: str, closing_s: float,
+def plan_of(layer_runs: Sequence[LayerRuns], layers: Sequence[Layer], channel: Channel, exchange: str, closing_s: float,
          overlap: str) -> ExchangePlan:  # fmt: skip
     """Return the best plan with at most this overlap. Places and layers are in the order of the forward pass."""
     predictions = predict(layers, channel, exchange, closing_s)
     without = pick(predictions, "none")
     chosen = pick(predictions, overlap)
-    return ExchangePlan(chosen, without, cut_of(places, chosen, exchange), tuple(layers), channel)
+    return ExchangePlan(chosen, without, cut_of(layer_runs, chosen, exchange), tuple(layers), channel)
 
 
-def cut_of(places: Sequence[LayerPlace], chosen: Prediction, exchange: str) -> Cut:
+def cut_of(layer_runs: Sequence[LayerRuns], chosen: Prediction, exchange: str) -> Cut:
     """Return the parts of a schedule."""
     if chosen.overlap == "none":
-        return whole(places)
+        return whole(layer_runs)
     if chosen.slice_bytes:
-        parts = tuple(_slices(places, chosen.slice_bytes))
+        parts = tuple(_slices(layer_runs, chosen.slice_bytes))
         return Cut(parts, parts, chosen.credit_bytes)
-    pushes = tuple(_of_runs(places, chosen.pushes, backward=True)) if chosen.pushes else ()
-    pulls = tuple(_of_runs(places, chosen.pulls, backward=False)) if chosen.pulls else ()
+    pushes = tuple(_of_runs(layer_runs, chosen.pushes, backward=True)) if chosen.pushes else ()
+    pulls = tuple(_of_runs(layer_runs, chosen.pulls, backward=False)) if chosen.pulls else ()
     if exchange == FUSED:  # one message does both
         parts = pushes or pulls
         return Cut(parts, parts, 1)
-    every = (_part(places, 0),)
+    every = (_part(layer_runs, 0),)
     return Cut(pushes or every, pulls or every, 1)
 
 
-def _of_runs(places: Sequence[LayerPlace], sizes: Iterable[int], *, backward: bool) -> Iterable[Part]:
+def _of_runs(layer_runs: Sequence[LayerRuns], sizes: Iterable[int], *, backward: bool) -> Iterable[Part]:
     """Messages of whole layers, one after the other: in backward order the first one has the last layers."""
-    order = list(range(len(places)))[:: -1 if backward else 1]
+    order = list(range(len(layer_runs)))[:: -1 if backward else 1]
     at = 0
     for size in sizes:
         taken = sorted(order[at : at + size])
-        yield _part([places[each] for each in taken], -at)
+        yield _part([layer_runs[each] for each in taken], -at)
         at += size
 
 
-def _slices(places: Sequence[LayerPlace], slice_bytes: int) -> Iterable[Part]:
+def _slices(layer_runs: Sequence[LayerRuns], slice_bytes: int) -> Iterable[Part]:
     """Each layer by itself, cut by size; the earlier the layer, the more urgent."""
     most = max(1, slice_bytes // 4)
-    for number, place in enumerate(places):
+    for number, place in enumerate(layer_runs):
         room, taken = most, list[Run]()
         for run in place.runs:
             here, there, left = run.here, run.there, run.count
@@ -115,10 +115,10 @@ def _slices(places: Sequence[LayerPlace], slice_bytes: int) -> Iterable[Part]:
             yield Part(tuple(taken), -number)
 
 
-def _part(places: Sequence[LayerPlace], urgency: int) -> Part:
+def _part(layer_runs: Sequence[LayerRuns], urgency: int) -> Part:
     """All of some layers: runs that follow each other are one, over what lies between two tensors, too."""
     found: list[Run] = []
-    for run in sorted((run for place in places for run in place.runs), key=lambda run: run.here):
+    for run in sorted((run for place in layer_runs for run in place.runs), key=lambda run: run.here):
         last = found[-1] if found else None
         gap = run.here - (last.here + last.count) if last else -1
         if last is not None and 0 <= gap < GAP_ELEMENTS and run.there - last.there == run.here - last.here:
@@ -134,12 +134,12 @@ GAP_ELEMENTS = 16  # tensors lie at multiples of 64 bytes (smb/tensors.py): fewe
 class Measured:
     """The last steps' times, by layer, and what the link did. Medians count: one step that was disturbed does not."""
 
-    def __init__(self, places: Sequence[LayerPlace], start_s: float, gap_s: float) -> None:
-        self.places = places
+    def __init__(self, layer_runs: Sequence[LayerRuns], start_s: float, gap_s: float) -> None:
+        self.layer_runs = layer_runs
         self._start_s = max(start_s, _START_MIN)
         self._gap_s = min(max(gap_s, 0.0), self._start_s)
-        self._forward: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in places]
-        self._backward: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in places]
+        self._forward: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in layer_runs]
+        self._backward: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in layer_runs]
         self._optimizer: deque[float] = deque(maxlen=_WINDOW)
         self._push: deque[float] = deque(maxlen=_WINDOW)
         self._pull: deque[float] = deque(maxlen=_WINDOW)
@@ -179,7 +179,7 @@ class Measured:
         """Return the layers. The optimizer's step counts as a part of the backward pass, by bytes: there is where it
         may be done.
         """
-        total = sum(place.nbytes for place in self.places) or 1
+        total = sum(place.nbytes for place in self.layer_runs) or 1
         optimizer_s = statistics.median(self._optimizer)
         return [
             Layer(
@@ -187,7 +187,7 @@ class Measured:
                 max(0.0, statistics.median(forward)),
                 max(0.0, statistics.median(backward)) + optimizer_s * place.nbytes / total,
             )
-            for place, forward, backward in zip(self.places, self._forward, self._backward, strict=True)
+            for place, forward, backward in zip(self.layer_runs, self._forward, self._backward, strict=True)
         ]
 
     def channel(self) -> Channel:

@@ -83,4 +83,4 @@ class Planner:
 
 
 def _plan(measured: Measured, way: str, overlap: str) -> ExchangePlan:
-    return plan_of(measured.places, measured.layers(), measured.channel(), way, measured.closing_s(), overlap)
+    return plan_of(measured.layer_runs, measured.layers(), measured.channel(), way, measured.closing_s(), overlap)

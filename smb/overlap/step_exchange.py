@@ -69,7 +69,7 @@ class StepExchange:
                 # The next step joins again. That changes all parameters, and a graph may need some of them now.
                 self.pending.clear()
             elif self.steps.under_way:
-                self.settle()
+                self.finish()
             else:  # what was done here is kept, and sent with the next step
                 self.pending.clear()
 
@@ -82,19 +82,19 @@ class StepExchange:
         """Wait for the exchange under way, and take all of it over. Raises the errors of the exchange."""
         self.raise_refusal()
         self.take_all()
-        self.settle()
+        self.finish()
 
     def end_backward(self) -> None:
         """End the part of the exchange that the backward pass has begun: make the rest of its parts."""
         self.in_backward = False
         self._flow.make_rest()
 
-    def settle(self) -> bool:
+    def finish(self) -> bool:
         """Wait for the exchange under way. True if this worker joined again, with the shared model's parameters."""
         if not self.steps.under_way:
             return False
         try:
-            rejoined = self.steps.settle()
+            rejoined = self.steps.finish()
         except smb.train.RefusedContributionError:
             self.pending.clear()
             raise

@@ -50,15 +50,15 @@ class StepMeter:
         measured = self.measured
         if measured is None:
             if self.exchanges:
-                if not self._layers.places:
+                if not self._layers.layer_runs:
                     self._layers.find()
                 with contextlib.suppress(Error):  # the optimizer has stepped, and must not be called again
-                    self.measured = Measured(self._layers.places, *_probe(self._flow.queue(), weights))
+                    self.measured = Measured(self._layers.layer_runs, *_probe(self._flow.queue(), weights))
             return None
         measured.stepped(now - before, overlapped=overlapped)
         if self._clock.tells(learning=learning):
             layers = self._layers
-            measured.computed(*self._clock.by_layer(layers.by_parameter, layers.by_module, len(layers.places)))
+            measured.computed(*self._clock.by_layer(layers.by_parameter, layers.by_module, len(layers.layer_runs)))
         return measured
 
 

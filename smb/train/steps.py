@@ -73,7 +73,7 @@ class Steps:
 
     def flush(self) -> None:
         """Finish what is under way in the background, and wait for it."""
-        self.settle()
+        self.finish()
         if self.away:
             return
         with there(self._group):
@@ -99,7 +99,7 @@ class Steps:
     # ---- one in the background, for parameters that move by parts (smb/overlap/parts.py)
 
     def start(self, samples: int | None, over: Callable[[], object]) -> None:
-        """Begin a step as `step` does, in a thread of its own, which calls `over` last. `settle` ends it: before that
+        """Begin a step as `step` does, in a thread of its own, which calls `over` last. `finish` ends it: before that
         no other call but those that look (status, progress, members) is made. Call `recover` before.
         """
         _check_samples(self._group.name, samples)
@@ -117,7 +117,7 @@ class Steps:
 
     @property
     def under_way(self) -> bool:
-        """Whether there is a step in the background that `settle` has not ended."""
+        """Whether there is a step in the background that `finish` has not ended."""
         return self._job is not None
 
     @property
@@ -127,7 +127,7 @@ class Steps:
 
     @property
     def failed(self) -> bool:
-        """Whether a step in the background has failed, as far as is known now; `settle` says how. No call."""
+        """Whether a step in the background has failed, as far as is known now; `finish` says how. No call."""
         return self._job is not None and self._job.error is not None
 
     @property
@@ -139,15 +139,15 @@ class Steps:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a step has failed, as `settle` said, and `recover` was not called. No call."""
+        """Whether a step has failed, as `finish` said, and `recover` was not called. No call."""
         return self._failed or self.away or self._refusal is not None
 
     def wait(self) -> None:
-        """Wait for a step in the background, and leave it to `settle` to say how it ended."""
+        """Wait for a step in the background, and leave it to `finish` to say how it ended."""
         if self._job is not None and self._job.thread is not None:
             self._job.thread.join()
 
-    def settle(self) -> bool:
+    def finish(self) -> bool:
         """Wait for a step in the background. Raises what `step` raises, in the same cases, and joins again as that
         does: then True, and the parameters are the shared model's.
         """
@@ -203,7 +203,7 @@ class Steps:
 
     def go(self) -> None:
         """Take no part any more, until `return_`."""
-        self.settle()
+        self.finish()
         with contextlib.suppress(MembershipLostError):  # then we are aside already
             self.exchange.close()
         self.away = True  # if leaving fails, too: the exchange is over

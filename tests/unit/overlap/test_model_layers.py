@@ -49,7 +49,7 @@ def test_layers_are_in_the_order_of_first_calls() -> None:
     """A tied weight belongs to the first module that uses it; an uncalled module's to the module around it."""
     model = Network()
     layers = layers_of(model)
-    assert [place.runs for place in layers.places] == [(Run(16, 16, 4),), (Run(0, 0, 4),)]
+    assert [place.runs for place in layers.layer_runs] == [(Run(16, 16, 4),), (Run(0, 0, 4),)]
     assert layers.by_parameter == {model.first.weight: 0, model.block.inner.weight: 1}
     assert layers.by_module == {model.first: 0, model.last: 0, model.block: 1}
     assert layers.needed[model.block] == [model.block.inner.weight]
@@ -72,7 +72,7 @@ def test_a_model_without_calls_is_one_layer() -> None:
     layers = ModelLayers(model, {each: Run(16 * at, 16 * at, 4) for at, each in enumerate(model.parameters())})
     layers.find()
     assert set(layers.needed) == {model}
-    assert len(layers.places) == 1
+    assert len(layers.layer_runs) == 1
 
 
 def test_parts_of_modules_and_parameters() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from smb.overlap.parts import Part
-from smb.overlap.plan import LayerPlace, Measured, cut_of, plan_of
+from smb.overlap.plan import LayerRuns, Measured, cut_of, plan_of
 from smb.train.ledger import Run
 from smb.train.partition import Channel, Layer, Prediction
 from smb.train.traits import FUSED, ROUNDS
@@ -16,7 +16,7 @@ from smb.train.traits import FUSED, ROUNDS
 CHANNEL = Channel(10e6, 10e6, 0.001, 0.0001)
 
 
-def places_of(random_: random.Random, count: int) -> list[LayerPlace]:
+def places_of(random_: random.Random, count: int) -> list[LayerRuns]:
     """Layers of several tensors, which lie in the vector in another order, at multiples of 16 elements."""
     tensors = [[random_.choice((1, 5, 16, 33, 700)) for _ in range(random_.randint(1, 3))] for _ in range(count)]
     order = [(layer, at) for layer in range(count) for at in range(len(tensors[layer]))]
@@ -26,7 +26,7 @@ def places_of(random_: random.Random, count: int) -> list[LayerPlace]:
     for layer, at in order:
         found[layer].append(Run(here, here, tensors[layer][at]))
         here += -(-tensors[layer][at] // 16) * 16
-    return [LayerPlace(tuple(sorted(runs, key=lambda run: run.here))) for runs in found]
+    return [LayerRuns(tuple(sorted(runs, key=lambda run: run.here))) for runs in found]
 
 
 def covered(parts: Sequence[Part]) -> dict[int, int]:
@@ -70,7 +70,7 @@ def test_every_element_travels_once(exchange: str, seed: int) -> None:
 
 def test_order() -> None:
     """Pulls come in the order of the forward pass, pushes in that of the backward pass; slices by their layer."""
-    places = [LayerPlace((Run(16 * at, 16 * at, 16),)) for at in range(4)]
+    places = [LayerRuns((Run(16 * at, 16 * at, 16),)) for at in range(4)]
     cut = cut_of(places, Prediction("both", "planned", 1, 0, pushes=(1, 3), pulls=(2, 2)), ROUNDS)
     assert [part.runs for part in cut.push] == [(Run(48, 48, 16),), (Run(0, 0, 48),)]
     assert [part.runs for part in cut.pull] == [(Run(0, 0, 32),), (Run(32, 32, 32),)]
@@ -82,7 +82,7 @@ def test_order() -> None:
 
 def test_the_best_that_is_allowed_is_picked() -> None:
     """With a slow link both passes hide an exchange; "forward" picks no more than that, "none" nothing."""
-    places = [LayerPlace((Run(100_000 * at, 100_000 * at, 100_000),)) for at in range(6)]
+    places = [LayerRuns((Run(100_000 * at, 100_000 * at, 100_000),)) for at in range(6)]
     layers = [Layer(place.nbytes, 0.02, 0.04) for place in places]
     found = {overlap: plan_of(places, layers, CHANNEL, FUSED, 0.0, overlap) for overlap in ("none", "forward", "both")}
     assert [made.chosen.overlap for made in found.values()] == ["none", "forward", "both"]
@@ -93,7 +93,7 @@ def test_the_best_that_is_allowed_is_picked() -> None:
     assert "overlap 'both'" in str(found["both"])
 
 
-def measured(places: Sequence[LayerPlace], forward_s: float, rate: float) -> Measured:
+def measured(places: Sequence[LayerRuns], forward_s: float, rate: float) -> Measured:
     found = Measured(places, 0.001, 0.0001)
     for _ in range(9):
         found.computed([forward_s] * len(places), [2 * forward_s] * len(places), 0.03)
@@ -103,7 +103,7 @@ def measured(places: Sequence[LayerPlace], forward_s: float, rate: float) -> Mea
 
 def test_medians_and_what_moved() -> None:
     """One disturbed step does not count; a plan is outdated from 20 % on. The optimizer's time is shared by bytes."""
-    places = [LayerPlace((Run(0, 0, 100),)), LayerPlace((Run(112, 112, 200),))]
+    places = [LayerRuns((Run(0, 0, 100),)), LayerRuns((Run(112, 112, 200),))]
     found = measured(places, 0.1, 1e6)
     made = plan_of(places, found.layers(), found.channel(), FUSED, found.closing_s(), "both")
     assert [layer.backward_s for layer in found.layers()] == pytest.approx([0.21, 0.22])
@@ -119,7 +119,7 @@ def test_medians_and_what_moved() -> None:
 
 def test_steps_with_overlap_and_without() -> None:
     """Medians of the latest nine each."""
-    found = Measured([LayerPlace((Run(0, 0, 100),))], 0.001, 0.0001)
+    found = Measured([LayerRuns((Run(0, 0, 100),))], 0.001, 0.0001)
     for seconds in (5.0, 5.0, 0.1, 0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0):
         found.stepped(seconds, overlapped=False)
     found.stepped(0.2, overlapped=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from smb.overlap import planner as planner_of
-from smb.overlap.plan import ExchangePlan, LayerPlace, Measured
+from smb.overlap.plan import ExchangePlan, LayerRuns, Measured
 from smb.overlap.planner import COMPARED_STEPS, LEARNING_STEPS, Planner
 from smb.train.ledger import Run
 from smb.train.partition import Prediction
 from smb.train.traits import ROUNDS
 
-PLACES = [LayerPlace((Run(0, 0, 4096),)), LayerPlace((Run(4096, 4096, 4096),))]
+PLACES = [LayerRuns((Run(0, 0, 4096),)), LayerRuns((Run(4096, 4096, 4096),))]
 
 
 def measurements(*, computed: bool = True) -> Measured:
