@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -22,10 +23,14 @@ from smb.security.credentials import Credentials, Current, server_name
 
 ANSWER_S = 3.0  # an idle server answers within a millisecond; a busy host may hold it up
 _LAST_CALLS_S = 24 * 3600.0  # more than any deadline here
-# Pages of a new segment are allocated and zeroed: several GB/s where memory is free, far less where it must be
-# reclaimed.
-CREATE_BYTES_PER_S_MIN = 200 << 20
+# Pages of a new segment are allocated and zeroed: several GB/s where memory is free, and far less where memory must be
+# reclaimed and the host is busy. A server whose lease ends is not waited for so long.
+CREATE_BYTES_PER_S_MIN = 20 << 20
+_LEASE_LOOK_S = 0.5
 PROBE_S = 1.0
+
+
+Reply = TypeVar("Reply")
 
 
 class RunLiveness(Enum):
@@ -53,6 +58,23 @@ class _Peer:
     stub: MemoryServerStub
 
 
+async def _while_alive(call: Awaitable[Reply], alive: Callable[[], bool]) -> Reply | None:
+    """Return what a call to a server returns; None once the server is not alive."""
+
+    async def answer() -> Reply:
+        return await call
+
+    asked = asyncio.create_task(answer())
+    try:
+        while not asked.done():
+            await asyncio.wait((asked,), timeout=_LEASE_LOOK_S)
+            if not asked.done() and not alive():
+                return None
+        return asked.result()
+    finally:
+        asked.cancel()
+
+
 class MemoryServers:
     """Channels to memory servers by name, each made at first use and again when the server's address, or our
     certificate, changes.
@@ -73,9 +95,11 @@ class MemoryServers:
         token_floor: int = 0,
         replica: pb.Replica | None = None,
         stamp: Stamp | None = None,
+        alive: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Have the segment made; return the server's used bytes. Raises OutOfMemoryError, UnavailableError (outcome
-        unknown), and InvalidArgumentError where the server is too old to keep it together with others.
+        """Have the segment made; return the server's used bytes. Waits while the server is `alive`, for as long as the
+        segment's size allows. Raises OutOfMemoryError, UnavailableError (outcome unknown), and InvalidArgumentError
+        where the server is too old to keep the segment together with others.
         """
         bundle_id = 0 if segment.group == segment.id else segment.group  # one of its own needs no server that knows
         request = pb.CreateSegmentRequest(
@@ -92,9 +116,13 @@ class MemoryServers:
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
             peer = self._peer(server)
-            reply = await peer.stub.CreateSegment(request, timeout=deadline_s)
+            reply = await _while_alive(peer.stub.CreateSegment(request, timeout=deadline_s), alive)
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "make a segment", error) from error
+        if reply is None:
+            raise UnavailableError(
+                f'memory server "{server.name}" at {server.control_address} made no segment before its lease ended'
+            )
         if reply.group_id != bundle_id:
             raise InvalidArgumentError(
                 f'memory server "{server.name}" is too old to move segments together with others: upgrade it'

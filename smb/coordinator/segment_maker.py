@@ -173,7 +173,11 @@ class SegmentMaker:
         floor = state.token_floor if record.kind is Kind.LOCK else 0
         ours = [copy for copy in copies_on(record, server.name) if copy.segment_id == segment.id]
         replica = next(iter(replica_messages(state, ours)), None)
-        used_bytes = await self._servers.create(server, record, segment, floor, replica, state.lineage.stamp)
+
+        def alive() -> bool:
+            return self._commit_log.state.alive(server.name, self._commit_log.now())
+
+        used_bytes = await self._servers.create(server, record, segment, floor, replica, state.lineage.stamp, alive)
         failpoint("coordinator.create.segment_made")
         return used_bytes
 

@@ -1,0 +1,70 @@
+"""smb.coordinator.memserver_client: how long the coordinator waits for a server that makes a segment."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.errors import UnavailableError
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
+from tests.support.decisions import Cluster, server
+
+
+class Slow(MemoryServerServicer):
+    """Makes a segment once it is told to."""
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
+
+    async def CreateSegment(self, request: pb.CreateSegmentRequest, _: object) -> pb.CreateSegmentReply:  # noqa: N802
+        await self.may.wait()
+        return pb.CreateSegmentReply(used_bytes=7, group_id=request.group_id)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_live_server_is_waited_for(stays: bool) -> None:
+    """A large segment takes minutes on a busy host. The server is asked as long as its lease runs, and no longer."""
+
+    async def work() -> None:
+        slow, asked = Slow(), 0
+        far = grpc.aio.server()
+        add_MemoryServerServicer_to_server(slow, far)
+        port = far.add_insecure_port("127.0.0.1:0")
+        await far.start()
+
+        def alive() -> bool:
+            nonlocal asked
+            asked += 1
+            if asked == 2:
+                slow.may.set()
+            return stays
+
+        record, segment = segment_of_12_gib()
+        servers = MemoryServers()
+        at = replace(server("a"), control_address=f"127.0.0.1:{port}")
+        try:
+            if stays:
+                assert await servers.create(at, record, segment, alive=alive) == 7
+            else:
+                with pytest.raises(
+                    UnavailableError, match=r'"a" at 127\.0\.0\.1:\d+ made no segment before its lease ended'
+                ):
+                    await servers.create(at, record, segment, alive=alive)
+        finally:
+            await servers.close()
+            await far.stop(None)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def segment_of_12_gib() -> tuple[BufferRecord, SegmentRecord]:
+    cluster = Cluster()
+    cluster.register("a")
+    record = cluster.create()
+    return record, replace(record.segments[0], file_bytes=12 << 30)
