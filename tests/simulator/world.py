@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from smb.coordinator.bundles import Bundles
 from smb.coordinator.commit_log import Committed
 from smb.coordinator.events import BufferMade, CopyBegun, Event
 from smb.coordinator.state import State
@@ -192,15 +193,16 @@ class World:
     def _look_at_copies(self, state: State) -> None:
         """See for how long segments have had one copy of two."""
         lost, now = state.lost_segments(self.now()), self.loop.time()
+        bundles = Bundles(state.buffers.values())
         alone = {
-            segment.id: record.title
+            segment.id: (record.title, {member.id for _, member in bundles.members(record, segment)})
             for record in state.buffers.values()
             for segment in record.segments
             if record.replicas == 2 and record.ready and not segment.backup and segment.id not in lost
         }
         self._alone_since = {number: self._alone_since.get(number, now) for number in alone}
-        for number, title in alone.items():
-            invariants.check(self, "alone", number, title, now - self._alone_since[number])
+        for number, (title, members) in alone.items():
+            invariants.check(self, "alone", number, title, members, now - self._alone_since[number])
 
     def _look_at_lists(self, state: State) -> None:
         """See for how long memory has been listed that a server does not hold any more."""
