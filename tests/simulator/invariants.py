@@ -57,7 +57,7 @@ def check(world: World, kind: str, *what: Any) -> None:
 def nothing_is_destroyed_but_by_the_gate(world: World, host: Host, number: int) -> str:
     """Memory goes if somebody asked for it, or another host has all that was acknowledged."""
     part = world.truth.parts.get(number)
-    if part is None or part.may_go or not part.is_in(host.segments.get(number)):
+    if part is None or part.may_go or part.lost or not part.is_in(host.segments.get(number)):
         return ""
     if any(world.truth.holders(part, without=host.name)):
         return ""

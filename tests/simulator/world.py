@@ -331,9 +331,14 @@ class World:
         self.say(f"{name} is lost with {len(host.segments)}")
         self.kill_server(name)
         invariants.check(self, "lose", host)
+        state = self.leading_state()
+        where = state.where() if state is not None else {}
         for number in host.segments:
             part = self.truth.parts.get(number)
-            if part is not None and not any(self.truth.holders(part, without=name)):
+            # A buffer with one copy that has just moved here: the former server has been told to drop its memory.
+            alone = number in where and where[number][0].replicas == 1 and not where[number][1].backup
+            moved = alone and where[number][1].server == name
+            if part is not None and (moved or not any(self.truth.holders(part, without=name))):
                 part.lost = True
         host.segments, host.quarantined, host.stamps = {}, set(), ()
         self.truth.lost_at = self.loop.time()
