@@ -1,5 +1,6 @@
 /* kernels.h: the engine's arithmetic on plain arrays: operations, optimizers' steps, wire formats,
- * deltas, sums. No segment, no lock. Conventions: smb/types.h. */
+ * deltas, sums. These functions use no segment, take no lock and do not block. The caller owns all
+ * arrays. Conventions: smb/types.h. */
 #ifndef SMB_PUBLIC_KERNELS_H
 #define SMB_PUBLIC_KERNELS_H
 
@@ -14,49 +15,51 @@
  * element's. The two ranges may be the same but must not overlap otherwise. */
 int smb_kernel_apply(int dtype, int op, void *target, const void *source, uint64_t count,
                      double scale);
-/* The rule for count elements. m and v are NULL if the rule has none; no two of the arrays
- * overlap. */
+/* Applies one step of the rule to count elements. m and v are NULL if the rule has no such state.
+ * No two of the arrays may overlap. */
 int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint64_t count,
                     const struct smb_hyper *hyper);
-/* count float32 elements into smb_wire_bytes of them. `to` is aligned to 2 bytes. */
+/* Encodes count float32 elements into smb_wire_bytes(wire, count) bytes. `to` is aligned to 2
+ * bytes. */
 int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to);
-/* smb_kernel_apply for float32 with a source that is encoded: elements [first, first + count) of
- * it. */
+/* smb_kernel_apply for float32 with an encoded source, of which elements [first, first + count) are
+ * used. */
 int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, uint64_t first,
                              uint64_t count, double scale);
-/* Gives count float32 elements at byte `offset` of a buffer the values that they arrive with. They
- * are rounded piece by piece, cut at multiples of chunk_bytes. `to` may be `from`. */
+/* Rounds count float32 elements at byte `offset` of a buffer to the values that a transfer in this
+ * wire format delivers. They are rounded piece by piece, cut at multiples of chunk_bytes. `to` may
+ * be `from`. */
 int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset,
                      uint32_t chunk_bytes, void *to);
-/* Elements of one part of a delta at most. */
+/* The largest number of elements in one part of a delta. */
 enum { SMB_DELTA_PART_MAX = 16777216 };
 struct smb_delta {
-    uint64_t bytes;   /* of the part; 0: nothing changed, there is none */
-    uint64_t changes; /* elements */
-    uint64_t sum;     /* what they add to the state's sum, modulo 2^64 */
+    uint64_t bytes;   /* size of the part; 0: no element changed, so no part was written */
+    uint64_t changes; /* number of changed elements */
+    uint64_t sum;     /* amount by which the part changes the state's sum, modulo 2^64 */
 };
-/* Encodes one part of the delta from `old` to `fresh`: count elements of `width` bytes (1, 2, 4,
- * 8), whole 64-bit words. The first of them is element `first` of the state. `old` becomes `fresh`.
- * Bits are compared, not values. SMB_OUT_OF_MEMORY: it takes more than `room` bytes; `old` has
- * become it all the same. The format is in csrc/memory/delta.h. */
+/* Encodes one part of the delta from `old` to `fresh`: count elements of `width` bytes (1, 2, 4, 8)
+ * that make whole 64-bit words. `first` is the index of the first of them in the state. `old`
+ * becomes `fresh`. Bits are compared, not values. SMB_OUT_OF_MEMORY: the part takes more than
+ * `room` bytes; `old` has become `fresh` nevertheless. The format is in csrc/memory/delta.h. */
 int smb_delta_encode(uint32_t width, void *old, const void *fresh, uint64_t count, uint64_t first,
                      void *to, uint64_t room, struct smb_delta *delta);
-/* Applies a delta of any number of parts to a state of count elements, whole 64-bit words.
- * SMB_INVALID: it is none; the state may have changed. Any bytes are safe: nothing outside of the
- * state is touched. *sum becomes what it is by then. */
+/* Applies a delta of any number of parts to a state of count elements that make whole 64-bit words.
+ * SMB_INVALID: the bytes are not a valid delta; the state may have changed. Any bytes are safe: the
+ * function writes nothing outside the state. *sum is brought up to date in either case. */
 int smb_delta_apply(uint32_t width, void *state, uint64_t count, const void *delta, uint64_t bytes,
                     uint64_t *sum);
-/* The sum of a state of so many 64-bit words. */
+/* The sum, modulo 2^64, of a state of `words` 64-bit words. */
 uint64_t smb_state_sum(const void *state, uint64_t words);
-/* CRC-32C (Castagnoli) of bytes that follow those of which `crc` is it; 0 at first. */
+/* CRC-32C (Castagnoli). `crc` is the result for the bytes before `data`, or 0 at the start. */
 uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes);
-/* Instruction sets compiled in and usable here, widest last. When the library loads, it takes the
- * one that SMB_ISA names; without SMB_ISA the fastest on this processor, as far as that was
- * measured. */
+/* The instruction sets that are compiled in and that this processor has, widest last. When the
+ * library loads, it uses the one that SMB_ISA names. Without SMB_ISA it uses the fastest one on
+ * this processor, as far as that was measured. */
 int smb_isa_count(void);
 const char *smb_isa_name(int isa);
 int smb_isa_current(void);
-/* For tests: use another one from now on, in the whole process. */
+/* For tests: makes the whole process use another instruction set from now on. */
 int smb_isa_select(int isa);
 
 /* cffi: end */

@@ -1,29 +1,30 @@
-/* types.h: the numbers and shapes that every part of the engine shares: statuses, element types,
- * operations, opcodes, limits, tokens, layouts; and what csrc/base answers about them.
+/* types.h: the numbers and structures that all parts of the engine share: statuses, element types,
+ * operations, opcodes, limits, tokens and layouts. It also declares what csrc/base computes from
+ * them.
  *
- * The headers of csrc/smb are the engine's public face, cut by reader, and all of it that Python
- * sees. Their functions are defined in the folder that is named beside:
+ * The headers of csrc/smb are the engine's public interface. Python sees no other header. Each
+ * header's functions are defined in one folder:
  *   types, tls        base
  *   kernels, segment  memory
  *   server            server
  *   client            client
  *
- * Folders, each including only those above it in this list with their public headers, and never its
- * neighbour (tests/unit/engine/test_includes.py):
+ * A folder may include the folders above it in this list and the public headers of those folders.
+ * Server and client never include each other (tests/unit/engine/test_includes.py):
  *   base      frames, layout, tokens, TLS, clocks: no shared memory
- *   memory    segments: chunk locks, arithmetic, completion records, journal, what waits
- *   server, client   the daemon's loops, connections and its single door; a client's links and
- *                    calls
+ *   memory    segments: chunk locks, arithmetic, completion records, journal, waiting requests
+ *   server, client   the daemon's loops, connections and gate; a client's links and calls
  *   python    the direct calls from Python's methods
  *
- * Conventions. Functions return enum smb_status as int (0 is success) unless said otherwise;
- * out-parameters come last and are written only on success. Every function may be called without
- * Python's lock. Sizes and offsets are bytes unless the name says `count` (elements) or `chunk`
- * (chunks). Nothing here calls back into Python.
+ * Conventions. Functions return enum smb_status as int (0 is success) unless their comment says
+ * otherwise. Out-parameters come last and are written only on success. Every function may be called
+ * without Python's lock (the GIL). Sizes and offsets are in bytes unless the name says `count`
+ * (elements) or `chunk` (chunks). Nothing here calls back into Python, except smb_set_look's
+ * function, which the caller gave.
  *
- * The part between the two marks is read by cffi as it stands, in the order of FACE in
- * csrc/build_engine.py: plain declarations only, no preprocessor.
- */
+ * cffi reads the part between the two marks as it stands, in the order of FACE in
+ * csrc/build_engine.py. That part must contain plain declarations only and no preprocessor
+ * lines. */
 #ifndef SMB_PUBLIC_TYPES_H
 #define SMB_PUBLIC_TYPES_H
 
@@ -32,47 +33,53 @@
 
 /* cffi: begin */
 
-/* Numbers that travel in frames stand in csrc/protocol.toml, too: add them there first. */
+/* csrc/protocol.toml lists the numbers that travel in frames. Add a new number there first. */
 
-/* Grouped by what is broken: nothing (0), the request (1..15), the link (16..31), this process or
- * host (32..). */
+/* A status belongs to a group by what is broken: nothing (0), the request (1..15), the link
+ * (16..31), this process or host (32 and above). */
 enum smb_status {
     SMB_OK = 0,
-    SMB_NOT_FOUND = 1, /* no such segment here (deleted, or never was); nothing applied */
+    /* this server has no such segment (deleted, or never created); nothing applied */
+    SMB_NOT_FOUND = 1,
     /* the request contradicts the segment: bounds, dtype, op, alignment; nothing applied */
     SMB_INVALID = 2,
-    /* the layout is older or newer than the segment; nothing applied; open the buffer again */
+    /* the layout is older or newer than the segment's; nothing applied; open the buffer again */
     SMB_STALE_EPOCH = 3,
-    SMB_DENIED = 4,        /* no right; nothing applied */
+    SMB_DENIED = 4,        /* the session lacks the right; nothing applied */
     SMB_OUT_OF_MEMORY = 5, /* capacity or tmpfs exhausted; nothing left behind */
-    SMB_EXISTS = 6,        /* that segment is there already */
-    SMB_TIMEOUT = 7,       /* not done in time; outcome of what was sent unknown */
-    SMB_BUSY = 8, /* chunk lock held by another; only from the try functions, never on the wire */
-    SMB_LOCK_LOST = 9, /* that token is not the lock's any more; nothing applied */
-    SMB_BROKEN = 10,   /* a party of the barrier died or gave up: this round is over for all */
-    /* the record that would tell a repeated change from a new one is gone: outcome unknown */
+    SMB_EXISTS = 6,        /* this server already has a segment of that id */
+    /* not finished in time; the outcome of requests that were sent is unknown */
+    SMB_TIMEOUT = 7,
+    SMB_BUSY = 8, /* another holds the chunk lock; only from the try functions, never on the wire */
+    SMB_LOCK_LOST = 9, /* the lock has another token by now; nothing applied */
+    /* a party of the barrier died or gave up: this round has failed for all parties */
+    SMB_BROKEN = 10,
+    /* the record that tells a repeated change from a new one is gone: outcome unknown */
     SMB_EVICTED = 11,
-    SMB_SESSION_ENDED = 12, /* the session's lease ran out, or it was closed; nothing applied */
-    SMB_DEFERRED = 13,      /* will be answered later; only inside the server, never on the wire */
-    /* the request's source is not here, or has its primary elsewhere; nothing applied; bring it */
+    /* the session's lease ran out, or the session was closed; nothing applied */
+    SMB_SESSION_ENDED = 12,
+    SMB_DEFERRED = 13, /* the answer comes later; only inside the server, never on the wire */
+    /* the request's source is not on this server, or has its primary on another; nothing applied;
+     * read the source and send its elements instead */
     SMB_APART = 14,
     /* the link was down before anything of this call was sent: not applied */
     SMB_DISCONNECTED = 16,
     SMB_LINK_LOST = 17, /* the link broke with in-flight requests: outcome unknown */
-    SMB_PROTOCOL = 18,  /* the peer sent a frame that is none; the link is closed */
+    SMB_PROTOCOL = 18,  /* the peer sent a malformed frame; the link is closed */
     SMB_VERSION = 19,   /* the peer speaks another version of the protocol */
-    /* a checksum was wrong; the link gets another connection. Never on the wire */
+    /* a checksum was wrong; the link is connected again. Never on the wire */
     SMB_CHECKSUM = 20,
-    /* the segment's server is in another PID namespace: nothing applied; reach it over a link.
+    /* the segment's server is in another PID namespace; nothing applied; use a link to the server.
      * Never on the wire */
     SMB_NAMESPACE = 21,
-    /* the peer is not the expected one, or refuses us: no buffer's bytes went there. Never on the
-     * wire */
+    /* the peer is not the expected one, or the peer refuses us; no data of a buffer was sent there.
+     * Never on the wire */
     SMB_UNTRUSTED = 22,
-    SMB_SYSTEM = 32 /* a system call failed: errno tells */
+    SMB_SYSTEM = 32 /* a system call failed; see errno */
 };
 
-/* Element types. The numbers travel in frames and lie in segment headers: never reused. */
+/* Element types. The numbers travel in frames and are stored in segment headers, so a number is
+ * never reused. */
 enum smb_dtype {
     SMB_FLOAT16 = 1,
     SMB_FLOAT32 = 2,
@@ -97,18 +104,20 @@ enum smb_op {
     SMB_ELASTIC = 6
 };
 
-/* How elements travel and are rounded on the way; all but the first of float32 only, decoded before
- * they are combined.
- *   bfloat16, float16  to nearest, ties to even
- *   int8               blocks of SMB_WIRE_BLOCK elements, the last one shorter: s = (largest
- *                      magnitude)/127, a float32 (127 s is finite), then of each element x the
- *                      integer nearest to x/s (ties to even, at most 127 in magnitude); decoded:
- *                      that integer times s. A block with an infinity or NaN arrives as NaN, whole.
+/* Wire formats: how elements are encoded, and so rounded, on their way. All but the first and the
+ * last are for float32 only. Elements are decoded before they are combined.
+ *   bfloat16, float16  rounded to nearest, ties to even
+ *   int8               blocks of SMB_WIRE_BLOCK elements (the last block may be shorter): the scale
+ *                      s = (largest magnitude)/127 as a float32 (127 s is finite), then for each
+ *                      element x the integer nearest to x/s (ties to even, at most 127 in
+ *                      magnitude). It is decoded as that integer times s. All elements of a block
+ *                      with an infinity or NaN arrive as NaN.
  *   int4               as int8, with blocks of SMB_WIRE_INT4_BLOCK, s = (largest magnitude)/7 and
  *                      integers of at most 7 in magnitude, two in a byte, the first one in the low
  *                      half
- *   sparse             of any dtype, ACCUMULATE only: some elements of the range, each its index in
- *                      it (uint32) and its value; indices ascend. The others stay as they are */
+ *   sparse             any dtype, ACCUMULATE only: some elements of the range, each as its index in
+ *                      the range (uint32) and its value; indices ascend. Other elements stay
+ *                      unchanged */
 enum smb_wire {
     SMB_WIRE_EXACT = 0,
     SMB_WIRE_BFLOAT16 = 1,
@@ -119,9 +128,9 @@ enum smb_wire {
 };
 enum { SMB_WIRE_BLOCK = 256, SMB_WIRE_INT4_BLOCK = 64, SMB_WIRE_INDEX_BYTES = 4 };
 
-/* An optimizer's step with weights b, a gradient g and its state m, v, all float32. With g' =
- * scale*g + weight_decay*b (the last term left out where weight_decay is 0), each step below
- * rounded to float32, from left to right:
+/* An optimizer's step with weights b, gradient g and state m, v, all float32. With g' = scale*g +
+ * weight_decay*b (without the last term if weight_decay is 0), each step below is rounded to
+ * float32, from left to right:
  *   sgd       b - lr*g'
  *   momentum  m' = mu*m + g'; b - lr*m'
  *   nesterov  m' = mu*m + g'; b - lr*(g' + mu*m')
@@ -141,7 +150,8 @@ enum smb_rule {
     SMB_RULE_ELASTIC = 6
 };
 enum { SMB_RULE_STATES_MAX = 2 };
-/* A rule does not look at those that are not in its line. */
+/* The parameters of all rules. A rule ignores parameters that its formula above does not
+ * contain. */
 struct smb_hyper {
     double lr;
     double scale;
@@ -154,7 +164,7 @@ struct smb_hyper {
     double alpha;
 };
 
-/* A frame's operation. Retired numbers are never reused. */
+/* A frame's operation. The number of a retired operation is never reused. */
 enum smb_opcode {
     SMB_HELLO = 1,
     SMB_ATTACH = 2, /* Unix socket only: the reply carries the segment's file descriptor */
@@ -162,11 +172,12 @@ enum smb_opcode {
     SMB_WRITE = 4,
     SMB_ACCUMULATE = 5,
     SMB_FILL = 6,
-    SMB_ACCUMULATE_FROM = 7, /* source is another segment of the same server */
+    SMB_ACCUMULATE_FROM = 7, /* the source is another segment of the same server */
     SMB_FETCH_ADD = 8,
     SMB_COMPARE_SWAP = 9,
-    SMB_WATERMARK = 10, /* the last change of this session and lane that the segment has */
-    /* Operations that may wait, on the home segment; arguments and answers: sync.h. */
+    /* the sequence number of the last change of this session and lane in the segment */
+    SMB_WATERMARK = 10,
+    /* Operations that may wait, on the home segment. Arguments and answers: memory/sync.h. */
     SMB_LOCK = 11,
     SMB_UNLOCK = 12,
     SMB_RENEW = 13,
@@ -177,28 +188,30 @@ enum smb_opcode {
     SMB_PUBLISH = 18,
     SMB_PIN = 19,
     SMB_UNPIN = 20,
-    /* an optimizer's step: changes the weights and its state, from another segment as the
-     * gradient */
+    /* an optimizer's step: changes the weights and the state; the gradient is in another segment or
+     * in the request */
     SMB_APPLY = 21,
-    /* shows a token of the coordinator's: the connection may use that segment from here on */
+    /* shows a token of the coordinator: from here on the connection may use the token's segment */
     SMB_AUTHORIZE = 22,
-    /* from the primary of a segment to its backup: what follows are its changes */
+    /* from a segment's primary to its backup: the segment's changes follow */
     SMB_REPLICATE = 23,
-    SMB_REFUSED = 24, /* so too: that change was refused */
-    SMB_COPY = 25     /* so too: a part of a copy that is being made; `op` is of enum smb_copied */
+    SMB_REFUSED = 24, /* from primary to backup: a change was refused */
+    /* from primary to backup: a part of a copy under way; `op` is of enum smb_copied */
+    SMB_COPY = 25
 };
 enum smb_copied {
-    SMB_COPIED_CHUNK = 0,    /* its bytes */
+    SMB_COPIED_CHUNK = 0,    /* the bytes of a chunk */
     SMB_COPIED_RECORD = 1,   /* a completion record */
-    SMB_COPIED_COUNTERS = 2, /* of records that were evicted */
-    SMB_COPIED_NOTE = 3,     /* a change was made to a chunk that will be copied */
-    SMB_COPIED_WORDS = 4     /* of locks and versions; at any time: it has no number */
+    SMB_COPIED_COUNTERS = 2, /* the counters of evicted records */
+    SMB_COPIED_NOTE = 3,     /* a chunk that is still to be copied has changed */
+    /* the words of locks and versions; sent at any time, without a sequence number */
+    SMB_COPIED_WORDS = 4
 };
 enum { SMB_OPCODE_COUNT = 26, SMB_STATUS_COUNT = 33 };
 
-/* Transports as counted in metrics. SHM: done by local clients on their own mapping; UNIX: frames
- * over the local socket; VERBS: what passes the daemon's gate, and not what the network card reads
- * and writes by itself. */
+/* Transports as counted in metrics. SHM: operations of local clients on their own mapping. UNIX:
+ * frames over the local socket. VERBS: requests that pass the daemon's gate, without the reads and
+ * writes that the network card does by itself. */
 enum smb_transport {
     SMB_TRANSPORT_SHM = 0,
     SMB_TRANSPORT_TCP = 1,
@@ -207,12 +220,12 @@ enum smb_transport {
 };
 enum { SMB_TRANSPORT_COUNT = 4 };
 
-/* Requests by reference (RDMA): what travels is a record, the payload stays where it is until it is
- * fetched. See frame.h. */
+/* Requests by reference (RDMA): only a record is sent, and the payload stays in the sender's memory
+ * until the receiver fetches it. See base/frame.h. */
 enum { SMB_RECORD_BYTES = 192 };
 
-/* How long something took: buckets of powers of two. Bucket i has what took at most 2^(10 + i) ns,
- * the last one what took longer. */
+/* A histogram of durations. Bucket i counts durations of at most 2^(10 + i) ns that are in no
+ * earlier bucket; the last bucket also counts all longer ones. */
 enum { SMB_LATENCY_BUCKETS = 27 };
 struct smb_latency {
     uint64_t buckets[27];
@@ -223,40 +236,42 @@ struct smb_latencies {
     struct smb_latency of[4][26];
 };
 
-/* Limits, in one place. */
+/* All limits of the engine's interface. */
 enum {
-    SMB_CHUNK_BYTES_MIN = 4096,       /* a page: mappings and stripes are made of pages */
+    SMB_CHUNK_BYTES_MIN = 4096,       /* a page: mappings and stripes consist of pages */
     SMB_CHUNK_BYTES_MAX = 1048576,    /* bounds a connection's staging memory */
     SMB_CHUNK_BYTES_DEFAULT = 262144, /* measured: stays in L2, 3 times as fast as 4 MiB pieces */
     SMB_SEGMENTS_PER_BUFFER_MAX = 1024
 };
-enum { SMB_SOURCES_MAX = 5 }; /* of ACCUMULATE_FROM that sums several */
-/* Lanes from here on are of one segment with two copies each. */
+enum { SMB_SOURCES_MAX = 5 }; /* most sources of one ACCUMULATE_FROM */
+/* Each lane from this number on is for one segment with two copies. */
 enum { SMB_LANE_OF_SEGMENTS = 256 };
-/* These carry what lane 0 carries, over further connections to the same server. */
+/* The further lanes carry the same requests as lane 0, over more connections to the same server. */
 enum { SMB_LANE_FURTHER = 16, SMB_LANES_FURTHER_MAX = 7 };
 
-/* A session's rights to a segment, by token. */
+/* The rights of a session to a segment, given by a token. */
 enum smb_right { SMB_RIGHT_READ = 1, SMB_RIGHT_WRITE = 2 };
 enum { SMB_KEY_BYTES = 32, SMB_KEYS_MAX = 3 };
-/* Why a token is not taken, in the argument of the answer to AUTHORIZE; 0: from a server that does
- * not tell. GENERATION: its key is not known there. PROOF: it does not prove that the coordinator
- * made it for this session and segment, or was made for another connection. UNBOUND, with
- * SMB_VERSION: a client of before, whose proofs are good for whoever hands them on. */
+/* Why a server refused a token. Sent in the argument of the answer to AUTHORIZE; servers of older
+ * versions send 0. GENERATION: the server does not know the key of that generation. PROOF: the
+ * proof does not show that the coordinator made the token for this session and segment, or the
+ * proof was made for another connection. UNBOUND, with SMB_VERSION: the client is of an older
+ * version, whose proofs are not bound to a connection, so that whoever receives a proof could use
+ * it. */
 enum smb_denied {
     SMB_DENIED_GENERATION = 1,
     SMB_DENIED_PROOF = 2,
     SMB_DENIED_EXPIRED = 3,
     SMB_DENIED_UNBOUND = 4
 };
-/* Made by the coordinator for one session and one segment (access.h). `secret` never travels on the
- * data plane. */
+/* A token, made by the coordinator for one session and one segment (base/access.h). `secret` is
+ * never sent on the data plane. */
 struct smb_token {
     uint64_t segment;
     uint32_t epoch;
     uint32_t rights;
     uint32_t generation;
-    uint64_t expires_ms; /* since 1970, by the coordinator's clock */
+    uint64_t expires_ms; /* milliseconds since 1970, by the coordinator's clock */
     uint8_t secret[32];
 };
 
@@ -265,23 +280,23 @@ const char *smb_status_name(int status);
 /* HMAC-SHA-256 (RFC 2104). */
 void smb_hmac_sha256(const void *key, uint64_t key_bytes, const void *text, uint64_t bytes,
                      uint8_t mac[32]);
-/* Bytes per element, 0 for a number that is no dtype. */
+/* Bytes per element; 0 for an unknown dtype. */
 uint32_t smb_dtype_bytes(int dtype);
-/* 1 if op is defined for dtype with this scale (integers: scale integral and in the dtype's
- * range), else 0. */
+/* 1 if op is defined for dtype with this scale, else 0. For integers the scale must be integral and
+ * in the dtype's range. */
 int smb_op_accepts(int dtype, int op, double scale);
-/* How many state arrays a rule has; -1 for a number that is no rule. */
+/* The number of state arrays of a rule; -1 for an unknown rule. */
 int smb_rule_states(int rule);
-/* 1 if the rule's numbers are finite as float32, 0 <= beta1, beta2 < 1, eps >= 0, and step is
- * whole and at least 1. */
+/* 1 if the rule's parameters are finite as float32, 0 <= beta1, beta2 < 1, eps >= 0, and step is a
+ * whole number of at least 1; else 0. */
 int smb_rule_accepts(int rule, const struct smb_hyper *hyper);
-/* Whether it is one of bfloat16, float16, int8 and int4. */
+/* 1 for bfloat16, float16, int8 and int4, else 0. */
 int smb_wire_is_dense(int wire);
-/* Bytes that count float32 elements take on the way; 0 for a number that is no enum smb_wire. */
+/* Encoded size of `count` float32 elements; 0 for an unknown wire format. */
 uint64_t smb_wire_bytes(int wire, uint64_t count);
 
-/* A buffer of `bytes` is cut into stripes of `stripe_bytes`; stripe i lives on segment i modulo
- * segment_count. Inside a segment its stripes follow each other without gaps. stripe_bytes is a
+/* A buffer of `bytes` is cut into stripes of `stripe_bytes`; stripe i lies on segment i modulo
+ * segment_count. Inside a segment the stripes follow each other without gaps. stripe_bytes is a
  * multiple of chunk_bytes. */
 struct smb_layout {
     uint64_t bytes;
@@ -297,9 +312,9 @@ struct smb_piece {
 };
 
 int smb_layout_check(const struct smb_layout *layout);
-/* Bytes of the buffer that live on one segment. */
+/* Bytes of the buffer that lie on one segment. */
 uint64_t smb_layout_segment_bytes(const struct smb_layout *layout, uint32_t segment);
-/* The piece that starts at buffer_offset: as long as it is contiguous in the segment, at most
+/* Finds the piece that starts at buffer_offset: as long as it is contiguous in its segment, at most
  * bytes_max. */
 int smb_layout_piece(const struct smb_layout *layout, uint64_t buffer_offset, uint64_t bytes_max,
                      struct smb_piece *piece);
