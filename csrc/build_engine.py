@@ -1,4 +1,4 @@
-"""Builds what is compiled or generated: the engine's cffi module, its short way from Python, the gRPC code. Called by
+"""Builds the compiled and generated parts: the engine's cffi module, smb._direct, and the gRPC code. Called by
 setuptools (see pyproject.toml)."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = "smb._engine"
-# The engine's folders, in the order of the layers; python/ is an extension of its own.
+# The engine's folders, in the order of the layers; python/ is a separate extension.
 FOLDERS = ("base", "memory", "server", "client")
-# The public headers in csrc/smb, each after those whose types it uses.
+# The public headers in csrc/smb, each after the headers whose types it uses.
 FACE = ("types", "tls", "kernels", "segment", "server", "client")
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
-# become vector selects; it changes no result. No -march: users run what we build on other machines (see kernels.c).
-# -Werror is for us (make test compiles with it), not for users with a compiler that we have not seen.
+# become vector selects; it changes no result. No -march: users run our wheels on other machines (see kernels.c).
+# -Werror is only for our tests (make test), because users may have compilers that we have not tried.
 COMPILE_ARGS = [
     "-std=c11",
     "-O3",
@@ -36,9 +36,9 @@ COMPILE_ARGS = [
     "-pthread",
     "-fstack-protector-strong",
 ]
-# A fault of ours is worth less to an attacker with these: checked calls of the C library, no writable table of
-# functions, marked targets of jumps (x86's CET, Arm's BTI and PAC) where the compiler knows them.
-# tests/ops/deploy/test_hardening.py reads from what was built that they were taken.
+# These flags make a memory fault harder to exploit: checked calls of the C library, read-only tables of functions,
+# marked targets of jumps (x86's CET, Arm's BTI and PAC) if the compiler supports them.
+# tests/ops/deploy/test_hardening.py checks in the built files that they were used.
 LINK_ARGS = ["-pthread", "-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
 FORTIFY = ("-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2")
 BRANCHES = ("-fcf-protection=full", "-mbranch-protection=standard")
@@ -74,21 +74,21 @@ def make_grpc_code() -> None:
 
 
 class BuildPythonCode(build_py):
-    """build_py that first makes the gRPC code."""
+    """build_py that first generates the gRPC code."""
 
     def finalize_options(self) -> None:
-        """Generate before setuptools looks which modules there are."""
+        """Generate the code before setuptools lists the modules."""
         make_grpc_code()
         super().finalize_options()
 
 
 class BuildEngine(build_ext):
-    """build_ext that makes the engine (cffi's wrapper and its sources in one shared object) and direct.c beside it."""
+    """build_ext for the engine (cffi's wrapper and the sources in one shared object) and for direct.c."""
 
     def build_extension(self, ext: Extension) -> None:
         """Write cffi's wrapper into the build folder, then compile it with the engine's sources."""
-        # Flags for compiler and linker behind all others, separated by spaces: special builds, "-DSMB_FAILPOINTS" or
-        # "-O1 -fsanitize=address,undefined" (tests/support/builds.py). Users need none.
+        # Flags for compiler and linker, separated by spaces and placed after all others, for special builds:
+        # "-DSMB_FAILPOINTS" or "-O1 -fsanitize=address,undefined" (tests/support/builds.py). Users need none.
         extra = os.environ.get("SMB_ENGINE_FLAGS", "").split()
         ext.depends = [str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.[hi]*")]
         ext.include_dirs = ["csrc"]
@@ -98,19 +98,19 @@ class BuildEngine(build_ext):
         if ext.name == MODULE:
             self.add_engine(ext)
         else:
-            # CPython's macros for tables of members leave the end of the last one out.
+            # CPython's macros for tables of members do not initialize the last fields.
             ext.extra_compile_args += ["-Wno-missing-field-initializers", "-Wno-cast-function-type"]
         super().build_extension(ext)
 
     def hardening(self, extra: list[str]) -> list[str]:
-        """Return the flags that not every compiler has, or not every special build bears."""
-        # The C library's checks need optimization, and hide from the sanitizers what they look for.
+        """Return the hardening flags that this compiler and this build support."""
+        # The C library's checks need optimization, and hide faults from the sanitizers.
         unfit = "-O0" in extra or any(flag.startswith("-fsanitize") for flag in extra)
         found = [] if unfit else list(FORTIFY)
         return found + [flag for flag in BRANCHES if self.compiler_takes(flag)]
 
     def compiler_takes(self, flag: str) -> bool:
-        """Whether a file that has nothing in it can be compiled with it."""
+        """Whether the compiler accepts the flag, tried on an almost empty file."""
         empty = Path(self.build_temp) / "smb_empty.c"
         empty.parent.mkdir(parents=True, exist_ok=True)
         empty.write_text("typedef int smb_empty;\n")

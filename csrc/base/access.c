@@ -17,7 +17,8 @@ static const char secret_label[LABEL_BYTES] = "smb token 1",
                   proof_label[LABEL_BYTES] = "smb proof 2",
                   answer_label[LABEL_BYTES] = "smb answer 2";
 
-/* The words that the secret is made of; smb/coordinator/token_issuer.py makes the same. */
+/* The words from which the secret is computed. smb/coordinator/token_issuer.py computes the
+ * same. */
 void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session,
                    const struct smb_token *token, uint8_t secret[SMB_KEY_BYTES])
 {
@@ -70,13 +71,13 @@ struct access_answer access_answer(const struct smb_token *token,
     smb_store64(text + LABEL_BYTES + 32, connection->lane);
     memcpy(text + ANSWER_WORDS_BYTES, connection->bond.bytes, SHA256_BYTES);
     smb_hmac_sha256(token->secret, SMB_KEY_BYTES, text, sizeof text, mac);
-    /* half of it: RFC 2104, 5 */
+    /* the first half of the MAC: RFC 2104, section 5 */
     return (struct access_answer){{smb_load64(mac), smb_load64(mac + 8)}};
 }
 
 bool access_same_answer(const struct access_answer *one, const struct access_answer *other)
 {
-    /* one look, wherever they differ */
+    /* constant time, wherever the words differ */
     return ((one->words[0] ^ other->words[0]) | (one->words[1] ^ other->words[1])) == 0;
 }
 

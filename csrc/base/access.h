@@ -2,13 +2,13 @@
  * docs/decisions.md, 0013.
  *
  * A token is a few public words (session, segment, rights, expiry) and a secret. Only the
- * coordinator and the segment's server can make the secret, with a key that both have. The client
- * gets it over TLS, and it never travels here. On each connection the client shows the words, and
- * proves the secret with an HMAC over the server's HELLO and the connection's bond (bond.h). A
- * proof that was recorded, or is handed on, is of no use on another connection.
+ * coordinator and the segment's server can compute the secret, with a key that both have. The
+ * client gets the secret over TLS, and it is never sent on the data plane. On each connection the
+ * client shows the words, and proves the secret with an HMAC over the server's HELLO and the
+ * connection's bond (bond.h). A proof that was recorded or handed on is useless on another
+ * connection.
  *
- * Pure: no state, no I/O. server/grants.h has a server's keys and the tokens that it was shown.
- */
+ * Pure: no state, no I/O. server/grants.h has a server's keys and the tokens that it was shown. */
 #ifndef SMB_ACCESS_H
 #define SMB_ACCESS_H
 
@@ -25,12 +25,12 @@ struct access_connection {
     uint16_t lane;
     struct bond bond;
 };
-/* The lane of proofs for the control plane; there is no such connection. Nonce and instance are 0,
- * and the bond is the caller's certificate. */
+/* The lane number in proofs for the control plane, which no connection uses. Nonce and instance are
+ * 0, and the bond is the caller's certificate. */
 enum { ACCESS_CONTROL_LANE = 0xFFFF };
 
-/* The server's answer to a good token. It is made with the token's secret, and is valid on this
- * connection alone. In argument and offset of the reply. */
+/* The server's answer to a good token, sent in argument and offset of the reply. It is made with
+ * the token's secret, and is valid on this connection only. */
 struct access_answer {
     uint64_t words[2];
 };
@@ -38,16 +38,17 @@ struct access_answer access_answer(const struct smb_token *token,
                                    const struct access_connection *connection);
 bool access_same_answer(const struct access_answer *one, const struct access_answer *other);
 
-/* The secret of a token. Only the coordinator, and a server with its key, can make it. */
+/* Computes the secret of a token. Only the coordinator and a server with its key can do so. */
 void access_secret(const uint8_t key[SMB_KEY_BYTES], uint64_t session,
                    const struct smb_token *token, uint8_t secret[SMB_KEY_BYTES]);
 /* The proof that a client sends instead of the secret. */
 void access_proof(const uint8_t secret[SMB_KEY_BYTES], const struct access_connection *connection,
                   uint8_t proof[SMB_KEY_BYTES]);
-/* The proof of a client from before proofs had bonds: it is told so. */
+/* The proof that clients sent before proofs had bonds. A server computes it only to tell such a
+ * client the reason of its refusal. */
 void access_unbound_proof(const uint8_t secret[SMB_KEY_BYTES],
                           const struct access_connection *connection, uint8_t proof[SMB_KEY_BYTES]);
-/* The payload of AUTHORIZE. The token's segment and epoch, and the session, are the frame's. */
+/* Writes the payload of AUTHORIZE. Segment, epoch and session are in the frame's header. */
 void access_store(const struct smb_token *token, const struct access_connection *connection,
                   uint8_t payload[SMB_AUTHORIZE_BYTES]);
 

@@ -1,5 +1,5 @@
-/* address.h: a numeric IPv4 or IPv6 address and a port, as a socket address. Names are resolved by
- * callers of the engine. */
+/* address.h: converts a numeric IPv4 or IPv6 address and a port to a socket address. The engine
+ * does not resolve names; its callers do. */
 #ifndef SMB_ADDRESS_H
 #define SMB_ADDRESS_H
 

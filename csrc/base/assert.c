@@ -5,6 +5,7 @@
 
 __attribute__((cold)) void smb_assert_failed(const char *condition, const char *file, int line)
 {
-    fprintf(stderr, "smb: %s:%d: an error of the engine: not so: %s\n", file, line, condition);
+    fprintf(stderr, "smb: %s:%d: internal error of the engine: this should hold: %s\n", file, line,
+            condition);
     abort();
 }

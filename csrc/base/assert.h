@@ -1,13 +1,11 @@
-/* assert.h: what only a programmer's error can break, checked in every build.
- *
- * Never for what a peer, a file, a caller's argument or another process can do: that is a status.
- * Nothing in shared memory is asserted: any process that maps a segment can write anything into it.
- * NDEBUG, which Python's builds define, changes nothing.
- */
+/* assert.h: assertions, checked in every build, also with NDEBUG, which Python's builds define.
+ * Only a programmer's error may break an assertion. What a peer, a file, a caller's argument or
+ * another process can cause is a status instead. Nothing in shared memory is asserted, because any
+ * process that maps a segment can write anything into it. */
 #ifndef SMB_ASSERT_H
 #define SMB_ASSERT_H
 
-/* Says which one and where on stderr, then aborts. */
+/* Prints the condition and its place on stderr, then aborts. */
 _Noreturn void smb_assert_failed(const char *condition, const char *file, int line);
 
 #define SMB_ASSERT(condition)                                                              \

@@ -8,7 +8,7 @@
 
 enum { LABEL_BYTES = 16 };
 static const char label[LABEL_BYTES] = "smb channel 1";
-/* As docs/protocol.md numbers them; 5 is the control plane's: smb/security/bond.py. */
+/* The numbers of docs/protocol.md. 5 is the control plane's: smb/security/bond.py. */
 enum kind { IN_THE_CLEAR = 1, INSIDE_TLS = 2, UNIX_SOCKET = 3, BY_RECORDS = 4 };
 
 uint32_t bond_namespace(const char *path)

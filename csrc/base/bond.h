@@ -1,11 +1,12 @@
-/* bond.h: what the two ends of a connection know of it alike, and the ends of another connection do
- * not. A proof of a token covers it (base/access.h), so one that is handed on to another connection
- * is not good there. docs/protocol.md, "Access".
+/* bond.h: facts that both ends of a connection know alike, and that differ from those of any other
+ * connection. The proof of a token covers them (base/access.h), so a proof that is handed on to
+ * another connection is refused there. docs/protocol.md, "Access".
  *
- * TLS: the exporter of the session, and both certificates. A Unix socket: the process at each end,
- * as the kernel tells the other one. That takes ids that mean the same to both, so both have to be
- * in one PID namespace and one user namespace; of others it is only certain that they are not, and
- * that the connection is a Unix socket. TCP in the clear and RDMA: nothing but which of these. */
+ * TLS: the session's exporter, and both certificates. Unix socket: the process at each end, as the
+ * kernel reports it to the other end. The ids of these processes mean the same to both ends only if
+ * both are in one PID namespace and one user namespace. Otherwise the bond only says that the
+ * connection is a Unix socket from another namespace. TCP in the clear and RDMA: only which of the
+ * two it is. */
 #ifndef SMB_BOND_H
 #define SMB_BOND_H
 
@@ -16,14 +17,15 @@ struct bond {
     uint8_t bytes[SHA256_BYTES];
 };
 
-/* The number of a namespace of this process, which lies at that path; 0: not known. */
+/* The number of this process's namespace at that path; 0: unknown. */
 uint32_t bond_namespace(const char *path);
-/* Where this process's ids hold, as the client's HELLO says it; 0: not known. */
+/* The namespaces in which this process's ids are valid, as the client's HELLO says; 0: unknown. */
 uint64_t bond_namespaces(void);
 bool bond_is_unix(const struct channel *channel);
 
-/* The bond of a connection whose TLS handshake, if there is one, is done. `namespaces` is what
- * HELLO said, and `ids` what its answer did: whether the server found its own there. SMB_SYSTEM. */
+/* Computes the bond of a connection, after its TLS handshake if there is one. `namespaces` is the
+ * value in HELLO. `ids` is the answer's: whether the server found its own namespaces there.
+ * SMB_SYSTEM. */
 int bond_of(const struct channel *channel, bool by_reference, bool serves, uint64_t namespaces,
             bool ids, struct bond *bond);
 

@@ -12,7 +12,7 @@ enum { RSA_BITS_MIN = 2048, RSA_BITS_MAX = 8192, GROUP_BYTES = 32 };
 
 static const char scheme[] = "smb:", role_uri[] = "smb:role/", name_uri[] = "smb:name/",
                   namespace_uri[] = "smb:namespace/";
-static const char host_of_server[] = ".server.smb"; /* after its name */
+static const char host_of_server[] = ".server.smb"; /* follows the server's name */
 static const struct {
     const char *text;
     enum smb_role role;
@@ -24,10 +24,10 @@ static const struct {
 
 /* The names in a certificate. */
 struct shown {
-    int roles; /* how many it has; those that are too long, or not printable, count, too */
-    int names; /* likewise */
+    int roles; /* number of roles, including those that are too long or not printable */
+    int names; /* number of names, counted likewise */
     bool is_for_host;
-    bool is_unknown; /* it has one of our scheme that is of no kind here, or says nothing */
+    bool is_unknown; /* a name of our scheme is of an unknown kind, or empty */
     struct smb_holder holder;
 };
 
@@ -43,7 +43,8 @@ static bool take_text(const char *bytes, size_t count, char *text, size_t room)
     return true;
 }
 
-/* Whether the URI begins so. A rest that does not fit becomes "?". */
+/* Whether the URI begins with the prefix. A rest that does not fit, or cannot be printed, becomes
+ * "?". */
 static bool take_after(const char *prefix, const ASN1_IA5STRING *uri, char *text, size_t room)
 {
     size_t length = strlen(prefix), bytes = (size_t)ASN1_STRING_length(uri);
@@ -62,8 +63,8 @@ static bool begins(const ASN1_IA5STRING *uri, const char *prefix)
            memcmp(ASN1_STRING_get0_data(uri), prefix, length) == 0;
 }
 
-/* A scheme counts in capitals, too. A name that is mistyped must not stand for none: who has no
- * namespace reaches all. */
+/* A name of our scheme, in lower or upper case, of an unknown kind. A mistyped namespace must not
+ * be read as "no namespace", because a client without a namespace reaches all of them. */
 static bool is_unknown(const ASN1_IA5STRING *uri)
 {
     size_t length = strlen(scheme);
@@ -113,7 +114,8 @@ static bool has_one_name(const struct shown *shown)
            strlen(name) < SMB_SERVER_NAME_BYTES;
 }
 
-/* A memory server speaks, and answers, under a name that is its alone. */
+/* Whether `host` is this memory server's own name with the suffix. A memory server calls and
+ * answers under a name that no other server has. */
 static bool is_named_so(const struct shown *shown, const char *host)
 {
     size_t length = strlen(shown->holder.name);
@@ -131,7 +133,7 @@ static bool is_whom_we_want(const struct shown *shown, const struct wanted *want
     return role != SMB_ROLE_SERVER || has_one_name(shown);
 }
 
-/* Both planes' libraries have these. */
+/* Whether the libraries of both planes support this kind of key. */
 static bool is_known_key(X509 *certificate)
 {
     EVP_PKEY *key = X509_get0_pubkey(certificate);
@@ -148,7 +150,7 @@ static bool is_known_key(X509 *certificate)
     }
 }
 
-/* What the library leaves open. NULL: nothing is wrong. */
+/* Checks what the library does not. NULL: no fault. */
 static const char *fault_of(STACK_OF(X509) * chain)
 {
     for (int i = 0; i < sk_X509_num(chain); i++) {
@@ -157,26 +159,26 @@ static const char *fault_of(STACK_OF(X509) * chain)
             return "a key in its chain is neither RSA of 2048 to 8192 bits nor ECDSA on P-256 or "
                    "P-384";
         if (i > 0 && X509_check_ca(one) != 1)
-            return "a certificate in its chain is not an authority's (basicConstraints)";
+            return "an issuer in its chain is not an authority (basicConstraints)";
     }
     return X509_get_key_usage(sk_X509_value(chain, 0)) & KU_DIGITAL_SIGNATURE
                ? NULL
-               : "its key is not for signatures (keyUsage)";
+               : "its key must not sign (keyUsage has no digitalSignature)";
 }
 
 static const char *hint_of(int error, bool serves)
 {
     switch (error) {
     case X509_V_ERR_INVALID_PURPOSE:
-        return serves ? " (extendedKeyUsage has no serverAuth, or an authority is none)"
-                      : " (extendedKeyUsage has no clientAuth, or an authority is none)";
+        return serves ? " (extendedKeyUsage has no serverAuth, or an issuer is not an authority)"
+                      : " (extendedKeyUsage has no clientAuth, or an issuer is not an authority)";
     case X509_V_ERR_UNABLE_TO_GET_ISSUER_CERT:
     case X509_V_ERR_UNABLE_TO_GET_ISSUER_CERT_LOCALLY:
     case X509_V_ERR_UNABLE_TO_VERIFY_LEAF_SIGNATURE:
     case X509_V_ERR_DEPTH_ZERO_SELF_SIGNED_CERT:
     case X509_V_ERR_SELF_SIGNED_CERT_IN_CHAIN:
     case X509_V_ERR_CERT_SIGNATURE_FAILURE:
-        return " (it is of no authority in our ca.pem, or an intermediate one is missing)";
+        return " (no authority in our ca.pem issued it, or an intermediate certificate is missing)";
     default: return "";
     }
 }
@@ -188,11 +190,13 @@ static void say_who(const struct shown *shown, const struct wanted *wanted, char
                         shown->holder.role, shown->roles > 1 ? " and others" : "",
                         shown->holder.name, shown->names > 1 ? " and others" : "");
     if (wanted->serves && done > 0 && done < SMB_WHY_BYTES)
-        snprintf(why + done, SMB_WHY_BYTES - (size_t)done, "; wanted is that of %s%s", wanted->host,
-                 shown->is_for_host ? ", which it has, but in another role or name" : "");
+        snprintf(why + done, SMB_WHY_BYTES - (size_t)done, "; expected the certificate of %s%s",
+                 wanted->host,
+                 shown->is_for_host ? ": this has that host name, but another role or name" : "");
 }
 
-/* An error of X509_verify_cert, or of ours where that is content. */
+/* Returns an error number of X509_verify_cert; if the library is content, one of ours or
+ * X509_V_OK. */
 static int judge_chain(X509_STORE_CTX *chain, const struct wanted *wanted,
                        const struct shown *shown, char *why)
 {
@@ -219,7 +223,7 @@ int certificate_judge(X509_STORE *authorities, X509 *certificate, STACK_OF(X509)
     X509_STORE_CTX *context = X509_STORE_CTX_new();
     int error = X509_V_ERR_OUT_OF_MEM;
     read_names(certificate, wanted->serves ? wanted->host : "", &shown);
-    snprintf(why, SMB_WHY_BYTES, "no memory to judge its certificate");
+    snprintf(why, SMB_WHY_BYTES, "out of memory while checking its certificate");
     if (context && X509_STORE_CTX_init(context, authorities, certificate, chain) == 1) {
         X509_VERIFY_PARAM *rules = X509_STORE_CTX_get0_param(context);
         X509_STORE_CTX_set_default(context, wanted->serves ? "ssl_server" : "ssl_client");

@@ -1,11 +1,10 @@
-/* certificate.h: who may be at the other end, by the certificate that it shows: the one judge of
- * data connections (tls.c) and, by smb_tls_judge and smb_tls_meet, of the control plane. What an
- * authority has to put into certificates is in docs/own-authority.md.
+/* certificate.h: judges a peer by the certificate that it shows, for data connections (tls.c) and,
+ * by smb_tls_judge and smb_tls_meet, for the control plane. docs/own-authority.md says what an
+ * authority has to put into certificates.
  *
- * Names and roles are the subject alternative name's, byte for byte; the subject's common name says
- * nothing, and there are no patterns. A certificate has one role, and a memory server's one name.
- *
- * It and tls.c are the files that know OpenSSL. */
+ * Names and roles are those of the subject alternative name, compared byte for byte. The subject's
+ * common name is ignored, and there are no patterns. A certificate has one role; a memory server's
+ * also has one name. Only certificate.c and tls.c know OpenSSL. */
 #ifndef SMB_CERTIFICATE_H
 #define SMB_CERTIFICATE_H
 
@@ -17,24 +16,26 @@
 
 #include "smb/tls.h"
 
-/* Of whom one is taken. */
+/* Which peers are accepted. */
 struct wanted {
-    uint32_t
-        roles;   /* of enum smb_role, as bits; with SMB_ROLE_SERVER who calls us has a name, too */
-    bool serves; /* we have called it: it is for `host`, else for whoever it says */
+    /* bits of enum smb_role; a peer with SMB_ROLE_SERVER that calls us must also have a name */
+    uint32_t roles;
+    /* we have called the peer: its certificate must be for `host` (if NULL, for any name) */
+    bool serves;
     char host[SMB_HOST_BYTES];
 };
 
-/* X509_V_OK, and *holder tells whom it is for; else another one of its numbers, and why[] is a
- * sentence's end. `chain` may be NULL; it need not have the order of the chain. */
+/* X509_V_OK: *holder says whose certificate it is. Otherwise another number of OpenSSL's, and why[]
+ * is the end of a sentence about the peer. `chain` may be NULL, and its certificates may be in any
+ * order. */
 int certificate_judge(X509_STORE *authorities, X509 *shown, STACK_OF(X509) * chain,
                       const struct wanted *wanted, struct smb_holder *holder,
                       char why[SMB_WHY_BYTES]);
-/* How every context and every judgement is set up: keys and signatures of 112 bits, and what is in
- * ca.pem is trusted, though it may itself be of a higher authority. */
+/* Settings of every context and every judgement: keys and signatures of at least 112 bits; the
+ * certificates in ca.pem are trusted, also if a higher authority has issued them. */
 enum { CERTIFICATE_SECURITY_LEVEL = 2 };
-/* A stranger's chain costs us time before he is known: at most so many authorities in it, and so
- * many certificates in all that he shows. */
+/* Limits of a chain, because a stranger's chain costs time before the stranger is known: the number
+ * of authorities in it, and of all certificates that the stranger shows. */
 enum { CERTIFICATE_DEPTH_MAX = 8, CERTIFICATES_MAX = CERTIFICATE_DEPTH_MAX + 2 };
 
 #endif

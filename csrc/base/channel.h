@@ -1,5 +1,5 @@
-/* channel.h: the bytes of a connection, plain or inside TLS: the one seam between frames and
- * sockets. */
+/* channel.h: the bytes of a connection, plain or inside TLS. Frames reach sockets only through this
+ * interface. */
 #ifndef SMB_CHANNEL_H
 #define SMB_CHANNEL_H
 
@@ -11,11 +11,11 @@
 #include "base/tls.h"
 
 struct channel {
-    int fd;          /* -1: none */
-    struct tls *tls; /* NULL: as they are */
+    int fd;          /* -1: no socket */
+    struct tls *tls; /* NULL: without TLS */
 };
 
-/* As readv of a socket that does not block. */
+/* Like readv on a non-blocking socket. */
 static inline ssize_t channel_read(const struct channel *channel, const struct iovec *parts,
                                    int count)
 {
@@ -26,7 +26,7 @@ static inline ssize_t channel_read(const struct channel *channel, const struct i
                       : readv(channel->fd, parts, count);
 }
 
-/* As writev, without the signal. Bytes that were taken may wait here for the socket:
+/* Like writev, without SIGPIPE. TLS may keep bytes that the socket did not take:
  * channel_unsent_bytes. */
 static inline ssize_t channel_write(const struct channel *channel, const struct iovec *parts,
                                     int count)
@@ -51,7 +51,7 @@ static inline bool channel_failed(ssize_t done)
     return done < 0 && errno != EAGAIN && errno != EINTR;
 }
 
-/* errno stays. */
+/* Closes the socket and frees the TLS state. Preserves errno. */
 static inline void channel_close(struct channel *channel)
 {
     int saved = errno;

@@ -36,5 +36,5 @@ void failpoint_reach(const char *name)
         raise(SIGKILL);
 }
 #else
-typedef int failpoints_are_compiled_out; /* a file of C is not empty */
+typedef int failpoints_are_compiled_out; /* ISO C forbids an empty translation unit */
 #endif

@@ -1,4 +1,4 @@
-/* Bytes <-> checked frame. Pure: no I/O, no allocation, no state. */
+/* Encodes frames and parses them. Pure: no I/O, no allocation, no state. */
 #include <math.h>
 #include <stddef.h>
 
@@ -63,8 +63,8 @@ static bool wire_is_sound(const struct smb_frame *frame)
            (smb_wire_is_dense(wire) && carries && frame->dtype == SMB_FLOAT32);
 }
 
-/* The one place where bytes of payload follow from a range and the way its elements travel. The
- * length has been checked. */
+/* The only place that computes payload bytes from a range and its wire format. The length was
+ * checked before. */
 static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t payload)
 {
     if (wire == SMB_WIRE_SPARSE) {
@@ -76,7 +76,7 @@ static bool elements_fit(const struct smb_frame *frame, int wire, uint32_t paylo
            (wire == SMB_WIRE_EXACT ? frame->length : smb_wire_bytes(wire, frame->length / 4));
 }
 
-/* Of ACCUMULATE_FROM: the replaced elements are one source's, or a sum of several. */
+/* For ACCUMULATE_FROM: the payload names one source or several. */
 static bool sources_are_sound(const struct smb_frame *frame, uint32_t payload)
 {
     double scale = smb_double_of(frame->argument);
@@ -112,7 +112,7 @@ static bool request_is_sound(const struct smb_frame *frame)
         return false;
     bool fenced = frame->flags & SMB_FLAG_FENCED;
     bool changes = smb_opcode_changes(frame->opcode);
-    /* 0 is what a lane has done that did nothing yet */
+    /* 0 means that a lane has changed nothing yet */
     if ((fenced && !changes) || (changes && frame->sequence == 0))
         return false;
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH ||

@@ -1,14 +1,13 @@
-/* frame.h: the frame. One format on TCP, on the local Unix socket and (as SEND payload) on verbs;
- * docs/protocol.md is its page.
+/* frame.h: the frame, which has one format on TCP, on the local Unix socket and (as SEND payload)
+ * on verbs. docs/protocol.md describes it.
  *
- * A frame is this header, little-endian, then `payload` bytes. Requests of one lane carry growing
- * sequence numbers from 1 on; a reply repeats opcode, lane, session and sequence, and may overtake
- * others. A data frame never leaves one chunk: a chunk is the unit of atomicity, of locking and of
- * staging memory, so that every limit follows from SMB_CHUNK_BYTES_MAX.
+ * A frame is this header, little-endian, then `payload` bytes. The requests of one lane have
+ * growing sequence numbers from 1 on. A reply repeats opcode, lane, session and sequence, and may
+ * overtake other replies. A data frame never leaves one chunk: a chunk is the unit of atomicity, of
+ * locking and of staging memory, so every limit follows from SMB_CHUNK_BYTES_MAX.
  *
- * What each field means, and why the header has it: csrc/protocol.toml, which lists all numbers of
- * the protocol. tests/engine/wire/test_protocol_table.py compares this file with that list.
- */
+ * csrc/protocol.toml says what each field means and why the header has it, and lists all numbers of
+ * the protocol. tests/engine/wire/test_protocol_table.py compares this file with that list. */
 #ifndef SMB_FRAME_H
 #define SMB_FRAME_H
 
@@ -16,24 +15,26 @@
 
 enum { SMB_FRAME_BYTES = 64, SMB_FRAME_MAGIC = 0x4D53, SMB_FRAME_VERSION = 1 };
 
-/* A server tells what it can do beyond the first version, in `length` of its answer to HELLO. Older
- * ones send 0. */
+/* The features of a server beyond the first version, sent in `length` of its answer to HELLO. Older
+ * servers send 0. */
 enum smb_feature {
     SMB_FEATURE_INT4 = 1 << 0,
-    SMB_FEATURE_BRINGS = 1 << 1,  /* an APPLY may bring its gradient */
+    SMB_FEATURE_BRINGS = 1 << 1,  /* an APPLY may contain its gradient */
     SMB_FEATURE_SOURCES = 1 << 2, /* an ACCUMULATE_FROM may have several sources, and round them */
     SMB_FEATURE_BONDS = 1 << 3,   /* proofs cover the connection: bond.h */
     SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_SOURCES | SMB_FEATURE_BONDS
 };
-/* So, too, of this connection: a Unix socket whose client is in the server's namespaces. Higher
- * bits are none: a length is at most SMB_CHUNK_BYTES_MAX. */
+/* Sent beside the features, but true of this connection only: it is a Unix socket whose client is
+ * in the server's namespaces. No higher bit is possible: a length is at most
+ * SMB_CHUNK_BYTES_MAX. */
 enum { SMB_BOND_HAS_IDS = 1 << 19 };
 
 enum smb_frame_flag {
     SMB_FLAG_REPLY = 1 << 0,
     SMB_FLAG_FETCH = 1 << 1, /* accumulate: send the new values back */
-    SMB_FLAG_RETRY = 1 << 2, /* was sent before, over a link that broke: it may have been applied */
-    /* the payload begins with a lock's token: refused once the lock is another's */
+    /* the request was sent before over a link that broke, so it may have been applied */
+    SMB_FLAG_RETRY = 1 << 2,
+    /* the payload begins with a lock's token: refused once the lock has another token */
     SMB_FLAG_FENCED = 1 << 3,
     SMB_FLAG_WIRE_SHIFT = 4, /* enum smb_wire, 3 bits */
     SMB_FLAG_WIRE = 7 << SMB_FLAG_WIRE_SHIFT,
@@ -64,13 +65,16 @@ enum {
     SMB_AT_END = 64
 };
 
-/* Payloads. ACCUMULATE_FROM: where to read; of several sources a word with the wire of each, 3 bits
- * from the lowest on, then segment and scale (float64) of each. APPLY: the segments of the gradient
- * and of the state (0: none), then the words of struct smb_hyper, as float64; if it brings its
- * gradient, that segment is 0 and the elements follow the words. Requests that wait: four words
- * (sync.h). AUTHORIZE: rights and generation (32 bits each), expiry, proof (access.h). The payload
- * of a fenced change follows its token. The token's lowest bit says which of the segment's locks it
- * is of (enum sync_lock). */
+/* Payloads.
+ *   ACCUMULATE_FROM  one source: where to read. Several sources: a word with the wire formats (3
+ *                    bits each, from the lowest on), then segment and scale (float64) of each
+ *   APPLY            the segments of the gradient and of the state (0: none), then the members of
+ *                    struct smb_hyper as float64. If the request contains its gradient, the
+ *                    gradient's segment is 0 and the elements follow
+ *   requests that wait  four words (memory/sync.h)
+ *   AUTHORIZE        rights and generation (32 bits each), expiry, proof (access.h)
+ * The payload of a fenced change follows the lock's token. The token's lowest bit says to which of
+ * the segment's locks it belongs (enum sync_lock). */
 enum {
     SMB_FROM_BYTES = 16,
     SMB_SOURCE_BYTES = 16,
@@ -89,30 +93,32 @@ enum {
 };
 _Static_assert(sizeof(struct smb_hyper) == 8 * SMB_HYPER_WORDS, "it travels word for word");
 
-/* Changes a segment's bytes: has a sequence number that counts, and may be fenced. */
+/* Operations that change a segment's bytes. Their sequence numbers count, and they may be
+ * fenced. */
 static inline bool smb_opcode_changes(int opcode)
 {
     return (opcode >= SMB_WRITE && opcode <= SMB_COMPARE_SWAP) || opcode == SMB_APPLY;
 }
 
-/* Waits by nature: has no range, and four words of payload. */
+/* Operations that may wait at the server. They have no range, and four words of payload. */
 static inline bool smb_opcode_waits(int opcode)
 {
     return opcode >= SMB_LOCK && opcode <= SMB_UNPIN;
 }
 
-/* A request by reference is a record of SMB_RECORD_BYTES, all of one size, so that many are read at
- * once:
+/* A request by reference is a record of SMB_RECORD_BYTES. All records have one size, so that many
+ * can be read at once:
  *   offset size
- *        0   64  the header, as ever: its `payload` says how many bytes the payload has
- *       64  104  the small part of the payload: token, words; zeros behind it
+ *        0   64  the header, as in a frame: its `payload` is the size of the payload
+ *       64  104  the small part of the payload: token, words; the rest is zeros
  *      168    8  where the elements of a WRITE or ACCUMULATE lie: an address of the client. On the
  *                way to the server: the slot for them and for the reply's data, or SMB_NO_SLOT
  *      176    8  where the reply's data goes: an address of the client; 0 on the way to the server
  *      184    4  bytes of the elements
- *      188    4  bytes of the reply's data; the server relies on neither
- * HELLO and replies are headers alone; the data of a reply, as many bytes as its `payload` says, is
- * in the slot that its request named. There are no checksums: the network card has its own. */
+ *      188    4  bytes of the reply's data; the server relies on neither number of bytes
+ * HELLO and replies are headers only. The data of a reply is in the slot that its request named,
+ * and has as many bytes as the reply's `payload` says. Checksums are not used: the network card has
+ * its own. */
 enum {
     SMB_RECORD_SMALL_AT = SMB_FRAME_BYTES,
     SMB_RECORD_SMALL_BYTES = SMB_TOKEN_BYTES + SMB_APPLY_BYTES,
@@ -140,7 +146,8 @@ struct smb_frame {
     uint64_t argument;
 };
 
-/* How the elements of its payload travel; of an ACCUMULATE's answer they are exact all the same. */
+/* The wire format of the payload's elements. The elements in the answer to an ACCUMULATE are exact
+ * nevertheless. */
 static inline int smb_frame_wire(const struct smb_frame *frame)
 {
     return (frame->flags & SMB_FLAG_WIRE) >> SMB_FLAG_WIRE_SHIFT;
@@ -151,20 +158,20 @@ static inline uint32_t smb_frame_checksum_bytes(const struct smb_frame *frame)
     return frame->flags & SMB_FLAG_CHECKSUM ? SMB_CHECKSUM_BYTES : 0;
 }
 
-/* Bytes of a sound request's payload between token and checksum. */
+/* Bytes between token and checksum in the payload of a valid request. */
 static inline uint32_t smb_frame_body(const struct smb_frame *frame)
 {
     return frame->payload - (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) -
            smb_frame_checksum_bytes(frame);
 }
 
-/* Of a sound request: an APPLY whose gradient follows its words. */
+/* Whether a valid request is an APPLY that contains its gradient. */
 static inline bool smb_frame_brings(const struct smb_frame *frame)
 {
     return frame->opcode == SMB_APPLY && smb_frame_body(frame) > SMB_APPLY_BYTES;
 }
 
-/* Of a sound ACCUMULATE_FROM: how many sources it has, if several; else 0. */
+/* The number of sources of a valid ACCUMULATE_FROM if it has several, else 0. */
 static inline uint32_t smb_frame_sources(const struct smb_frame *frame)
 {
     uint32_t body = smb_frame_body(frame);
@@ -173,13 +180,13 @@ static inline uint32_t smb_frame_sources(const struct smb_frame *frame)
 
 void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYTES]);
 
-/* The one parser. SMB_OK: every field is in its range and payload is what opcode, flags, status and
- * length demand; what only the segment can tell (bounds, dtype, epoch) is the gate's to check.
- * SMB_VERSION: a frame of another version. SMB_PROTOCOL: no frame at all. Nothing of *frame may be
- * used unless SMB_OK. */
+/* The only parser of frames. SMB_OK: every field is in its range, and `payload` is the size that
+ * opcode, flags, status and length demand. Bounds, dtype and epoch depend on the segment, and the
+ * gate checks them. SMB_VERSION: a frame of another version. SMB_PROTOCOL: not a frame. *frame may
+ * be used only after SMB_OK. */
 int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *frame);
 
-/* The reply to a request: same names, no range. */
+/* The reply to a request: the same identifying fields, without a range. */
 struct smb_frame smb_frame_reply(const struct smb_frame *request, int status);
 
 static inline void smb_store64(uint8_t *bytes, uint64_t value)
@@ -223,7 +230,7 @@ static inline double smb_double_of(uint64_t bits)
     return value;
 }
 
-/* The words of an APPLY's payload. */
+/* The parameters in an APPLY's payload. */
 static inline void smb_store_hyper(uint8_t *bytes, const struct smb_hyper *hyper)
 {
     double words[SMB_HYPER_WORDS];

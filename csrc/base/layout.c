@@ -10,7 +10,7 @@ int smb_layout_check(const struct smb_layout *layout)
                  layout->chunk_bytes <= SMB_CHUNK_BYTES_MAX &&
                  layout->chunk_bytes % SMB_CHUNK_BYTES_MIN == 0 &&
                  layout->stripe_bytes >= layout->chunk_bytes &&
-                 layout->stripe_bytes <= (uint64_t)1 << 52 && /* and a stripe on every segment */
+                 layout->stripe_bytes <= (uint64_t)1 << 52 && /* also a stripe per segment */
                  layout->stripe_bytes % layout->chunk_bytes == 0 && layout->segment_count > 0 &&
                  layout->segment_count <= SMB_SEGMENTS_PER_BUFFER_MAX;
     return sound ? SMB_OK : SMB_INVALID;
@@ -20,7 +20,7 @@ uint64_t smb_layout_segment_bytes(const struct smb_layout *layout, uint32_t segm
 {
     if (smb_layout_check(layout) != SMB_OK || segment >= layout->segment_count)
         return 0;
-    /* full stripes, then a rest on segment whole % count */
+    /* full stripes, then a shorter last one on segment whole % count */
     uint64_t whole = layout->bytes / layout->stripe_bytes;
     uint64_t rest = layout->bytes % layout->stripe_bytes;
     uint64_t mine = whole / layout->segment_count +
@@ -53,7 +53,7 @@ int smb_layout_piece(const struct smb_layout *layout, uint64_t buffer_offset, ui
     uint64_t left = layout->bytes - buffer_offset;
     if (bytes_max > left)
         bytes_max = left;
-    if (layout->segment_count == 1) /* one segment: stripes adjoin */
+    if (layout->segment_count == 1) /* a single segment: its stripes adjoin */
         *piece = (struct smb_piece){
             .segment_offset = buffer_offset, .buffer_offset = buffer_offset, .bytes = bytes_max};
     else

@@ -1,5 +1,5 @@
-/* layout.h: which bytes live where. Pure. Beside what smb/types.h declares, a walk over the part of
- * a range on one segment. */
+/* layout.h: which bytes lie where. Pure. In addition to the functions of smb/types.h, a walk over
+ * the part of a range that lies on one segment. */
 #ifndef SMB_LAYOUT_H
 #define SMB_LAYOUT_H
 

@@ -125,7 +125,7 @@ void smb_hmac_sha256(const void *key, uint64_t key_bytes, const void *text, uint
 
 bool sha256_same(const uint8_t a[SHA256_BYTES], const uint8_t b[SHA256_BYTES])
 {
-    volatile uint8_t differ = 0; /* volatile: the loop goes to its end */
+    volatile uint8_t differ = 0; /* volatile, so that the compiler does not end the loop early */
     for (int i = 0; i < SHA256_BYTES; i++)
         differ |= a[i] ^ b[i];
     return differ == 0;

@@ -1,5 +1,5 @@
-/* sha256.h: SHA-256 (FIPS 180-4) and HMAC (RFC 2104) over it. Pure; for short texts, a few a
- * second: written to be read. */
+/* sha256.h: SHA-256 (FIPS 180-4) and HMAC (RFC 2104). Pure. Written for readability, because it
+ * hashes only a few short texts a second. */
 #ifndef SMB_SHA256_H
 #define SMB_SHA256_H
 
@@ -18,7 +18,7 @@ void sha256_begin(struct sha256 *hash);
 void sha256_add(struct sha256 *hash, const void *data, size_t bytes);
 void sha256_end(struct sha256 *hash, uint8_t digest[SHA256_BYTES]);
 
-/* Whether they are the same, in a time that does not tell where they differ. */
+/* Compares two hashes in a time that does not depend on where they differ. */
 bool sha256_same(const uint8_t a[SHA256_BYTES], const uint8_t b[SHA256_BYTES]);
 
 #endif

@@ -1,8 +1,7 @@
-/* stats.h: counters, kept where things happen. One thread writes a tally, and any thread reads it.
- *
- * Words are loaded and stored relaxed. So a request needs no bus lock and no other core's cache
- * line. A reader sees each word as it was at some instant, not all words at the same one.
- */
+/* stats.h: counters, kept where the counted events happen. One thread writes a tally, and any
+ * thread reads it. Words are loaded and stored relaxed, so a request needs neither a bus lock nor
+ * another core's cache line. A reader sees each word as it was at some instant, but not all words
+ * at the same instant. */
 #ifndef SMB_STATS_H
 #define SMB_STATS_H
 
@@ -11,7 +10,7 @@
 #include "base/assert.h"
 #include "smb/types.h"
 
-/* Side by side, so that what a request writes is one cache line. */
+/* The counts of one opcode are adjacent, so that a request writes one cache line. */
 struct smb_tally {
     struct {
         _Alignas(16) _Atomic uint64_t operations;
@@ -19,14 +18,15 @@ struct smb_tally {
     } of[SMB_OPCODE_COUNT];
 };
 
-/* How long requests took. Bucket i: at most 2^(10 + i) ns; the last one: longer. */
+/* A histogram of request durations. Bucket i: at most 2^(10 + i) ns; the last bucket: longer. */
 struct latency {
     _Atomic uint64_t buckets[SMB_LATENCY_BUCKETS];
     _Atomic uint64_t sum_ns;
 };
 
-/* Of a client, from when it is asked for. Calls that are done at once are made with Python's lock
- * held: one thread at a time. The others add. */
+/* A client's counts, once the client asks for them. Calls that complete without waiting are made
+ * with Python's lock held, so only one thread at a time counts them. All other calls use atomic
+ * addition. */
 struct client_stats {
     _Atomic bool wanted;
     struct smb_tally at_once;
@@ -35,19 +35,21 @@ struct client_stats {
     _Atomic uint64_t failed[SMB_STATUS_COUNT];
     _Atomic uint64_t repeated;
 };
-/* of those at once: two looks at the clock take as long as a fifth of one */
+/* one in so many of the calls that complete at once is timed: reading the clock twice takes a fifth
+ * as long as such a call */
 enum { CALLS_PER_TIMED = 64 };
 
-/* Of one event loop; its thread writes. */
+/* Counts of one event loop. Only the loop's thread writes them. */
 struct loop_stats {
     struct smb_tally done[SMB_TRANSPORT_COUNT];
     struct latency latency[SMB_TRANSPORT_COUNT][SMB_OPCODE_COUNT];
-    _Atomic uint64_t repeated;      /* requests that say that they were sent before */
-    _Atomic uint64_t backlog_bytes; /* of answers for which a socket had no room, now */
-    _Atomic uint64_t backlog_total; /* times that a connection had to wait for such room */
+    _Atomic uint64_t repeated;      /* requests that were marked as sent before */
+    _Atomic uint64_t backlog_bytes; /* bytes of answers that a socket could not take yet */
+    /* how often a connection had to wait because its socket was full */
+    _Atomic uint64_t backlog_total;
 };
 
-/* By the one thread that writes it. */
+/* Adds to a word that only the calling thread writes. */
 static inline void stats_add(_Atomic uint64_t *word, uint64_t by)
 {
     atomic_store_explicit(word, atomic_load_explicit(word, memory_order_relaxed) + by,
@@ -76,7 +78,8 @@ static inline void tally_read(const struct smb_tally *tally, uint64_t *operation
 
 static inline int latency_bucket(uint64_t ns)
 {
-    uint64_t over = ns > 1 ? (ns - 1) >> 10 : 0; /* an edge belongs to the bucket that it ends */
+    /* an exact power of two belongs to the bucket whose limit it is */
+    uint64_t over = ns > 1 ? (ns - 1) >> 10 : 0;
     int bucket = over ? 64 - __builtin_clzll(over) : 0;
     return bucket < SMB_LATENCY_BUCKETS ? bucket : SMB_LATENCY_BUCKETS - 1;
 }
@@ -87,7 +90,8 @@ static inline void latency_add(struct latency *latency, uint64_t ns)
     stats_add(&latency->sum_ns, ns);
 }
 
-/* By any of several threads; it stands for so many. */
+/* Adds to a histogram that several threads write; `times` is the number of requests this one stands
+ * for. */
 static inline void latency_share(struct latency *latency, uint64_t ns, uint64_t times)
 {
     atomic_fetch_add_explicit(&latency->buckets[latency_bucket(ns)], times, memory_order_relaxed);

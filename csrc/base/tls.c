@@ -16,16 +16,17 @@
 #include "base/certificate.h"
 
 enum {
-    /* what lies in several places and is no more than this goes as one record */
+    /* scattered parts of at most this size in all are gathered into one record */
     GATHER_BYTES = 4096,
-    /* ciphertext in one system call; more was no faster */
+    /* ciphertext read in one system call; a larger size was not faster */
     READ_AHEAD_BYTES = 2 * (TLS_RECORD_BYTES + 256),
     LEFT_BYTES = GATHER_BYTES + 2 * TLS_RECORD_BYTES + 4096,
     PEM_BYTES_MAX = 1 << 20,
-    SHOWN_BYTES_MAX = 32 << 10,                /* of certificates in a handshake */
-    SHOWN_PEM_BYTES_MAX = 3 * SHOWN_BYTES_MAX, /* the same as text, with the first one twice */
+    SHOWN_BYTES_MAX = 32 << 10, /* limit of the certificates in a handshake */
+    /* the same certificates as text, the first one twice */
+    SHOWN_PEM_BYTES_MAX = 3 * SHOWN_BYTES_MAX,
     LINGER_BYTES = 1 << 16,
-    LOOKS_MAX = 4, /* a peer that sends nothing but key updates does not keep the thread */
+    LOOKS_MAX = 4, /* so a peer that sends only key updates cannot keep the thread busy */
 #ifdef SMB_FAILPOINTS
     RECORDS_PER_KEY = 64 /* so that tests see keys change */
 #else
@@ -42,22 +43,23 @@ struct tls {
     SSL *ssl;
     struct smb_tls *with;
     int fd;
-    bool greeted;     /* the handshake is done */
-    bool may_receive; /* the last look at the socket did not take all that was there */
-    uint8_t looks;    /* at the socket since a record of data came, at most LOOKS_MAX in one call */
-    bool hold;        /* more follows at once: what is small waits for it */
-    int broken;       /* errno of the socket, for good; 0: it is well */
-    uint32_t records; /* under the key of now */
-    uint32_t left_start, left_end; /* encrypted, for the socket */
+    bool greeted;     /* the handshake is complete */
+    bool may_receive; /* the last read did not empty the socket */
+    /* reads of the socket since the last record with data; at most LOOKS_MAX in one call */
+    uint8_t looks;
+    bool hold;        /* more data follows at once, so small writes wait for it */
+    int broken;       /* the errno with which the socket failed for good; 0: it has not failed */
+    uint32_t records; /* records written under the present key */
+    uint32_t left_start, left_end; /* the encrypted bytes that the socket has not taken yet */
     uint8_t *left;
     struct wanted wanted;
-    struct smb_holder peer; /* once its certificate was judged good */
+    struct smb_holder peer; /* set once the peer's certificate is accepted */
     char why[SMB_WHY_BYTES];
 };
 
 /* ---- who may be at the other end ------------------------------------------------------------- */
 
-/* In the place of OpenSSL's own verification. What is not good is told to the peer by an alert. */
+/* Replaces OpenSSL's own verification. An alert tells the peer why it was refused. */
 static int verify(X509_STORE_CTX *chain, void *unused)
 {
     SSL *ssl = X509_STORE_CTX_get_ex_data(chain, SSL_get_ex_data_X509_STORE_CTX_idx());
@@ -79,8 +81,8 @@ static const char *last_error(void)
     return reason ? reason : "no reason given";
 }
 
-/* The next certificate of several; NULL: none follows, or, with *good false, what follows is
- * damaged. */
+/* The next certificate of a text with several. NULL: the end, or, with *good false, damaged
+ * text. */
 static X509 *next_certificate(BIO *pem, bool *good)
 {
     X509 *one = PEM_read_bio_X509(pem, NULL, NULL, NULL);
@@ -88,7 +90,7 @@ static X509 *next_certificate(BIO *pem, bool *good)
     *good = one ||
             (ERR_GET_LIB(error) == ERR_LIB_PEM && ERR_GET_REASON(error) == PEM_R_NO_START_LINE);
     if (!one && *good)
-        ERR_clear_error(); /* the end of the file */
+        ERR_clear_error(); /* clears the error that the end of the text left */
     return one;
 }
 
@@ -119,7 +121,7 @@ static bool use_chain(SSL_CTX *context, BIO *pem)
 
 static bool use_key(SSL_CTX *context, BIO *pem)
 {
-    /* nobody is asked at a terminal */
+    /* the empty password keeps OpenSSL from asking for one at the terminal */
     EVP_PKEY *key = PEM_read_bio_PrivateKey(pem, NULL, NULL, (void *)(uintptr_t)"");
     bool good = key && SSL_CTX_use_PrivateKey(context, key) == 1 &&
                 SSL_CTX_check_private_key(context) == 1;
@@ -138,7 +140,7 @@ static SSL_CTX *make_context(const SSL_METHOD *method, const char *const pems[3]
                     context,
                     "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256") ==
                     1 &&
-                /* nothing is resumed: a certificate that is replaced counts at once */
+                /* no session is resumed, so that a replaced certificate counts at once */
                 SSL_CTX_set_num_tickets(context, 0) == 1;
     SSL_CTX_set_options(context, SSL_OP_NO_TICKET | SSL_OP_NO_RENEGOTIATION);
     SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
@@ -217,7 +219,8 @@ static bool keep(struct tls *tls, const uint8_t *bytes, size_t count)
     return true;
 }
 
-/* Sends the unsent rest, then `bytes`, as far as the socket takes them. *taken: of `bytes`. */
+/* Sends the kept bytes, then `bytes`, as far as the socket takes them. *taken counts bytes of
+ * `bytes` only. */
 static bool put(struct tls *tls, const void *bytes, size_t count, size_t *taken)
 {
     size_t before = tls->left_end - tls->left_start;
@@ -247,7 +250,7 @@ static int bio_write(BIO *bio, const char *bytes, size_t count, size_t *written)
     if (!(tls->hold && count <= GATHER_BYTES + 256) && !put(tls, bytes, count, &taken))
         return 0;
     if (taken < count && !keep(tls, (const uint8_t *)bytes + taken, count - taken)) {
-        if (taken == 0) { /* the peer has us say much and reads nothing */
+        if (taken == 0) { /* the peer makes us write much and reads nothing */
             BIO_set_retry_write(bio);
             return 0;
         }
@@ -302,7 +305,7 @@ static void make_method(void)
 
 /* ---- a connection ---------------------------------------------------------------------------- */
 
-/* The peer's role and name are what `wanted` says. */
+/* Starts one end of a connection. `wanted` says which peers are accepted. */
 static struct tls *begin(struct smb_tls *with, int fd, const struct wanted *wanted)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -354,7 +357,8 @@ struct tls *tls_begin_control(struct smb_tls *with, int fd, uint32_t role, const
     struct wanted wanted = {.roles = role};
     struct tls *tls = take_host(&wanted, host) ? begin(with, fd, &wanted) : NULL;
     if (tls)
-        SSL_set_alpn_protos(tls->ssl, http2, sizeof http2); /* 0 is its success */
+        /* this function of OpenSSL returns 0 on success */
+        SSL_set_alpn_protos(tls->ssl, http2, sizeof http2);
     return tls;
 }
 
@@ -434,7 +438,7 @@ int smb_tls_judge(struct smb_tls *tls, const char *chain, uint32_t roles, const 
     STACK_OF(X509) *others = sk_X509_new_null();
     X509 *own = pem ? PEM_read_bio_X509(pem, NULL, NULL, NULL) : NULL, *one;
     bool good = own && others;
-    snprintf(why, SMB_WHY_BYTES, "what it shows is no certificate");
+    snprintf(why, SMB_WHY_BYTES, "it did not show a readable certificate");
     while (good && sk_X509_num(others) <= CERTIFICATES_MAX &&
            (one = next_certificate(pem, &good))) {
         good = sk_X509_push(others, one) > 0;
@@ -469,18 +473,18 @@ static int kind_of_failure(struct tls *tls, int result)
         const char *text = last_error();
         if (reason > SSL_AD_REASON_OFFSET && reason < SSL_AD_REASON_OFFSET + 256)
             snprintf(tls->why, sizeof tls->why,
-                     "it does not take us for a member of its cluster (%s)", text);
+                     "it does not accept us as a member of its cluster (%s)", text);
         else if (kind == SSL_ERROR_WANT_WRITE)
-            snprintf(tls->why, sizeof tls->why, "it does not read what it asks for");
+            snprintf(tls->why, sizeof tls->why, "it does not read what we send");
         else
             snprintf(tls->why, sizeof tls->why, "it does not speak TLS as we do (%s)", text);
     }
     return EPROTO;
 }
 
-/* After a call of OpenSSL that did not succeed: errno, EAGAIN if it is to be called again once
- * the socket has more. The thread's queue of errors is left empty: a program's own use of OpenSSL
- * looks at it, too. */
+/* The errno of an OpenSSL call that failed: EAGAIN if it must be repeated once the socket has more.
+ * Empties the thread's error queue, because the program may use OpenSSL itself and look at that
+ * queue. */
 static int failure(struct tls *tls, int result)
 {
     int error = kind_of_failure(tls, result);
@@ -523,7 +527,7 @@ ssize_t tls_read(struct tls *tls, const struct iovec *parts, int count)
             }
             int error = failure(tls, result);
             if (total > 0)
-                return (ssize_t)total; /* the same failure comes again */
+                return (ssize_t)total; /* the next call will report the same failure */
             errno = error;
             return errno == ECONNRESET ? 0 : -1;
         }
@@ -531,7 +535,7 @@ ssize_t tls_read(struct tls *tls, const struct iovec *parts, int count)
     return (ssize_t)total;
 }
 
-/* One record. */
+/* Writes one record. */
 static bool write_record(struct tls *tls, const void *bytes, size_t count, bool more)
 {
     size_t written = 0;
@@ -546,7 +550,8 @@ static bool write_record(struct tls *tls, const void *bytes, size_t count, bool 
     if (result == 1)
         return true;
     errno = failure(tls, result);
-    if (errno == EAGAIN) /* nothing of ours waits for the peer */
+    /* our send function never makes OpenSSL wait, so EAGAIN is an error here */
+    if (errno == EAGAIN)
         errno = EPROTO;
     return false;
 }

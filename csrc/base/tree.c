@@ -8,7 +8,8 @@
 uint64_t tree_random(void)
 {
     uint64_t drawn = 0;
-    /* at worst as if known: slower where a client is after that */
+    /* without entropy the weights are predictable: a hostile client could then only slow the tree
+     * down */
     (void)!getrandom(&drawn, sizeof drawn, 0);
     return drawn;
 }
@@ -34,7 +35,7 @@ static struct tree_node **link_to(struct tree *tree, const struct tree_node *nod
     return node->parent->left == node ? &node->parent->left : &node->parent->right;
 }
 
-/* `node` takes its parent's place, and its parent the one below. */
+/* Rotates `node` above its parent. */
 static void rotate_up(struct tree *tree, struct tree_node *node)
 {
     struct tree_node *parent = node->parent;

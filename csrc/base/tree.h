@@ -1,10 +1,11 @@
-/* tree.h: an ordered set of things that their owner keeps, by a key of two words; adding, taking
- * out, the first, the next and the search take logarithmic time.
+/* tree.h: an ordered set whose items their owner allocates, with a key of two words. Adding,
+ * removing, the first item, the next item and searching take logarithmic time.
  *
- * A treap: in the order of its keys from left to right, of its weights from top to bottom. The
- * depth is logarithmic unless the keys were chosen with knowledge of the weights. So `weights`
- * starts at something that no client can know. Nothing is allocated. Equal keys may be there
- * several times. No locks: the owner's. */
+ * The set is a treap: ordered by key from left to right and by weight from top to bottom. Its depth
+ * is logarithmic unless somebody chooses keys with knowledge of the weights, so `weights` starts at
+ * a value that no client can know.
+ *
+ * Nothing is allocated. Several items may have the same key. The owner locks. */
 #ifndef SMB_TREE_H
 #define SMB_TREE_H
 
@@ -17,13 +18,13 @@ struct tree_node {
     uint64_t weight;
 };
 
-/* Zeroes: empty. */
+/* All zeros: an empty set. */
 struct tree {
     struct tree_node *root;
     uint64_t count;
 };
 
-/* The thing of which `node` is the member `name`; NULL for NULL. */
+/* The structure in which `node` is the member `name`; NULL for NULL. */
 #define TREE_OWNER(node, type, name) ((type *)tree_owner(node, offsetof(type, name)))
 
 static inline void *tree_owner(struct tree_node *node, size_t offset)
@@ -31,21 +32,21 @@ static inline void *tree_owner(struct tree_node *node, size_t offset)
     return node ? (char *)node - offset : NULL;
 }
 
-/* The source of the weights of one owner's trees. */
+/* Draws a random start for the weights of one owner's trees. */
 uint64_t tree_random(void);
 
-/* `node` is in no tree. `weights`: moved on. */
+/* Adds `node`, which must be in no tree. Advances *weights. */
 void tree_add(struct tree *tree, struct tree_node *node, uint64_t high, uint64_t low,
               uint64_t *weights);
-/* `node` is in this tree. */
+/* Removes `node`, which must be in this tree. */
 void tree_take(struct tree *tree, struct tree_node *node);
-/* NULL: it is empty. */
+/* The item with the lowest key; NULL if the tree is empty. */
 struct tree_node *tree_first(const struct tree *tree);
-/* In the order of the keys; NULL: it was the last. */
+/* The item that follows in the order of keys; NULL after the last. */
 struct tree_node *tree_next(const struct tree_node *node);
-/* The first of at least that key; NULL: there is none. */
+/* The first item whose key is at least this one; NULL if none is. */
 struct tree_node *tree_from(const struct tree *tree, uint64_t high, uint64_t low);
-/* One of exactly that key; NULL: there is none. */
+/* An item with exactly this key; NULL if none has it. */
 struct tree_node *tree_find(const struct tree *tree, uint64_t high, uint64_t low);
 
 #endif

@@ -21,7 +21,7 @@ int smb_op_accepts(int dtype, int op, double scale)
 {
     if (op < SMB_SUM || op > SMB_ELASTIC || !smb_dtype_bytes(dtype))
         return 0;
-    double low, high; /* scale in [low, high) */
+    double low, high; /* the scale must be in [low, high) */
     switch (dtype) {
     case SMB_UINT8: low = 0, high = 0x1p8; break;
     case SMB_INT32: low = -0x1p31, high = 0x1p31; break;

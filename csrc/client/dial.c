@@ -16,10 +16,10 @@
 #include "smb/kernels.h"
 #include "smb/segment.h"
 
-/* Within a quarter of a second. */
+/* All within a quarter of a second. */
 enum { HANDSHAKES_TRIED = 7 };
-/* As long as a call waits, by default; and less than the minutes for which address translators
- * remember an idle connection. */
+/* SILENT_MS is the default time that a call waits, and less than the minutes for which address
+ * translators remember an idle connection. */
 enum { SILENT_MS = 10000, IDLE_S = 60, PROBED_S = 15 };
 
 /* SMB_OK: the descriptor is ready for `events`. SMB_DISCONNECTED: the client was closed. */
@@ -58,7 +58,7 @@ static int connect_to(int fd, const struct sockaddr *name, socklen_t length, str
     return status != SMB_OK ? status : failure != 0 ? SMB_DISCONNECTED : SMB_OK;
 }
 
-/* SMB_OK: `done` bytes more have been moved, maybe none. SMB_LINK_LOST: the connection is over. */
+/* SMB_OK: `done` more bytes were moved, maybe none. SMB_LINK_LOST: the connection has ended. */
 static int after_move(const struct channel *channel, ssize_t done, bool receiving,
                       struct until until)
 {
@@ -85,7 +85,7 @@ static int send_all(const struct channel *channel, const uint8_t *bytes, size_t 
     return SMB_OK;
 }
 
-/* As recv; a descriptor that comes along goes to *passed_fd. */
+/* Like recv; a descriptor that comes along goes to *passed_fd. */
 static ssize_t receive_some(const struct channel *channel, uint8_t *bytes, size_t room,
                             int *passed_fd)
 {
@@ -126,7 +126,7 @@ int dial_exchange(const struct channel *channel, const struct smb_frame *request
     int status = send_all(channel, bytes, whole, until);
     if (status != SMB_OK)
         return status;
-    whole = SMB_FRAME_BYTES; /* until the header says more */
+    whole = SMB_FRAME_BYTES; /* until the header says how much more */
     for (size_t done = 0; done < whole;) {
         ssize_t n = receive_some(channel, bytes + done, whole - done, passed_fd);
         status = after_move(channel, n, true, until);
@@ -151,9 +151,9 @@ int dial_exchange(const struct channel *channel, const struct smb_frame *request
     return reply->status;
 }
 
-/* A request must not wait for the next one. If something between us and the server forgets the
- * connection, it is broken in SILENT_MS, not in the quarter of an hour that TCP takes, and a new
- * one is made. Probes keep an idle one from being forgotten. Failure costs time, not
+/* A request must not wait for the next one. If a device on the way forgets the connection, the
+ * connection breaks after SILENT_MS, not after TCP's quarter of an hour, and a new one is made.
+ * Probes keep an idle connection from being forgotten. A failure here costs time, not
  * correctness. */
 static void keep_connected(int fd)
 {
@@ -212,7 +212,7 @@ int dial_fd(int fd)
     return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0 ? SMB_OK : SMB_SYSTEM;
 }
 
-/* channel->tls was begun; NULL: no memory. */
+/* Does the handshake of channel->tls; NULL there: out of memory. */
 static int secure_once(struct channel *channel, struct until until)
 {
     int status = channel->tls ? SMB_BUSY : SMB_OUT_OF_MEMORY;
@@ -249,8 +249,8 @@ int dial_tls(const struct smb_tls_peer *peer, struct until until, struct channel
     return status == SMB_LINK_LOST ? SMB_DISCONNECTED : status;
 }
 
-/* What it thinks of our certificate it says after the handshake: with its first bytes, which gRPC
- * sends unasked, or with an alert in their place, or gRPC closes the connection without a word. */
+/* The server gives its verdict on our certificate after the handshake: with its first bytes, which
+ * gRPC sends unasked, or with an alert instead, or by closing the connection. */
 static bool is_taken(const struct channel *channel, struct until until)
 {
     uint8_t byte;
@@ -282,7 +282,7 @@ int smb_tls_meet(struct smb_tls *tls, const char *address, uint16_t port, uint32
             why, SMB_WHY_BYTES, "%s",
             taken || tls_why(channel.tls)[0]
                 ? tls_why(channel.tls)
-                : "it does not take us for a member of its cluster (it closes the connection)");
+                : "it does not accept us as a member of its cluster (it closes the connection)");
     channel_close(&channel);
     return status == SMB_LINK_LOST ? SMB_DISCONNECTED : status;
 }

@@ -81,7 +81,7 @@ class Belief:
 
     def _named(self, why: str) -> str:
         """With the files that it speaks of."""
-        if "it does not take us" in why:
+        if "it does not accept us" in why:
             why = f"{why}: ours is {self.credentials.certificate_path}{self._own_fault()}"
         return why.replace("our ca.pem", str(self.credentials.ca_path))
 

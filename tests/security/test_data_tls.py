@@ -132,9 +132,9 @@ def test_another_server_is_not_taken_for_it(secured: smb.LocalCluster, certifica
     for who, server, why in (
         ("client", "server-0", 'it shows the certificate of role "server", name "server-1"'),
         ("client", "SERVER", 'it shows the certificate of role "server", name "server-1"'),
-        ("expired", "server-1", "it does not take us .*expired"),
-        ("other/operator", "server-1", "it does not take us .*unknown ca"),
-        ("coordinator", "server-1", "it does not take us"),
+        ("expired", "server-1", "it does not accept us .*expired"),
+        ("other/operator", "server-1", "it does not accept us .*unknown ca"),
+        ("coordinator", "server-1", "it does not accept us"),
     ):
         with pytest.raises(EngineError, match=why) as refused:
             connect(who, server)

@@ -172,7 +172,7 @@ def test_the_reason(lab: Lab, path: str) -> None:
     said = call(peer, own)
     assert "ertificate" not in said
     assert "SSL" not in said
-    by_name = "Hostname Verification" if path == "coordinator to etcd" else "wanted is that of"
+    by_name = "Hostname Verification" if path == "coordinator to etcd" else "expected the certificate of"
     faults = {
         "expired": (lab.credentials(Case(False, of_peer, days=(-9, -1))), own, "certificate has expired"),
         "another authority": (
@@ -189,12 +189,12 @@ def test_the_reason(lab: Lab, path: str) -> None:
         "ours has expired": (
             peer,
             lab.credentials(Case(False, of_us, days=(-9, -1))),
-            "does not take (us|our certificate)",
+            "does not (accept us|take our certificate)",
         ),
         "ours is of another authority": (
             peer,
             lab.credentials(Case(False, of_us, by="namesake")),
-            "does not take (us|our certificate)",
+            "does not (accept us|take our certificate)",
         ),
     }
     if path == "coordinator to etcd":

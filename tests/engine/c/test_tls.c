@@ -216,12 +216,12 @@ static void who_may(void)
     issue(&of_two, &authority, "URI:smb:role/server,URI:smb:name/server-2,URI:smb:name/server-3",
           BOTH);
     issue(&nameless, &authority, "URI:smb:role/server,URI:smb:name/" LONG_TEXT LONG_TEXT, BOTH);
-    const char *name = "server-0.server.smb", *reply = "it does not take us";
+    const char *name = "server-0.server.smb", *reply = "it does not accept us";
     const struct holder *users[] = {&client, &reader, &operator};
     for (int i = 0; i < 3; i++)
         expect(&authority, &server_0, &authority, users[i], name, NULL, NULL, "");
     expect(&authority, &server_0, &authority, &client, "SERVER-0.server.smb", NULL,
-           "wanted is that of SERVER-0.server.smb", "");
+           "expected the certificate of SERVER-0.server.smb", "");
     expect(&authority, &server_0, &authority, &stranger, name, "is not good", reply, "");
     expect(&authority, &server_0, &authority, &server_1, name, "role \"server\"", reply, "");
     expect(&authority, &server_0, &authority, &server_2, name, NULL, NULL, "server-2");
