@@ -7,9 +7,9 @@
 
 enum { READ_ATTEMPTS = 8 };
 
-/* The copy of an unlocked reader races with writers by design: what it got is thrown away if the
- * count moved. ThreadSanitizer can't know that, so under it the copy is a loop that it does not
- * look into. */
+/* A reader without the lock races with writers by design: its copy is thrown away if the count
+ * moved. ThreadSanitizer cannot know that, so under it the copy is a loop that it does not
+ * instrument. */
 #if defined(__SANITIZE_THREAD__)
 __attribute__((no_sanitize_thread,
                noinline)) static void racing_copy(const struct smb_change *change, const void *from)
@@ -81,12 +81,12 @@ static bool entries_are_sound(const struct smb_change *change, uint32_t element)
     return next <= change->bytes / element;
 }
 
-/* Those of elements [first, end) of the range. */
+/* Combines the entries for elements [first, end) of the range. */
 static void apply_entries(struct smb_segment *segment, const struct smb_change *change,
                           uint64_t first, uint64_t end)
 {
     enum { BATCH = 256 };
-    uint64_t old[BATCH], values[BATCH]; /* of any dtype */
+    uint64_t old[BATCH], values[BATCH]; /* room for elements of any dtype */
     uint32_t element = smb_dtype_bytes((int)segment->dtype), entry = SMB_WIRE_INDEX_BYTES + element;
     const uint8_t *entries = change->source;
     uint8_t *target = segment->data + change->offset;
@@ -167,7 +167,8 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
     }
 }
 
-/* Its states are as many as the rule has, each another segment with that range in one chunk. */
+/* Whether there are as many states as the rule has, each in another segment with that range in one
+ * chunk. */
 static bool step_fits(const struct smb_segment *segment, const struct smb_change *change)
 {
     int count = smb_rule_states(change->op);
@@ -231,7 +232,7 @@ int smb_segment_still_there(const struct smb_segment *segment)
 
 int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, uint64_t deadline_ns)
 {
-    /* APPLY passes the gate alone: it takes several locks. */
+    /* Only the gate executes APPLY, because APPLY takes several locks. */
     if (change->opcode == SMB_APPLY || !smb_segment_change_fits(segment, change))
         return SMB_INVALID;
     struct chunk_state *chunk = chunk_at(segment, change->offset);
@@ -246,8 +247,8 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
     status = chunk_lock(segment, chunk, deadline_ns);
     if (status != SMB_OK)
         return status;
-    /* The daemon takes this lock after it has gated the segment, before it copies the chunk to
-     * another server. So a change is in that copy, or is not made. */
+    /* After the daemon has gated the segment, it takes this lock before it copies the chunk to
+     * another server. So a change is either in that copy or refused here. */
     status = mapping_check(segment);
     if (status != SMB_OK) {
         pthread_mutex_unlock(&chunk->lock);
@@ -262,8 +263,8 @@ int smb_segment_apply(struct smb_segment *segment, struct smb_change *change, ui
             memcpy(change->sink, segment->data + change->offset, change->bytes);
         chunk_change_end(chunk);
     }
-    /* Under the lock: once it was given back the segment may move, with this change, and be deleted
-     * here. */
+    /* Checked under the lock: once the lock is released the segment may move, with this change, and
+     * be deleted here. */
     status = mapping_is_deleted(segment) ? SMB_NOT_FOUND : SMB_OK;
     pthread_mutex_unlock(&chunk->lock);
     return status;

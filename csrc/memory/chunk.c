@@ -7,14 +7,14 @@
 
 enum { LOCK_SPINS = 2000, MARKED_RETRY_NS = 1000000 };
 
-/* The dead owner has left each element of the chunk old or new. If it was the daemon in the middle
- * of a journalled change, the chunk stays as it is for its recovery: marked, and with the count
- * odd. */
+/* The dead owner has left each element of the chunk old or new. If the owner was a daemon in the
+ * middle of a journalled change, the chunk stays for that daemon's recovery: marked, and with an
+ * odd count. */
 static int revive(struct smb_segment *segment, struct chunk_state *chunk)
 {
     uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed);
-    /* Relaxed: where recovery makes the count even between these two looks, both store the same;
-     * smb_segment_lock looks again. */
+    /* Relaxed: if recovery makes the count even between these two loads, both sides store the same
+     * value. smb_segment_lock checks the mark again. */
     if (sequence % 2 == 1 && atomic_load_explicit(&chunk->mark, memory_order_relaxed) == 0)
         atomic_store_explicit(&chunk->sequence, sequence + 1, memory_order_release);
     atomic_fetch_add_explicit(&segment->header->recovered_locks, 1, memory_order_relaxed);
@@ -23,7 +23,8 @@ static int revive(struct smb_segment *segment, struct chunk_state *chunk)
 
 static int lock_once(struct smb_segment *segment, struct chunk_state *chunk, uint64_t deadline_ns)
 {
-    /* Held for microseconds as a rule: a short spin is cheaper than sleeping and being woken. */
+    /* The lock is usually held for microseconds, so a short spin is cheaper than to sleep and be
+     * woken. */
     int failure = pthread_mutex_trylock(&chunk->lock);
     for (int i = 0; failure == EBUSY && i < LOCK_SPINS && deadline_ns != SMB_TRY_ONCE; i++) {
         pause_cpu();
@@ -52,12 +53,12 @@ int chunk_lock(struct smb_segment *segment, struct chunk_state *chunk, uint64_t 
 {
     for (;;) {
         int status = lock_once(segment, chunk, deadline_ns);
-        /* Acquire: pairs with the release in smb_segment_mark. Recovery takes no lock, so the lock
-         * does not bring its bytes and its even count. */
+        /* Acquire: pairs with the release in smb_segment_mark. Recovery takes no lock, so taking
+         * the lock does not make recovery's bytes and even count visible. */
         if (status != SMB_OK || atomic_load_explicit(&chunk->mark, memory_order_acquire) == 0)
             return status;
-        /* The daemon was killed while it changed this chunk. Started again, it finishes what it
-         * began. */
+        /* The daemon was killed while it changed this chunk. Its recovery will complete the
+         * change. */
         pthread_mutex_unlock(&chunk->lock);
         if (deadline_ns <= SMB_TRY_ONCE)
             return SMB_BUSY;
@@ -77,7 +78,7 @@ int smb_segment_lock_each(struct smb_segment *const *targets, int count, uint64_
 {
     SMB_ASSERT(count > 0);
     SMB_ASSERT(deadline_ns <= SMB_TRY_ONCE);
-    int first = 0; /* the one that is waited for, while none is held */
+    int first = 0; /* the lock that this round waits for, while it holds no other */
     for (int round = 0; round <= count; round++) {
         int held = 0, status = SMB_OK;
         for (; held < count && status == SMB_OK; held += status == SMB_OK)
@@ -111,9 +112,10 @@ void smb_segment_change_end(struct smb_segment *segment, uint64_t offset)
 
 void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark)
 {
-    /* Release: pairs with the acquire in smb_segment_lock. A thread that finds the mark of a
-     * recovery gone finds its bytes and the even count. For the daemon's death it also keeps the
-     * compiler from moving an unmarking before the count and the record. */
+    /* Release: pairs with the acquire in smb_segment_lock. A thread that sees that recovery has
+     * removed the mark sees recovery's bytes and the even count. It also keeps the compiler from
+     * moving the removal of a mark before the stores of the count and the record, which matters if
+     * the daemon dies. */
     atomic_store_explicit(&chunk_at(segment, offset)->mark, mark, memory_order_release);
 }
 

@@ -26,7 +26,7 @@ int smb_delta_encode(uint32_t width, void *old, const void *fresh, uint64_t coun
     return SMB_OK;
 }
 
-/* A publisher may have written anything: nothing outside of the state is touched. */
+/* The publisher may have written any bytes, so every access is checked to lie within the state. */
 static bool apply_part(uint32_t width, uint8_t *state, uint64_t count, uint64_t at,
                        uint64_t changes, const uint8_t *from, const uint8_t *end, uint64_t *sum)
 {

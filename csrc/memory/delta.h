@@ -1,15 +1,14 @@
-/* delta.h: what changed between two states of a model, and sums that distinguish states.
+/* delta.h: the differences between two states of a model, and sums that distinguish states.
  *
  * A state is memory of whole 64-bit words, seen as elements of 1, 2, 4 or 8 bytes (the width). A
- * delta is a row of parts. A part has a header of 16 bytes (first element: 8; changes: 4; bytes
- * that follow: 4; little-endian). For each change it has the gap and the new bits. The gap is the
- * number of elements since the last change, or since the first element: in one byte, or 255 and the
- * gap in 4 bytes.
+ * delta is a sequence of parts. A part has a header of 16 bytes (first element: 8; changes: 4;
+ * bytes that follow: 4; little-endian). For each change it has the gap and the new bits. The gap is
+ * the number of elements since the last change, or since the first element: in one byte, or 255 and
+ * the gap in 4 bytes.
  *
- * The sum of a state is that of a hash of each word and its place, modulo 2^64. So it follows from
- * an older state's by what changed. It is no signature: it is not meant against somebody who wants
- * another state to have the same.
- */
+ * The sum of a state adds a hash of each word and its position, modulo 2^64, so a state's sum
+ * follows from an older state's sum and the changes. The sum is not a signature: it does not
+ * protect against somebody who constructs another state with the same sum. */
 #ifndef SMB_DELTA_H
 #define SMB_DELTA_H
 
@@ -21,7 +20,7 @@
 enum {
     DELTA_HEADER_BYTES = 16,
     DELTA_LONG_GAP = 255,
-    DELTA_BLOCK_BYTES = 64 * (1 + 4 + 1) /* the most of 64 bytes of a state, of any width */
+    DELTA_BLOCK_BYTES = 64 * (1 + 4 + 1) /* the most that 64 bytes of a state take, of any width */
 };
 
 struct delta_out {
@@ -38,7 +37,7 @@ static inline uint64_t delta_factor(uint64_t word)
 static inline uint64_t delta_load(const uint8_t *from, uint32_t width)
 {
     uint64_t value = 0;
-    switch (width) { /* so that each copy is one instruction */
+    switch (width) { /* with a constant size, so that each copy is one instruction */
     case 1: return *from;
     case 2: memcpy(&value, from, 2); return value;
     case 4: memcpy(&value, from, 4); return value;
@@ -62,8 +61,8 @@ static inline uint64_t delta_term(uint64_t factor, uint64_t word)
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* Puts another value there; what it adds to the sum of the state. `to` is that element's place: the
- * word in which it lies belongs to the state. */
+/* Changes the element at `to`, and returns by how much the sum of the state changes. The whole word
+ * in which `to` lies must belong to the state. */
 static inline uint64_t delta_change(uint8_t *to, uint64_t element, uint32_t width, uint64_t value)
 {
     uint64_t byte = element * width, factor = delta_factor(byte / 8);
@@ -73,7 +72,7 @@ static inline uint64_t delta_change(uint8_t *to, uint64_t element, uint32_t widt
     return delta_term(factor, delta_load(word, 8)) - before;
 }
 
-/* One bit for each element: that of its first byte. */
+/* Keeps one bit for each element: that of its first byte. */
 static inline uint64_t delta_elements(uint64_t bytes, uint32_t width)
 {
     switch (width) {
@@ -105,8 +104,8 @@ static inline void delta_put(struct delta_out *out, uint32_t width, uint8_t *old
     out->changes++;
 }
 
-/* In kernels.c, by the instruction set that is in use. False: no room; `old` is `fresh` all the
- * same. */
+/* In kernels.c, with the instruction set in use. False: no room; `old` has become `fresh`
+ * nevertheless. */
 bool kernel_delta_encode(uint32_t width, uint8_t *old, const uint8_t *fresh, uint64_t count,
                          uint64_t first, struct delta_out *out);
 

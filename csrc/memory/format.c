@@ -43,7 +43,7 @@ bool format_is_sound(const struct header *header, uint64_t real_bytes)
 {
     uint32_t records = header->record_count;
     uint64_t file_bytes = file_bytes_for(header->data_bytes, header->chunk_bytes, records);
-    /* One that was made in the format before keeps the records that it has. */
+    /* A file that was created in the previous format keeps its number of records. */
     return (records == records_count_for(header->data_bytes) ||
             records == records_count_before(header->data_bytes)) &&
            file_bytes != 0 && header->file_bytes == file_bytes && real_bytes == file_bytes &&

@@ -1,13 +1,12 @@
-/* format.h: the file of a segment, in tmpfs. Checked and computed here; mapped by segment.c.
+/* format.h: the file of a segment, in tmpfs. This module checks and computes it; segment.c maps it.
  *
  * The file (tmpfs):
- *   [0, 4096)             header: its identity; written once, except the words marked _Atomic
- *   [2048, 2560) of it    what waits: sync.h
- *   [chunks_offset, ..)   one 64-byte state per chunk: robust process-shared lock, sequence count,
- *                         mark
- *   [records_offset, ..)  completion records: records.h
- *   [data_offset, ..)     the bytes, page aligned
- */
+ *   [0, 4096)            header: the segment's identity; written once, except its _Atomic words
+ *   [2048, 2560) of it   the words of locks, barrier and versions: sync.h
+ *   [chunks_offset, ..)  one 64-byte state per chunk: robust process-shared lock, sequence count,
+ *                        mark
+ *   [records_offset, ..) completion records: records.h
+ *   [data_offset, ..)    the bytes, page aligned */
 #ifndef SMB_FORMAT_H
 #define SMB_FORMAT_H
 
@@ -22,35 +21,37 @@
 enum {
     PAGE = 4096,
     CHUNK_STATE_BYTES = 64,
-    FORMAT_VERSION = 3, /* clients map this one alone */
-    /* As 3, of a segment with two copies or one that has moved. A daemon that does not know copies
-     * leaves it alone. */
+    FORMAT_VERSION = 3, /* the only version that clients map */
+    /* As 3, for a segment with two copies or one that has moved. A daemon that does not know copies
+     * refuses the file. */
     FORMAT_REPLICATED = 4,
-    FORMAT_BUNDLED = 5, /* as 4, of a bundle's segment; for daemons that do not know bundles */
-    /* Has fewer records, and 0 or 1 in place of the namespace. A daemon converts its own to 3. */
+    /* as 4, for a segment of a bundle; daemons that do not know bundles refuse the file */
+    FORMAT_BUNDLED = 5,
+    /* Has fewer records, and 0 or 1 in place of the namespace. A daemon converts its own files to
+     * 3. */
     FORMAT_WITHOUT_NAMESPACE = 2,
     SYNC_OFFSET = 2048
 };
 
-/* Of a segment, in its header. */
+/* The state of a segment, in its header. */
 enum segment_state {
-    STATE_SHARED = 0, /* local clients change it, too */
+    STATE_SHARED = 0, /* local clients may change it, too */
     STATE_DELETED = 1,
-    STATE_GATED = 2 /* all changes and reads pass its daemon, as it may move to another one */
+    STATE_GATED = 2 /* all changes and reads pass its daemon, because it may move to another one */
 };
-/* Likewise. It is decided once, by the first to store one. A process that maps bytes for longer
- * than an operation changes 0 to BINDING_STAYS first, and does not map them if it is
- * BINDING_MOVES. */
+/* Whether a segment may move, in its header. Decided once, by the first store. A process that maps
+ * bytes for longer than an operation first changes 0 to BINDING_STAYS; if it finds BINDING_MOVES,
+ * it does not map them. */
 enum segment_binding {
     BINDING_NONE = 0,
-    BINDING_STAYS = 1, /* somebody uses it who could not follow */
-    BINDING_MOVES = 2  /* nobody may use it so any more */
+    BINDING_STAYS = 1, /* it has a user that could not follow a move */
+    BINDING_MOVES = 2  /* nobody may use it in such a way any more */
 };
 
 static const uint64_t FORMAT_MAGIC = 0x544E454D4745534DU; /* "MSEGMENT" */
 
-/* Locks of another C library, or of another word size, lie differently in memory: such a process
- * must not share them. */
+/* Another C library, or another word size, lays out locks differently in memory. A process that
+ * differs in this must not share the locks. */
 #if defined(__GLIBC__)
 #define LIBC_ID 1U
 #else
@@ -72,19 +73,20 @@ struct header {
     uint64_t data_offset;
     uint32_t chunk_bytes;
     uint32_t record_count;
-    _Atomic uint64_t evictions; /* of completion records whose session had not ended */
+    _Atomic uint64_t evictions; /* evicted completion records whose session had not ended */
     /* enum segment_state; release by the daemon, acquire by everyone before each operation */
     _Atomic uint32_t state;
-    /* in which the locks hold; release by the daemon, acquire by everyone before each operation */
+    /* the namespace in which the locks are valid; release by the daemon, acquire by everyone before
+     * each operation */
     _Atomic uint32_t pid_namespace;
     _Atomic uint64_t recovered_locks; /* relaxed, as all counters */
-    _Atomic uint64_t operations[32];  /* by local clients, per opcode */
+    _Atomic uint64_t operations[32];  /* operations of local clients, per opcode */
     _Atomic uint64_t bytes[32];
-    _Atomic uint64_t ended_evictions; /* of completion records whose session had ended */
+    _Atomic uint64_t ended_evictions; /* evicted completion records whose session had ended */
     _Atomic uint32_t binding;         /* enum segment_binding; 0 in older files */
-    uint64_t bundle; /* of two copies: those that it moves with; 0, as in older files: none */
-    /* The last role that its daemon was given: its epoch << 1 | whether it is whole. 0: none,
-     * or an older file. Relaxed: its daemon alone writes and reads it. */
+    uint64_t bundle; /* the bundle with which it moves; 0, as in older files: none */
+    /* The last role that the daemon was given: its epoch << 1 | whether the copy is whole. 0: no
+     * role, or an older file. Relaxed: only the daemon writes and reads it. */
     _Atomic uint64_t copy;
 };
 _Static_assert(offsetof(struct header, chunks_offset) == 48 &&
@@ -100,8 +102,8 @@ _Static_assert((int)SMB_OPCODE_COUNT <= 32, "counters have a place for every opc
 struct chunk_state {
     pthread_mutex_t lock;
     _Atomic uint32_t sequence; /* odd while the chunk changes */
-    /* 0, or 1 + the journal slot from which the daemon changes it now; release, acquire by the
-     * lock's holder */
+    /* 0, or 1 + the number of the journal slot from which the daemon is changing it; release,
+     * acquire by the lock's holder */
     _Atomic uint32_t mark;
     uint8_t padding[CHUNK_STATE_BYTES - sizeof(pthread_mutex_t) - 8];
 };
@@ -112,25 +114,27 @@ static inline uint64_t format_round_up_to_page(uint64_t bytes)
     return (bytes + PAGE - 1) / PAGE * PAGE;
 }
 
-/* The kernel's number of this process's PID namespace, 0 where /proc does not tell. A robust lock
- * holds its owner's thread id inside the namespace. If two namespaces shared a segment, each with a
- * thread 1, the kernel would take one's death for the other's. */
+/* The kernel's number of this process's PID namespace; 0 if /proc does not say. A robust lock holds
+ * its owner's thread id inside the namespace. If processes of two namespaces, each with a thread 1,
+ * shared a segment, the kernel would take the death of one thread for the other's. */
 uint32_t format_own_pid_namespace(void);
 uint64_t format_chunk_count(uint64_t data_bytes, uint32_t chunk_bytes);
-/* A segment of two copies, or one that was gated. */
+/* Whether the segment has two copies, or was gated. */
 static inline bool format_is_replicated(const struct header *header)
 {
     return header->format_version == FORMAT_REPLICATED || header->format_version == FORMAT_BUNDLED;
 }
-/* Of a file with so many records. */
+/* The offset of the data in a file with record_count records. */
 uint64_t format_records_offset(uint64_t data_bytes, uint32_t chunk_bytes);
 uint64_t format_data_offset(uint64_t data_bytes, uint32_t chunk_bytes, uint32_t record_count);
-/* Made in this format or the one before, and of one piece. `real_bytes`: of the file. */
+/* Whether the header is valid: of this format or an older one, and consistent. `real_bytes`: the
+ * size of the file. */
 bool format_is_sound(const struct header *header, uint64_t real_bytes);
-/* Whether this process may take the locks. */
+/* Whether this process may take the locks: SMB_OK, or SMB_VERSION or SMB_NAMESPACE. */
 int format_check_sharing(const struct header *header);
-/* The same of a daemon that finds the segments of its earlier run. That one may have lived in
- * another namespace, or have had the format before: `header` becomes what it will be. */
+/* The same check for a daemon that finds the segments of its earlier run. That run may have lived
+ * in another namespace, or have used the previous format. `header` becomes what the daemon will
+ * store. */
 int format_check_taking_over(struct header *header);
 
 #endif

@@ -20,12 +20,12 @@ enum {
     PAYLOAD_AT = 2 * PAGE,
     SLOT_BYTES = PAYLOAD_AT + SMB_CHUNK_BYTES_MAX,
     HEADER_BYTES = PAGE + JOURNAL_SLOTS_MAX * (int)sizeof(uint32_t),
-    /* the lowest slots keep their memory when they are free, the others give it back */
+    /* free slots below this number keep their memory; higher ones give it back */
     FREE_KEPT = 16,
-    /* 4 had SMB_WRITE, too: one left there is not finished, its chunk counts as torn. 3 is the
-     * same. 2 has no SMB_APPLY */
+    /* 4 also journalled SMB_WRITE; an unfinished one is not completed, and its chunk counts as
+     * torn. 3 is the same. 2 has no SMB_APPLY */
     JOURNAL_VERSION = 5,
-    /* nor `source_bytes` and `wire`, where there are zeros: SMB_WIRE_EXACT */
+    /* also lacks `source_bytes` and `wire`, and has zeros there: SMB_WIRE_EXACT */
     VERSION_EXACT = 1
 };
 _Static_assert(HEADER_BYTES % PAGE == 0, "slots begin at a page");
@@ -37,7 +37,7 @@ struct journal_header {
     uint32_t version;
     uint32_t slot_bytes;
     uint64_t identity;
-    /* and, from the second page on, of each slot how many bytes of payload are allocated: 0 for one
+    /* from the second page on: for each slot, how many bytes of payload are allocated; 0 for a slot
      * that was never used */
 };
 
@@ -54,9 +54,9 @@ struct slot_words {
     double scale;
     uint32_t opcode;
     uint32_t op;
-    uint32_t source_bytes; /* of SMB_WIRE_SPARSE */
-    uint32_t wire; /* how the payload is encoded; the blocks are those of what it is decoded to */
-    uint64_t states[SMB_RULE_STATES_MAX]; /* of SMB_APPLY: ids, 0 for none */
+    uint32_t source_bytes; /* for SMB_WIRE_SPARSE */
+    uint32_t wire;         /* how the payload is encoded; blocks are counted in decoded bytes */
+    uint64_t states[SMB_RULE_STATES_MAX]; /* for SMB_APPLY: segment ids, 0 for an absent state */
     struct smb_hyper hyper;
 };
 
@@ -152,8 +152,8 @@ void slot_begin(struct journal *journal, const struct slot *slot, struct smb_seg
     }
 }
 
-/* A block, large enough for all but the smallest part of the work to be in it, and what it was fits
- * the undo page. */
+/* A block is large enough that most of the work lies in whole blocks, and its old bytes fit the
+ * undo page. */
 static uint64_t whole_block_bytes(const struct smb_change *change)
 {
     int states = change->opcode == SMB_APPLY ? smb_rule_states(change->op) : 0;
@@ -181,7 +181,7 @@ static void change_block(struct smb_segment *segment, struct smb_change *change,
 #ifdef SMB_FAILPOINTS
     if (change->opcode == SMB_ACCUMULATE || change->opcode == SMB_ACCUMULATE_FROM ||
         change->opcode == SMB_APPLY) {
-        /* A kill lands inside a kernel, too: let there be a place for it. */
+        /* A kill may land inside a kernel, too; this makes a place where a test can do that. */
         uint64_t half = bytes / 2 / 8 * 8;
         if (half > 0)
             smb_segment_change_range(segment, change, from, half);
@@ -193,14 +193,14 @@ static void change_block(struct smb_segment *segment, struct smb_change *change,
     smb_segment_change_range(segment, change, from, bytes);
 }
 
-/* The processor's own prefetching ends with the page, which is a block. */
+/* The processor's own prefetching stops at the end of a page, which is a block. */
 static void fetch_ahead(const uint8_t *from, uint64_t bytes)
 {
     for (uint64_t at = 0; at < bytes; at += 64)
         __builtin_prefetch(from + at, 1, 3);
 }
 
-/* From block `first` on. */
+/* Runs the blocks from `first` on. */
 static void run_blocks(uint8_t *undo, struct slot_words *words, struct smb_segment *segment,
                        struct smb_change *change, uint64_t first)
 {
@@ -261,7 +261,7 @@ void slot_rest(struct journal *journal, const struct slot *slot)
 
 /* ---- recovery -------------------------------------------------------------------------------- */
 
-/* Reads the slot of a process that died. Nothing in it is believed before it is checked. */
+/* Reads the slot of a process that died. Everything in it is checked before it is used. */
 static bool describe_left(const struct slot_words *words, uint8_t *payload, uint64_t payload_bytes,
                           struct smb_change *change)
 {
@@ -283,7 +283,7 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
         change->hyper = words->hyper;
         change->factors = kernel_factors_of(change->op, &change->hyper);
     }
-    /* The segment has not been asked yet, but only float32 is encoded. */
+    /* The segment is not known yet, but only float32 is encoded. */
     uint64_t needed = words->wire == SMB_WIRE_EXACT ? words->bytes
                       : words->wire == SMB_WIRE_SPARSE
                           ? words->source_bytes
@@ -303,7 +303,8 @@ struct left {
     uint8_t *undo;
     struct slot_words *words;
     struct smb_change change;
-    struct smb_segment *targets[SMB_TARGETS_MAX]; /* references; NULL: not here any more */
+    /* references; NULL: the server no longer has that segment */
+    struct smb_segment *targets[SMB_TARGETS_MAX];
     int count;
     uint64_t block;
     bool dirty;
@@ -316,7 +317,7 @@ static bool left_marked(const struct left *left, int target)
            smb_segment_marked(left->targets[target], left->change.offset) == left->mark;
 }
 
-/* All of them, or false. */
+/* Finds all segments of the change, else returns false. */
 static bool find_targets(struct left *left, journal_find find, void *argument)
 {
     bool all = (left->targets[0] = find(argument, left->words->segment)) != NULL;
@@ -377,7 +378,7 @@ static void finish_left(struct left *left)
     bool whole = change->opcode == SMB_FETCH_ADD || change->opcode == SMB_COMPARE_SWAP;
     restore(left);
     if (whole && left->block > 0)
-        /* done already: the old value is what was kept of it */
+        /* the last block was complete: its old value gives the result */
         memcpy(&change->result, left->undo, 8);
     run_blocks(left->undo, left->words, left->targets[0], change, left->block);
     FAILPOINT("recovery.finished");
@@ -387,7 +388,7 @@ static void finish_left(struct left *left)
     let_go(left);
 }
 
-/* true: there was something to finish. */
+/* True if there was a change to complete. */
 static bool recover_slot(struct journal *journal, uint32_t number, uint64_t payload_bytes,
                          journal_find find, void *argument)
 {
@@ -409,11 +410,12 @@ static bool recover_slot(struct journal *journal, uint32_t number, uint64_t payl
             finish_left(&left);
             finished = true;
         } else if (here && untouched) {
-            let_go(&left); /* the others may be in use: it never began */
+            let_go(&left); /* other chunks may be in use: the change never began */
         } else {
-            restore(&left); /* it can't be finished; smb_segment_clear_marks counts what is left */
+            /* the change cannot be completed; smb_segment_clear_marks counts the chunk as torn */
+            restore(&left);
         }
-        /* Not marked by this slot at all: it never began, or it was over. */
+        /* No chunk is marked by this slot: the change never began, or was complete. */
         for (int i = 0; i < left.count; i++)
             if (left.targets[i])
                 smb_segment_release(left.targets[i]);
@@ -432,7 +434,7 @@ static int allocate(int fd, uint32_t number, uint32_t payload_bytes)
     return failure == 0 ? SMB_OK : SMB_OUT_OF_MEMORY;
 }
 
-/* Only slots that were ever used have memory. A slot's declared memory is allocated before it is
+/* Only slots that were ever used have memory. Memory that a slot declares is allocated before it is
  * touched. */
 static void recover(struct journal *journal, journal_find find, void *argument,
                     struct smb_recovery *recovery)
@@ -444,7 +446,7 @@ static void recover(struct journal *journal, journal_find find, void *argument,
             recovery->finished += recover_slot(journal, number, ready, find, argument);
     }
     FAILPOINT("recovery.slots_done");
-    /* All of it goes back: connections of this run make their slots anew. */
+    /* Frees the memory of all slots: connections of this run begin with empty slots. */
     memset(journal->ready_bytes, 0, HEADER_BYTES - PAGE);
     fallocate(journal->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, HEADER_BYTES,
               (off_t)(FILE_BYTES - HEADER_BYTES));
@@ -462,7 +464,7 @@ static bool header_is_ours(int fd, struct journal_header *header)
            header->identity != 0;
 }
 
-/* Under another name first, so that a file under its own name is always complete. */
+/* Created under another name first, so that a file under the final name is always complete. */
 static int make_file(const char *path, int *fd)
 {
     char new_path[4096];
@@ -471,7 +473,8 @@ static int make_file(const char *path, int *fd)
         return SMB_INVALID;
     memcpy(new_path, path, length);
     memcpy(new_path + length, ".new", sizeof ".new");
-    unlink(new_path); /* left by an earlier run, or somebody else's: none is written into */
+    /* a leftover of an earlier run, or a foreign file: neither may be written into */
+    unlink(new_path);
     *fd = open(new_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (*fd < 0)
         return errno == ENOSPC ? SMB_OUT_OF_MEMORY : SMB_SYSTEM;
@@ -524,7 +527,7 @@ int journal_open(const char *path, journal_find find, void *argument, struct smb
     int status = owned_open(path, &fd);
     bool left = status == SMB_OK && header_is_ours(fd, &header);
     if (!left) {
-        /* something may lie there that is no file of ours: it is replaced */
+        /* something else lies at the path: it is replaced */
         recovery->journal_lost = status != SMB_NOT_FOUND;
         if (fd >= 0)
             close(fd);
@@ -538,7 +541,7 @@ int journal_open(const char *path, journal_find find, void *argument, struct smb
     if (status == SMB_OK && left)
         recover(*journal, find, argument, recovery);
     if (status == SMB_OK)
-        /* what an older daemon would not understand follows */
+        /* from here on slots may contain what an older daemon would not understand */
         ((struct journal_header *)(*journal)->base)->version = JOURNAL_VERSION;
     return status;
 }

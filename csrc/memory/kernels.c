@@ -1,9 +1,9 @@
-/* Element-wise kernels, one body compiled for several instruction sets, the best one chosen when
- * the library loads.
+/* Element-wise kernels: one body, compiled for several instruction sets. The best one is chosen
+ * when the library loads.
  *
- * Invariant: the same bits on every path, and the bits that numpy gives (ml_dtypes for bfloat16);
- * only the sign and payload of a NaN may differ. Hence no fused multiply-add (-ffp-contract=off)
- * and no reassociation. */
+ * Invariant: every path gives the same bits, and these are the bits that numpy gives (ml_dtypes for
+ * bfloat16); only the sign and payload of a NaN may differ. Hence no fused multiply-add
+ * (-ffp-contract=off) and no reassociation. */
 #include <float.h>
 #include <math.h>
 #include <stddef.h>
@@ -17,10 +17,11 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
-enum { AMD_ZEN5 = 26 }; /* the family that CPUID names */
+enum { AMD_ZEN5 = 26 }; /* the family number in CPUID */
 #endif
 
-/* (a < b or a is NaN) ? a : b, as numpy's minimum: NaN wins, and of two equal zeros the second. */
+/* (a < b or a is NaN) ? a : b, like numpy's minimum: NaN wins, and of two equal zeros the
+ * second. */
 #define FLOAT_MIN(b, a) ((b) < (a) || (b) != (b) ? (b) : (a))
 #define FLOAT_MAX(b, a) ((b) > (a) || (b) != (b) ? (b) : (a))
 /* numpy's float16 loops compare with <=: of two equal zeros the first. */
@@ -74,7 +75,7 @@ static inline float float16_to_float(uint16_t half)
     return float_from_bits(sign | ((magnitude << 13) + 0x38000000U));
 }
 
-/* Round to nearest, ties to even, of a float. */
+/* Rounds a float to nearest, ties to even. */
 static inline uint16_t float_to_float16(float value)
 {
     uint32_t bits = float_bits(value);
@@ -85,14 +86,14 @@ static inline uint16_t float_to_float16(float value)
     if (magnitude >= 0x477FF000U) /* 65520 and above round to infinity */
         return (uint16_t)(sign | 0x7C00U);
     if (magnitude < 0x38800000U) {
-        /* below the smallest normal: adding 0.5 aligns the mantissa, the adder rounds */
+        /* below the smallest normal number: adding 0.5 aligns the mantissa, and the adder rounds */
         float aligned = float_from_bits(magnitude) + 0.5F;
         return (uint16_t)(sign | (float_bits(aligned) - 0x3F000000U));
     }
     return (uint16_t)(sign | ((magnitude - 0x38000000U + 0xFFFU + ((magnitude >> 13) & 1U)) >> 13));
 }
 
-/* Through float rounded to odd, so that the value is rounded once and not twice. */
+/* Goes through a float that is rounded to odd, so that the value is rounded once, not twice. */
 static uint16_t double_to_float16(double value)
 {
     float narrow = (float)value;
@@ -105,7 +106,7 @@ static uint16_t double_to_float16(double value)
     return float_to_float16(narrow);
 }
 
-/* GCC and clang say "this target from here on" in different words. */
+/* GCC and clang have different pragmas for "this target from here on". */
 #if defined(__clang__)
 #define EACH_PRAGMA "clang loop vectorize(assume_safety)"
 #define UNROLL_PRAGMA "clang loop interleave_count(4)"
@@ -113,11 +114,11 @@ static uint16_t double_to_float16(double value)
     PRAGMA(clang attribute push(__attribute__((target(names))), apply_to = function))
 #define TARGET_END PRAGMA(clang attribute pop)
 #define AVX512(width) \
-    "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c" /* it decides for itself how wide */
-#define HAS_F16C true /* clang 14 can't ask; every processor with AVX2 has it */
+    "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c" /* clang chooses the vector width itself */
+#define HAS_F16C true /* clang 14 cannot query it; every processor with AVX2 has it */
 #else
 #define EACH_PRAGMA "GCC ivdep"
-#define UNROLL_PRAGMA "GCC unroll 4" /* 13 % faster on 4 MiB: more loads on their way at once */
+#define UNROLL_PRAGMA "GCC unroll 4" /* 13 % faster on 4 MiB: more loads in flight at once */
 #define TARGET_BEGIN(names) PRAGMA(GCC push_options) PRAGMA(GCC target(names))
 #define TARGET_END PRAGMA(GCC pop_options)
 #define AVX512(width) "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=" #width
@@ -148,7 +149,7 @@ TARGET_BEGIN(AVX512(256))
 #undef ISA
 TARGET_END
 
-/* And of 512 bits, for processors that move and add so many at once. */
+/* With 512 bits, for processors that move and add so many bits at once. */
 TARGET_BEGIN(AVX512(512))
 #define ISA(name) name##_avx512_wide
 #include "memory/delta_body.inc"
@@ -180,7 +181,7 @@ static struct isa {
 } isas[4] = {{"generic", apply_generic, encode_generic, apply_encoded_generic, step_generic,
               delta_encode_generic, false, false}};
 static int isa_count = 1;
-static _Atomic int isa_current; /* relaxed: any of them gives the same bits */
+static _Atomic int isa_current; /* relaxed: every instruction set gives the same bits */
 
 #if defined(__x86_64__)
 static bool has_avx512(void)
@@ -189,9 +190,9 @@ static bool has_avx512(void)
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-/* AMD's Zen 5 and later, by measurement of one: additions of 512 bits are 1.2 to 1.4 times as fast
- * within the cache. `rep movsb` copies 1.03 to 1.6 times as fast from 32 KiB up, and slower up to
- * 16. Others may be so, too; they were not measured. */
+/* AMD's Zen 5 and later, measured on one: additions of 512 bits are 1.2 to 1.4 times as fast within
+ * the cache. `rep movsb` copies 1.03 to 1.6 times as fast from 32 KiB up, and slower up to 16.
+ * Other processors were not measured. */
 static bool is_wide(void)
 {
     unsigned a, b, c, d;
@@ -226,8 +227,8 @@ __attribute__((constructor)) static void choose_isa(void)
         isa_current += is_wide();
     }
 #endif
-    /* An unknown name changes nothing: the library's loader compares
-     * smb_isa_name(smb_isa_current()). */
+    /* An unknown name is ignored here; the library's loader compares
+     * smb_isa_name(smb_isa_current()) with it. */
     const char *wanted = getenv("SMB_ISA");
     for (int isa = 0; wanted && isa < isa_count; isa++) {
         if (strcmp(isas[isa].name, wanted) == 0)
@@ -309,7 +310,8 @@ int smb_kernel_step(int rule, float *b, const float *g, float *m, float *v, uint
     return SMB_OK;
 }
 
-/* ---- float32 as it travels ------------------------------------------------------------------- */
+/* ---- wire formats of float32
+ * ------------------------------------------------------------------ */
 
 int smb_kernel_encode(int wire, const void *from, uint64_t count, void *to)
 {
@@ -331,14 +333,14 @@ int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, u
 int smb_kernel_round(int wire, const void *from_, uint64_t count, uint64_t offset,
                      uint32_t chunk_bytes, void *to_)
 {
-    /* whole blocks, of int4 too, from each piece's start */
+    /* whole blocks, also of int4, counted from each piece's start */
     enum { BLOCK = 4 * SMB_WIRE_BLOCK };
     const float *from = from_;
     float *to = to_;
     uint16_t encoded[BLOCK];
     if (!smb_wire_is_dense(wire) || chunk_bytes == 0 || chunk_bytes % 4 != 0 || offset % 4 != 0)
         return SMB_INVALID;
-    uint64_t left = (chunk_bytes - offset % chunk_bytes) / 4; /* of the piece */
+    uint64_t left = (chunk_bytes - offset % chunk_bytes) / 4; /* left in the piece */
     while (count > 0) {
         uint64_t n = left < BLOCK ? left : BLOCK;
         n = n < count ? n : count;
@@ -360,8 +362,8 @@ bool kernel_delta_encode(uint32_t width, uint8_t *old, const uint8_t *fresh, uin
 /* ---- crc32c (Castagnoli), reflected ---------------------------------------------------------- */
 
 enum { CRC_STREAM = 1024 };
-static uint32_t crc_table[8][256]; /* of one byte, that is followed by 0 to 7 others */
-/* what a register's byte becomes by CRC_STREAM bytes of zeros */
+static uint32_t crc_table[8][256]; /* CRC of one byte that is followed by 0 to 7 others */
+/* what a register's byte becomes after CRC_STREAM bytes of zeros */
 static uint32_t crc_past_stream[4][256];
 
 static uint32_t crc_by_table(uint32_t crc, const uint8_t *data, uint64_t bytes)
@@ -415,7 +417,7 @@ static uint32_t crc_past(uint32_t crc)
            crc_past_stream[2][crc >> 16 & 255] ^ crc_past_stream[3][crc >> 24];
 }
 
-/* The instruction has a latency of three: three streams at once, joined. */
+/* The instruction has a latency of three, so three streams run at once and are then joined. */
 __attribute__((target("sse4.2"))) static uint32_t crc_by_instruction(uint32_t crc,
                                                                      const uint8_t *data,
                                                                      uint64_t bytes)
@@ -449,17 +451,17 @@ uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes)
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 
-/* Other processes may look at the target through a view, without a lock. So each element there is
- * whole at every instant: old or new. memcpy does not promise that, and `rep movsb` moves bytes.
- * Here every store is aligned, and as wide as the target's alignment and the bytes that are left
- * allow. Both are multiples of an element's size, so no store is smaller than an element.
+/* Other processes may look at the target through a view, without a lock. So each element there must
+ * be whole at every instant: old or new. memcpy does not promise that, and `rep movsb` moves bytes.
+ * Here every store is aligned, and as wide as the target's alignment and the remaining bytes allow.
+ * Both are multiples of an element's size, so no store is smaller than an element. The
+ * architectures promise that aligned stores of up to 8 bytes are atomic. Of an aligned vector
+ * store, AArch64 makes each 8 bytes atomic (DDI 0487, B2.2.1). Intel and AMD promise it for 16
+ * bytes, on processors with AVX. They do not promise it for wider stores, but all processors make
+ * those of halves of 16 bytes or more.
  *
- * Stores of up to 8 bytes are atomic by the architectures' word. Of vector stores that are aligned,
- * AArch64 makes each 8 bytes atomic (DDI 0487, B2.2.1). Intel and AMD say so of 16 bytes, on
- * processors with AVX. Of wider ones they say nothing, but all make them of halves of 16 bytes or
- * more. The compiler's loops (kernels_body.inc) may store vectors that are aligned as their
- * elements only. Where such a store is cut, at the end of a cache line or page, an element ends,
- * too. */
+ * The compiler's loops (kernels_body.inc) may store vectors that are aligned only as their elements
+ * are. Where such a store is cut, at the end of a cache line or page, an element ends, too. */
 
 static inline void store_word(uint8_t *to, const uint8_t *from)
 {
@@ -468,7 +470,7 @@ static inline void store_word(uint8_t *to, const uint8_t *from)
     __atomic_store_n((uint64_t *)(void *)to, word, __ATOMIC_RELAXED);
 }
 
-/* 1, 2 or 4 bytes; `to` is aligned to as many. */
+/* Stores 1, 2 or 4 bytes; `to` is aligned to that number. */
 static inline void store_part(uint8_t *to, const uint8_t *from, uint64_t bytes)
 {
     uint32_t four;
@@ -512,14 +514,14 @@ void kernel_put(void *to, const void *from, uint32_t element)
         store_part(to, from, element);
 }
 
-/* The bytes before the next multiple of a cache line, which are at most `bytes`. */
+/* The number of bytes before the next cache line begins, at most `bytes`. */
 static inline uint64_t head_of(const uint8_t *to, uint64_t bytes)
 {
     uint64_t head = -(uintptr_t)to % 64;
     return head < bytes ? head : bytes;
 }
 
-/* By vectors that every processor has. Volatile: a compiler would make it memcpy. */
+/* Uses vectors that every processor has. Volatile keeps the compiler from making it a memcpy. */
 static void copy_generic(uint8_t *to, const uint8_t *from, uint64_t bytes)
 {
     typedef uint64_t lanes __attribute__((vector_size(16), may_alias));
@@ -537,13 +539,14 @@ static void copy_generic(uint8_t *to, const uint8_t *from, uint64_t bytes)
 
 #if defined(__x86_64__)
 enum {
-    /* where the processor moves strings fast, it does so for what the first cache does not hold */
+    /* processors with fast string instructions use them from this size up: the first cache does not
+     * hold as much */
     COPIED_BY_STRING_BYTES = 24 << 10
 };
 
 TARGET_BEGIN("avx")
-/* glibc copies what is larger than some KiB with `rep movsb`: on an older EPYC 7 % slower at 256
- * KiB, and 10 % with an unaligned source. On Zen 5 it is up to 1.3 times as fast. */
+/* glibc copies more than some KiB with `rep movsb`. On an older EPYC that is 7 % slower at 256 KiB,
+ * and 10 % with an unaligned source; on Zen 5 it is up to 1.3 times as fast. */
 static void copy_avx(uint8_t *to, const uint8_t *from, uint64_t bytes)
 {
     uint64_t head = head_of(to, bytes);
@@ -567,10 +570,11 @@ static void copy_around_cache_avx(uint8_t *to, const uint8_t *from, uint64_t byt
     uint64_t head = head_of(to, bytes);
     copy_words(to, from, head);
     to += head, from += head, bytes -= head;
-    /* streaming stores may pass earlier ones: the odd sequence count must be seen before them */
+    /* streaming stores may pass earlier stores, but the odd sequence count must be seen before
+     * them */
     _mm_sfence();
     for (; bytes >= 128; to += 128, from += 128, bytes -= 128) {
-        /* a prefetch past the end is no access */
+        /* a prefetch past the end does not access memory */
         _mm_prefetch((const char *)from + 1024, _MM_HINT_NTA);
         _mm_prefetch((const char *)from + 1088, _MM_HINT_NTA);
         __m256i a = _mm256_loadu_si256((const __m256i *)from),
@@ -583,11 +587,11 @@ static void copy_around_cache_avx(uint8_t *to, const uint8_t *from, uint64_t byt
         _mm256_stream_si256((__m256i *)to + 3, d);
     }
     copy_words(to, from, bytes);
-    _mm_sfence(); /* seen by others before the unlock that follows */
+    _mm_sfence(); /* makes the stores visible to others before the unlock that follows */
 }
 TARGET_END
 
-/* Without prefetch instructions: these cores fetch ahead by themselves. Instructions cost 7 % from
+/* No prefetch instructions: these cores prefetch by themselves, and the instructions cost 7 % from
  * 16 MiB up. */
 TARGET_BEGIN("avx512f")
 static void copy_around_cache_wide(uint8_t *to, const uint8_t *from, uint64_t bytes)
@@ -606,11 +610,11 @@ static void copy_around_cache_wide(uint8_t *to, const uint8_t *from, uint64_t by
 }
 TARGET_END
 
-/* A string of aligned words. An interrupt ends it between two of them. */
+/* A string of aligned words. An interrupt ends the instruction between two words. */
 static void copy_by_string(uint8_t *to, const uint8_t *from, uint64_t bytes)
 {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    copy_avx(to, from, bytes); /* which they can look into */
+    copy_avx(to, from, bytes); /* sanitizers can check this one */
 #else
     uint64_t head = head_of(to, bytes), words = (bytes - head) / 8, tail = (bytes - head) % 8;
     copy_words(to, from, head);

@@ -1,4 +1,4 @@
-/* mapping.h: the struct of a mapped segment, for segment.c, chunk.c and change.c alone: no other
+/* mapping.h: the struct of a mapped segment, for segment.c, chunk.c and change.c only: no other
  * code touches shared memory. */
 #ifndef SMB_MAPPING_H
 #define SMB_MAPPING_H
@@ -9,12 +9,12 @@
 struct smb_segment {
     _Atomic uint32_t references;
     int fd;
-    struct header *header; /* shared; the copies below are what is relied on */
+    struct header *header; /* shared; the code relies on the private copies below */
     struct chunk_state *chunks;
     struct record *records;
     uint32_t record_count;
     uint8_t *data;
-    void *companion; /* what the daemon keeps beside it */
+    void *companion; /* the daemon's object beside the segment */
     void (*free_companion)(void *);
     uint64_t id;
     uint64_t data_bytes;
@@ -41,7 +41,8 @@ static inline void pause_cpu(void)
 #endif
 }
 
-/* Every operation asks this. Inlined: a function call is a twentieth of a small operation. */
+/* Every operation reads this. Inlined, because a function call is a twentieth of a small
+ * operation. */
 static inline uint32_t mapping_state(const struct smb_segment *segment)
 {
     return atomic_load_explicit(&segment->header->state, memory_order_acquire);
@@ -52,8 +53,8 @@ static inline bool mapping_is_deleted(const struct smb_segment *segment)
     return mapping_state(segment) == STATE_DELETED;
 }
 
-/* Whether this process may read or change it now: SMB_NOT_FOUND once it is deleted. SMB_STALE_EPOCH
- * once its daemon alone may, which has a companion beside it. */
+/* Whether this process may read or change the segment now. SMB_NOT_FOUND: it is deleted.
+ * SMB_STALE_EPOCH: only its daemon may, which is the process with a companion. */
 static inline int mapping_check(const struct smb_segment *segment)
 {
     uint32_t state = mapping_state(segment);
@@ -74,9 +75,9 @@ static inline bool mapping_holds(const struct smb_segment *segment, uint64_t off
            offset / segment->chunk_bytes == (offset + bytes - 1) / segment->chunk_bytes;
 }
 
-/* A network card that reads counts and bytes (RDMA) is no processor: on ARM release orders stores
- * for the inner shareable domain, and devices may lie outside of it. As the kernel's dma_wmb. On
- * x86 devices see stores in order. */
+/* Orders stores for a network card that reads counts and bytes (RDMA). On ARM release orders stores
+ * only for the inner shareable domain, and devices may lie outside it; this is like the kernel's
+ * dma_wmb. On x86 devices see stores in order. */
 static inline void order_for_devices(void)
 {
 #if defined(__aarch64__)
@@ -86,11 +87,11 @@ static inline void order_for_devices(void)
 
 static inline void chunk_change_begin(struct chunk_state *chunk)
 {
-    /* Made odd and not one more, here, and even below: whatever it was found as, it is right from
-     * the next change on. */
+    /* Set to odd here, instead of adding one, and to even below: whatever the count was, it is
+     * right from the next change on. */
     uint32_t sequence = atomic_load_explicit(&chunk->sequence, memory_order_relaxed) | 1U;
     atomic_store_explicit(&chunk->sequence, sequence, memory_order_relaxed);
-    /* The odd count is seen before any changed byte; pairs with the acquire fence in
+    /* Makes the odd count visible before any changed byte; pairs with the acquire fence in
      * read_unlocked. */
     atomic_thread_fence(memory_order_release);
     order_for_devices();
@@ -104,7 +105,7 @@ static inline void chunk_change_end(struct chunk_state *chunk)
     atomic_store_explicit(&chunk->sequence, sequence, memory_order_release);
 }
 
-/* smb_segment_lock, of a chunk that was looked up. */
+/* smb_segment_lock for a chunk that was already looked up. */
 int chunk_lock(struct smb_segment *segment, struct chunk_state *chunk, uint64_t deadline_ns);
 
 #endif

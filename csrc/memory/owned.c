@@ -12,7 +12,8 @@ int owned_check(int fd, uid_t owner)
     struct stat file;
     if (fstat(fd, &file) != 0)
         return SMB_SYSTEM;
-    /* No name: it was deleted meanwhile. A second one may lie where others write. */
+    /* Zero links: it was deleted meanwhile. A second link may lie in a directory where others can
+     * write. */
     bool so = S_ISREG(file.st_mode) && file.st_uid == owner && file.st_nlink <= 1 &&
               (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
     return so ? SMB_OK : SMB_UNTRUSTED;
@@ -20,7 +21,7 @@ int owned_check(int fd, uid_t owner)
 
 int owned_open(const char *path, int *fd)
 {
-    /* O_NONBLOCK: a pipe there must not keep us. */
+    /* O_NONBLOCK, so that opening a pipe there does not block. */
     int opened = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (opened < 0)
         return errno == ENOENT ? SMB_NOT_FOUND

@@ -1,8 +1,8 @@
-/* Large pages without leave of the administrator: tmpfs makes none unless it was mounted so, but a
- * process may ask for them where it has small ones (MADV_COLLAPSE, Linux 6.1). One small page in
- * each is enough for that: the rest is zeroed at once, several times as fast as page by page. Over
- * shared memory calls from 64 MiB on are 1.2 to 1.4 times as fast then, writes over TCP a tenth
- * faster (perf/README.md). */
+/* Large pages without the administrator's help. tmpfs makes none unless it is mounted so, but a
+ * process may ask for them where it has small pages (MADV_COLLAPSE, Linux 6.1). One small page in
+ * each large one is enough for that; the kernel zeroes the rest at once, several times as fast as
+ * page by page. Calls on shared memory from 64 MiB on are then 1.2 to 1.4 times as fast, and writes
+ * over TCP a tenth faster (perf/README.md). */
 #include "memory/pages.h"
 
 #include <errno.h>
@@ -22,7 +22,7 @@
 #endif
 
 enum { PAGE = 4096, LARGE_PAGE = 2 << 20, ZEROS = 256 << 10, TRIES = 3 };
-static uint8_t zeros[ZEROS]; /* nobody writes here */
+static uint8_t zeros[ZEROS]; /* never written */
 
 static bool is_on_tmpfs(int fd)
 {
@@ -37,7 +37,7 @@ static int no_pages(int failure)
                                                                       : SMB_SYSTEM;
 }
 
-/* At an address that large pages can be mapped at. */
+/* Maps at an address that suits large pages. */
 static void *map_aligned(int fd, uint64_t bytes, int flags)
 {
     uint64_t around = bytes + LARGE_PAGE;
@@ -69,7 +69,8 @@ void *pages_map(int fd, uint64_t bytes)
     return mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
 }
 
-/* Whether the file's first `bytes`, whole large pages, are such now. If not, some may be. */
+/* Whether the file's first `bytes`, whole large pages, consist of large pages now. If not, some may
+ * be large. */
 static bool allocate_large(int fd, uint64_t bytes)
 {
     if (!is_on_tmpfs(fd) || ftruncate(fd, (off_t)bytes) != 0)
@@ -81,9 +82,9 @@ static bool allocate_large(int fd, uint64_t bytes)
     if (base == MAP_FAILED)
         return false;
     for (uint64_t at = 0; at < bytes; at += LARGE_PAGE)
-        /* mapped: where nothing is, nothing is made large */
+        /* touched, because a large page is only made where a page is mapped */
         *(volatile const uint8_t *)(base + at);
-    int failure = EAGAIN; /* a page was in somebody's hands for a moment */
+    int failure = EAGAIN; /* somebody else held a page for a moment */
     for (int tries = 0; tries < TRIES && failure == EAGAIN; tries++)
         failure = madvise(base, bytes, MADV_COLLAPSE) == 0 ? 0 : errno;
     munmap(base, bytes);
@@ -93,8 +94,8 @@ static bool allocate_large(int fd, uint64_t bytes)
     return failure == 0 && fstat(fd, &file) == 0 && (uint64_t)file.st_blocks * 512 >= bytes;
 }
 
-/* Zeros are written, where the file system takes writes (hugetlbfs does not): pages of fallocate
- * would each be zeroed at its first fault, which takes longer. */
+/* Writes zeros if the file system accepts writes (hugetlbfs does not). Pages of fallocate would
+ * each be zeroed at their first fault, which takes longer. */
 static int write_zeros(int fd, uint64_t from, uint64_t to)
 {
     for (uint64_t done = from; done < to;) {
@@ -118,7 +119,7 @@ int pages_allocate(int fd, uint64_t bytes)
 {
     struct statvfs space;
     if (fstatvfs(fd, &space) == 0 && space.f_blocks != 0 && bytes / space.f_frsize > space.f_bfree)
-        /* before all that there is was taken; ramfs has no blocks, and no end */
+        /* fails before all free space is taken; ramfs reports no blocks, and has no limit */
         return no_pages(ENOSPC);
     uint64_t large = bytes / LARGE_PAGE * LARGE_PAGE;
     return write_zeros(fd, large > 0 && allocate_large(fd, large) ? large : 0, bytes);

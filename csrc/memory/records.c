@@ -9,14 +9,15 @@
 
 enum { NONE = UINT32_MAX };
 
-/* This process's index of one record of the table. It saves searches in shared memory. */
+/* This process's index entry of one record. The index saves searches in shared memory. */
 struct entry {
-    uint32_t next; /* in its bucket, or of the empty ones */
-    /* NONE: empty. Local clients can write to the record itself: it may say anything by now */
+    uint32_t next; /* in its bucket, or in the list of empty entries */
+    /* NONE: empty. Kept here because local clients can write to the record itself */
     uint32_t bucket;
-    /* among those that are not empty, by last use; ended ones are the oldest */
+    /* neighbours in the list of entries that are not empty, by last use; those of ended sessions
+     * are oldest */
     uint32_t older, newer;
-    uint16_t in_use; /* requests that hold it */
+    uint16_t in_use; /* number of requests that hold it */
 };
 
 struct records {
@@ -24,7 +25,7 @@ struct records {
     struct record_table table;
     const _Atomic bool *ended_are_known;
     uint32_t empty, oldest, newest;
-    uint32_t *buckets; /* as many as records: the first of each */
+    uint32_t *buckets; /* the first entry of each bucket; as many buckets as records */
     struct entry entries[];
 };
 
@@ -100,9 +101,10 @@ static uint32_t search(const struct records *records, uint64_t session, uint16_t
 
 /* ---- refusals -------------------------------------------------------------------------------- */
 
-/* Of the words of refusals: the highest bit, and that of the floor's word that says that refusals
- * above the watermark were forgotten. They matter once it has passed them: nothing between it and
- * the next change was made, so that until then no change that was made becomes unknown. */
+/* Flag bits of the words of refusals. REFUSED_NONE is the highest bit of each. REFUSED_FELL, in the
+ * floor's word, says that refusals above the watermark were forgotten. They matter only once the
+ * watermark has passed them: until the next change no change between the two was made, so the
+ * outcome of changes that were made stays known. */
 static const uint64_t REFUSED_NONE = (uint64_t)1 << 63, REFUSED_FELL = (uint64_t)1 << 62;
 
 static uint64_t floor_of(const struct record *record)
@@ -133,7 +135,7 @@ static void set_refused(struct record *record, uint64_t sequence, bool refused)
     atomic_signal_fence(memory_order_seq_cst);
 }
 
-/* And takes REFUSED_FELL away. */
+/* Also clears REFUSED_FELL. */
 static void raise_floor(struct record *record, uint64_t sequence)
 {
     uint64_t floor = floor_of(record);
@@ -148,11 +150,11 @@ static void forget_refusal(struct record *record, uint64_t sequence)
     else
         record->refused_floor = (record->refused_floor & REFUSED_FELL) | REFUSED_NONE |
                                 (sequence > floor_of(record) ? sequence : floor_of(record));
-    /* killed in between, one is known twice; the other way round, not at all */
+    /* a kill in between leaves one refusal known twice; in the other order it would be forgotten */
     atomic_signal_fence(memory_order_seq_cst);
 }
 
-/* Makes room for the sequence numbers up to this one: those that many before them are forgotten. */
+/* Makes room for the sequence numbers up to `sequence` by forgetting the oldest. */
 static void advance(struct record *record, uint64_t sequence)
 {
     uint64_t top = top_of(record);
@@ -173,7 +175,7 @@ static void advance(struct record *record, uint64_t sequence)
 }
 _Static_assert((int)RECORD_REFUSAL_WORDS == 2, "advance looks at both");
 
-/* The highest that was refused, or may have been. */
+/* The highest sequence number that was refused, or may have been. */
 static uint64_t refused_last(const struct record *record)
 {
     uint64_t top = top_of(record);
@@ -183,8 +185,8 @@ static uint64_t refused_last(const struct record *record)
     return record->refused_floor & REFUSED_FELL ? top - RECORD_REFUSALS : floor_of(record);
 }
 
-/* A record of an earlier release: three sequence numbers and a floor. Killed in between, what was
- * refused there is forgotten, not made. */
+/* Converts a record of an earlier release, which has three sequence numbers and a floor. A kill in
+ * between makes a refusal forgotten, never applied. */
 static void convert(struct record *record)
 {
     uint64_t *words[] = {&record->refused[0], &record->refused[1], &record->refused_top};
@@ -315,23 +317,23 @@ void records_destroy(struct records *records)
 
 /* ---- taking one ------------------------------------------------------------------------------ */
 
-/* Whether a session that may still send had a record here that is gone. A session that has ended
- * sends nothing more, as long as those that have are known: not between the daemon's start and the
- * coordinator's first answer, and not once some of them are forgotten. */
+/* Whether this segment may have lost the record of a session that may still send. A session that
+ * has ended sends nothing more, as long as the ended sessions are known. They are not known between
+ * the daemon's start and the coordinator's first answer, nor once some of them are forgotten. */
 static bool may_have_lost_one(const struct records *records)
 {
     return read_word(records->table.evictions) > 0 ||
            (read_word(records->table.ended_evictions) > 0 &&
-            /* the stores: smb_server_know_ended, smb_server_end_session */
+            /* pairs with the release stores in smb_server_know_ended and smb_server_end_session */
             !atomic_load_explicit(records->ended_are_known, memory_order_acquire));
 }
 
-/* A daemon killed between these stores leaves an empty record, or one of the lane with no
- * watermark: both are true. */
+/* A daemon killed between these stores leaves an empty record, or one of the lane without a
+ * watermark. Both are true. */
 static void begin_record(struct record *record, uint64_t session, uint16_t lane, uint64_t forgotten)
 {
     write_word(&record->session, 0);
-    /* a kill may come in between: the session goes first, then what names the old lane */
+    /* a kill may come in between: first clear the session, then the words that name the old lane */
     atomic_signal_fence(memory_order_seq_cst);
     FAILPOINT("records.emptied");
     write_word(&record->watermark, 0);
@@ -346,8 +348,8 @@ static void begin_record(struct record *record, uint64_t session, uint16_t lane,
     FAILPOINT("records.begun");
 }
 
-/* An empty one, or the one that was not used for longest; NONE where all are in use. It is in no
- * list then. */
+/* Finds an empty entry, or the one unused for longest, and takes it out of its list; NONE if all
+ * are in use. */
 static uint32_t make_room(struct records *records)
 {
     uint32_t index = records->empty;
@@ -359,8 +361,8 @@ static uint32_t make_room(struct records *records)
     if (index == NONE)
         return NONE;
     bool ended = read_word(&record_at(records, index)->used_ns) == 0;
-    /* Counted before it is done: to have evicted, and not to know it, would be taking an old change
-     * for a new one. */
+    /* Counts the eviction before it happens: an eviction that was not counted could make an old
+     * change look like a new one. */
     atomic_fetch_add_explicit(ended ? records->table.ended_evictions : records->table.evictions, 1,
                               memory_order_release);
     FAILPOINT("records.counted");
@@ -499,7 +501,8 @@ int records_image(struct records *records, uint32_t index, records_see see, void
         put_word(bytes, read_word(&record->session));
         put_word(bytes + 8, read_word(&record->lane));
         put_word(bytes + 16, read_word(&record->watermark));
-        put_word(bytes + 24, read_word(&record->used_ns) != 0); /* clocks differ */
+        /* 0 or 1, because the servers' clocks differ */
+        put_word(bytes + 24, read_word(&record->used_ns) != 0);
         for (int i = 0; i < RECORD_RESULTS; i++) {
             put_word(bytes + IMAGE_RESULTS_AT + 16 * i, record->results[i].sequence);
             put_word(bytes + IMAGE_RESULTS_AT + 16 * i + 8, record->results[i].result);
@@ -574,13 +577,15 @@ void record_note(struct record *record, uint64_t sequence, bool with_result, uin
         record->results[oldest].result = result;
         record->results[oldest].sequence = sequence;
     }
-    /* the change and its result are made before the record says so, here or below */
+    /* the change and its result are stored before the record says so, here and below */
     atomic_signal_fence(memory_order_seq_cst);
     convert(record);
     advance(record, sequence);
     if (record->refused_floor & REFUSED_FELL && sequence > read_word(&record->watermark))
-        raise_floor(record, top_of(record) - RECORD_REFUSALS); /* it is about to pass them */
-    set_refused(record, sequence, false); /* refused at first, perhaps, and made now */
+        /* the top is about to pass these sequence numbers */
+        raise_floor(record, top_of(record) - RECORD_REFUSALS);
+    /* the change may have been refused at first, and is made now */
+    set_refused(record, sequence, false);
     if (sequence > read_word(&record->watermark))
         write_word(&record->watermark, sequence);
 }

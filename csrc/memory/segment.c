@@ -16,7 +16,7 @@
 #include "memory/owned.h"
 #include "memory/pages.h"
 
-/* Takes fd over on success. `trusted` is a private, checked copy of the header. */
+/* Takes over fd on success. `trusted` is a private, checked copy of the header. */
 static int map_file(int fd, const struct header *trusted, struct smb_segment **segment)
 {
     struct smb_segment *made = calloc(1, sizeof *made);
@@ -66,7 +66,7 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
     uint64_t file_bytes = smb_segment_file_bytes(data_bytes, chunk_bytes);
     if (file_bytes == 0 || id == 0 || smb_dtype_bytes(dtype) == 0)
         return SMB_INVALID;
-    /* Made under another name, so that a file under its own name is always complete. */
+    /* Created under another name, so that a file under its final name is always complete. */
     char new_path[4096];
     if ((size_t)snprintf(new_path, sizeof new_path, "%s.new", path) >= sizeof new_path)
         return SMB_INVALID;
@@ -114,7 +114,7 @@ int smb_segment_create(const char *path, uint64_t id, uint32_t epoch, int dtype,
     return SMB_OK;
 }
 
-/* A private copy of the header, checked. */
+/* Reads the header into a private copy and checks it. */
 static int read_header(int fd, uid_t owner, bool take_over, struct header *header)
 {
     struct stat file;
@@ -132,7 +132,7 @@ static int read_header(int fd, uid_t owner, bool take_over, struct header *heade
     return status;
 }
 
-/* Takes fd over, also on failure. */
+/* Takes over fd, also on failure. */
 static int open_owned(int fd, uid_t owner, bool take_over, struct smb_segment **segment)
 {
     struct header header;
@@ -168,7 +168,7 @@ int smb_segment_take_over(const char *path, struct smb_segment **segment)
     atomic_store_explicit(&taken->header->pid_namespace, taken->pid_namespace,
                           memory_order_release);
     atomic_thread_fence(memory_order_release);
-    /* last: a reader that finds it finds the namespace */
+    /* stored last: a reader that sees this version sees the namespace, too */
     if (!format_is_replicated(taken->header))
         taken->header->format_version = FORMAT_VERSION;
     *segment = taken;
@@ -191,15 +191,16 @@ struct smb_segment *smb_segment_retain(struct smb_segment *segment)
 void smb_segment_release(struct smb_segment *segment)
 {
     SMB_ASSERT(atomic_load_explicit(&segment->references, memory_order_relaxed) > 0);
-    /* acq_rel: the last one sees everything the others did before it unmaps. */
+    /* acq_rel: the thread that drops the last reference sees all writes of the others before it
+     * unmaps. */
     if (atomic_fetch_sub_explicit(&segment->references, 1, memory_order_acq_rel) != 1)
         return;
     if (segment->companion)
         segment->free_companion(segment->companion);
-    /* The memory of a deleted segment goes back now, although other processes may still have it
-     * mapped: what they read from here on is zeros, and smb_segment_apply tells them so. In the
-     * daemon the last reference goes when no request is using the segment. Failure costs memory
-     * until they unmap. */
+    /* The memory of a deleted segment is given back now, although other processes may still have it
+     * mapped: they read zeros from here on, and smb_segment_apply tells them so. In the daemon the
+     * last reference is dropped when no request uses the segment. If this fails, the memory is
+     * freed when they unmap. */
     if (smb_segment_deleted(segment))
         fallocate(segment->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                   (off_t)((uint8_t *)segment->records - (uint8_t *)segment->header),
@@ -211,9 +212,9 @@ void smb_segment_release(struct smb_segment *segment)
 
 void smb_segment_mark_deleted(struct smb_segment *segment)
 {
-    /* Pairs with the acquire in smb_segment_deleted. It must be seen before the zeros of memory
-     * given back. On this side the system call that gives it back sees to that, on the other the
-     * fence in smb_segment_still_there. */
+    /* Pairs with the acquire in smb_segment_deleted. The state must be visible before the zeros of
+     * memory that was given back. Here the system call that gives it back orders the two, and in a
+     * reader the fence in smb_segment_still_there. */
     atomic_store_explicit(&segment->header->state, STATE_DELETED, memory_order_release);
 }
 
@@ -253,8 +254,8 @@ bool smb_segment_gate(struct smb_segment *segment)
 {
     SMB_ASSERT(segment->companion);
     uint32_t before = STATE_SHARED;
-    /* First: a daemon that was killed in between finds it gated. Release: pairs with the acquire in
-     * mapping_state. */
+    /* Done first: if the daemon is killed in between, the next one finds the segment gated.
+     * Release: pairs with the acquire in mapping_state. */
     if (!atomic_compare_exchange_strong_explicit(&segment->header->state, &before, STATE_GATED,
                                                  memory_order_release, memory_order_relaxed))
         return before == STATE_GATED;
@@ -263,7 +264,8 @@ bool smb_segment_gate(struct smb_segment *segment)
     return true;
 }
 
-/* Relaxed: the two that compare it with each other change nothing else beforehand. */
+/* Relaxed: neither of the two processes that compete for this word has changed anything else
+ * before. */
 static int bind(struct smb_segment *segment, uint32_t wanted)
 {
     uint32_t before = BINDING_NONE;
@@ -392,9 +394,10 @@ int smb_segment_find_version(const struct smb_segment *segment, uint64_t sought,
 {
     const struct sync_words *words = (const struct sync_words *)((const uint8_t *)segment->header +
                                                                  SYNC_OFFSET);
-    /* Seen before whatever is read of the slot; and, for the second look, after all that was read.
-     * Pairs with the release of sync_state.h (word_put): `version` after the slot's last byte and
-     * its number; `slots` before the publisher is answered and stores the first byte over it. */
+    /* The fence orders a caller's second look after all its reads of the slot, and the acquire load
+     * orders the first look before them. Both pair with the release in sync_state.h (word_put):
+     * `version` is stored after the slot's last byte and its number; `slots` is stored before the
+     * publisher is answered and overwrites the slot's first byte. */
     atomic_thread_fence(memory_order_acquire);
     *published = atomic_load_explicit(&words->version, memory_order_acquire);
     return sync_find_slot(words, sought == UINT64_MAX ? *published : sought);

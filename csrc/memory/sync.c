@@ -10,7 +10,7 @@
 #include "memory/sync_queue.h"
 #include "memory/sync_version.h"
 
-/* Checks what an earlier run left. This happens only at the start. Later, calls with slightly
+/* Checks the words that an earlier run left. Done only at the start: later, calls with slightly
  * different times would take each other's longest lease for garbage. */
 static void mend_words(struct sync_words *words, uint64_t now_ns)
 {
@@ -20,9 +20,9 @@ static void mend_words(struct sync_words *words, uint64_t now_ns)
     for (int i = 0; i < SYNC_LOCKS; i++)
         if (word_get(&words->locks[i].expires_ns) > clock_later(now_ns, SYNC_TTL_MS_MAX))
             word_put(&words->locks[i].expires_ns, 0);
-    /* A holder writes the version after the published one. This one published, and was killed
-     * before its release. Its repeated PUBLISH succeeds for as long as a repeated UNLOCK does,
-     * whatever became of its lease. */
+    /* A holder writes the version after the published one. This holder published, and was killed
+     * before it released the lock. Its repeated PUBLISH succeeds for as long as a repeated UNLOCK
+     * does, whatever became of its lease. */
     if (word_get(&publisher->expires_ns) != 0 && writing == version) {
         word_put(&publisher->released,
                  word_get(&publisher->released) | lock_released_bit(word_get(&publisher->token)));
@@ -31,7 +31,7 @@ static void mend_words(struct sync_words *words, uint64_t now_ns)
     }
 }
 
-/* 0: nobody ever asked for a lock, so nobody comes back for one. */
+/* 0: no lock was ever requested, so no waiting request can come back. */
 static uint64_t grace_end_ns(const struct sync_words *words, uint64_t now_ns)
 {
     bool locked_before = word_get(&words->locks[SYNC_USER].token) ||
@@ -48,7 +48,7 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     pthread_mutex_init(&made->mutex, NULL);
     pthread_rwlockattr_t attributes;
     pthread_rwlockattr_init(&attributes);
-    /* Fenced changes come without end; a grant must get in between. */
+    /* Fenced changes may follow each other without a gap; a grant must get in between. */
     pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
     pthread_rwlock_init(&made->fence, &attributes);
     pthread_rwlockattr_destroy(&attributes);
@@ -119,7 +119,9 @@ void sync_install(struct sync *sync, const uint8_t image[SYNC_IMAGE_BYTES], uint
     pthread_rwlock_wrlock(&sync->fence);
     for (size_t at = 0; at < SYNC_IMAGE_BYTES; at += 8) {
         if (at >= offsetof(struct sync_words, round) && at < offsetof(struct sync_words, slots))
-            continue; /* a barrier's, which has one copy; and the primary's own: retired */
+            /* the barrier's words, because a barrier has only one copy, and `retired`, which is the
+             * primary's own */
+            continue;
         uint64_t word = smb_load64(image + at);
         for (int i = 0; i < SYNC_LOCKS; i++)
             if (at == sync_expiry_at(i) && word != 0)
@@ -133,10 +135,10 @@ void sync_install(struct sync *sync, const uint8_t image[SYNC_IMAGE_BYTES], uint
 void sync_take_over(struct sync *sync, uint64_t now_ns)
 {
     struct news news = sync_acquire(sync);
-    sync->asked_ns = sync->now_ns = now_ns; /* what is asked of a backup is not noted */
+    sync->asked_ns = sync->now_ns = now_ns; /* a backup does not note when it was asked */
     mend_words(sync->words, now_ns);
     sync->grace_ns = grace_end_ns(sync->words, now_ns);
-    news_due(&news, now_ns); /* a lease may be over, and nobody has looked */
+    news_due(&news, now_ns); /* a lease may have expired without anybody noticing */
     sync_release(sync, &news);
 }
 
@@ -179,7 +181,7 @@ void sync_close(struct sync *sync, int status)
 
 static bool idle(const struct sync *sync, uint64_t idle_ns, uint64_t now_ns)
 {
-    /* Calls whose times are a little apart may come in either order. */
+    /* The times of concurrent calls differ a little, so these calls may come in either order. */
     bool used = now_ns < sync->grace_ns || now_ns < sync->asked_ns ||
                 now_ns - sync->asked_ns < idle_ns || barrier_arrived(sync) > 0 ||
                 sync->barrier.turns.count || sync->versions.turns.count || sync->pins.names.count;

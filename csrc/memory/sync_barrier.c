@@ -29,7 +29,7 @@ struct party *barrier_party(const struct sync *sync, uint64_t session)
     return TREE_OWNER(tree_find(&sync->parties, session, 0), struct party, by_session);
 }
 
-/* Since when the one that left first has been away; UINT64_MAX: all are there. */
+/* Since when the party that left first has been away; UINT64_MAX: no party is away. */
 static uint64_t first_absent_ns(const struct sync *sync)
 {
     const struct party *party = TREE_OWNER(tree_first(&sync->absences), struct party, by_absence);
@@ -124,7 +124,8 @@ int barrier_ask_arrive(struct sync *sync, const struct sync_request *request, ui
     if (!seat_party(sync, request->session, now_ns, news))
         return SMB_OUT_OF_MEMORY;
     if (arrived == 0) {
-        word_put(&sync->words->round, round << ROUND_SHIFT); /* garbage, if it was any */
+        /* replaces garbage, if the word had any */
+        word_put(&sync->words->round, round << ROUND_SHIFT);
         word_put(&sync->words->parties, parties);
     }
     uint64_t *seat = seats_of(sync, round)[arrived];
@@ -151,7 +152,7 @@ int barrier_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
                    : SMB_OK;
     struct party *party = barrier_party(sync, waiter->request.session);
     if (!party)
-        return SMB_INVALID; /* it has no seat */
+        return SMB_INVALID; /* the session has no seat */
     if (waiter->request.words[1] == 0) {
         barrier_end_round(sync, true, news);
         return SMB_BROKEN;
@@ -164,7 +165,8 @@ int barrier_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
 
 bool barrier_find_parties(struct sync *sync, uint64_t now_ns)
 {
-    struct news first_news = {.due_ns = UINT64_MAX}; /* the first sync_tick finds it */
+    /* the first sync_tick will find the due time */
+    struct news first_news = {.due_ns = UINT64_MAX};
     uint64_t (*row)[2] = seats_of(sync, round_of(sync));
     for (uint64_t i = 0, arrived = barrier_arrived(sync); i < arrived; i++)
         if (!seat_party(sync, row[i][0], now_ns, &first_news))

@@ -32,16 +32,16 @@ static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *
     return sync->pinned_ns == UINT64_MAX ? UINT64_MAX : clock_later(sync->pinned_ns, bound_ms);
 }
 
-/* Of a publisher that says nothing: 2. */
+/* The number of slots in a publisher's request; 2 if it gives none. */
 static int slots_of(const struct sync_request *publisher)
 {
     return publisher->slots ? (int)publisher->slots : 2;
 }
 
-/* Readers renew their pins; but publishers wait for them no longer than the first publisher
- * chooses. pinned_ns does not count against a later pin: a pin on the published version holds
- * nobody up until the next version, and the grant before that resets pinned_ns. One on an older
- * version that is there still does so when it is the first. */
+/* Readers renew their pins, but a publisher waits for them no longer than the first publisher in
+ * the queue chooses. pinned_ns never counts against a later pin. A pin on the published version
+ * delays nobody until the next version, and the grant before that resets pinned_ns. A remaining pin
+ * on an older version delays a publisher from the start. */
 static bool publisher_may_begin(struct sync *sync, const struct sync_request *publisher,
                                 uint64_t now_ns)
 {
@@ -68,14 +68,14 @@ static struct sync_answer granted(const struct sync *sync, const struct sync_req
     return (struct sync_answer){SMB_OK, word_get(&sync->words->locks[which].token), version};
 }
 
-/* After garbage the count may wrap; 0 is no token. */
+/* After garbage the count may wrap, and 0 is not a valid token. */
 static uint64_t next_token(const struct sync_lock_words *lock, int which)
 {
     uint64_t token = (word_get(&lock->token) / SYNC_LOCKS + 1) * SYNC_LOCKS + (uint64_t)which;
     return token < SYNC_LOCKS ? token + SYNC_LOCKS : token;
 }
 
-/* The expiry last: until then nobody holds it, whatever else was written. */
+/* Writes the expiry last: until then the lock is free, whatever else was written. */
 static struct sync_answer grant(struct sync *sync, int which, const struct sync_request *request,
                                 uint64_t now_ns, struct news *news)
 {
@@ -128,7 +128,8 @@ static void enqueue_for_lock(struct sync *sync, struct waiter *waiter, uint64_t 
     queue_keep(sync, waiter, now_ns - age_ns, request->words[1], now_ns, news);
 }
 
-/* Its connection was replaced, and it was asked for again: the place is the new one's. */
+/* Drops the older copy of a request that was sent again over a new connection; the new copy takes
+ * its place. */
 static void drop_repeated(struct sync *sync, struct queue *queue,
                           const struct sync_request *request, struct news *news)
 {
@@ -155,7 +156,8 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
         return SMB_OK;
     }
     drop_repeated(sync, &sync->locks[which], request, news);
-    lock_grant_next(sync, which, now_ns, news); /* those before us, if it is free by now */
+    /* grants to earlier requests, if the lock is free by now */
+    lock_grant_next(sync, which, now_ns, news);
     if (!queue_first(&sync->locks[which]) && may_grant(sync, which, request, now_ns)) {
         *reply = grant(sync, which, request, now_ns, news);
         return SMB_OK;

@@ -7,12 +7,14 @@
 uint64_t lock_released_bit(uint64_t token);
 bool lock_is_held(const struct sync_lock_words *lock, uint64_t now_ns);
 bool lock_is_holder(const struct sync_lock_words *lock, uint64_t token, uint64_t now_ns);
-/* No fenced change is under way while somebody stops or begins to hold. */
+/* Changes the expiry under the fence's write lock, so no fenced change is under way while the lock
+ * gets or loses a holder. */
 void lock_set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t expires_ns);
-/* Grants the lock to the first in the queue, if it is free; else sets when it is due. */
+/* Grants the lock to the first request in the queue if the lock is free; otherwise notes when it is
+ * due. */
 void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news *news);
 void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *news);
-/* Requests; see sync.h. */
+/* Requests: see sync.h. */
 int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,
              struct news *news);
 int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns,

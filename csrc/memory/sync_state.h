@@ -1,6 +1,6 @@
-/* sync_state.h: what the parts of a segment's sync share: sync_queue.c (who waits), sync_lock.c,
- * sync_barrier.c, sync_version.c (versions and pins) and sync.c (the door, time). Everything with
- * the mutex held, unless a function says otherwise. */
+/* sync_state.h: what the parts of a segment's sync share: sync_queue.c (waiters), sync_lock.c,
+ * sync_barrier.c, sync_version.c (versions and pins) and sync.c (requests, time). All functions are
+ * called with the mutex held unless their comment says otherwise. */
 #ifndef SMB_SYNC_STATE_H
 #define SMB_SYNC_STATE_H
 
@@ -11,7 +11,7 @@
 
 static const uint64_t MS = 1000000;
 
-/* turns: locks by since_ns, versions by the one that is awaited, then as they came. names: session,
+/* turns: locks by since_ns, versions by the awaited version, then by arrival. names: by session and
  * sequence. */
 struct queue {
     struct tree turns, deadlines, names;
@@ -19,32 +19,33 @@ struct queue {
 
 struct sync {
     pthread_mutex_t mutex;
-    pthread_rwlock_t fence; /* taken after the mutex; its write side to change a lock's holder */
+    /* taken after the mutex; the write side is needed to change a lock's holder */
+    pthread_rwlock_t fence;
     struct sync_words *words;
     uint64_t (*seats)[2]; /* session, sequence */
     uint64_t capacity;    /* seats of one round */
     struct queue locks[SYNC_LOCKS], barrier, versions;
-    struct tree parties, absences; /* by session; by absent_ns */
+    struct tree parties, absences; /* struct party, by session; by absent_ns */
     struct pins pins;
-    uint64_t weights; /* of the trees */
-    uint64_t kept;    /* waiters so far */
-    /* since when pins alone keep the publishers from their turn; UINT64_MAX: they don't */
+    uint64_t weights; /* random state for the trees' weights */
+    uint64_t kept;    /* number of waiters kept so far */
+    /* since when only pins have kept the publishers waiting; UINT64_MAX: they do not */
     uint64_t pinned_ns;
-    uint64_t grace_ns; /* nothing is granted before */
+    uint64_t grace_ns; /* no lock is granted before this time */
     uint64_t broken_rounds;
-    uint64_t asked_ns;                   /* the last request, or the start */
-    int closed;                          /* status of everything from now on */
-    uint64_t due_ns;                     /* the last `at_ns` of `sooner` */
-    struct sync_counters own, *counters; /* it may have no other */
+    uint64_t asked_ns;                   /* time of the last request, or of the start */
+    int closed;                          /* the status of all requests from now on */
+    uint64_t due_ns;                     /* the time last passed to `sooner` */
+    struct sync_counters own, *counters; /* counters is &own unless sync_count_into was called */
     void (*sooner)(void *argument, uint64_t at_ns);
     void *sooner_argument;
-    uint64_t now_ns; /* of the last call that had a time */
+    uint64_t now_ns; /* the time of the last call that had one */
     void (*changed)(void *argument, const uint8_t image[SYNC_IMAGE_BYTES]); /* or NULL */
     void *changed_argument;
-    struct sync_words shown; /* with `changed`: as it saw them last */
+    struct sync_words shown; /* with `changed`: the words as last passed to it */
 };
 
-/* Collected under the mutex, sent after its release. */
+/* Answers collected under the mutex and sent after its release. */
 struct news {
     struct waiter *answered, *last;
     uint64_t due_ns;

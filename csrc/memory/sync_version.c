@@ -23,10 +23,11 @@ int version_oldest_slot(const struct sync *sync, int slots, bool overtake)
     for (int slot = 0; slot < slots; slot++) {
         uint64_t version = word_get(&sync->words->slots[slot]);
         if (version > published)
-            return slot; /* a publisher began there, and died */
+            return slot; /* a publisher began to write there and died */
         if (slot == latest || version > lowest || (!overtake && is_pinned(sync, slot)))
             continue;
-        oldest = slot; /* of several that were never written the last: the first is version 0 */
+        /* if several slots were never written, the last of them: the first one holds version 0 */
+        oldest = slot;
         lowest = version;
     }
     return slots == 1 ? 0 : oldest;
@@ -36,7 +37,7 @@ void version_begin(struct sync *sync, int slot)
 {
     struct sync_words *words = sync->words;
     uint64_t next = word_get(&words->version) + 1;
-    /* Their readers learn of it at their next renewal. */
+    /* The readers learn of it when they next renew their pins. */
     if (is_pinned(sync, slot))
         pins_drop_version(&sync->pins, word_get(&words->slots[slot]));
     sync->pinned_ns = UINT64_MAX;
@@ -45,12 +46,12 @@ void version_begin(struct sync *sync, int slot)
     word_put(&words->writing, next);
 }
 
-/* Two slots took turns by the version's number before there was a table. */
+/* Before the table existed, a version's number decided which of two slots it used. */
 void version_mend_words(struct sync_words *words)
 {
     uint64_t version = word_get(&words->version), writing = word_get(&words->writing);
     if (writing != version && writing != version + 1) {
-        writing = version + 1; /* garbage: that may have begun */
+        writing = version + 1; /* garbage: this version may have begun */
         word_put(&words->writing, writing);
     }
     if (sync_find_slot(words, version) < 0) {
@@ -87,7 +88,7 @@ int version_ask_publish(struct sync *sync, const struct sync_request *request, u
              published = word_get(&sync->words->version), begun = version;
     bool holds = lock_is_holder(lock, token, now_ns);
     if (request
-            ->words[2]) /* a mirror's versions have its source's numbers, and may leave some out */
+            ->words[2]) /* a mirror's versions have the numbers of its source, and may skip some */
         version = request->words[2];
     reply->a = version;
     if (!holds)
@@ -102,7 +103,8 @@ int version_ask_publish(struct sync *sync, const struct sync_request *request, u
     if (begun == 0 || begun != published + 1 || version < begun || version >> SYNC_VERSION_BITS)
         return SMB_INVALID;
     int slot = sync_find_slot(sync->words, SYNC_BEGUN | begun);
-    if (slot >= 0) /* else it was killed after this, and asks again; or all is garbage */
+    /* otherwise the publisher was killed after this and asks again, or all words are garbage */
+    if (slot >= 0)
         word_put(&sync->words->slots[slot], version);
     FAILPOINT("sync.placed");
     word_put(&sync->words->writing, version);
@@ -126,7 +128,7 @@ int version_ask_pin(struct sync *sync, const struct sync_request *request, uint6
         return SMB_INVALID;
     struct pin *pin = pins_find(&sync->pins, request->session, name);
     if (request->words[1]) {
-        /* renewed; one that is not there any more was overtaken by a publisher */
+        /* a renewal; a pin that is gone was overtaken by a publisher */
         if (!pin)
             return SMB_LOCK_LOST;
         pins_renew(&sync->pins, pin, expires_ns);
@@ -137,7 +139,7 @@ int version_ask_pin(struct sync *sync, const struct sync_request *request, uint6
                  version = request->words[2] ? request->words[2] - 1 : published;
         if (version > published || sync_find_slot(sync->words, version) < 0)
             return SMB_LOCK_LOST;
-        /* One of an older version may be what delays a publisher. */
+        /* A pin on an older version may be what delays a publisher. */
         if (!sync->pins.names.count)
             sync->pinned_ns = UINT64_MAX;
         pin = pins_add(&sync->pins, request->session, name, version, expires_ns);

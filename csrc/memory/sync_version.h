@@ -1,18 +1,19 @@
-/* sync_version.h: versions that are published, those who wait for one, and pins. */
+/* sync_version.h: published versions, requests that wait for a version, and pins. */
 #ifndef SMB_SYNC_VERSION_H
 #define SMB_SYNC_VERSION_H
 
 #include "memory/sync_state.h"
 
 struct sync_answer version_answer(const struct sync *sync, int status);
-/* The slot for the next version of a buffer that has so many: the oldest that is not the latest
- * and not pinned. -1: all are. `overtake`: never mind the pins. */
+/* The slot for the next version of a buffer with `slots` slots: the oldest that is neither the
+ * latest nor pinned; -1: none. `overtake`: ignore pins. */
 int version_oldest_slot(const struct sync *sync, int slots, bool overtake);
-/* From now on the next version is being written there. Pins on what is there are gone. */
+/* Notes that the next version is being written to this slot, and ends pins on the slot's
+ * content. */
 void version_begin(struct sync *sync, int slot);
-/* State of an earlier run: the words of versions. */
+/* Checks the words of versions that an earlier run left. */
 void version_mend_words(struct sync_words *words);
-/* Requests; see sync.h. */
+/* Requests: see sync.h. */
 int version_ask_await(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
                       struct sync_answer *reply, struct news *news);
 int version_ask_publish(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
