@@ -10,7 +10,8 @@ static bool has_range(const struct smb_frame *frame)
            (frame->opcode == SMB_COPY && frame->op == SMB_COPIED_CHUNK);
 }
 
-/* The operations of a reader. All others need the right to write. */
+/* The right that an operation needs: reading operations need the right to read, all others the
+ * right to write. */
 static uint32_t right_for(int opcode)
 {
     switch (opcode) {
@@ -23,8 +24,9 @@ static uint32_t right_for(int opcode)
     }
 }
 
-/* Of a guarded server. Another server's connection has the right to the segments that it feeds,
- * once REPLICATE has said which those are; a client's to those of which it has shown a token. */
+/* For a guarded server. Another server's connection has the right to the segments that it feeds,
+ * after its REPLICATE has named them. A client has the right to the segments for which it has shown
+ * a token. */
 static bool has_right(const struct gate_request *request, uint64_t id, uint32_t right)
 {
     if (request->peer->fed)
@@ -57,7 +59,8 @@ bool gate_asks_for_the_past(const struct smb_frame *frame)
             (smb_opcode_changes(frame->opcode) && (frame->flags & SMB_FLAG_RETRY)));
 }
 
-/* A token is for the epoch that it was made in: of two copies, for that of their roles. */
+/* A token is valid for the epoch in which it was made; for a segment with two copies, for the epoch
+ * of their roles. */
 static bool is_of_epoch(struct smb_server *server, const struct gate_request *request,
                         const struct smb_segment *segment, const struct replica *replica)
 {

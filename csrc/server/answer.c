@@ -25,8 +25,8 @@ static enum step answer_attach(struct connection *connection)
         return reply_failure(connection, SMB_DENIED);
     if (smb_segment_deleted(connection->request.segment))
         return reply_failure(connection, SMB_NOT_FOUND);
-    /* A descriptor arrives with the first byte of what is sent along with it: earlier answers must
-     * be gone. */
+    /* A descriptor arrives with the first byte that is sent along with it, so earlier answers must
+     * be sent first. */
     if (output_flush(connection) == STEP_CLOSE)
         return STEP_CLOSE;
     if (!output_all_sent(connection)) {
@@ -55,8 +55,8 @@ static void put_answer(struct connection *connection, const struct smb_frame *re
     output_put(connection, &reply);
 }
 
-/* The request in hand was carried out. Its answer leaves the connection until the backup has that
- * order too, and the next request is looked at. */
+/* The change was made. Its answer leaves the connection until the backup has confirmed that order,
+ * and the connection turns to its next request. */
 static enum step answer_confirmed(struct connection *connection, uint64_t order,
                                   struct sync_answer answer)
 {
@@ -121,7 +121,8 @@ static enum step answer_change(struct connection *connection)
         return answer_confirmed(connection, request->order, (struct sync_answer){.a = result});
     struct smb_frame reply = made;
     reply.argument = result;
-    if (fetch && connection->named) { /* the payload is not needed any more */
+    /* the payload has been used, so its slot may hold the answer's data */
+    if (fetch && connection->named) {
         reply.length = frame->length;
         memcpy(connection->named->payload, connection->tail, frame->length);
         output_put_by_reference(connection, &reply, frame->length);
@@ -155,8 +156,8 @@ static enum step answer_watermark(struct connection *connection)
     return STEP_ON;
 }
 
-/* It is answered, or leaves the connection and is answered later; either way the next request is
- * looked at. */
+/* The request is answered now, or leaves the connection and is answered later. In both cases the
+ * connection turns to its next request. */
 static enum step answer_sync(struct connection *connection)
 {
     struct sync_answer answer = {0};
@@ -185,7 +186,7 @@ static enum step answer_sync(struct connection *connection)
 
 void answer_put_late(struct connection *connection)
 {
-    /* Not between a header and its data, nor before an answer that brings a descriptor. */
+    /* Not between a header and its data, nor before an answer that passes a descriptor. */
     if (connection->tail_end > 0 || connection->pass_fd >= 0)
         return;
     while (connection->answered && connection->out_end <= OUT_BYTES - SMALL_REPLY_BYTES) {
@@ -196,9 +197,9 @@ void answer_put_late(struct connection *connection)
     }
 }
 
-/* With credentials: only the server that the coordinator has named may change the copy here. It
- * speaks for the lane from here on, and is asked once more after that: a change of roles meanwhile
- * either fences the connection, or is seen here. */
+/* With credentials, only the server that the coordinator has named may change the copy here. The
+ * connection speaks for the lane from here on, and the peer is checked once more after that: if the
+ * roles change meanwhile, either the connection is fenced, or this check sees the new roles. */
 static bool take_feeder(struct connection *connection, struct replica *replica)
 {
     uint32_t epoch = connection->request.frame.epoch;
@@ -210,8 +211,8 @@ static bool take_feeder(struct connection *connection, struct replica *replica)
     return replica_is_peer(replica, epoch, name);
 }
 
-/* From the primary: its changes come over this connection; later: whether this is still the
- * backup. */
+/* REPLICATE from the primary: its changes come over this connection. A later REPLICATE asks whether
+ * this server is still the backup. */
 static enum step answer_feed(struct connection *connection)
 {
     struct gate_request *request = &connection->request;
@@ -268,8 +269,9 @@ enum step answer_request(struct connection *connection)
         connection->admitted = gate_admit(connection->loop->server, &connection->request.frame,
                                           &connection->request);
     uint8_t opcode = connection->request.frame.opcode;
-    /* A change that waits for the backup's word is made: to refuse it, as its token has expired
-     * meanwhile, would say that it is not. A client that comes back is told what became of it. */
+    /* The change was made and waits for the backup's confirmation. Refusing it because its token
+     * has expired meanwhile would say that it was not made. A client that comes back learns its
+     * outcome. */
     if (connection->admitted != SMB_OK && connection->admitted != SMB_STALE_EPOCH &&
         connection->awaits && smb_opcode_changes(opcode))
         return output_refuse(connection, connection->admitted);

@@ -1,14 +1,14 @@
-/* answer.h: the request in hand is carried out and answered. The connection's loop. */
+/* answer.h: executes the request in hand and answers it. Called by the connection's loop. */
 #ifndef SMB_ANSWER_H
 #define SMB_ANSWER_H
 
 #include "server/connection.h"
 
-/* All of it is here. */
+/* Answers the request in hand, which is complete. */
 enum step answer_request(struct connection *connection);
-/* It feeds a backup no more, if it did. */
+/* Ends the connection's feed to a copy here, if it is one. */
 void answer_end_feed(struct connection *connection);
-/* Answers to what waited (waits.h), as many as there is room for. */
+/* Sends answers to requests that waited (waits.h), as many as there is room for. */
 void answer_put_late(struct connection *connection);
 
 #endif

@@ -19,7 +19,7 @@ static struct segment_bundle **bucket_of(struct smb_server *server, uint64_t id)
     return &server->bundles[id % BUNDLE_BUCKETS];
 }
 
-/* With forward_lock. NULL: no memory. */
+/* Call with forward_lock held. NULL: out of memory. */
 static struct segment_bundle *make(struct smb_server *server, uint64_t id)
 {
     struct segment_bundle *made = calloc(1, sizeof *made);
@@ -36,7 +36,7 @@ static struct segment_bundle *make(struct smb_server *server, uint64_t id)
     return made;
 }
 
-/* With the lock. */
+/* Call with the lock held. */
 static int take_in(struct segment_bundle *bundle, struct replica *replica)
 {
     int count = 0;
@@ -76,7 +76,7 @@ int bundle_join(struct smb_server *server, uint64_t id, struct replica *replica)
 
 bool bundle_watch_feed(struct segment_bundle *bundle, uint64_t id, int how)
 {
-    /* Told at each change: a socket that was full and has room again, and each arrival. */
+    /* Edge-triggered: epoll reports when a full socket has room again, and each arrival. */
     struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.u64 = id};
     bundle->fed_by = id;
     if (epoll_ctl(bundle->server->forward_epoll, how, bundle->feed.channel.fd, &event) == 0)
@@ -105,8 +105,8 @@ void bundle_leave(struct replica *replica)
     bundle_unlock(bundle);
 }
 
-/* Whether the backup still has to get what comes up to that order, and can: a connection works, and
- * nobody else is about to be the primary. */
+/* Whether the backup still has to confirm changes up to that order, and can: the connection works,
+ * and no other server is about to become the primary. */
 static bool waits_for(const struct segment_bundle *bundle, uint64_t order)
 {
     return bundle->members && is_paired(bundle) && bundle->feed.broken_ns == 0 &&
@@ -114,8 +114,8 @@ static bool waits_for(const struct segment_bundle *bundle, uint64_t order)
            atomic_load_explicit(&bundle->confirmed, memory_order_relaxed) < order;
 }
 
-/* Steps that name it may be on their way to the backup, which could not make them without it. Those
- * that have not begun by now find it deleted. */
+/* Changes that name this segment may be on their way to the backup, which could not make them
+ * without it. Changes that have not begun by now find the segment deleted. */
 void replica_see_off(struct replica *replica)
 {
     struct segment_bundle *bundle = replica->bundle;
@@ -277,7 +277,8 @@ int replica_await(struct replica *replica, struct wait *wait, uint64_t order)
                      ? SMB_DEFERRED
                      : SMB_OK;
     if (status == SMB_DEFERRED) {
-        /* Nearly always the last: orders are given in turn. */
+        /* Searches from the end, because orders are given in turn, so the last one is nearly always
+         * lower. */
         struct wait *before = bundle->waiting_last;
         while (before && before->order > order)
             before = before->before;
@@ -305,7 +306,7 @@ bool replica_forget(struct replica *replica, struct wait *wait)
 
 /* ---- forwarding ------------------------------------------------------------------------------ */
 
-/* With the lock. Nothing of the last copy stays. */
+/* Call with the lock held. Frees everything that the last copy left. */
 static void forget_copy(struct replica *replica)
 {
     free(replica->record_indices);

@@ -1,8 +1,7 @@
 /* bundle.h: segments that move together: one primary, one backup, one order of changes, one feed.
  * docs/decisions.md, 0038. A segment that moves alone is a bundle of one.
  *
- * Threads. As replica.h says.
- */
+ * Threads. See replica.h. */
 #ifndef SMB_BUNDLE_H
 #define SMB_BUNDLE_H
 

@@ -22,7 +22,7 @@ struct connection *connection_create(struct loop *loop, int fd, int transport)
     if (!connection)
         return NULL;
     if (transport == SMB_TRANSPORT_TCP) {
-        /* an answer must not wait for the next one; failure costs time, not correctness */
+        /* an answer must not wait for the next one; a failure costs time, not correctness */
         int on = 1;
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     }
@@ -84,8 +84,8 @@ bool connection_turn(struct connection *connection)
 {
     enum step step = connection->secures ? handshake_secure(connection) : STEP_ON;
     for (int frames = 0; step == STEP_ON;) {
-        /* Data of an answer goes out, and there is room for one more answer, before the next
-         * request is touched. */
+        /* Data of an answer is sent, and there is room for one more answer, before the next request
+         * is read. */
         answer_put_late(connection);
         bool must_flush = connection->tail_end > 0 || connection->pass_fd >= 0 ||
                           connection->out_start > 0 || channel_unsent_bytes(&connection->channel) ||

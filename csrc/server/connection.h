@@ -1,16 +1,15 @@
-/* connection.h: one peer of the daemon: a state machine that never blocks.
+/* connection.h: one peer of the daemon: a state machine that never blocks. Its loop calls
+ * connection_turn when the socket has input or room, or to try a deferred request again.
  *
- * Its loop calls connection_turn when the socket has input or room, or to try a deferred request
- * again. One request is in hand at a time. The peer may send many more meanwhile; they wait in the
- * socket. Answers leave in the order of the requests.
+ * One request is in hand at a time. The peer may send many more meanwhile; they wait in the socket.
+ * Answers are sent in the order of the requests.
  *
- * A turn consists of handshake.c (who it is), input.c (requests and payloads), staging.c (where
- * payloads go), answer.c and read.c (requests carried out), reply.c (how each ends), output.c
- * (bytes out).
+ * A turn consists of handshake.c (who the peer is), input.c (requests and payloads), staging.c
+ * (where payloads go), answer.c and read.c (execution), reply.c (how each request ends), output.c
+ * (sending).
  *
- * Threads. The loop owns it. Other threads use `loop`, `destination`, `fenced` and `lane_next`
- * under the lanes' lock, and `turn`.
- */
+ * Threads. The loop owns the connection. Other threads use `loop`, `destination`, `fenced` and
+ * `lane_next` under the lanes' lock, and `turn`. */
 #ifndef SMB_CONNECTION_H
 #define SMB_CONNECTION_H
 
@@ -30,108 +29,117 @@ struct loop;
 struct stranger_count;
 
 enum {
-    HELLO_DEADLINE_MS = 5000, /* a silent stranger is closed */
+    HELLO_DEADLINE_MS = 5000, /* a peer that has not proved who it is by then is closed */
     IN_BYTES = 4096,          /* headers arrive in bursts of up to 64 */
-    OUT_BYTES = 4096,         /* as do small replies, each of up to: */
+    OUT_BYTES = 4096,         /* small replies are collected as well, each of at most this size: */
     SMALL_REPLY_BYTES = SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES,
     FRAMES_PER_TURN = 32, /* then the next connection of the loop has its turn */
-    BULK_BYTES = 32768,   /* a request of this size is worth a system call for its answer: */
-    REPLIES_HELD_MAX = 4  /* at least every so many of them answers are sent */
+    BULK_BYTES = 32768,   /* from this size on a request is worth a system call for its answer */
+    REPLIES_HELD_MAX = 4  /* answers of such requests are sent at the latest when this many wait */
 };
 
 enum connection_wait { WAIT_INPUT, WAIT_OUTPUT, WAIT_TURN, WAIT_DEFERRED };
 
-/* The result of one part of a turn: the next part follows, or a wait (`wait` says for what), or the
- * end of the connection. */
+/* The result of one part of a turn: go on with the next part, wait (`wait` says for what), or close
+ * the connection. */
 enum step { STEP_ON, STEP_WAIT, STEP_CLOSE };
 
 struct connection {
-    struct connection *next, *previous; /* all of the loop */
-    struct connection *link;            /* inbox, again or deferred list */
-    struct loop *loop;                  /* changed, by it, with the lanes' lock held */
-    /* so too. Set by HELLO: it is to be served there, where its lane has fewer connections */
+    struct connection *next, *previous; /* in the loop's list of all its connections */
+    struct connection *link;            /* in the loop's inbox, or its again or deferred list */
+    struct loop *loop;                  /* changed by the loop itself, with the lanes' lock held */
+    /* also changed with the lanes' lock held. Set by HELLO: the loop that shall serve the
+     * connection, because it has fewer connections of this lane */
     struct loop *destination;
     struct channel channel;
-    /* a reference: a TLS handshake is to be done, or under way. Else NULL */
+    /* a reference while a TLS handshake is due or under way, else NULL */
     struct smb_tls *secures;
-    struct stranger_count *counted_at; /* NULL: no stranger */
-    struct connection *older, *newer;  /* of the strangers */
+    struct stranger_count *counted_at; /* NULL: not a stranger */
+    struct connection *older, *newer;  /* in the list of strangers */
     int transport;
     enum connection_wait wait;
-    uint32_t armed;        /* epoll events asked for now */
+    uint32_t armed;        /* the events that epoll watches now */
     bool in_list;          /* linked in `again` or `deferred` */
-    bool counted_deferred; /* since the request in hand was deferred for the first time */
-    bool from_kept;        /* its payload is in `from`: staging_is_from_segments */
+    bool counted_deferred; /* the request in hand was counted as deferred */
+    bool from_kept;        /* the request's payload was moved to `from`: staging_is_from_segments */
     bool greeted;
-    /* it speaks for its session: greeted, and a token of it shown where tokens are asked for */
+    /* the connection speaks for its session: HELLO came, and, where tokens are required, a token of
+     * that session was shown */
     bool proven;
-    /* the request in hand was carried out, and its data is in `tail`: it waits for this order */
+    /* the request in hand was executed and its answer's data is in `tail`; the answer waits until
+     * this order is confirmed */
     uint64_t awaits;
-    bool copied;    /* so, of a read */
-    bool checksums; /* its HELLO had one: so has every frame */
+    bool copied;    /* likewise, for a read */
+    bool checksums; /* HELLO had a checksum, so every frame must have one */
     uint64_t session;
     uint16_t lane;
-    uint64_t nonce;        /* what it was given to prove tokens with */
-    uint64_t client_nonce; /* what we are to prove with that we know their secret */
+    uint64_t nonce;        /* the peer's proofs of tokens must contain this */
+    uint64_t client_nonce; /* our proofs that we know the tokens' secrets must contain this */
     struct bond bond;
     struct gate_peer peer;
-    /* a newer connection speaks for this lane: nothing of this one may be done any more */
+    /* a newer connection speaks for this lane: no request of this one may be executed any more */
     _Atomic bool fenced;
-    /* held while a request is carried out; a thread that fences takes it to wait for the end */
+    /* held while a request is executed; a thread that fences the connection takes it, to wait for
+     * the end */
     pthread_mutex_t turn;
-    struct connection *lane_next; /* of the server's greeted connections */
+    struct connection *lane_next; /* in the server's list of connections that have said HELLO */
     uint64_t opened_ns;
     struct smb_tally done;
-    uint64_t backlog_bytes; /* as counted in its loop */
+    uint64_t backlog_bytes; /* its part of the loop's backlog_bytes */
 
     /* the request in hand */
     bool have_request;
-    int admitted; /* status of gate_admit: not OK means drain the payload, then answer that */
+    /* status of gate_admit: if it is not SMB_OK, the payload is read, thrown away and answered with
+     * this */
+    int admitted;
     struct gate_request request;
     uint32_t payload_have;
-    uint32_t crc; /* of what has arrived of it, if it has a checksum */
+    uint32_t crc; /* of the received part of the request, if it has a checksum */
     uint8_t checksum[SMB_CHECKSUM_BYTES];
 
     uint32_t in_start, in_end;   /* received, not yet parsed */
-    bool drained;                /* the last look at the socket took all that was there */
-    uint32_t out_start, out_end; /* small replies to be sent */
+    bool drained;                /* the last read emptied the socket */
+    uint32_t out_start, out_end; /* small replies to send */
     uint32_t replies_held;
-    uint32_t tail_start, tail_end; /* what is left of a chunk being sent, in `tail` */
-    /* one chunk: payload on its way in; the 104 bytes before it are for a token, and words */
+    uint32_t tail_start, tail_end; /* the unsent part of the data in `tail` */
+    /* one chunk: incoming payload; the 104 bytes before it are for a token, and words */
     uint8_t *staging;
-    struct slot slot;     /* where staging lies, if there is a journal */
-    uint8_t *own_staging; /* else */
-    /* by reference: requests are records, whose payloads are in these. Else NULL */
+    struct slot slot;     /* where staging lies, if the server has a journal */
+    uint8_t *own_staging; /* where staging lies without a journal */
+    /* by reference: requests are records, whose payloads are in these slots; else NULL */
     struct smb_slots *slots;
-    const struct slot *named; /* the one of them that the request in hand named, or NULL */
-    /* payload of a change from segments: staging is for the source's bytes then */
+    const struct slot *named; /* the slot that the request in hand named, or NULL */
+    /* payload of a change whose operand is another segment: staging then holds the operand's
+     * bytes */
     uint8_t from[SMB_TOKEN_BYTES + SMB_APPLY_BYTES];
-    uint8_t *tail;                    /* one chunk and a checksum: data on its way out */
-    int pass_fd;                      /* goes with the one answer in `out`; -1: none */
+    uint8_t *tail;                    /* one chunk and a checksum: outgoing data */
+    int pass_fd;                      /* sent along with the only answer in `out`; -1: none */
     struct smb_segment *pass_segment; /* keeps pass_fd open */
-    struct wait *waits;               /* deferred, of this connection */
-    uint32_t waits_now;               /* how many */
-    struct wait *answered; /* of which the answer is here, oldest first, and still to be sent */
-    struct wait **answered_end;       /* where the next one goes, if there are any */
-    struct connection *next_answered; /* of those with new answers */
+    struct wait *waits;               /* deferred requests of this connection */
+    uint32_t waits_now;               /* number of deferred requests */
+    struct wait *answered; /* answered waits whose answers are still to be sent, oldest first */
+    /* where the next answered wait is linked, if the list is not empty */
+    struct wait **answered_end;
+    struct connection *next_answered; /* in the loop's list of connections with new answers */
     bool has_new_answers;
     uint8_t in[IN_BYTES];
     uint8_t out[OUT_BYTES];
 };
 
 struct connection *connection_create(struct loop *loop, int fd, int transport);
-/* Reads, executes, answers until nothing more can be done now. false: close it. */
+/* Reads, executes and answers requests until nothing more can be done now. Returns false if the
+ * connection must be closed. */
 bool connection_turn(struct connection *connection);
 void connection_destroy(struct connection *connection);
-/* TCP's: it is a stranger until it has proved itself, in loop 0. With `tls`, which it keeps a
- * reference to, inside TLS. */
+/* For TCP connections: counts the connection as a stranger, served by loop 0, until it has proved
+ * itself. With `tls`, to which it takes a reference, the connection uses TLS. */
 void connection_be_stranger(struct connection *connection, struct smb_tls *tls);
-/* It has nothing in hand: another loop may take it over. */
+/* Whether no request is in hand, so that another loop may take the connection over. */
 bool connection_is_empty(const struct connection *connection);
-/* It has sent no proof of its session for too long. `now_ns` may be from before it came: others let
- * it in. */
+/* Whether the peer has not proved its session for too long. `now_ns` may be from before the
+ * connection was accepted, because another thread accepts. */
 bool connection_is_silent(const struct connection *connection, uint64_t now_ns);
-/* One of its waits is answered: the answer goes out at its next turn. */
+/* Notes that a wait was answered: the answer is sent in the connection's next turn. */
 void connection_take_answer(struct connection *connection, struct wait *wait);
 
 #endif

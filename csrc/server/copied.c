@@ -24,7 +24,7 @@ static int copy_chunk(struct gate_request *request, const uint8_t *payload)
     return SMB_OK;
 }
 
-/* A change that the chunk's copy has, or will have. */
+/* A change that the chunk's copy contains, or will contain. */
 static int note_made(struct gate_request *request)
 {
     const struct smb_frame *frame = &request->frame;
@@ -45,13 +45,14 @@ int gate_copied(struct gate_request *request, const uint8_t *payload)
     if (frame->op == SMB_COPIED_NOTE)
         return note_made(request);
     if (frame->op == SMB_COPIED_WORDS) {
-        /* Sent again, one may be older than what is here: so is what anybody was told of. */
+        /* A repeated image may be older than the words here, but no older than what clients were
+         * told. */
         sync_install(served_of(request->segment)->sync, payload, smb_boot_ns());
         return SMB_OK;
     }
     if (frame->session != frame->segment || frame->lane != REPLICA_LANE)
         return SMB_INVALID;
-    /* Sent again, it is older than what came after it. */
+    /* A repeated part is older than the parts that followed it. */
     if (replica_has_copied(replica, frame->sequence))
         return SMB_OK;
     int status = SMB_OK;

@@ -1,5 +1,5 @@
-/* copied.h: a part of a copy that is being made here, as its primary sends it: a chunk, a record,
- * words of locks and versions.
+/* copied.h: the parts of a copy that is being made on this server, as its primary sends them:
+ * chunks, records, words of locks and versions.
  *
  * Threads. As gate.h. */
 #ifndef SMB_COPIED_H
@@ -7,7 +7,7 @@
 
 #include "server/request.h"
 
-/* From the primary: a part of a copy that is being made here. SMB_BUSY: defer it. */
+/* Stores one part that the primary sent. SMB_BUSY: defer it. */
 int gate_copied(struct gate_request *request, const uint8_t *payload);
 
 #endif

@@ -15,7 +15,7 @@
 
 enum { COPY_WAIT_MS = 50 };
 
-/* With the lock: as the next part of the copy. */
+/* Call with the lock held. Appends a part of the copy to the feed. */
 static void append_part(struct replica *replica, struct forward *part)
 {
     struct copy *copy = &replica->bundle->copy;
@@ -24,7 +24,7 @@ static void append_part(struct replica *replica, struct forward *part)
     copy->order = part->order;
 }
 
-/* A part to be appended; NULL: no memory. With the lock. */
+/* Makes a part to be appended; NULL: out of memory. Call with the lock held. */
 static struct forward *make_part(struct replica *replica, struct smb_frame frame)
 {
     uint32_t payload = frame.op == SMB_COPIED_RECORD ? RECORD_BYTES : frame.length;
@@ -51,14 +51,14 @@ void copy_tell_evictions(struct replica *replica)
     if (part)
         append_part(replica, part);
     else
-        replica->bundle->copy.failed = true; /* the copy would not know */
+        replica->bundle->copy.failed = true; /* the copy would not learn this number */
 }
 
 void copy_make_note(struct replica *replica, struct forward *forward, const uint64_t *result)
 {
     struct smb_frame change;
     int status = smb_frame_parse(forward->frame, &change);
-    SMB_ASSERT(status == SMB_OK); /* our own */
+    SMB_ASSERT(status == SMB_OK); /* we encoded this frame */
     struct smb_frame note = {.opcode = SMB_COPY,
                              .op = SMB_COPIED_NOTE,
                              .session = change.session,
@@ -70,7 +70,7 @@ void copy_make_note(struct replica *replica, struct forward *forward, const uint
     feed_replace(&replica->bundle->feed, forward, &note);
 }
 
-/* With the lock. Whether that copy is under way. */
+/* Call with the lock held. Whether the copy of that epoch is under way. */
 static bool copies(const struct segment_bundle *bundle, uint32_t epoch)
 {
     return bundle_is_primary(bundle) && bundle->copy.under_way && !bundle->copy.failed &&
@@ -83,7 +83,8 @@ struct image {
     uint32_t epoch;
 };
 
-/* Under the records' mutex: whatever the lane does from here on goes behind it. */
+/* Called under the records' mutex: whatever the lane does from here on is queued behind this
+ * image. */
 static void append_image(void *argument, const uint8_t bytes[RECORD_BYTES])
 {
     struct image *image = argument;
@@ -98,7 +99,7 @@ static void append_image(void *argument, const uint8_t bytes[RECORD_BYTES])
 }
 _Static_assert((int)SMB_COPIED_RECORD_BYTES == (int)RECORD_BYTES, "one travels as it is");
 
-/* This and the next two: the lock is held, and given back. */
+/* This function and the next two are called with the lock held, and release it. */
 static int copy_record(struct replica *replica, uint32_t epoch)
 {
     struct segment_bundle *bundle = replica->bundle;
@@ -119,7 +120,8 @@ static int copy_record(struct replica *replica, uint32_t epoch)
     return status == SMB_NOT_FOUND ? SMB_OK : status;
 }
 
-/* With the lock. Then the backup is about to have less, and these have to be looked for again. */
+/* Call with the lock held. True: a member left while the lock was released, so the backup will have
+ * one segment less, and the members must be listed again. */
 static bool has_left(struct smb_segment *const *members, int count)
 {
     bool left = false;
@@ -128,7 +130,8 @@ static bool has_left(struct smb_segment *const *members, int count)
     return left;
 }
 
-/* Of all members at once: no change of several of them finds one copied and another one not. */
+/* Copies the chunk of all members at once: a change of several members is then in all of the copied
+ * chunks or in none. */
 static int copy_chunk(struct segment_bundle *bundle, struct smb_segment *const *members, int count,
                       uint32_t epoch)
 {
@@ -192,12 +195,13 @@ static int begin_copy(struct replica *replica, uint32_t records, uint32_t epoch)
     }
     pthread_mutex_unlock(&bundle->lock);
     free(indices);
-    /* Changes of these words go there since the copy is under way; here is what they were. */
+    /* The backup has received changes of these words since the copy began; this sends their present
+     * state. */
     sync_show(replica->sync, smb_boot_ns());
     return SMB_OK;
 }
 
-/* One part more. The first of the members stands for all. */
+/* Copies one more part. The first member stands for the bundle. */
 static int copy_part(struct segment_bundle *bundle, struct smb_segment *const *members, int count,
                      uint32_t epoch)
 {
@@ -247,8 +251,8 @@ static int copy_part(struct segment_bundle *bundle, struct smb_segment *const *m
     return SMB_EXISTS;
 }
 
-/* Keep the members whose roles were told in this epoch. The coordinator's records do not have the
- * others: the backup has no room for them, and nobody asks for their copies. */
+/* Keeps the members whose roles were given in this epoch. The coordinator's records lack the
+ * others: the backup has no room for them, and nobody needs their copies. */
 static int keep_with_role(struct smb_segment **members, int count, uint32_t epoch)
 {
     int kept = 0;
@@ -263,7 +267,7 @@ static int keep_with_role(struct smb_segment **members, int count, uint32_t epoc
     return kept;
 }
 
-/* Another member stands for the bundle: it copies. */
+/* Another member stands for the bundle, and does the copying. */
 static int look_at_copy(struct segment_bundle *bundle, uint32_t epoch)
 {
     pthread_mutex_lock(&bundle->lock);
@@ -317,9 +321,8 @@ int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epo
     int status = ours && (copy->given_up || (copy->under_way && !copy->whole)) ? SMB_OK
                                                                                : SMB_STALE_EPOCH;
     if (status == SMB_OK) {
-        bundle_stop_forwarding(bundle,
-                               SMB_OK); /* nobody is made the primary from a part of a copy */
-        copy->given_up = true;          /* another member may ask */
+        bundle_stop_forwarding(bundle, SMB_OK); /* a partial copy is never promoted */
+        copy->given_up = true;                  /* calls for other members then succeed */
     }
     bundle_unlock(bundle);
     smb_segment_release(segment);

@@ -1,6 +1,6 @@
-/* The daemon's counters. Each loop has its own (stats.h); a reader adds them up. A scrape takes the
- * registry's lock for reading and the lanes' lock, each for as long as it takes to copy; no request
- * waits for more than that. */
+/* The daemon's counters. Each loop has its own (base/stats.h); a reader adds them up. A scrape
+ * takes the registry's lock for reading and the lanes' lock, each only while it copies, so no
+ * request waits longer than that. */
 #include "server/counters.h"
 
 #include <stdlib.h>
@@ -15,11 +15,12 @@
 
 /* ---- counting -------------------------------------------------------------------------------- */
 
-/* NULL: no memory for it; the request is counted all the same, for its loop. */
+/* NULL: out of memory; the request is still counted in its loop's totals. */
 static struct share *share_of(struct smb_segment *segment, const struct loop *loop)
 {
     struct share *_Atomic *entry = &served_of(segment)->shares[loop->index];
-    struct share *share = atomic_load_explicit(entry, memory_order_relaxed); /* ours alone */
+    /* only this thread writes it */
+    struct share *share = atomic_load_explicit(entry, memory_order_relaxed);
     if (!share) {
         share = calloc(1, sizeof *share);
         atomic_store_explicit(entry, share, memory_order_release);
@@ -148,7 +149,7 @@ uint64_t smb_server_segment_shares(struct smb_server *server, struct smb_share *
     return count;
 }
 
-/* The session's entry among those written, which it gets if it has none. NULL: there is no room. */
+/* Finds the session's entry among those written, or adds one. NULL: no room. */
 static struct smb_share *entry_of(struct smb_share *shares, uint64_t *count, uint64_t most,
                                   uint64_t session)
 {
@@ -225,7 +226,7 @@ static void read_segments(struct smb_server *server, struct smb_server_counters 
 void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters)
 {
     memset(counters, 0, sizeof *counters);
-    read_segments(server, counters); /* shm; the loops have none */
+    read_segments(server, counters); /* SHM, which the loops do not count */
     read_loops(server, counters);
     for (int t = 0; t < SMB_TRANSPORT_COUNT; t++) {
         counters->connections_opened[t] = stats_read(&server->opened[t]);

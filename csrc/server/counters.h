@@ -1,4 +1,4 @@
-/* counters.h: what the daemon counts, beside what each loop counts for itself (base/stats.h). */
+/* counters.h: the daemon's counters, besides those of each loop (base/stats.h). */
 #ifndef SMB_COUNTERS_H
 #define SMB_COUNTERS_H
 
@@ -17,25 +17,26 @@ struct past {
     struct smb_share share;
 };
 
-enum { PASTS_MAX = 4096 }; /* a session without one counts from its next connection on */
+enum { PASTS_MAX = 4096 }; /* further sessions lose the counts of their closed connections */
 
-/* By the loop's thread: a request of the connection is answered, in that time. `segment` may be
- * NULL. */
+/* Called by the loop's thread: counts an answered request of the connection, which took `ns`.
+ * `segment` may be NULL. */
 void count_request(struct connection *connection, struct smb_segment *segment, int opcode,
                    uint64_t bytes, uint64_t ns);
-/* With the lanes' lock held: what the connection did stays known, as the session's. */
+/* Call with the lanes' lock held. Adds the connection's counts to those of its session. */
 void count_past(struct smb_server *server, const struct connection *connection);
-/* The session is over, and nobody asks for what it did. */
+/* Forgets the counts of a session that has ended. */
 void forget_past(struct smb_server *server, uint64_t session);
 
-enum { DENIALS_MAX = 64 }; /* kinds between two looks, of which a log tells */
+/* kinds of denials, for the log, between two calls of smb_server_take_denials */
+enum { DENIALS_MAX = 64 };
 struct denials {
-    pthread_mutex_t lock; /* after all others */
+    pthread_mutex_t lock; /* taken after all other locks */
     uint32_t count;
     uint64_t left_out;
     struct smb_denial of[DENIALS_MAX];
 };
-/* By the loop's thread: a request of the connection is answered SMB_DENIED. */
+/* Called by the loop's thread: notes a request that is answered SMB_DENIED. */
 void note_denied(const struct connection *connection, const struct smb_frame *frame);
 
 static inline void server_count(_Atomic uint64_t *counter, uint64_t by)

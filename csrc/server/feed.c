@@ -151,7 +151,7 @@ static void fail(struct feed *feed, int status)
     feed_disconnect(feed);
 }
 
-/* Whether frames may go: both ends have shown who they are. */
+/* Whether frames may be sent: both ends have shown who they are. */
 static bool is_secured(struct feed *feed)
 {
     if (!feed->channel.tls)
@@ -162,7 +162,7 @@ static bool is_secured(struct feed *feed)
     return status == SMB_OK;
 }
 
-/* The socket is gone. Inside TLS the other end may have said that it does not take us. */
+/* The socket is closed. Inside TLS the other end may have said that it refuses us. */
 static void lose(struct feed *feed)
 {
     bool refused = feed->channel.tls && tls_why(feed->channel.tls)[0];
@@ -189,10 +189,10 @@ void feed_send(struct feed *feed)
         if (done < 0) {
             if (channel_failed(done))
                 lose(feed);
-            return; /* epoll tells when there is room */
+            return; /* epoll reports when there is room */
         }
         if (count == 0 && channel_unsent_bytes(&feed->channel) > 0)
-            return; /* likewise */
+            return; /* as above */
         uint64_t left = (uint64_t)done;
         uint32_t greeting = GREETING_BYTES - feed->greeting_sent;
         uint32_t of_greeting = left < greeting ? (uint32_t)left : greeting;
@@ -211,8 +211,8 @@ void feed_send(struct feed *feed)
     }
 }
 
-/* *confirmed: what it confirms, taken out; NULL: it answers our greeting. Else why the other end
- * does not take us, or SMB_PROTOCOL. */
+/* *confirmed: the frame that the answer confirms, taken out of the queue; NULL: the answer is to
+ * our greeting. Returns the reason why the other end refuses us, or SMB_PROTOCOL. */
 static int take_answer(struct feed *feed, struct forward **confirmed)
 {
     struct smb_frame reply;
@@ -225,13 +225,13 @@ static int take_answer(struct feed *feed, struct forward **confirmed)
     }
     if (feed->greeting_answered < FEED_GREETING_FRAMES) {
         if (reply.opcode == SMB_HELLO && reply.segment != feed->instance)
-            return SMB_NOT_FOUND; /* another run of it */
+            return SMB_NOT_FOUND; /* another run of the server */
         if (++feed->greeting_answered == FEED_GREETING_FRAMES && !feed->at_odds)
             feed->broken_ns = 0;
         return SMB_OK;
     }
     struct smb_frame asked;
-    /* Our own frame: it parses. */
+    /* The frame is our own, so it is valid. */
     if (!feed->first || feed->first == feed->unsent ||
         smb_frame_parse(feed->first->frame, &asked) != SMB_OK || reply.opcode != asked.opcode ||
         reply.sequence != asked.sequence || reply.session != asked.session)

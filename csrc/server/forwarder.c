@@ -14,7 +14,7 @@
 
 enum { EVENTS_PER_WAIT = 64 };
 
-/* With the lock. */
+/* Call with the lock held. */
 static void confirm(struct segment_bundle *bundle, struct forward *done)
 {
     if (done->asked_ns) {
@@ -48,7 +48,8 @@ static void *run_forwarder(void *argument)
     while (!atomic_load_explicit(&server->stop_forwarding, memory_order_acquire)) {
         int count = epoll_wait(server->forward_epoll, events, EVENTS_PER_WAIT, -1);
         for (int i = 0; i < count; i++) {
-            /* By id: it may have been deleted meanwhile. 0 is the wake. */
+            /* The event has the segment's id, as the segment may have been deleted meanwhile. 0 is
+             * a wakeup. */
             struct smb_segment *segment;
             struct replica *replica = events[i].data.u64
                                           ? replica_of(server, events[i].data.u64, &segment)
@@ -62,7 +63,7 @@ static void *run_forwarder(void *argument)
     return NULL;
 }
 
-/* At the first segment with two copies: others cost no thread. */
+/* Started for the first segment with two copies, so that other servers pay for no thread. */
 static int start_forwarder(struct smb_server *server)
 {
     int status = SMB_OK;
@@ -77,7 +78,7 @@ static int start_forwarder(struct smb_server *server)
         int error = opened ? pthread_create(&server->forwarder, NULL, run_forwarder, server)
                            : errno;
         server->forwarding = error == 0;
-        if (error) { /* it is tried again and again: nothing of it may stay */
+        if (error) { /* the caller will try again, so everything must be undone */
             if (server->forward_epoll >= 0)
                 close(server->forward_epoll);
             if (server->forward_wake >= 0)
@@ -134,7 +135,8 @@ int smb_server_feed(struct smb_server *server, uint64_t id, uint32_t epoch, int 
     if (status == SMB_OK && tls && !(channel.tls = tls_begin(tls, fd, expected)))
         status = SMB_OUT_OF_MEMORY;
     pthread_mutex_lock(&bundle->lock);
-    /* One that has left is not found by its name: nobody would read the answers. */
+    /* The forwarder looks for a feed by its member's id. It would not find a member that has left,
+     * so nobody would read the answers. */
     if (status == SMB_OK && (!is_paired(bundle) || replica->left ||
                              epoch != atomic_load_explicit(&bundle->epoch, memory_order_relaxed)))
         status = SMB_STALE_EPOCH;
@@ -161,7 +163,7 @@ int smb_server_suspend(struct smb_server *server, uint64_t id)
     if (!replica)
         return SMB_NOT_FOUND;
     pthread_mutex_lock(&replica->bundle->lock);
-    /* Their clients ask elsewhere. The changes stay here, not confirmed. */
+    /* Sends their clients elsewhere. The changes stay here, unconfirmed. */
     bundle_answer_waiting(replica->bundle, UINT64_MAX, SMB_STALE_EPOCH);
     pthread_mutex_unlock(&replica->bundle->lock);
     sync_send_away(replica->sync, SMB_STALE_EPOCH);

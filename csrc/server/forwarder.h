@@ -1,14 +1,13 @@
 /* forwarder.h: the thread that reads backups' answers and sends what sockets did not take, and the
- * connections that control threads bring it.
+ * connections that control threads give it.
  *
- * Threads. As replica.h says.
- */
+ * Threads. See replica.h. */
 #ifndef SMB_FORWARDER_H
 #define SMB_FORWARDER_H
 
 struct smb_server;
 
-/* Ends the thread, if there is one. */
+/* Ends the thread, if it was started. */
 void forwarder_stop(struct smb_server *server);
 
 #endif

@@ -33,11 +33,11 @@ static int answer_again(struct gate_request *request, uint8_t *sink, uint64_t *r
     if (!sink)
         return SMB_OK;
     int status = gate_copy(request, sink);
-    return status == SMB_DEFERRED ? SMB_OK : status; /* its answer waits for all that was made */
+    return status == SMB_DEFERRED ? SMB_OK : status; /* the answer waits for every change so far */
 }
 
-/* Under the chunk's lock, or locks: bytes, watermark, and the journal around both where there is
- * one. */
+/* Called under the lock of the chunk, or of each chunk: changes the bytes and the watermark,
+ * between the journal's begin and end if there is a journal. */
 static int make_change(struct smb_server *server, struct gate_request *request,
                        const struct slot *slot, struct smb_change *change)
 {
@@ -48,12 +48,12 @@ static int make_change(struct smb_server *server, struct gate_request *request,
         return SMB_INVALID;
     int count = smb_segment_targets(segment, change, targets);
     for (int i = 0; i < count; i++) {
-        if (smb_segment_deleted(targets[i])) /* a state: missing() says why */
+        if (smb_segment_deleted(targets[i])) /* one of the states; missing() chooses the status */
             return i > 0 && replica_at(segment) ? SMB_APART : SMB_NOT_FOUND;
         if (count > 1 && !replica_at(segment) && smb_segment_moves(targets[i]))
             return SMB_INVALID;
     }
-    /* a server that one of them moved to might not have the others */
+    /* one of them could move to a server that lacks the others */
     for (int i = 0; count > 1 && i < count; i++)
         if (!replica_at(segment) && smb_segment_bind(targets[i]) != SMB_OK)
             return SMB_INVALID;
@@ -65,7 +65,8 @@ static int make_change(struct smb_server *server, struct gate_request *request,
     int status = smb_segment_lock_each(targets, count, change->offset, gate_patience(request));
     if (status != SMB_OK)
         return status;
-    if (request->alone && replica_at(segment)) { /* gated since: a copy might lack it */
+    /* the segment was gated meanwhile, so a copy might lack this change */
+    if (request->alone && replica_at(segment)) {
         for (int i = 0; i < count; i++)
             smb_segment_unlock(targets[i], change->offset);
         return SMB_STALE_EPOCH;
@@ -104,8 +105,8 @@ static int make_change(struct smb_server *server, struct gate_request *request,
 
 /* ---- the paths through ----------------------------------------------------------------------- */
 
-/* The backup gets the operands with the change: their segments may be elsewhere, or change
- * before it gets there. */
+/* The change is forwarded with its operands, because their segments may lie elsewhere or change
+ * before it reaches the backup. */
 static int prepare(struct gate_request *request, const uint8_t *payload,
                    const struct smb_change *change)
 {
@@ -130,14 +131,14 @@ static int prepare(struct gate_request *request, const uint8_t *payload,
                            &request->forward);
 }
 
-/* Of a fenced frame: where `payload` is what gate_execute takes. */
+/* The token of a fenced frame, which lies before the `payload` of gate_execute. */
 static uint64_t token_before(const struct smb_frame *frame, const uint8_t *payload)
 {
     return smb_load64(payload - (smb_frame_brings(frame) ? SMB_APPLY_BYTES : 0) - SMB_TOKEN_BYTES);
 }
 
-/* The record first, then the fence: what was made under the lock was made, though the lock be lost
- * by now. */
+/* The record is checked first, then the fence: a change that was made under the lock was made, even
+ * if the lock is lost by now. */
 int gate_execute(struct smb_server *server, struct gate_request *request, const struct slot *slot,
                  const uint8_t *payload, uint8_t *scratch, uint8_t *sink, uint64_t *result)
 {
@@ -149,7 +150,7 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
     int status = gate_take_record(request);
     if (status == SMB_OK && replica && !request->peer->fed &&
         gate_asks_for_the_past(&request->frame))
-        status = SMB_STALE_EPOCH; /* it was not made, and is not any more */
+        status = SMB_STALE_EPOCH; /* the change was not made, and will not be */
     if (status == SMB_EXISTS) {
         server_count(&server->replayed_total, 1);
         status = answer_again(request, sink, result);

@@ -7,7 +7,7 @@
 #include "base/sha256.h"
 #include "server/server.h"
 
-/* Estimates the coordinator's clock from its last message. Hosts' own clocks need not agree. */
+/* Estimates the coordinator's clock from its last message. The hosts' own clocks need not agree. */
 static uint64_t coordinator_ms(const struct access_keys *keys, uint64_t now_ns)
 {
     return keys->known_ms + (now_ns - keys->known_at_ns) / 1000000U;
@@ -70,8 +70,8 @@ int access_check(struct access_keys *keys, const struct access_connection *conne
 
 /* ---- what a connection has shown ------------------------------------------------------------- */
 
-/* Ids are random: their low bits will do. The entry of the segment's grant, or the free one where
- * it would be. */
+/* The entry of the segment's grant, or the free entry where it would be. Ids are random, so their
+ * low bits serve as the hash. */
 static struct grant *find_entry(const struct grants *grants, uint64_t segment)
 {
     uint32_t at = (uint32_t)segment & (grants->room - 1);
@@ -96,7 +96,7 @@ static int grow(struct grants *grants)
     for (uint32_t i = 0; i < grants->room; i++)
         live += grants->entries[i].segment != 0 && grants->entries[i].expires_ns > now_ns;
     struct grants larger = {.room = 8};
-    while (larger.room <= 3 * live) /* so that it is not soon full again */
+    while (larger.room <= 3 * live) /* leaves room, so that the table is not full again soon */
         larger.room *= 2;
     if (larger.room > GRANTS_MAX || !(larger.entries = calloc(larger.room, sizeof *larger.entries)))
         return SMB_OUT_OF_MEMORY;

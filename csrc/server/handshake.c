@@ -52,8 +52,8 @@ enum step handshake_refuse(struct connection *connection, const struct smb_frame
     return output_refuse(connection, status);
 }
 
-/* Of a guarded server: memory servers feed copies, on their lane, and nobody else does. On other
- * lanes a memory server (its relay, which fills mirrors) needs tokens as every client does. */
+/* For a guarded server: only memory servers may use the lane that feeds copies. On other lanes a
+ * memory server (its relay, which fills mirrors) needs tokens as every client does. */
 static bool may_take_lane(const struct connection *connection, const struct smb_frame *frame)
 {
     const struct tls *tls = connection->channel.tls;
@@ -65,7 +65,7 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     if (frame->opcode != SMB_HELLO || connection->greeted)
         return output_refuse(connection, SMB_PROTOCOL);
     struct smb_server *server = connection->loop->server;
-    /* it has not heard of the coordinator yet; the peer tries again */
+    /* this server has not heard from the coordinator yet; the peer tries again */
     if (server->guarded && !access_ready(&server->keys))
         return output_refuse(connection, SMB_DENIED);
     if (server->guarded && !may_take_lane(connection, frame))
@@ -86,11 +86,12 @@ enum step handshake_greet(struct connection *connection, const struct smb_frame 
     connection->client_nonce = frame->offset;
     connection->request.peer = &connection->peer;
     connection->peer.fed = frame->lane == REPLICA_LANE;
-    /* If tokens are required, a session's name alone must not shut others out. */
+    /* If tokens are required, the mere name of a session must not shut its other connections
+     * out. */
     if (!server->guarded)
         handshake_speak_for_lane(connection);
-    /* After it is among the lanes: a session that ends meanwhile is either seen here, or fences
-     * this connection. */
+    /* Checked after the connection has entered the lanes: if the session ends meanwhile, either
+     * this check sees it, or the connection is fenced. */
     if (session_has_ended(server, frame->session))
         return handshake_refuse(connection, frame, SMB_SESSION_ENDED);
     struct smb_frame reply = smb_frame_reply(frame, SMB_OK);

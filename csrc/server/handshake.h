@@ -1,23 +1,24 @@
-/* handshake.h: who a peer is: TLS, its HELLO, its tokens. The connection's loop. */
+/* handshake.h: who a peer is: TLS, its HELLO, its tokens. Called by the connection's loop. */
 #ifndef SMB_HANDSHAKE_H
 #define SMB_HANDSHAKE_H
 
 #include "server/connection.h"
 
-/* The TLS handshake, as far as it goes now. */
-/* Nothing is made for a peer that has said nothing. */
+/* Continues the TLS handshake as far as it can go now. */
+/* No memory is allocated for a peer that has sent nothing. */
 enum step handshake_secure(struct connection *connection);
-/* Its HELLO. */
+/* Answers a HELLO. */
 enum step handshake_greet(struct connection *connection, const struct smb_frame *frame);
-/* A token. The first good one also proves the session that HELLO named. */
+/* Answers an AUTHORIZE. The first good token also proves the session that HELLO named. */
 enum step handshake_authorize(struct connection *connection, const struct smb_frame *frame,
                               const uint8_t *payload);
-/* It has shown that it may: the connection is the one of its session and lane from here on. */
+/* From here on this connection is the one of its session and lane. Call it once the peer has shown
+ * its right to that. */
 void handshake_speak_for_lane(struct connection *connection);
-/* The peer learns why before it is closed. */
+/* Tells the peer the reason, then closes the connection. */
 enum step handshake_refuse(struct connection *connection, const struct smb_frame *frame,
                            int status);
-/* Frames of another version are not understood, so the reply repeats nothing of them. */
+/* Frames of another version cannot be parsed, so the reply repeats no field of them. */
 enum step handshake_refuse_version(struct connection *connection);
 
 #endif

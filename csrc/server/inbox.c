@@ -8,8 +8,8 @@
 void loop_wake(struct loop *loop)
 {
     uint64_t one = 1;
-    /* The counter of an eventfd can't be full here; a failed write would only mean that the loop is
-     * awake anyway. */
+    /* The eventfd's counter cannot be full here. If the write failed, the loop would be awake
+     * anyway. */
     if (write(loop->wake, &one, sizeof one) < 0)
         return;
 }

@@ -12,11 +12,12 @@
 #include "server/server.h"
 #include "server/staging.h"
 
-/* *have: bytes read. STEP_WAIT: nothing there now. */
+/* *have: bytes read. STEP_WAIT: the socket is empty now. */
 static enum step receive(struct connection *connection, struct iovec *parts, int count,
                          size_t *have)
 {
-    if (connection->drained) { /* epoll will say: one system call less before the answers go out */
+    /* epoll will report more: this saves a system call before the answers are sent */
+    if (connection->drained) {
         connection->drained = false;
         return output_wait_for(connection, WAIT_INPUT);
     }
@@ -66,14 +67,15 @@ enum step input_next_request(struct connection *connection)
         return output_refuse(connection, SMB_PROTOCOL);
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
     bool is_anothers = frame.session != connection->session || frame.lane != connection->lane;
-    if (connection->greeted && is_anothers && !connection->peer.feeds) /* a feed that has ended? */
+    /* whether it is a feed that has ended */
+    if (connection->greeted && is_anothers && !connection->peer.feeds)
         return output_refuse(connection, connection->peer.fed ? SMB_STALE_EPOCH : SMB_PROTOCOL);
     if (connection->greeted && checksum != connection->checksums)
         return output_refuse(connection, SMB_PROTOCOL);
     connection->crc = checksum ? smb_crc32c(0, header, SMB_FRAME_BYTES) : 0;
     if (!connection->greeted || frame.opcode == SMB_HELLO) {
         if (frame.opcode == SMB_HELLO && here < SMB_FRAME_BYTES + frame.payload)
-            return receive_more(connection); /* no more than a checksum */
+            return receive_more(connection); /* the payload is at most a checksum */
         connection->in_start += SMB_FRAME_BYTES + (frame.opcode == SMB_HELLO ? frame.payload : 0);
         if (frame.opcode == SMB_HELLO && checksum &&
             !smb_checksum_is(header + SMB_FRAME_BYTES, connection->crc))
@@ -85,7 +87,7 @@ enum step input_next_request(struct connection *connection)
         const uint8_t *payload = header + SMB_FRAME_BYTES;
         if (here < SMB_FRAME_BYTES + frame.payload)
             return receive_more(connection);
-        /* of a record the small part */
+        /* the small part of a record */
         connection->in_start += is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload;
         if (checksum &&
             !smb_checksum_is(payload + bytes, smb_crc32c(connection->crc, payload, bytes)))
@@ -99,8 +101,8 @@ enum step input_next_request(struct connection *connection)
         connection->admitted = staging_take_record(connection, header);
     else if (connection->admitted == SMB_OK && staging_is_needed(&frame))
         connection->admitted = staging_make(connection, staging_bytes(&frame));
-    /* Not held while the payload is on its way: a peer that stops half-way must not keep a deleted
-     * segment's memory. */
+    /* The references are not held while the payload arrives: a peer that stops half-way must not
+     * keep a deleted segment's memory. */
     gate_done(&connection->request);
     connection->have_request = true;
     connection->request.tries = (struct gate_tries){.begun_ns = connection->loop->clock_ns};
@@ -113,8 +115,8 @@ enum step input_next_request(struct connection *connection)
     return connection->admitted == SMB_PROTOCOL ? output_refuse(connection, SMB_PROTOCOL) : STEP_ON;
 }
 
-/* So many bytes more of the payload have arrived. Of what is spoilt nothing is done, refused or
- * answered: the header may be, too. */
+/* Takes the next `count` bytes of the payload. A request with a wrong checksum is neither executed
+ * nor refused nor answered, because its header may be wrong, too. */
 static enum step take_payload(struct connection *connection, const uint8_t *bytes, uint32_t count)
 {
     SMB_ASSERT(count <= connection->request.frame.payload - connection->payload_have);
@@ -134,14 +136,14 @@ enum step input_receive_payload(struct connection *connection)
     SMB_ASSERT(connection->have_request &&
                connection->payload_have < connection->request.frame.payload);
     const struct smb_frame *frame = &connection->request.frame;
-    /* Inside TLS the next record is never far: the peer takes as long to make one as we to open
-     * it. */
+    /* Inside TLS the next record is never far: the peer needs as long to encrypt one as we need to
+     * decrypt one. */
     connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX &&
                               !connection->channel.tls;
     uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
     bool in_checksum = connection->payload_have >= elements;
     uint32_t missing = (in_checksum ? frame->payload : elements) - connection->payload_have;
-    /* Of a request that is refused the payload is read all the same, to nowhere in particular. */
+    /* The payload of a refused request is read, too, and thrown away. */
     uint8_t nowhere[IN_BYTES];
     bool wanted = connection->admitted == SMB_OK;
     if (!wanted && missing > sizeof nowhere)
@@ -157,7 +159,7 @@ enum step input_receive_payload(struct connection *connection)
         connection->in_start += take;
         return take_payload(connection, to, take);
     }
-    /* The rest of the payload to its place, and the headers behind it in the same call. */
+    /* Reads the rest of the payload to its place, and the headers behind it, in one call. */
     struct iovec parts[2] = {{to, missing}, {connection->in, IN_BYTES}};
     size_t have = 0;
     enum step step = receive(connection, parts, 2, &have);

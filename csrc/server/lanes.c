@@ -7,10 +7,10 @@
 #include "server/loop.h"
 #include "server/server.h"
 
-/* With the lanes' lock held. */
+/* Call with the lanes' lock held. */
 static void fence(struct connection *connection)
 {
-    /* the mutex orders it */
+    /* relaxed: the mutex orders it */
     atomic_store_explicit(&connection->fenced, true, memory_order_relaxed);
     pthread_mutex_lock(&connection->turn);
     pthread_mutex_unlock(&connection->turn);
@@ -28,8 +28,8 @@ void lanes_fence_session(struct smb_server *server, uint64_t session)
     pthread_mutex_unlock(&server->lanes_lock);
 }
 
-/* Segments with two copies have lanes of their own; they count together. So do further lanes of
- * data with the first. */
+/* All lanes of segments with two copies count as one kind. The further lanes of data count with
+ * lane 0. */
 static uint16_t kind_of(uint16_t lane)
 {
     return lane >= SMB_LANE_OF_SEGMENTS ? (uint16_t)SMB_LANE_OF_SEGMENTS
@@ -37,8 +37,8 @@ static uint16_t kind_of(uint16_t lane)
                                                                                          : lane;
 }
 
-/* With the lock held: the one that has the fewest connections of its lane. Data of all sessions
- * comes over the same lane. */
+/* Call with the lock held. Chooses the loop with the fewest connections of this kind of lane: data
+ * of all sessions comes over the same lanes. */
 static struct loop *choose_loop(const struct connection *connection)
 {
     struct smb_server *server = connection->loop->server;

@@ -7,13 +7,13 @@
 struct connection;
 struct smb_server;
 
-/* From here on this connection speaks for its lane. An older one may still have requests in its
- * socket that its client gave up: carried out now, they would undo what the client does next. So it
- * is fenced, and a request of it that is being carried out is waited for (microseconds: nothing
- * waits there), before the client hears that it may go on. */
+/* Makes this connection the one that speaks for its lane. An older connection may still have
+ * requests in its socket that its client gave up; executed now, they would undo what the client
+ * does next. So the older one is fenced, and a request that it is executing is waited for
+ * (microseconds, because execution does not wait), before the client is told to go on. */
 void lanes_enter(struct connection *connection);
 void lanes_leave(struct connection *connection);
-/* No connection of the session does anything any more; their loops close them. */
+/* Fences all connections of the session; their loops then close them. */
 void lanes_fence_session(struct smb_server *server, uint64_t session);
 
 #endif

@@ -17,12 +17,12 @@
 #include "server/loop.h"
 #include "server/server.h"
 
-/* Then the loop's connections have their turn. While strangers come back by the thousand, a small
- * request's p99 is what so many cost: about double. With fewer the listener's queue would grow
- * before a loop that has much to do, and a good client wait in it for seconds. */
+/* Then the loop's connections have their turn. When thousands of strangers reconnect, accepting
+ * this many at a time about doubles the p99 of a small request. With a smaller number the
+ * listener's queue would grow before a busy loop, and a client would wait in it for seconds. */
 enum { ACCEPTS_PER_TURN = 4 };
 
-/* The last letter of a Unix socket's name until it listens. */
+/* The last letter of a Unix socket's name while it does not listen yet. */
 static const char BESIDE = '~';
 
 static bool peer_is_ours(int fd)
@@ -33,8 +33,8 @@ static bool peer_is_ours(int fd)
            (peer.uid == geteuid() || peer.uid == 0);
 }
 
-/* Out of descriptors: a listener that stays ready would keep the loop spinning, so the peer is let
- * in and closed at once. */
+/* Out of descriptors: a listener that stays ready would keep the loop spinning, so the peer is
+ * accepted and closed at once. */
 static bool turn_away(struct listener *listener)
 {
     struct smb_server *server = listener->server;
@@ -74,8 +74,8 @@ static int let_in(struct smb_server *server, int fd, int transport, struct smb_s
     return SMB_OK;
 }
 
-/* Somebody over TCP. Loop 0 has it until it is known who it is; and gives another stranger up for
- * it, if need be. */
+/* Accepts a stranger over TCP. Loop 0 serves it until it has shown who it is, and evicts another
+ * stranger if there are too many. */
 static int let_stranger_in(struct smb_server *server, int fd)
 {
     struct loop *loop = &server->loops[0];
@@ -134,7 +134,7 @@ int smb_server_adopt_reference(struct smb_server *server, int fd, struct smb_slo
     return status;
 }
 
-/* Takes fd over. Loop 0 accepts for all. */
+/* Takes over fd. Loop 0 accepts for all loops. */
 static int add_listener(struct smb_server *server, int fd, int transport)
 {
     int index = 0;
@@ -147,7 +147,8 @@ static int add_listener(struct smb_server *server, int fd, int transport)
     }
     *listener = (struct listener){.fd = fd, .transport = transport, .server = server};
     server->listeners[index] = listener;
-    /* The lowest bit marks a listener. It is free in pointers to listeners and to connections. */
+    /* The lowest bit marks a listener. That bit is zero in pointers to listeners and to
+     * connections. */
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = (void *)((uintptr_t)listener + 1U)};
     return epoll_ctl(server->loops[0].epoll, EPOLL_CTL_ADD, fd, &event) == 0 ? SMB_OK : SMB_SYSTEM;
 }
@@ -187,11 +188,11 @@ int smb_server_listen_unix(struct smb_server *server, const char *path)
     if (length == 0 || length >= sizeof name.sun_path || server->listens_unix)
         return SMB_INVALID;
     memcpy(name.sun_path, path, length);
-    name.sun_path[length - 1] = BESIDE; /* as long as the path, so it fits where that does */
+    name.sun_path[length - 1] = BESIDE; /* as long as the path, so it fits wherever the path does */
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0)
         return SMB_SYSTEM;
-    unlink(name.sun_path); /* left by an earlier run; the caller holds the lock that says so */
+    unlink(name.sun_path); /* left by an earlier run; the caller holds the lock that proves this */
     if (bind(fd, (struct sockaddr *)&name, sizeof name) != 0)
         return close_failed(fd);
     if (listen(fd, SOMAXCONN) != 0 || rename(name.sun_path, path) != 0) {

@@ -1,5 +1,5 @@
-/* listener.h: ports and the Unix socket. Loop 0 accepts for all; each connection then gets its
- * loop. */
+/* listener.h: TCP ports and the Unix socket. Loop 0 accepts for all loops, and then gives each
+ * connection to its loop. */
 #ifndef SMB_LISTENER_H
 #define SMB_LISTENER_H
 
@@ -18,7 +18,7 @@ struct listener {
     struct smb_server *server;
 };
 
-/* Loop 0: as many as there are, up to a bound; epoll tells again of those that are left. */
+/* Called by loop 0: accepts waiting peers up to a limit; epoll reports the remaining ones again. */
 void listener_accept(struct listener *listener);
 
 #endif

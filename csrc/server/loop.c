@@ -17,7 +17,7 @@ static void list_remove(struct connection **list, struct connection *connection)
     connection->in_list = false;
 }
 
-/* A deferred request is tried again and again, but counted once. */
+/* A deferred request is tried many times, but counted once. */
 static void count_deferred(struct connection *connection, bool deferred)
 {
     struct smb_server *server = connection->loop->server;
@@ -68,8 +68,8 @@ void loop_drop(struct loop *loop, struct connection *connection)
     if (!connection->proven)
         loop->not_greeted--;
     unlink_connection(loop, connection);
-    /* Closing the descriptor takes it out of epoll only once nobody else has it: a process that was
-     * forked just now has it until it becomes another program. */
+    /* Closing the descriptor removes it from epoll only when no other process has it. A process
+     * that was just forked has it until it executes another program. */
     epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->channel.fd, NULL);
     connection_destroy(connection);
 }
@@ -111,7 +111,8 @@ bool loop_move(struct loop *loop, struct connection *connection)
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->channel.fd, NULL);
         unlink_connection(loop, connection);
         connection->loop = destination;
-        loop_give(destination, connection); /* a thread that fences it now finds it there */
+        /* a thread that fences the connection now looks for it there */
+        loop_give(destination, connection);
     }
     pthread_mutex_unlock(&loop->server->lanes_lock);
     return moves;

@@ -1,9 +1,6 @@
 /* loop.h: an event loop: one thread, one epoll, and the connections that it owns from accept to
- * close.
- *
- * Other threads reach a loop by its inbox and its answers, each under its own lock: inbox.h. What
- * the thread does is in loop_thread.c.
- */
+ * close. Other threads reach a loop through its inbox and its answers, each under its own lock:
+ * inbox.h. loop_thread.c has the thread's work. */
 #ifndef SMB_LOOP_H
 #define SMB_LOOP_H
 
@@ -19,36 +16,39 @@ struct wait;
 enum { LOOPS_MAX = 64, DEFERRED_RETRY_MS = 1 };
 
 struct loop {
-    _Alignas(64) struct loop_stats stats; /* on cache lines of its own */
+    _Alignas(64) struct loop_stats stats; /* on separate cache lines */
     struct smb_server *server;
     int index;
-    uint64_t clock_ns; /* when this loop last looked: a request taken up now begins then */
+    /* when the loop last read the clock: the begin of requests that are taken up now */
+    uint64_t clock_ns;
     pthread_t thread;
     bool running;
     int epoll;
-    int wake; /* eventfd: new connections, stop */
+    int wake; /* eventfd: new connections, answers, stop */
     _Atomic bool stop;
     pthread_mutex_t inbox_lock;
-    struct connection *inbox; /* accepted by another loop, to be taken over by this one */
+    /* connections that another loop accepted or had, for this one to take over */
+    struct connection *inbox;
     struct connection *connections;
-    struct connection *again; /* had their turn but have more in hand */
+    struct connection *again; /* connections that had their turn but have more to do */
     struct connection *deferred;
-    _Atomic bool sweep; /* some connection of the loop was fenced from outside: close it */
+    /* a connection of the loop was fenced by another thread and must be closed */
+    _Atomic bool sweep;
     pthread_mutex_t answers_lock;
-    struct wait *answers; /* whose answers came, newest first */
+    struct wait *answers; /* waits whose answers came, newest first */
     uint32_t not_greeted;
-    bool bulk; /* much was moved since it last waited: what comes next takes a while */
+    bool bulk; /* much was moved since the loop last waited, so the next event takes a while */
 };
 
-/* The loop's thread: from now on the connection is served here. */
+/* Called by the loop's thread: serves the connection from now on. */
 void loop_take_over(struct loop *loop, struct connection *connection);
-/* The loop's thread: asks epoll for what the connection waits for, and lists it where the loop
- * itself must come back to it. */
+/* Called by the loop's thread: makes epoll report what the connection waits for, or lists the
+ * connection if the loop itself must come back to it. */
 void loop_arm(struct loop *loop, struct connection *connection);
-/* The loop's thread: to the loop where it is to be served, if that is another one. One that was
- * fenced stays: its loop is about to close it. */
+/* Called by the loop's thread: gives the connection to the loop that shall serve it, if that is
+ * another one. A fenced connection stays, because its loop is about to close it. */
 bool loop_move(struct loop *loop, struct connection *connection);
-/* The loop's thread: closes it. */
+/* Called by the loop's thread: closes the connection. */
 void loop_drop(struct loop *loop, struct connection *connection);
 
 #endif

@@ -44,7 +44,8 @@ static void take_inbox(struct loop *loop)
     }
 }
 
-/* Answers to waits, which any thread may have given; each connection then has one turn. */
+/* Takes the answers to waits, which any thread may have given, and gives each connection one
+ * turn. */
 static void take_answers(struct loop *loop)
 {
     pthread_mutex_lock(&loop->answers_lock);
@@ -77,7 +78,7 @@ static void take_answers(struct loop *loop)
         struct connection *connection = served;
         served = connection->next_answered;
         connection->has_new_answers = false;
-        if (!connection->in_list) /* else its turn comes anyway */
+        if (!connection->in_list) /* otherwise its turn comes anyway */
             serve(loop, connection);
     }
 }
@@ -93,8 +94,8 @@ static void drop_fenced(struct loop *loop)
     }
 }
 
-/* Takes each connection off the list and gives it a turn; it may put itself there again, for the
- * next round. */
+/* Takes each connection off the list and gives it a turn. The connection may put itself on the list
+ * again, for the next round. */
 static void serve_list(struct loop *loop, struct connection **list)
 {
     struct connection *connection = *list;
@@ -130,17 +131,17 @@ static int wait_ms(const struct loop *loop)
     return loop->not_greeted ? 1000 : -1;
 }
 
-/* `served`: it has just had something to do. */
+/* `served`: the loop has just served a connection. */
 static int wait_for_events(struct loop *loop, struct epoll_event *events, bool served)
 {
     int timeout = wait_ms(loop);
     bool spins = served && !loop->bulk && timeout != 0;
-    /* from here on: what it had to do may have taken longer than that */
+    /* the clock is read here, because serving may have taken longer than SPIN_NS */
     uint64_t until_ns = spins ? smb_now_ns() + SPIN_NS : 0;
     int count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, spins ? 0 : timeout);
     while (spins && count == 0) {
-        /* the peer that we wait for may have been put on this very core: measured 6 times the
-         * latency */
+        /* the peer that we wait for may have to run on this core: without this, 6 times the latency
+         * was measured */
         sched_yield();
         spins = smb_now_ns() < until_ns;
         count = epoll_wait(loop->epoll, events, EVENTS_PER_WAIT, spins ? 0 : timeout);
@@ -165,10 +166,10 @@ static void *run_loop(void *argument)
         for (int i = 0; i < count; i++) {
             void *source = events[i].data.ptr;
             if (source == loop) {
-                /* what is to be done may close connections that are among these events */
+                /* handled later, because it may close connections that are among these events */
                 woken = true;
             } else if ((uintptr_t)source & 1U) {
-                /* may close connections, too */
+                /* likewise */
                 knocked[knocks++] = (struct listener *)((uintptr_t)source - 1U);
             } else {
                 struct connection *connection = source;
@@ -237,7 +238,7 @@ void loop_empty(struct loop *loop)
         take_inbox(loop);
     while (loop->connections)
         loop_drop(loop, loop->connections);
-    take_answers(loop); /* that nobody is left to hear */
+    take_answers(loop); /* nobody is left to receive them */
     if (loop->epoll >= 0)
         close(loop->epoll);
     if (loop->wake >= 0)

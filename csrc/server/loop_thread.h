@@ -1,4 +1,4 @@
-/* loop_thread.h: a loop's thread: it waits for events, and gives connections their turns. */
+/* loop_thread.h: a loop's thread, which waits for events and gives connections their turns. */
 #ifndef SMB_LOOP_THREAD_H
 #define SMB_LOOP_THREAD_H
 
@@ -6,7 +6,8 @@ struct loop;
 struct smb_server;
 
 int loop_start(struct smb_server *server, int index);
-/* A loop hands connections to others: all are stopped before the first one is emptied. */
+/* Loops give connections to each other, so all loops must be stopped before the first one is
+ * emptied. */
 void loop_stop(struct loop *loop);
 void loop_empty(struct loop *loop);
 

@@ -27,7 +27,8 @@ int gate_watermark(struct gate_request *request, uint64_t *watermark, uint64_t *
                              request->frame.lane, watermark, refused);
 }
 
-/* `replica`: its backup is told too. Its note is made first, so that both know or neither. */
+/* Notes the refusal, and with `replica` tells its backup. The backup's note is allocated first, so
+ * that both copies know of the refusal or neither. */
 static int note_refused(struct gate_request *request, struct replica *replica)
 {
     struct forward *note = NULL;
@@ -53,16 +54,16 @@ int gate_refused(struct smb_server *server, const struct gate_request *refused)
     const struct grant *grant = server->guarded
                                     ? grants_find(&refused->peer->grants, frame->segment)
                                     : NULL;
-    /* one that has expired was one */
+    /* an expired token counts here */
     if (server->guarded && (!grant || (grant->rights & SMB_RIGHT_WRITE) == 0))
         return SMB_DENIED;
     struct smb_segment *segment = server_find(server, frame->segment);
     if (!segment)
-        return SMB_NOT_FOUND; /* nor will any later one be applied */
+        return SMB_NOT_FOUND; /* no later change will be applied either */
     struct gate_request request = {.frame = *frame, .peer = refused->peer, .segment = segment};
     struct replica *replica = replica_at(segment);
     int status = replica && replica_is_behind(replica, frame->epoch) ? SMB_STALE_EPOCH : SMB_OK;
-    /* Of two copies only the primary decides, and its clients ask again elsewhere. */
+    /* Of two copies only the primary may refuse for good; clients of another one ask elsewhere. */
     if (!replica || (!refused->peer->fed && replica_serves(replica, frame->epoch, false)))
         status = note_refused(&request, replica);
     smb_segment_release(segment);

@@ -7,15 +7,15 @@
 #include "server/replica.h"
 #include "server/server.h"
 
-/* A link to a segment with two copies follows its primary, and would take SMB_NOT_FOUND for being
- * sent away. */
+/* The status for a missing operand. If the segment has two copies, the client would take
+ * SMB_NOT_FOUND as a sign that the primary has changed, so it gets SMB_APART. */
 static int missing(const struct gate_request *request, int status)
 {
     bool copies = replica_at(request->segment);
     return status == SMB_NOT_FOUND && copies ? SMB_APART : status;
 }
 
-/* A source that may be read here, to request->others. */
+/* Takes a reference to a source that may be read on this server, in request->others. */
 static int find_source(struct smb_server *server, struct gate_request *request, int number,
                        uint64_t id)
 {
@@ -30,11 +30,12 @@ static int find_source(struct smb_server *server, struct gate_request *request, 
         return SMB_APART;
     if (replica && server->guarded &&
         !replica_serves(replica, grants_find(&request->peer->grants, id)->epoch, false))
-        return SMB_APART; /* its reader learns the epoch where it asks the source itself */
+        return SMB_APART; /* the client learns the epoch when it reads the source itself */
     return SMB_OK;
 }
 
-/* Whether the source's bytes in scratch may be told. */
+/* Whether the source's bytes in scratch may be used: from a segment with two copies, once a client
+ * may be told them. */
 static int may_use(struct gate_request *request, int number)
 {
     struct replica *replica = replica_at(request->others[number]);
@@ -43,9 +44,9 @@ static int may_use(struct gate_request *request, int number)
                    : SMB_OK;
 }
 
-/* Copies the source range into scratch, rounded as the frame says: no chunk lock is waited for
- * while another is held. Of a source with two copies the bytes are kept until they may be told:
- * those of a later try might never be. */
+/* Copies the source range into scratch, rounded as the frame says, so that no chunk lock is waited
+ * for while another is held. The bytes of a source with two copies are kept until they may be used:
+ * each further try would read newer bytes, which would have to wait again. */
 static int read_source(struct smb_server *server, struct gate_request *request, uint64_t id,
                        uint64_t offset, uint8_t *scratch)
 {
@@ -68,8 +69,8 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
     return may_use(request, 0);
 }
 
-/* Adds a source's range, rounded, to what is in scratch; the first one takes its place. Under the
- * source's chunk lock, and no other. */
+/* Adds a source's range, rounded, to the sum in scratch; the first source replaces scratch. Takes
+ * the source's chunk lock and no other. */
 static int add_source(struct gate_request *request, int number, int wire, double scale,
                       uint8_t *scratch)
 {
@@ -106,7 +107,7 @@ static int add_source(struct gate_request *request, int number, int wire, double
     return missing(request, smb_segment_still_there(source));
 }
 
-/* The sum of several sources into scratch, once: it is kept for further tries. */
+/* Computes the sum of several sources in scratch. Done once, and kept for further tries. */
 static int read_sources(struct smb_server *server, struct gate_request *request,
                         const uint8_t *payload, uint8_t *scratch)
 {
@@ -126,8 +127,8 @@ static int read_sources(struct smb_server *server, struct gate_request *request,
     return status;
 }
 
-/* Whether the state can change with the weights: both have one copy, or both move together, so that
- * the backup makes the step in both. */
+/* Whether the state can change together with the weights: both have one copy, or both are in one
+ * bundle, so that the backup makes the step in both. */
 static int follows(struct smb_server *server, const struct gate_request *request,
                    const struct smb_segment *state, uint64_t id)
 {
@@ -138,12 +139,13 @@ static int follows(struct smb_server *server, const struct gate_request *request
         return SMB_INVALID;
     if (server->guarded && !request->peer->fed &&
         !replica_serves(other, grants_find(&request->peer->grants, id)->epoch, false))
-        return SMB_APART; /* the client asks for a newer token of it, as its link would not */
+        /* the client asks for a newer token of that segment, which its link would not do */
+        return SMB_APART;
     return SMB_OK;
 }
 
-/* The words of an APPLY: the gradient's bytes and the state, none of them the weights themselves or
- * each other. */
+/* Reads the words of an APPLY: copies the gradient's bytes and finds the state. All segments must
+ * be different. */
 static int read_step(struct smb_server *server, struct gate_request *request, const uint8_t *words,
                      uint8_t *scratch, struct smb_change *change)
 {
@@ -191,7 +193,7 @@ int gate_describe(struct smb_server *server, struct gate_request *request, const
                                               : read_source(server, request, smb_load64(payload),
                                                             smb_load64(payload + 8), scratch);
         change->source = scratch;
-        change->wire = SMB_WIRE_EXACT; /* it is rounded */
+        change->wire = SMB_WIRE_EXACT; /* the copy is rounded already */
         change->scale = smb_double_of(frame->argument);
         break;
     case SMB_APPLY:

@@ -41,7 +41,8 @@ enum step output_send(struct connection *connection, struct iovec *parts, size_t
                        ? channel_write(&connection->channel, parts, (int)count)
                        : sendmsg(connection->channel.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (done < 0)
-        return channel_failed(done) ? STEP_CLOSE : STEP_ON; /* the peer is gone: no error of ours */
+        /* the peer is gone, which is not an error of ours */
+        return channel_failed(done) ? STEP_CLOSE : STEP_ON;
     if (connection->pass_fd >= 0) {
         smb_segment_release(connection->pass_segment);
         connection->pass_segment = NULL;

@@ -1,5 +1,5 @@
-/* output.h: replies of a connection and the data behind them, on their way to the socket. The
- * connection's loop. */
+/* output.h: sends a connection's replies and the data behind them. Called by the connection's
+ * loop. */
 #ifndef SMB_OUTPUT_H
 #define SMB_OUTPUT_H
 
@@ -9,23 +9,23 @@
 #include "server/connection.h"
 
 bool output_all_sent(const struct connection *connection);
-/* Sends the replies in `out`, then the parts, as far as the socket takes them; parts[0] is left
- * free for the replies. *sent says how much of the other parts went. */
+/* Sends the replies in `out`, then the parts, as far as the socket takes them. parts[0] must be
+ * left free for the replies. *sent: how many bytes of the other parts were sent. */
 enum step output_send(struct connection *connection, struct iovec *parts, size_t count,
                       uint64_t *sent);
 /* Sends `out` and `tail`, as far as the socket takes them. */
 enum step output_flush(struct connection *connection);
-/* Before it waits for anything a connection sends what it has; if the socket is full it waits for
- * room instead: a peer that does not read is not served further. */
+/* Before a connection waits for anything, it sends its answers. If the socket is full, it waits for
+ * room instead: a peer that does not read gets no further service. */
 enum step output_wait_for(struct connection *connection, enum connection_wait wait);
-/* A reply without data. There is room for one: connection_turn sees to it. */
+/* Adds a reply without data. connection_turn keeps room for one. */
 void output_put(struct connection *connection, struct smb_frame *reply);
-/* With so many bytes of data, which are in `tail`. */
+/* Adds a reply with `bytes` of data, which are in `tail`. */
 void output_put_with_tail(struct connection *connection, struct smb_frame *reply, uint32_t bytes);
-/* By reference: so many bytes of data are in the slot that the request named. */
+/* By reference: adds a reply whose `bytes` of data are in the slot that the request named. */
 void output_put_by_reference(struct connection *connection, struct smb_frame *reply,
                              uint32_t bytes);
-/* Nothing more goes out, and the connection is closed: STEP_CLOSE. Counted as that error. */
+/* Stops sending and closes the connection: STEP_CLOSE. Counts `why` as an error. */
 enum step output_refuse(struct connection *connection, int why);
 
 #endif

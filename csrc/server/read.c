@@ -10,18 +10,19 @@
 #include "server/server.h"
 #include "server/staging.h"
 
-enum { READS_PER_SEND = 4 }; /* chunks whose locks one answer holds */
+enum { READS_PER_SEND = 4 }; /* most chunks whose locks one answer holds */
 
 /* The read in hand, and the reads right behind it that have arrived and whose chunks' locks are
  * free. One large call into the kernel is up to 1.5 times as fast as several of a chunk each.
- * Several locks are held then, but none was waited for, so there is no order among them to keep.
- * Segments are found before the first lock is taken and given back after the last: what else that
- * may do is done outside of them. */
+ * Several locks are held then, but none was waited for, so they need no order. Segments are found
+ * before the first lock is taken and released after the last, because finding and releasing may do
+ * more work that must not happen under these locks. */
 struct batch {
-    uint32_t admitted, count; /* found; locked */
+    uint32_t admitted, count; /* number of reads found; number of chunks locked */
     struct gate_request requests[READS_PER_SEND];
     uint8_t headers[READS_PER_SEND][SMB_FRAME_BYTES];
-    struct iovec parts[1 + 2 * READS_PER_SEND]; /* earlier replies; then header and data of each */
+    /* earlier replies; then header and data of each read */
+    struct iovec parts[1 + 2 * READS_PER_SEND];
 };
 
 static bool is_plain_read(const struct connection *connection, const uint8_t *bytes,
@@ -33,7 +34,7 @@ static bool is_plain_read(const struct connection *connection, const uint8_t *by
            frame->length >= BULK_BYTES;
 }
 
-/* Those behind the one in hand stay in `in` until they are answered. */
+/* The reads behind the one in hand stay in `in` until they are answered. */
 static void batch_admit(struct connection *connection, struct batch *batch)
 {
     batch->requests[0] = connection->request;
@@ -47,7 +48,7 @@ static void batch_admit(struct connection *connection, struct batch *batch)
         struct smb_frame frame;
         *request = (struct gate_request){
             .peer = &connection->peer,
-            .tries.begun_ns = UINT64_MAX, /* it came after the one in hand */
+            .tries.begun_ns = UINT64_MAX, /* it came after the read in hand */
         };
         if (!is_plain_read(connection, connection->in + at, &frame) ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)
@@ -56,7 +57,7 @@ static void batch_admit(struct connection *connection, struct batch *batch)
     }
 }
 
-/* SMB_OK: at least the first is locked. */
+/* SMB_OK: at least the first chunk is locked. */
 static int batch_open(struct batch *batch)
 {
     for (uint32_t i = batch->count = 0; i < batch->admitted; i++) {
@@ -75,15 +76,15 @@ static int batch_open(struct batch *batch)
     return SMB_OK;
 }
 
-/* The first is the connection's. */
+/* The first request is the connection's, and is released elsewhere. */
 static void batch_done(struct batch *batch)
 {
     for (uint32_t i = 1; i < batch->admitted; i++)
         gate_done(&batch->requests[i]);
 }
 
-/* The range of the read in hand, as it is or encoded. If another reader has the chunk's lock,
- * without it. */
+/* Copies the range of the read in hand, plain or encoded. If another reader has the chunk's lock,
+ * it copies without the lock. */
 static int copy_range(struct connection *connection, uint8_t *to)
 {
     struct gate_request *request = &connection->request;
@@ -110,7 +111,7 @@ static int copy_range(struct connection *connection, uint8_t *to)
     return status;
 }
 
-/* Answers from a copy: if the read is encoded, has a checksum, goes by reference, or if the chunk's
+/* Answers from a copy: the read is encoded, has a checksum or goes by reference, or the chunk's
  * lock is taken. */
 static enum step answer_read_by_copy(struct connection *connection)
 {
@@ -164,7 +165,8 @@ enum step answer_read(struct connection *connection)
     for (uint32_t i = 0; i < batch.count; i++) {
         struct gate_request *request = &batch.requests[i];
         uint32_t length = request->frame.length;
-        bool answered = i == 0 || sent > 0; /* the first is in hand: it is answered in any case */
+        /* the first is the request in hand, which is answered in any case */
+        bool answered = i == 0 || sent > 0;
         if (answered && sent < SMB_FRAME_BYTES + (uint64_t)length) {
             uint32_t of_header = sent < SMB_FRAME_BYTES ? (uint32_t)sent : SMB_FRAME_BYTES;
             uint32_t of_data = (uint32_t)sent - of_header;

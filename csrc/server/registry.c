@@ -1,5 +1,5 @@
-/* The segments that a daemon serves, by id, and the books of its capacity. Control threads change
- * it, loops look up in it. */
+/* The segments that a daemon serves, by id, and how much of its capacity is used. Control threads
+ * change the registry; loops look up segments in it. */
 #include "server/registry.h"
 
 #include <stdlib.h>
@@ -85,8 +85,8 @@ struct entry *registry_take_out(struct smb_server *server, uint64_t id)
     return entry;
 }
 
-/* The journal is opened before the server listens, so nobody adds or takes away meanwhile; sessions
- * end at any time. */
+/* The journal is opened before the server listens, so nobody adds or removes segments meanwhile.
+ * Sessions may end at any time. */
 int server_each_segment(struct smb_server *server,
                         void (*visit)(void *argument, struct smb_segment *segment), void *argument)
 {

@@ -14,7 +14,8 @@
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-/* A change of a lock's or version's words, in the order of all changes. sync.h has its mutex. */
+/* Forwards a change of a lock's or version's words, in the order of all changes. Called under
+ * sync.h's mutex. */
 static void forward_words(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
 {
     struct replica *replica = argument;
@@ -33,7 +34,7 @@ static void forward_words(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
             bundle_append(replica, made);
             feed_send(&bundle->feed);
         } else {
-            /* The bundle loses its backup: it stays broken until the coordinator says so. */
+            /* The pair stays broken until the coordinator takes the backup away. */
             bundle->words_lost = true;
             bundle->copy.failed = true;
             feed_disconnect(&bundle->feed);
@@ -68,7 +69,7 @@ int replica_create(struct smb_server *server, struct smb_segment *segment)
         free(made);
         return status;
     }
-    /* An older role says nothing, also after a restart: the file has the last one's epoch. */
+    /* An older role is ignored, also after a restart: the file has the last role's epoch. */
     uint32_t epoch;
     smb_segment_copy(segment, &epoch);
     bundle_begin_at(made->bundle, epoch);
@@ -94,7 +95,7 @@ void replica_destroy(struct replica *replica)
 bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed)
 {
     const struct segment_bundle *bundle = replica->bundle;
-    /* The role last: it is given after the epoch. */
+    /* The role is read last, because it is set after the epoch. */
     int role = atomic_load_explicit(&bundle->role, memory_order_acquire);
     return role == (fed ? SMB_REPLICA_BACKUP : SMB_REPLICA_PRIMARY) &&
            atomic_load_explicit(&bundle->epoch, memory_order_acquire) == epoch;
@@ -149,7 +150,7 @@ bool replica_allows(const struct smb_frame *frame)
 
 /* ---- changes --------------------------------------------------------------------------------- */
 
-/* With the lock. */
+/* Call with the lock held. */
 static int may_begin(const struct segment_bundle *bundle)
 {
     if (!bundle_is_primary(bundle))
@@ -225,13 +226,15 @@ int replica_enqueue(struct smb_segment *const *targets, int count, struct forwar
         }
         bundle_append(replica, forward);
         *order = forward->order;
-        /* Release: pairs with replica_check_read, of readers that do not take the chunk's lock. */
+        /* Release: pairs with replica_newest_of, called by readers that do not take the chunk's
+         * lock. */
         for (int i = 0; i < count; i++)
             atomic_store_explicit(
                 &replica_at(targets[i])->chunk_orders[offset / replica->chunk_bytes], *order,
                 memory_order_release);
     } else {
-        feed_free(&bundle->feed, forward); /* it lost its backup, or its role, in between */
+        /* the segment lost its backup, or its role, in between */
+        feed_free(&bundle->feed, forward);
         status = bundle_is_primary(bundle) ? SMB_OK : SMB_STALE_EPOCH;
     }
     pthread_mutex_unlock(&bundle->lock);
@@ -246,7 +249,8 @@ int replica_prepare_refusal(struct replica *replica, const struct smb_frame *fra
                              .lane = frame->lane,
                              .sequence = frame->sequence};
     int status = replica_prepare(replica, &note, NULL, NULL, forward);
-    return status == SMB_OUT_OF_MEMORY ? SMB_BUSY : status; /* a refusal cannot be refused */
+    /* a refusal cannot fail, so it is tried again */
+    return status == SMB_OUT_OF_MEMORY ? SMB_BUSY : status;
 }
 
 void replica_enqueue_refusal(struct replica *replica, struct forward *forward)
@@ -258,7 +262,8 @@ void replica_enqueue_refusal(struct replica *replica, struct forward *forward)
     if (is_paired(bundle))
         bundle_append(replica, forward);
     else
-        feed_free(&bundle->feed, forward); /* it lost its backup, or its role, in between */
+        /* the segment lost its backup, or its role, in between */
+        feed_free(&bundle->feed, forward);
     pthread_mutex_unlock(&bundle->lock);
 }
 
@@ -281,15 +286,15 @@ bool replica_has_confirmed(struct replica *replica, uint64_t order)
     return atomic_load_explicit(&bundle->confirmed, memory_order_acquire) >= order;
 }
 
-/* With the lock: a question whether it is still the backup is on its way after this, unless memory
- * is out. */
+/* Call with the lock held. Makes sure that a question to the backup, whether it is still the
+ * backup, is sent after this call began. False: out of memory. */
 static bool ask_backup(struct replica *replica)
 {
     struct segment_bundle *bundle = replica->bundle;
     struct forward *question = feed_make(&bundle->feed, SMB_FRAME_BYTES);
     if (!question)
         return false;
-    /* By the name of one that the backup has. */
+    /* Asks in the name of a member that the backup has. */
     if (replica->left && bundle->members)
         replica = bundle->members;
     bundle_encode(replica, question, (struct smb_frame){.opcode = SMB_REPLICATE});
@@ -313,7 +318,7 @@ uint64_t replica_order_of_sync(struct replica *replica)
     struct segment_bundle *bundle = replica->bundle;
     uint64_t order = 0;
     pthread_mutex_lock(&bundle->lock);
-    /* Without memory it waits until the segment has other roles. */
+    /* Without memory for the question the wait lasts until the segment has other roles. */
     if (!bundle_is_primary(bundle) || bundle->words_lost ||
         (is_paired(bundle) && !lease_runs(bundle) && !ask_backup(replica)))
         order = UINT64_MAX;
@@ -325,7 +330,8 @@ uint64_t replica_order_of_sync(struct replica *replica)
 
 uint64_t replica_newest_of(const struct replica *replica, uint64_t offset)
 {
-    /* Acquire: pairs with replica_enqueue. Bytes of a change were read: then its order is seen. */
+    /* Acquire: pairs with the release in replica_enqueue. Whoever has read bytes of a change sees
+     * its order. */
     return atomic_load_explicit(&replica->chunk_orders[offset / replica->chunk_bytes],
                                 memory_order_acquire);
 }
@@ -333,12 +339,13 @@ uint64_t replica_newest_of(const struct replica *replica, uint64_t offset)
 int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_ns)
 {
     struct segment_bundle *bundle = replica->bundle;
-    bool paired = is_paired(bundle); /* before the role: take_role */
+    bool paired = is_paired(bundle); /* read before the role; the reverse of take_role */
     if (!bundle_is_primary(bundle) || !replica_has_confirmed(replica, order))
-        return SMB_BUSY; /* the next try of one that is none is refused at the gate */
+        return SMB_BUSY; /* the next try will be refused at the gate if this is not the primary */
     if (!paired || lease_runs(bundle))
         return SMB_OK;
-    /* The backup may have been promoted. It says that it was not, after the read began. */
+    /* The backup may have been promoted. It must have said, after the read began, that it was
+     * not. */
     pthread_mutex_lock(&bundle->lock);
     bool fresh = !is_paired(bundle) || bundle->asked_at_ns > begun_ns;
     if (!fresh && !bundle->question_pending)
@@ -362,7 +369,7 @@ void replica_note_copied(struct replica *replica, uint32_t epoch, uint64_t seque
 {
     struct segment_bundle *bundle = replica->bundle;
     pthread_mutex_lock(&bundle->lock);
-    /* Of a segment that was made anew meanwhile it says nothing. */
+    /* A segment of the same id that was created anew meanwhile is not concerned. */
     if (!replica->left && atomic_load_explicit(&bundle->epoch, memory_order_relaxed) == epoch)
         bundle->copied = sequence;
     pthread_mutex_unlock(&bundle->lock);

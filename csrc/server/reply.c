@@ -53,8 +53,8 @@ enum step reply_failure(struct connection *connection, int status)
     if (noted == SMB_BUSY)
         return reply_defer(connection);
     /* The client asks the coordinator, and comes back over another connection. Its next changes may
-     * be on the way, and this server get the role meanwhile. Lower lanes have other segments, too,
-     * and no frame there is of an epoch of roles. */
+     * already be on this one, and this server may get the role meanwhile. Lanes below
+     * SMB_LANE_OF_SEGMENTS also carry other segments, and their frames have no epoch of roles. */
     if (noted == SMB_STALE_EPOCH && connection->lane >= SMB_LANE_OF_SEGMENTS &&
         !connection->peer.fed)
         connection->peer.sent_away = true;

@@ -12,24 +12,24 @@ struct forward;
 struct segment_bundle;
 struct smb_server;
 
-/* The gate's knowledge of a connection, from one request to the next. */
+/* The gate's knowledge of a connection, which lasts from one request to the next. */
 struct gate_peer {
-    struct grants grants; /* what it has shown; not looked at unless the server is guarded */
+    struct grants grants; /* shown tokens; used only if the server is guarded */
     uint32_t record_hint;
     /* of segments with two copies (replica.h) */
-    bool fed; /* it is a primary's, for its backup here */
-    /* for these segments it was taken as their primary's: frames of many sessions; NULL */
+    bool fed; /* this is a primary's connection for its backup here */
+    /* the bundle whose primary the peer is, with frames of many sessions; else NULL */
     struct segment_bundle *feeds;
-    /* a change for the one segment of its lane was sent away: so is every later one, as the lane's
-     * watermark would speak for the first one, too */
+    /* a change for the only segment of its lane was sent away, so every later one is, too: the
+     * lane's watermark would otherwise cover the first one as well */
     bool sent_away;
 };
 
-/* The part of a request that stays from one try to the next, if it is deferred. */
+/* The part of a deferred request that is kept from one try to the next. */
 struct gate_tries {
-    bool retried;      /* this is not the first one */
-    uint64_t begun_ns; /* when it came */
-    /* 1 + what each source's bytes in `scratch` wait for; 0: none there */
+    bool retried;      /* this is not the first try */
+    uint64_t begun_ns; /* when the request came */
+    /* 1 + the order that each source's bytes in `scratch` wait for; 0: no bytes there */
     uint64_t gathered[SMB_SOURCES_MAX];
 };
 
@@ -38,17 +38,18 @@ struct gate_request {
     struct gate_peer *peer;
     struct gate_tries tries;
     struct smb_segment *segment; /* a reference while the request is in hand */
-    /* references too. ACCUMULATE_FROM: the sources; APPLY: gradient, then state */
+    /* references, too. ACCUMULATE_FROM: the sources; APPLY: gradient, then state */
     struct smb_segment *others[SMB_SOURCES_MAX];
-    struct record *record; /* of the change's lane, while it is carried out */
+    struct record *record; /* of the change's lane, while it is executed */
     /* of a segment with two copies (replica.h) */
-    bool alone;              /* it had one copy, and was not gated, when this was begun */
-    struct forward *forward; /* what is to go to the backup */
-    uint64_t order;          /* what its answer waits for; 0: nothing */
+    /* when the request began, the segment had one copy and was not gated */
+    bool alone;
+    struct forward *forward; /* the frame for the backup */
+    uint64_t order;          /* the order that the answer waits for; 0: none */
 };
 
-/* How long it tries a chunk's lock. A retried request must not spin: many of them, each a
- * millisecond, would keep the loop busy. */
+/* For how long to try a chunk's lock. A retried request must not spin: many retried requests, each
+ * for a millisecond, would keep the loop busy. */
 static inline int gate_patience(const struct gate_request *request)
 {
     return request->tries.retried ? SMB_TRY_ONCE : SMB_TRY;

@@ -1,5 +1,5 @@
-/* A bundle's role, primary or backup, from an epoch on: given by the coordinator. Control threads,
- * one at a time (roles_lock). */
+/* The role of a bundle, primary or backup, from an epoch on, as the coordinator gives it. Called by
+ * control threads, one at a time (roles_lock). */
 #include <string.h>
 
 #include "base/clock.h"
@@ -14,12 +14,12 @@ static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, b
                       bool copying, const char *peer)
 {
     pthread_mutex_lock(&bundle->lock);
-    /* Before `paired`: whoever finds it unpaired and a primary takes it for the only copy. */
+    /* Set before `paired`: a reader that finds an unpaired primary takes it for the only copy. */
     if (role != SMB_REPLICA_PRIMARY)
         atomic_store_explicit(&bundle->role, role, memory_order_release);
     bool goes_on = role == SMB_REPLICA_PRIMARY && paired && !copying && bundle->copy.whole;
     if (goes_on) {
-        /* The new backup still has to get all that is queued. */
+        /* The new backup still has to get all queued changes. */
         feed_enter_epoch(&bundle->feed, epoch);
         bundle_end_copy(bundle);
     } else {
@@ -43,8 +43,8 @@ static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, b
     bundle_tell_change(bundle->server);
 }
 
-/* It can have a backup that was not copied to if both are new, or if the copy has just become
- * whole. */
+/* A segment can have a backup that was not copied to if both are new, or if its copy has just
+ * become whole. */
 static bool may_take(struct segment_bundle *bundle, int role_now, int role, bool paired,
                      bool copying)
 {
@@ -56,9 +56,8 @@ static bool may_take(struct segment_bundle *bundle, int role_now, int role, bool
     return whole;
 }
 
-/* Of a segment with one copy, that may have another one from here on: nothing reads or changes it
- * but through this server. Requests that wait are made again, in the epoch that comes with its
- * role. */
+/* Gates a segment with one copy that may get another: from here on all reads and changes pass this
+ * server. Waiting requests are sent again, in the epoch of the new role. */
 static int gate_segment(struct smb_server *server, struct smb_segment *segment)
 {
     int status = smb_segment_let_move(segment) == SMB_OK ? replica_create(server, segment)
@@ -72,7 +71,7 @@ static int gate_segment(struct smb_server *server, struct smb_segment *segment)
     return status;
 }
 
-/* It was the backup: the old primary's requests here end before another primary's begin. */
+/* For a former backup: the old primary's requests here must end before another primary's begin. */
 static void stop_following(struct segment_bundle *bundle, uint32_t epoch, int role)
 {
     take_role(bundle, epoch, SMB_REPLICA_NONE, false, false, "");
@@ -116,7 +115,8 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
                 take_role(bundle, epoch, role, paired, copying, peer);
             }
         }
-        /* Of each member by itself: a daemon that is killed in between told of all of them. */
+        /* Noted for each member separately: if the daemon is killed in between, the coordinator
+         * gives the role again. */
         if (status == SMB_OK && role != SMB_REPLICA_NONE &&
             atomic_load_explicit(&bundle->epoch, memory_order_relaxed) == epoch &&
             atomic_load_explicit(&bundle->role, memory_order_relaxed) == role)

@@ -1,4 +1,4 @@
-/* The segments that a daemon serves come and go. Control threads. */
+/* Creates, adopts and deletes the segments that a daemon serves. Called by control threads. */
 #include "server/segments.h"
 
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 #include "server/server.h"
 #include "server/waits.h"
 
-/* Takes the reference over. The bytes are reserved already. `left`: the segment is of an earlier
+/* Takes over the reference. The bytes are reserved already. `left`: the segment is of an earlier
  * run. */
 static int publish(struct smb_server *server, struct smb_segment *segment, const char *path,
                    bool left)
@@ -47,7 +47,7 @@ static int create(struct smb_server *server, const char *path, uint64_t id, uint
     struct smb_segment *segment;
     status = smb_segment_create(path, id, epoch, dtype, data_bytes, chunk_bytes, &segment);
     if (status == SMB_OK && bundle)
-        smb_segment_mark_replicated(segment, *bundle); /* before anybody can find it */
+        smb_segment_mark_replicated(segment, *bundle); /* before any request can find the segment */
     if (status == SMB_OK) {
         status = publish(server, segment, path, false);
         if (status != SMB_OK) {

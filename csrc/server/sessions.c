@@ -16,7 +16,8 @@ bool session_has_ended(struct smb_server *server, uint64_t session)
 void session_note_ended(struct smb_server *server, uint64_t session)
 {
     pthread_mutex_lock(&server->ended_lock);
-    if (server->ended_count >= ENDED_MAX) /* one is forgotten, and would be let in */
+    /* the oldest one is forgotten, and would be accepted again */
+    if (server->ended_count >= ENDED_MAX)
         atomic_store_explicit(&server->ended_are_known, false, memory_order_release);
     server->ended[server->ended_count++ % ENDED_MAX] = session;
     pthread_mutex_unlock(&server->ended_lock);
@@ -25,7 +26,8 @@ void session_note_ended(struct smb_server *server, uint64_t session)
 void smb_server_know_ended(struct smb_server *server, bool all)
 {
     pthread_mutex_lock(&server->ended_lock);
-    /* Release: pairs with the acquire in records.c, that sees the sessions ended. */
+    /* Release: pairs with the acquire in records.c. A thread that reads true sees the sessions
+     * ended. */
     atomic_store_explicit(&server->ended_are_known, all && server->ended_count <= ENDED_MAX,
                           memory_order_release);
     pthread_mutex_unlock(&server->ended_lock);

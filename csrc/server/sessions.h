@@ -1,5 +1,5 @@
-/* sessions.h: which sessions have ended. A server remembers the last ENDED_MAX of them, and lets
- * none of those in again. */
+/* sessions.h: which sessions have ended. A server remembers the last ENDED_MAX of them and refuses
+ * these. */
 #ifndef SMB_SESSIONS_H
 #define SMB_SESSIONS_H
 
@@ -9,7 +9,7 @@
 struct smb_server;
 
 bool session_has_ended(struct smb_server *server, uint64_t session);
-/* It has ended now; waits.c lets go of what it held. */
+/* Notes that the session has ended; waits.c releases what it held. */
 void session_note_ended(struct smb_server *server, uint64_t session);
 
 #endif

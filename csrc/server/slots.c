@@ -1,6 +1,6 @@
-/* Slots that somebody outside fills: by an RDMA network card, which may reach them for as long as
- * they are registered, whatever has become of the connection. So they have references of their own,
- * and go back to the journal with the last. */
+/* Slots that an RDMA network card fills. The card may reach them for as long as they are
+ * registered, whatever becomes of the connection. So they have their own references, and go back to
+ * the journal with the last one. */
 #include "server/slots.h"
 
 #include <stdlib.h>
@@ -13,7 +13,7 @@ enum { SLOTS_MAX = 64 };
 
 struct smb_slots {
     _Atomic uint32_t references;
-    struct journal *journal; /* NULL: `own` */
+    struct journal *journal; /* NULL: the memory is `own` */
     uint8_t *own;
     uint32_t count;
     struct slot slots[];
@@ -23,7 +23,7 @@ static int fill(struct smb_slots *slots, uint32_t wanted)
 {
     int status = SMB_OK;
     if (!slots->journal) {
-        /* a page before each: for a token */
+        /* a page before each, for a token */
         slots->own = aligned_alloc(4096, (size_t)wanted * (SMB_CHUNK_BYTES_MAX + 4096));
         for (; slots->own && slots->count < wanted; slots->count++)
             slots->slots[slots->count].payload = slots->own +
@@ -79,7 +79,7 @@ void slots_retain(struct smb_slots *slots)
 
 void smb_slots_release(struct smb_slots *slots)
 {
-    /* acq_rel: what was done with the slots is done when the last one gives them back. */
+    /* acq_rel: all use of the slots has ended when the last reference gives them back. */
     if (atomic_fetch_sub_explicit(&slots->references, 1, memory_order_acq_rel) != 1)
         return;
     for (uint32_t i = 0; slots->journal && i < slots->count; i++)

@@ -1,5 +1,5 @@
-/* slots.h: slots that somebody outside fills, an RDMA network card. Any thread: they have
- * references of their own. */
+/* slots.h: slots that an RDMA network card fills. They have their own references; any thread may
+ * use them. */
 #ifndef SMB_SLOTS_H
 #define SMB_SLOTS_H
 
@@ -9,7 +9,7 @@ struct slot;
 struct smb_slots;
 
 void slots_retain(struct smb_slots *slots);
-/* One of them; NULL if there is no such. */
+/* The slot of that index; NULL: out of range. */
 const struct slot *slots_at(const struct smb_slots *slots, uint64_t index);
 
 #endif

@@ -59,7 +59,7 @@ int staging_take_record(struct connection *connection, const uint8_t *record)
     if ((carries || frame->opcode == SMB_READ) && !connection->named)
         return SMB_PROTOCOL;
     if (!carries && prefix + body > SMB_RECORD_SMALL_BYTES)
-        return SMB_PROTOCOL; /* a copy's parts do not come this way */
+        return SMB_PROTOCOL; /* parts of a copy are not sent by reference */
     bool in_place = carries && smb_frame_wire(frame) != SMB_WIRE_SPARSE;
     if (!in_place && staging_is_needed(frame)) {
         int status = staging_make(connection, staging_bytes(frame));

@@ -1,11 +1,12 @@
-/* Connections over TCP that have not shown yet who they are: how many there may be, and which of
- * them goes when there are more.
+/* TCP connections that have not shown yet who they are: how many there may be, and which one is
+ * closed when there are more.
  *
- * They are all served by loop 0, which accepts them, so that nothing here is shared; a connection
- * that has proved itself is no stranger any more. No entry of the table is any address's own: where
- * it is full, the address that has the most loses its oldest. So a peer that comes from another
- * address than the many is never the one to go; and of one address the newest has the longest time
- * left. */
+ * Loop 0 accepts and serves all of them, so nothing here is shared. A connection that has proved
+ * itself is no longer a stranger.
+ *
+ * No address owns an entry of the table. If the table is full, the address with the most
+ * connections loses its oldest. So a peer at another address is never the one that is closed, and
+ * among the connections of one address the newest has the longest time left. */
 #include "server/strangers.h"
 
 #include <string.h>
@@ -16,8 +17,8 @@
 #include "server/loop.h"
 #include "server/server.h"
 
-/* The source that limits count: an IPv4 address, or an IPv6 network, since one host has all of its
- * addresses. */
+/* The source that limits count: an IPv4 address, or an IPv6 network, because one host has all of
+ * the network's addresses. */
 static struct stranger_source source_of(int fd)
 {
     struct address peer;
@@ -52,7 +53,8 @@ void strangers_enter(struct connection *connection)
         else if (same_source(&count->source, &source))
             mine = count;
     }
-    if (!mine) { /* there is a free entry: no more connections are counted than there are entries */
+    /* an entry must be free, as no more connections are counted than there are entries */
+    if (!mine) {
         mine = free_entry;
         mine->source = source;
     }

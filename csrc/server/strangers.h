@@ -1,4 +1,4 @@
-/* strangers.h: connections over TCP that have not shown yet who they are. Loop 0 only. */
+/* strangers.h: TCP connections that have not shown yet who they are. Called by loop 0 only. */
 #ifndef SMB_STRANGERS_H
 #define SMB_STRANGERS_H
 
@@ -10,7 +10,7 @@ struct connection;
 struct smb_server;
 
 enum {
-    STRANGERS_MAX = 512 /* at once: about 10 KiB each, and 40 with a TLS handshake under way */
+    STRANGERS_MAX = 512 /* at once; each takes about 10 KiB, and 40 KiB during a TLS handshake */
 };
 
 struct stranger_source {
@@ -20,19 +20,19 @@ struct stranger_count {
     struct stranger_source source;
     uint32_t now; /* 0: a free entry */
 };
-/* Loop 0's, but for `now`, which others may read. */
+/* Only loop 0 uses it, except that other threads may read `now`. */
 struct strangers {
     struct stranger_count counts[STRANGERS_MAX];
     struct connection *oldest, *newest;
     _Atomic uint64_t now;
 };
 
-/* There are fewer than STRANGERS_MAX. */
+/* There must be fewer than STRANGERS_MAX. */
 void strangers_enter(struct connection *connection);
-/* No harm where it is none. */
+/* Harmless if the connection is not a stranger. */
 void strangers_leave(struct connection *connection);
 bool strangers_are_many(const struct smb_server *server);
-/* The one to go; NULL: there are none. */
+/* The connection to close; NULL: there are no strangers. */
 struct connection *strangers_least(struct smb_server *server);
 
 #endif

@@ -1,6 +1,6 @@
-/* Requests that wait, on the daemon's side of sync.h: taken off their connections, and the one
- * thread that does what time demands. An answer may come on any thread; it goes to the loop of its
- * connection, and from there to the peer. */
+/* Requests that wait, on the daemon's side of sync.h: they leave their connections, and one thread
+ * does what is due. An answer may come on any thread. It goes to the loop of its connection, and
+ * from there to the peer. */
 #include "server/waits.h"
 
 #include <errno.h>
@@ -36,7 +36,7 @@ static void free_served(void *companion)
 
 /* ---- time ------------------------------------------------------------------------------------ */
 
-/* With the lock held. */
+/* Call with the lock held. */
 static void take_out(struct smb_server *server, struct served *served)
 {
     if (served->due_ns != UINT64_MAX)
@@ -80,8 +80,8 @@ static void *tick(void *argument)
             pthread_cond_clockwait(&server->due_changed, &server->due_lock, CLOCK_MONOTONIC,
                                    &until);
         } else {
-            /* In the list, so not closed yet (waits_close takes it out first): the reference is
-             * good. */
+            /* The segment is in the tree, so not closed yet (waits_close removes it first), and its
+             * reference is valid. */
             struct smb_segment *segment = smb_segment_retain(first->segment);
             take_out(server, first);
             pthread_mutex_unlock(&server->due_lock);
@@ -157,7 +157,7 @@ void waits_take_over(struct smb_segment *segment)
     struct sync_status now;
     uint64_t now_ns = smb_boot_ns();
     sync_take_over(served->sync, now_ns);
-    /* It may have ended before its lock came here. */
+    /* The session may have ended before its lock came here. */
     sync_status(served->sync, now_ns, &now);
     for (uint32_t which = 0; which < SYNC_LOCKS; which++)
         if (now.locks[which].session && session_has_ended(served->server, now.locks[which].session))
@@ -216,7 +216,7 @@ void wait_free(struct wait *wait)
     free(wait);
 }
 
-/* In the connection's list before it is asked for: its answer may come at once, on another
+/* Put into the connection's list before sync_ask, because the answer may come at once, on another
  * thread. */
 static struct wait *wait_create(struct connection *connection, struct gate_request *request)
 {
@@ -293,7 +293,7 @@ void waits_forget(struct connection *connection)
     while (connection->waits) {
         struct wait *wait = connection->waits;
         unlink_wait(wait);
-        wait->connection = NULL; /* seen by this loop only, if the answer is under way */
+        wait->connection = NULL; /* only this loop will see it, if the answer is under way */
         struct replica *replica = replica_at(wait->segment);
         if ((replica && replica_forget(replica, wait)) ||
             (wait->waiter.sync && sync_forget(&wait->waiter, now_ns)))
@@ -317,7 +317,7 @@ static void end_on_segment(void *argument, struct smb_segment *segment)
 
 void smb_server_end_session(struct smb_server *server, uint64_t session)
 {
-    /* First refuse new connections, then close those there are, then release what the session
+    /* First refuse new connections, then close the present ones, then release what the session
      * held. */
     session_note_ended(server, session);
     lanes_fence_session(server, session);
@@ -325,7 +325,8 @@ void smb_server_end_session(struct smb_server *server, uint64_t session)
     forget_past(server, session);
 }
 
-/* ---- for people ------------------------------------------------------------------------------ */
+/* ---- for metrics and `smb status`
+ * --------------------------------------------------------------- */
 
 struct look {
     struct smb_wait *waits;
