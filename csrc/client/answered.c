@@ -12,9 +12,10 @@ static int state_after(int status)
 void link_take_failure(struct smb_link *link, struct inflight *inflight, int status)
 {
     struct stream *stream = inflight->stream;
-    /* A change that is known to be applied stays applied, even if its answer is lost. A repetition
-     * without a right to it, or to a server that has the segment no more, or no room for the
-     * request, is refused before anybody looks at what became of the first request. */
+    /* A change that is known to be applied stays applied, even if its answer is lost. A server
+     * refuses a repetition before it looks up the outcome of the first request, if the client has
+     * lost its right, the server no longer has the segment, or it has no room for the request. Such
+     * a refusal says nothing about the first request. */
     bool stays = inflight->fate == SMB_OUTCOME_APPLIED ||
                  (inflight->fate == SMB_OUTCOME_UNKNOWN &&
                   (status == SMB_DENIED || status == SMB_STALE_EPOCH || status == SMB_NOT_FOUND ||
@@ -29,8 +30,8 @@ void link_take_failure(struct smb_link *link, struct inflight *inflight, int sta
     inflight_landed(link, inflight);
 }
 
-/* A lock was granted to a caller that has left: it goes back at once. If the connection breaks
- * first, its ttl ends it. */
+/* A lock was granted to a caller that has left, so it is released at once. If the connection breaks
+ * first, the lock expires. */
 static void give_back(struct smb_link *link, const struct inflight *lock, uint64_t token)
 {
     struct inflight *inflight = inflight_take(link);
@@ -42,7 +43,8 @@ static void give_back(struct smb_link *link, const struct inflight *lock, uint64
                                   .opcode = SMB_UNLOCK,
                                   .fate = SMB_OUTCOME_NOT_APPLIED};
     struct smb_frame frame = {.opcode = SMB_UNLOCK,
-                              .argument = token % SYNC_LOCKS}; /* its lowest bit says which */
+                              /* a token's lowest bit says to which lock it belongs */
+                              .argument = token % SYNC_LOCKS};
     inflight_put_small(inflight, token);
     for (int i = 1; i < SMB_SYNC_WORDS; i++)
         inflight_put_small(inflight, 0);

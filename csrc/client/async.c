@@ -28,7 +28,7 @@ static void leave_order(struct smb_async *async, struct smb_operation *operation
         pthread_cond_broadcast(&async->ended);
 }
 
-/* The thread looks for what may begin. */
+/* Wakes the async thread, which looks for operations that may begin. */
 static void wake_thread(struct smb_async *async)
 {
     if (async->sleeps)
@@ -64,7 +64,7 @@ static struct smb_async *async_retain(struct smb_async *async)
     return async;
 }
 
-/* The last one's: its thread has ended, and no operation is left. */
+/* The last reference is dropped after the thread has ended and when no operation is left. */
 static void async_release(struct smb_async *async)
 {
     if (atomic_fetch_sub_explicit(&async->references, 1, memory_order_acq_rel) != 1)
@@ -109,7 +109,7 @@ void smb_window_destroy(struct smb_window *window)
 {
     struct smb_async *async = window->async;
     if (async->pid != getpid())
-        return; /* a child of fork: a thread that is not there may hold the mutex */
+        return; /* a child of fork: a thread that does not exist here may hold the mutex */
     pthread_mutex_lock(&async->mutex);
     SMB_ASSERT(window->heap.count == 0 && window->in_flight == 0);
     struct smb_window **at = &async->windows;
@@ -124,7 +124,7 @@ void smb_window_destroy(struct smb_window *window)
 
 /* ---- the async thread ------------------------------------------------------------------------ */
 
-/* The rest of a failed change, which was not begun, is not applied. */
+/* Notes the part of a failed change that was not begun as not applied. */
 static void note_rest(struct smb_operation *operation)
 {
     struct smb_outcome rest = {0};
@@ -140,7 +140,7 @@ static void note_rest(struct smb_operation *operation)
     transfer_add_outcome(&operation->outcome, &rest);
 }
 
-/* With the mutex: nothing of it is in flight, and nothing will be. */
+/* Call with the mutex held. Ends an operation of which nothing is in flight, nor will be. */
 static void operation_over(struct smb_async *async, struct smb_operation *operation)
 {
     transfer_add_outcome(&operation->outcome, &operation->local_outcome);
@@ -149,7 +149,7 @@ static void operation_over(struct smb_async *async, struct smb_operation *operat
         note_rest(operation);
     transfer_count(operation->buffer, &operation->request, &operation->outcome, operation->link,
                    operation->begun_ns);
-    if (operation->failed) { /* it may be gone on with: its turn lasts until smb_async_end */
+    if (operation->failed) { /* the caller may continue it, so its turn lasts until smb_async_end */
         add_event(async, operation, SMB_ASYNC_FAILED);
         return;
     }
@@ -178,7 +178,7 @@ static void end_slice(struct smb_async *async, struct slice *slice, uint64_t now
     async->spare = slice;
 }
 
-/* Ends slices over links that are done. */
+/* Ends slices over links whose calls are done. */
 static void reap(struct smb_async *async)
 {
     struct slice *done = NULL, **end = &done;
@@ -253,7 +253,8 @@ static void begin_slice(struct smb_async *async, struct smb_operation *operation
         return;
     }
     struct call *call = &slice->transfer.call;
-    call->outcome = &operation->outcome; /* one account, of the progress thread's, for all slices */
+    /* one account for all slices; the progress thread writes it */
+    call->outcome = &operation->outcome;
     call->bell = &async->bell;
     slice->transfer.work.whole_bytes = operation->request.bytes;
     operation->sliced_bytes += slice->request.bytes;
@@ -287,13 +288,14 @@ static void begin_what_may(struct smb_async *async)
     }
 }
 
-/* One piece of the slice whose local part is being done. */
+/* Does one piece of the slice whose local part is under way. */
 static bool step_here(void *argument)
 {
     struct smb_async *async = argument;
     if (local_step(&async->here->transfer.work))
         return true;
-    call_ring(async->client, &async->bell); /* its thread, this one, has to look */
+    /* the async thread, which is this one, must look for more */
+    call_ring(async->client, &async->bell);
     return false;
 }
 
@@ -305,7 +307,7 @@ static void finish_here(struct smb_async *async)
         end_slice(async, slice, smb_now_ns());
 }
 
-/* Of a stopped one: what is in a heap has begun. */
+/* For stopped operations: those in a heap may have begun. */
 static bool some_begun(const struct smb_async *async)
 {
     for (const struct smb_window *window = async->windows; window; window = window->next)
@@ -352,7 +354,7 @@ static void *run(void *argument)
     return NULL;
 }
 
-/* With the mutex. The signals are Python's main thread's. */
+/* Call with the mutex held. Signals are blocked, because Python's main thread handles them. */
 static int start_thread(struct smb_async *async)
 {
     sigset_t all, before;
@@ -455,7 +457,7 @@ int smb_async_submit(struct smb_async *async, struct smb_window *window, struct 
     return status;
 }
 
-/* With the mutex. */
+/* Call with the mutex held. */
 static void forget(struct smb_operation *operation)
 {
     operation->window->operations--;
@@ -465,7 +467,7 @@ static void forget(struct smb_operation *operation)
 int smb_async_cancel(struct smb_async *async, uint64_t tag)
 {
     if (async->pid != getpid())
-        return 0; /* its parent's, and begun there */
+        return 0; /* the operation is the parent's, and was begun there */
     pthread_mutex_lock(&async->mutex);
     struct smb_operation *found = order_find_waiting(&async->order, tag);
     if (found) {
@@ -543,7 +545,7 @@ int smb_async_wait(struct smb_async *async, uint64_t key, uint64_t offset, uint6
     struct smb_operation asked = {.request = {.offset = offset, .bytes = bytes},
                                   .key = key,
                                   .changes = changes,
-                                  .urgency = 0}; /* as what is asked for without a priority */
+                                  .urgency = 0}; /* like a request without a priority */
     uint64_t until_ns = smb_now_ns() + (uint64_t)timeout_ms * 1000000U;
     pthread_mutex_lock(&async->mutex);
     if (*last == 0) {
@@ -582,7 +584,7 @@ void smb_async_stop(struct smb_async *async)
 void smb_async_destroy(struct smb_async *async)
 {
     if (async->pid != getpid())
-        return; /* a child of fork: its thread is the parent's, which may hold the mutex */
+        return; /* a child of fork: the thread is the parent's, and may hold the mutex */
     smb_async_stop(async);
     if (async->has_thread)
         pthread_join(async->thread, NULL);

@@ -67,6 +67,7 @@ void call_rearm(struct call *bell)
 {
     SMB_ASSERT(bell->is_bell);
     bell->done = false;
-    /* pairs with call_ring and with the progress thread's: what they ring for is visible */
+    /* pairs with call_ring and the progress thread's ring: what they rang for is visible after
+     * this */
     atomic_exchange(&bell->rung, false);
 }

@@ -8,7 +8,7 @@
 
 #include "base/assert.h"
 
-static int (*_Atomic wanted_still)(void); /* set once; NULL: nobody looks */
+static int (*_Atomic wanted_still)(void); /* set once; NULL: no function was set */
 
 void smb_set_look(int (*look)(void))
 {
@@ -87,12 +87,12 @@ void client_wake_progress(struct smb_client *client)
 {
     uint64_t one = 1;
     if (write(client->wake_fd, &one, sizeof one) < 0)
-        return; /* its counter is not 0: the progress thread wakes anyway */
+        return; /* the eventfd's counter is not 0, so the progress thread wakes anyway */
 }
 
 void smb_client_close(struct smb_client *client)
 {
-    atomic_store(&client->closing, true); /* read by the progress thread in every round */
+    atomic_store(&client->closing, true); /* the progress thread reads this in every round */
     pthread_mutex_lock(&client->mutex);
     pthread_cond_broadcast(&client->link_wanted);
     pthread_mutex_unlock(&client->mutex);

@@ -1,4 +1,4 @@
-/* Links and connections: made, resumed over new ones, and a segment's descriptor over one. */
+/* Makes links, connects them again, and gets a segment's descriptor over a link. */
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -42,15 +42,15 @@ static int shake_hands(const struct channel *channel, const struct smb_client *c
                                         .lane = lane};
     *identity = reply.argument;
     *features = reply.length;
-    /* Its proofs would be good for whoever hands them on. One that stands between may have taken
-     * the bit away: that is no reason to give it some. */
+    /* Without bonds, whoever receives our proofs could use them elsewhere. Somebody between us and
+     * the server may have cleared the bit, so the connection is refused and no proof is sent. */
     if (client->wants_proof && !(reply.length & SMB_FEATURE_BONDS))
         return SMB_VERSION;
     return bond_of(channel, by_reference, false, hello.argument, reply.length & SMB_BOND_HAS_IDS,
                    &proof->bond);
 }
 
-/* A link of the client's, NULL: no memory. */
+/* Makes a link of the client; NULL: out of memory. */
 static struct smb_link *make_link(struct smb_client *client, uint16_t lane)
 {
     struct smb_link *made = calloc(1, sizeof *made);
@@ -76,7 +76,7 @@ static void add_link(struct smb_link *made)
     pthread_mutex_unlock(&client->mutex);
 }
 
-/* The shortest: a server that is busy answers late, and its kernel does not. */
+/* The shortest one, because a busy server answers late while its kernel does not. */
 static uint32_t round_trip_us(int fd)
 {
     struct tcp_info info = {0};
@@ -86,7 +86,8 @@ static uint32_t round_trip_us(int fd)
     return info.tcpi_min_rtt == UINT32_MAX ? 0 : info.tcpi_min_rtt; /* not measured yet */
 }
 
-/* Closes the channel unless SMB_OK. */
+/* Exchanges HELLO and makes a link. The link owns the channel if SMB_OK; otherwise it stays the
+ * caller's to close. */
 static int greet(struct smb_client *client, struct channel *channel, int status, uint16_t lane,
                  bool by_reference, struct until until, struct smb_link **link, uint64_t *instance)
 {
@@ -133,13 +134,13 @@ int smb_link_beside(struct smb_link *link, uint16_t lane, int follows, struct sm
     return SMB_OK;
 }
 
-/* A new link over a channel that was opened with that status. */
+/* Makes a link over a channel, unless opening the channel failed with `status`. */
 static int connect_over(struct smb_client *client, struct channel channel, int status,
                         uint16_t lane, bool by_reference, struct until until,
                         struct smb_link **link, uint64_t *instance)
 {
     status = greet(client, &channel, status, lane, by_reference, until, link, instance);
-    channel_close(&channel); /* none, if it is the link's */
+    channel_close(&channel); /* does nothing if the link owns it */
     return status;
 }
 
@@ -172,11 +173,11 @@ int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lan
     status = connect_over(client, (struct channel){.fd = fd}, status, lane, true,
                           dial_until(client, timeout_ms), link, instance);
     if (status == SMB_OK)
-        (*link)->by_reference = true; /* nothing is on its way yet */
+        (*link)->by_reference = true; /* no request has been sent yet */
     return status;
 }
 
-/* A server's word on our certificate comes with the first answer. */
+/* The server's verdict on our certificate comes with its first answer. */
 static int refusal(const struct channel *channel, int status, char *why)
 {
     if (status != SMB_DISCONNECTED || !channel->tls || !tls_why(channel->tls)[0])
@@ -199,7 +200,7 @@ int smb_client_connect_tls(struct smb_client *client, const struct smb_tls_peer 
     return status;
 }
 
-/* The channel is the link's from here on, if SMB_OK. */
+/* Gives the link the channel, which it owns if SMB_OK. */
 static int hand_over(struct smb_link *link, struct channel *channel, bool by_reference,
                      uint64_t accept_instance, struct until until, uint64_t *instance)
 {
@@ -214,7 +215,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
         status = SMB_NOT_FOUND;
     if (status != SMB_OK)
         return status;
-    /* From here on a token is shown there: none is left out. */
+    /* From here on smb_link_authorize shows new tokens on this connection, so none is left out. */
     pthread_mutex_lock(&link->client->mutex);
     struct access_connection before = link->proof;
     bool proven_before = link->proven;
@@ -228,7 +229,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     if (status != SMB_OK) {
         free(fresh);
         pthread_mutex_lock(&link->client->mutex);
-        if (link->proof.nonce == proof.nonce) { /* the connection before goes on */
+        if (link->proof.nonce == proof.nonce) { /* the older connection goes on */
             link->proof = before;
             link->proven = proven_before;
         }
@@ -247,7 +248,7 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
     pthread_mutex_unlock(&link->client->mutex);
     atomic_store_explicit(&link->features, features, memory_order_relaxed);
     atomic_store(&link->fresh_by_reference, by_reference);
-    /* Also of a link that the progress thread has nothing to do with. */
+    /* Set here, because the progress thread may not be using the link. */
     atomic_store_explicit(&link->given_up, false, memory_order_release);
     struct channel *older = atomic_exchange(&link->fresh, fresh);
     if (older)
@@ -268,12 +269,13 @@ static int resume_over(struct smb_link *link, struct channel channel, bool by_re
         status = refusal(&channel, status, why);
     if (status == SMB_SESSION_ENDED && link->client->wants_proof && !channel.tls && !link->local &&
         !by_reference)
-        /* said before any proof: the coordinator tells of a session's end */
+        /* said before any proof, so it cannot be trusted; the coordinator tells clients of a
+         * session's end */
         status = SMB_UNTRUSTED;
-    channel_close(&channel); /* none, if it is the link's */
+    channel_close(&channel); /* does nothing if the link owns it */
     if (status == SMB_SESSION_ENDED) {
         atomic_store_explicit(&link->closed_why, status, memory_order_relaxed);
-        /* pairs with link_progress, which may be awake */
+        /* pairs with link_progress, which may be running */
         atomic_store_explicit(&link->closing, true, memory_order_release);
         client_wake_progress(link->client);
     }

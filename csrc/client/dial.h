@@ -1,5 +1,5 @@
-/* dial.h: a socket to a server, and one request with its answer before the connection carries
- * calls. Any thread; the caller blocks. */
+/* dial.h: opens a socket to a server, and exchanges one request and answer before the connection
+ * carries calls. Called by any thread; blocks. */
 #ifndef SMB_DIAL_H
 #define SMB_DIAL_H
 
@@ -8,7 +8,7 @@
 #include "base/frame.h"
 #include "client/client.h"
 
-/* For how long a connection may take: to its deadline, or until the client is closed. */
+/* How long an attempt may take: until its deadline, or until the client is closed. */
 struct until {
     const struct smb_client *client;
     uint64_t deadline_ns;
@@ -19,20 +19,22 @@ static inline struct until dial_until(const struct smb_client *client, uint32_t 
     return (struct until){client, smb_now_ns() + (uint64_t)timeout_ms * 1000000U};
 }
 
-/* *fd is the caller's, also on failure; -1: none. */
+/* The caller owns *fd, also on failure; -1: none. */
 int dial_tcp(const char *address, uint16_t port, struct until until, int *fd);
-/* SMB_UNTRUSTED: who listens there is not to be believed (smb_believes); nothing was sent. */
+/* SMB_UNTRUSTED: the listener's user is not trusted (smb_believes); nothing was sent. */
 int dial_unix(const char *path, struct until until, int *fd);
-/* Of the process that listens, or listened, at the other end of a Unix socket. SMB_SYSTEM. */
+/* The user of the process that listens, or listened, at the other end of a Unix socket.
+ * SMB_SYSTEM. */
 int peer_uid(int fd, uint32_t *uid);
-/* One that somebody else opened. */
+/* Prepares a socket that somebody else opened. */
 int dial_fd(int fd);
-/* A server that has more strangers than it bears closes some, and we may be one: it is tried
- * again. */
+/* A server with too many strangers closes some of them, and this client may be one of them, so it
+ * tries again. */
 int dial_tls(const struct smb_tls_peer *peer, struct until until, struct channel *channel,
              char *why);
-/* One request and its answer, before the link carries calls. `body`: of AUTHORIZE, else NULL. It
- * travels by record where that is said. *passed_fd gets a descriptor that came along, or -1. */
+/* Sends one request and receives its answer, before the link carries calls. `body`: the payload of
+ * AUTHORIZE, else NULL. by_record: send it as a record. *passed_fd becomes a descriptor that came
+ * along, or -1. */
 int dial_exchange(const struct channel *channel, const struct smb_frame *request,
                   const uint8_t *body, bool by_record, struct until until, struct smb_frame *reply,
                   int *passed_fd);

@@ -108,8 +108,8 @@ static void make_ask(struct smb_link *link, struct stream *stream, struct inflig
     stream->have_piece = false;
 }
 
-/* Elements that travel encoded: made once, so that what is sent again is the same. Only where this
- * fails is nothing done. */
+/* Encodes the elements, once, so that a repetition is the same. Fails without effect, when out of
+ * memory. */
 static bool make_encoded(const struct stream *stream, struct inflight *inflight)
 {
     const struct smb_request *request = stream->request;
@@ -175,7 +175,7 @@ bool stream_is_empty(const struct stream *stream)
            stream->shared->position >= stream->shared->end;
 }
 
-/* Elements as they are, from the caller's memory. */
+/* Sends the elements unchanged, from the caller's memory. */
 static bool put_elements(struct smb_link *link, const struct smb_request *request, uint64_t within,
                          struct inflight *inflight)
 {
@@ -183,7 +183,8 @@ static bool put_elements(struct smb_link *link, const struct smb_request *reques
     inflight->payload_bytes = inflight->length;
     if (!link->client->checksums)
         return true;
-    /* a caller's array may change meanwhile: what is sent is what the checksum is of */
+    /* the caller's array may change meanwhile, and the checksum must match the bytes that are
+     * sent */
     inflight->encoded = malloc(inflight->length);
     if (!inflight->encoded)
         return false;
@@ -262,9 +263,10 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
     if (request->sink)
         inflight->sink = (uint8_t *)request->sink + within;
     inflight_encode(link, inflight, &frame);
+    /* With several lanes the next piece is taken when this lane has room: other lanes may take it
+     * first. */
     if (stream->shared && stream->rest.bytes == 0)
-        stream->have_piece =
-            false; /* the next one when its lane has room: others may have it first */
+        stream->have_piece = false;
     else
         stream_advance(stream);
     return true;

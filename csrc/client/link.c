@@ -14,8 +14,7 @@
 
 enum {
     TAKE_BACK_NS = 2000000000,
-    /* a link that has said nothing for so long is asked whether its peer is there, before it is
-     * used */
+    /* a link that was silent for this long is checked before it is used: its peer may be gone */
     QUIET_NS = 1000000
 };
 
@@ -66,7 +65,7 @@ void link_want(struct smb_link *link, bool wanted)
     pthread_mutex_lock(&client->mutex);
     if (wanted && !link->wanted)
         pthread_cond_broadcast(&client->link_wanted);
-    link->wanted = wanted; /* who has it in hands may be connecting it still */
+    link->wanted = wanted; /* the thread in charge of the link may still be connecting it */
     pthread_mutex_unlock(&client->mutex);
 }
 
@@ -130,7 +129,7 @@ void smb_link_close(struct smb_link *link)
 void smb_link_once(struct smb_link *link)
 {
     atomic_store(&link->once, true);
-    client_wake_progress(link->client); /* it may be down already */
+    client_wake_progress(link->client); /* it may have broken already */
 }
 
 int smb_link_let_go(struct smb_link *link)
@@ -138,7 +137,7 @@ int smb_link_let_go(struct smb_link *link)
     pthread_mutex_lock(&link->client->mutex);
     link->in_hands = false;
     bool wanted = link->wanted;
-    if (wanted) /* again, since it was last taken care of */
+    if (wanted) /* wanted again since a thread last took charge of it */
         pthread_cond_broadcast(&link->client->link_wanted);
     pthread_mutex_unlock(&link->client->mutex);
     return wanted;
@@ -174,7 +173,7 @@ bool link_busy(const struct smb_link *link)
 
 bool link_sleeps_at_once(const struct smb_link *link)
 {
-    /* whose next record is never far */
+    /* inside TLS the next record is never far */
     return link->in_flight_bytes >= SPIN_BYTES_MAX && !link->channel.tls;
 }
 
@@ -194,8 +193,8 @@ int link_fd(const struct smb_link *link)
                                                                                   : -1;
 }
 
-/* Puts sent requests back before the unsent ones, in order. Reads and waits without a caller are
- * dropped. */
+/* Puts sent requests back before the unsent ones, in order. Reads and waiting requests whose
+ * callers have left are dropped. */
 static void gather(struct smb_link *link)
 {
     *link->sent_end = link->unsent;
@@ -215,9 +214,9 @@ static void gather(struct smb_link *link)
     }
 }
 
-/* The other end may read and write memory named in records, but not once this returns. The wait is
- * short: the other end's thread waits for nothing else. If that thread is dead, its process is
- * broken, and we go on. */
+/* The other end may read and write memory named in records, but not after this returns. The wait is
+ * short, because the other end's thread waits for nothing else. If that thread is dead, its process
+ * is broken, and we go on. */
 static void take_memory_back(struct smb_link *link)
 {
     uint64_t until_ns = smb_now_ns() + TAKE_BACK_NS;
@@ -247,7 +246,7 @@ static void break_connection(struct smb_link *link)
     link_enter(link, LINK_DOWN);
 }
 
-/* A new connection was handed over. */
+/* Takes over a new connection. */
 static int adopt_connection(struct smb_link *link, struct channel *fresh)
 {
     if (link_state_of(link) != LINK_DOWN)
@@ -265,8 +264,8 @@ static int adopt_connection(struct smb_link *link, struct channel *fresh)
     return status;
 }
 
-/* An idle link says nothing; if it can be read now, its server is gone. To know
- * that before the first byte is sent makes the outcome "not applied" instead of "unknown". */
+/* An idle link is silent; if it can be read now, its server is gone. Finding this out before the
+ * first byte is sent makes the outcome "not applied" instead of "unknown". */
 static bool peer_is_gone(const struct smb_link *link)
 {
     uint8_t byte;
@@ -284,7 +283,7 @@ static int move(struct smb_link *link, bool *moved)
         if (link->in_flight == 0 && smb_now_ns() - link->heard_ns > QUIET_NS && peer_is_gone(link))
             return SMB_LINK_LOST;
         send_fill_window(link);
-        awaits = link->sent; /* what is sent just now is not answered yet */
+        awaits = link->sent; /* what was sent just now cannot be answered yet */
         if (link->unsent || channel_unsent_bytes(&link->channel))
             status = send_some(link, moved);
     }
@@ -302,7 +301,7 @@ bool link_progress(struct smb_link *link)
 {
     bool moved = false;
     if (atomic_load_explicit(&link->closing, memory_order_acquire)) {
-        /* pairs with hand_over_connection: and why */
+        /* pairs with resume_over, which stores the reason first */
         int why = atomic_load_explicit(&link->closed_why, memory_order_relaxed);
         link_shut(link, why ? why : SMB_LINK_LOST);
         return true;
@@ -316,7 +315,8 @@ bool link_progress(struct smb_link *link)
     if (status == SMB_OK && link_state_of(link) != LINK_DOWN)
         status = move(link, &moved);
     send_drop_empty(link);
-    /* It will not do better the next time; unless its bytes were spoilt on the way. */
+    /* Trying again would not help, unless checksums are in use and the bytes were changed on the
+     * way. */
     if ((status == SMB_PROTOCOL || status == SMB_VERSION) && !link->client->checksums) {
         link_shut(link, status);
         return true;
@@ -402,9 +402,9 @@ static void leave(struct inflight *inflight)
     atomic_fetch_add_explicit(&inflight->unknown->references, 1, memory_order_relaxed);
 }
 
-/* One that is half sent takes its connection along: its caller's memory can't be used any more. So
- * does one of a data lane that was sent: the server may have deferred it, and all that follows it.
- * The next connection is free of it. */
+/* A half-sent frame breaks its connection, because its caller's memory may not be used any more. So
+ * does a sent frame of a data lane: the server may have deferred it, and with it all that follows.
+ * The next connection does not have this problem. */
 void link_abandon(struct smb_link *link, struct stream *stream)
 {
     if (stream->queued)
@@ -431,13 +431,14 @@ void link_abandon(struct smb_link *link, struct stream *stream)
         at = &inflight->next;
     }
     bool breaks = half_sent || (deferred && link_state_of(link) == LINK_UP);
-    /* Other lanes wait until the next connection. An earlier connection than the present one has
-     * ended already, with all that was sent over it. */
+    /* Other lanes wait until the next connection. A connection before the present one has ended
+     * already, with everything that was sent over it. */
     if (stream->shared && (breaks || (was_sent && link_state_of(link) == LINK_DOWN)))
         atomic_store_explicit(&link->given_up, true, memory_order_release);
     if (breaks) {
         break_connection(link);
-        /* now: the progress thread may be about to sleep, and others' calls wait here */
+        /* called now, because the progress thread may be about to sleep while other calls wait for
+         * this link */
         link_want(link, link_busy(link));
     }
     call_stream_finished(stream);

@@ -1,4 +1,5 @@
-/* link.h: one lane to a server. The progress thread's, except make, retain and release.
+/* link.h: one lane to a server. Only the progress thread uses it, except to make, retain and
+ * release it.
  *
  * A link is a lane, not a connection. When its connection breaks, frames without an answer stay. A
  * thread of the library above connects again and hands the connection over. The link then asks how
@@ -6,8 +7,7 @@
  * rest is sent again.
  *
  * When a caller's time is over, it leaves. Its sent frames have an unknown outcome until they are
- * answered, or until the next resumption resolves them. They are not sent again.
- */
+ * answered, or until the next resumption resolves them. They are not sent again. */
 #ifndef SMB_LINK_H
 #define SMB_LINK_H
 
@@ -24,10 +24,10 @@ struct stream;
 struct watermark;
 
 enum {
-    /* in-flight requests of one link that carries data: 16 MiB of chunks, past 10 Gb/s x 10 ms */
+    /* in-flight requests of one data link: 16 MiB of chunks, past 10 Gb/s x 10 ms */
     WINDOW_FRAMES = 64,
     LINK_IN_BYTES = 4096,
-    ANSWERS_AWAITED = 16 /* reads that are answered in one look at the socket: 4 MiB of chunks */
+    ANSWERS_AWAITED = 16 /* answers to reads that are received in one call: 4 MiB of chunks */
 };
 
 enum link_state { LINK_UP, LINK_RESUMING, LINK_DOWN, LINK_CLOSED };
@@ -35,62 +35,64 @@ enum link_state { LINK_UP, LINK_RESUMING, LINK_DOWN, LINK_CLOSED };
 struct smb_link {
     struct smb_client *client;
     uint64_t id;
-    uint64_t identity; /* of the server's memory; mutex, but for who connects the link */
+    /* identifies the server's memory; under the mutex, except for the thread that connects the
+     * link */
+    uint64_t identity;
     uint32_t round_trip_us;
-    /* enum smb_feature, of the server of its newest connection; written by who connects */
+    /* enum smb_feature, of the server of the newest connection; written by the thread that
+     * connects */
     _Atomic uint32_t features;
     _Atomic uint32_t references;
-    _Atomic bool closing;            /* asked for by its owner; the progress thread does it */
-    struct channel *_Atomic fresh;   /* a new connection, handed over; NULL: none */
-    _Atomic bool fresh_by_reference; /* of what kind; stored before `fresh` */
-    _Atomic bool once;               /* nobody connects it again */
+    _Atomic bool closing;            /* its owner wants it closed; the progress thread does that */
+    struct channel *_Atomic fresh;   /* a new connection that was handed over; NULL: none */
+    _Atomic bool fresh_by_reference; /* its kind; stored before `fresh` */
+    _Atomic bool once;               /* the link is not connected again */
     _Atomic int state; /* enum link_state; written by the progress thread, read by anyone */
-    /* status of calls on a closed link; before `closing`, by who connects it anew, or the progress
-     * thread's */
+    /* status of calls on a closed link; written before `closing` by the thread that connects the
+     * link again, or by the progress thread */
     _Atomic int closed_why;
-    struct access_connection proof; /* mutex: of its newest connection */
+    struct access_connection proof; /* mutex: of the newest connection */
     struct smb_token *tokens;       /* mutex: shown on each new connection */
     uint32_t token_count, token_room;
-    /* mutex: a server has proved on it that it is the one; each connection after that proves it
-     * first */
+    /* mutex: a server has proved itself on this link; each later connection must do so first */
     bool trusted;
-    bool proven; /* mutex: its newest connection's server has proved that it is the one */
-    /* mutex: connections that are being made, and have not shown all tokens: `proof` is of the
-     * newest of them, and an answer to a token may be of the connection before */
+    bool proven; /* mutex: the newest connection's server has proved itself */
+    /* mutex: number of connections that are being made and have not shown all tokens: `proof` is
+     * that of the newest of them, and an answer to a token may belong to the connection before */
     uint32_t showing;
-    /* mutex: it has something to send but no connection; somebody is making one */
+    /* mutex: the link has something to send but no connection; a thread is making one */
     bool wanted, in_hands;
-    /* a caller left with frames on their way, and no newer connection has ended those: set where
-     * that happens, cleared with the next connection, or once it is closed */
+    /* a caller left with frames on their way, and no newer connection has ended them: set when that
+     * happens, cleared by the next connection, or when the link is closed */
     _Atomic bool given_up;
     struct channel channel; /* its connection */
-    bool by_reference;      /* records are sent over it, see frame.h */
+    bool by_reference;      /* requests are sent as records, see base/frame.h */
     uint16_t lane;
-    /* not 0: it is for one segment that has two copies, and this is the epoch of its roles */
+    /* not 0: the link is for one segment with two copies, and this is the epoch of its roles */
     _Atomic uint32_t epoch;
-    _Atomic bool local; /* to a server of this host, over its Unix socket */
+    _Atomic bool local; /* leads to a server of this host, over its Unix socket */
     uint32_t window;
     bool active;                  /* in the progress thread's list */
-    struct smb_link *next;        /* of it */
-    struct smb_link *next_of_all; /* mutex */
+    struct smb_link *next;        /* in the progress thread's list */
+    struct smb_link *next_of_all; /* under the mutex */
     struct stream *queue_head, *queue_tail;
-    uint64_t made;            /* frames, ever */
-    uint32_t in_flight;       /* unsent and sent ones */
-    uint64_t in_flight_bytes; /* of ranges, of them */
+    uint64_t made;            /* number of frames made so far */
+    uint32_t in_flight;       /* number of unsent and sent frames */
+    uint64_t in_flight_bytes; /* the bytes of their ranges */
     uint32_t atomics_in_flight;
     struct inflight *unsent, *sent, *spare;
     struct inflight **unsent_end, **sent_end;
-    uint64_t sent_bytes; /* of the first unsent one */
-    uint64_t heard_ns;   /* when the peer was heard of last */
+    uint64_t sent_bytes; /* bytes sent of the first unsent frame */
+    uint64_t heard_ns;   /* when the peer last sent anything */
     /* the answer coming in */
-    struct inflight *reading; /* the request that expects a payload, or NULL */
+    struct inflight *reading; /* the request whose answer's payload is being received, or NULL */
     uint32_t reading_have;
-    uint32_t crc; /* of its header and what is here of its payload */
+    uint32_t crc; /* of the answer's header and the received part of its payload */
     uint32_t in_start, in_end;
     uint8_t in[LINK_IN_BYTES];
-    /* headers of the answers in one look; of no use between looks */
+    /* headers of the answers that are received in one call; not used between calls */
     uint8_t awaited[ANSWERS_AWAITED][SMB_FRAME_BYTES];
-    /* while it resumes */
+    /* while the link resumes */
     struct watermark *watermarks;
     uint32_t watermark_count, watermarks_answered;
     uint64_t watermark_bytes_sent;
@@ -98,22 +100,22 @@ struct smb_link {
 
 struct smb_link *link_retain(struct smb_link *link);
 void link_release(struct smb_link *link);
-/* SMB_UNTRUSTED: nothing but tokens may be sent over the link, as proof is wanted and its server
- * has given none. */
+/* SMB_UNTRUSTED: only tokens may be sent over the link, because the client requires proof and the
+ * link's server has given none. */
 int link_may_use(struct smb_link *link);
-/* Somebody should make a connection for the link (or no longer). */
+/* Notes that the link needs a connection, or no longer does. */
 void link_want(struct smb_link *link, bool wanted);
-/* Sends and receives what is possible now. true: something moved. */
+/* Sends and receives what is possible now. Returns true if anything moved. */
 bool link_progress(struct smb_link *link);
 bool link_busy(const struct smb_link *link);
-/* Much is under way: what comes next takes a while, or needs this core. */
+/* Whether much is under way, so that the next event takes a while, or needs this core. */
 bool link_sleeps_at_once(const struct smb_link *link);
 bool link_wants_output(const struct smb_link *link);
-/* The descriptor to be polled, -1 for none. */
+/* The descriptor to poll; -1: none. */
 int link_fd(const struct smb_link *link);
-/* Fails everything on it, for good. */
+/* Fails all requests of the link, for good. */
 void link_shut(struct smb_link *link, int status);
-/* The stream's call is over: what was not sent is forgotten, what was is left of unknown
+/* Ends the stream, whose call is over: what was not sent is dropped, what was sent has an unknown
  * outcome. */
 void link_abandon(struct smb_link *link, struct stream *stream);
 
@@ -122,7 +124,8 @@ static inline uint32_t link_epoch(const struct smb_link *link)
     return atomic_load_explicit(&link->epoch, memory_order_acquire);
 }
 
-/* An answer that says: not here, or not any more. The link's next connection may lead elsewhere. */
+/* Whether the answer says that the segment is not on this server, or no longer. The link's next
+ * connection may lead elsewhere. */
 static inline bool link_is_sent_away(const struct smb_link *link, int status)
 {
     return (status == SMB_STALE_EPOCH || status == SMB_NOT_FOUND) && link_epoch(link) != 0;
@@ -143,9 +146,9 @@ static inline void link_enter(struct smb_link *link, enum link_state state)
     atomic_store_explicit(&link->state, state, memory_order_release);
 }
 
-/* Of the next frame on any of the client's links. A server takes a lane's change for a repeated one
- * unless its number is above all earlier ones. So numbers go up for as long as the client lives,
- * over all of its links. */
+/* The sequence number of the next frame. A server takes a lane's change for a repeated one unless
+ * its number is above all earlier ones. So the numbers grow for as long as the client lives, over
+ * all of its links. */
 static inline uint64_t link_next_sequence(struct smb_link *link)
 {
     link->made++;

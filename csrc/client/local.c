@@ -6,15 +6,17 @@
 #include "memory/change.h"
 
 enum {
-    /* for a chunk's lock, before the links are looked after: this thread may move others' bytes */
+    /* the longest wait for a chunk's lock before the links are served, because this thread may have
+     * to move the bytes of other calls */
     STEP_WAIT_NS = 1000000,
-    /* A call of this size and more goes around the caches. Measured against plain copies: 0.7 times
-     * at 4 MiB, 1.3 at 16. The size of the last cache is no guide: virtual machines report what
-     * they share with others. */
+    /* From this size on a call uses stores that go around the caches. Measured against plain
+     * copies: 0.7 times as fast at 4 MiB, 1.3 times at 16. The size of the last cache is no guide,
+     * because virtual machines report a size that they share with others. */
     STREAMING_BYTES = 16 << 20
 };
 
-/* The piece, and those of the segment after it. The other segments still do their part. */
+/* Notes that the piece and the segment's later pieces failed. The other segments still do their
+ * part. */
 static void local_failed(struct local_work *work, struct smb_piece piece, int status)
 {
     struct call account = {.outcome = work->outcome};
@@ -31,7 +33,7 @@ static void local_failed(struct local_work *work, struct smb_piece piece, int st
     work->cursor.position = work->cursor.end;
 }
 
-/* A source's elements, as they would arrive. */
+/* Gets a source's elements, rounded as if they had been sent. */
 static int local_source(struct local_work *work, const struct smb_piece *piece,
                         struct smb_buffer *source, int wire, uint64_t deadline_ns, void *to)
 {
@@ -44,7 +46,7 @@ static int local_source(struct local_work *work, const struct smb_piece *piece,
     return status;
 }
 
-/* That of several, into the scratch's first half. */
+/* Computes the sum of several sources, in the scratch's first half. */
 static int local_sum(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
 {
     const struct smb_request *request = work->request;
@@ -142,7 +144,7 @@ bool local_step(void *argument)
             if (status == SMB_OK)
                 return true;
             if (status == SMB_TIMEOUT && !last_try && !work->call->stopped) {
-                work->cursor = here; /* again, after a look at the links */
+                work->cursor = here; /* tried again, after the links were served */
                 return true;
             }
             local_failed(work, piece, status);

@@ -28,7 +28,7 @@ static void heap_put(struct heap *heap, size_t at, struct smb_operation *operati
     operation->heap_index = at;
 }
 
-/* The operation at `at` went up or down in urgency, or is another one. */
+/* Restores the heap after the operation at `at` changed its urgency or was replaced. */
 static void heap_mend(struct heap *heap, size_t at)
 {
     struct smb_operation *operation = heap->operations[at];
@@ -76,8 +76,9 @@ static bool conflict(const struct smb_operation *a, const struct smb_operation *
            b->request.offset < a->request.offset + a->request.bytes;
 }
 
-/* Those that `later` waits for, and those that they wait for, are at least as urgent as `later`.
- * The list is walked once, backward from its end `last`: what a raised one waits for is before. */
+/* Makes the operations that `later` waits for, and those that these wait for, at least as urgent as
+ * `later`. The list is walked once, backward from its end `last`, because an operation waits only
+ * for earlier ones. */
 static void raise_earlier(struct smb_operation *later, struct smb_operation *last)
 {
     struct smb_operation *raised = later;

@@ -1,4 +1,4 @@
-/* Requests that wait by nature: begun, and waited for as often as one likes. */
+/* Requests that may wait: sent once, then waited for any number of times. */
 #include <stdlib.h>
 
 #include "base/clock.h"
@@ -52,7 +52,7 @@ int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_re
 void smb_ask_end(struct smb_pending *pending)
 {
     struct smb_client *client = pending->stream.link->client;
-    /* If it is not done, the progress thread gives it up in its next round. */
+    /* If the call is not done, the progress thread gives it up in its next round. */
     atomic_store(&pending->call.deadline_ns, 0);
     client_wake_progress(client);
     call_wait(client, &pending->call, UINT64_MAX, NULL, NULL);

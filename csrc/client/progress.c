@@ -53,12 +53,12 @@ static void take_arrivals(struct smb_client *client)
     }
 }
 
-/* Returns whether it has rung a bell. */
+/* Ends a call. Returns whether it has rung a bell. */
 static bool finish(struct smb_client *client, struct call *call)
 {
     pthread_mutex_lock(&client->mutex);
     struct call *bell = call->bell;
-    if (bell) /* before `call` is its thread's again; the bell is that thread's, too */
+    if (bell) /* before `call` belongs to its thread again, which also owns the bell */
         atomic_store_explicit(&bell->rung, true, memory_order_release);
     call->done = true;
     if (call->waits)
@@ -76,12 +76,12 @@ static void take_out_finished(struct smb_client *client)
             struct call *call = *at;
             if (is_finished(call)) {
                 *at = call->next;
-                rang |= finish(client, call); /* its memory may be gone from here on */
+                rang |= finish(client, call); /* the call's memory may be gone from here on */
             } else {
                 at = &call->next;
             }
         }
-    } while (rang); /* bells that came before what rang them */
+    } while (rang); /* for bells that stand in the list before the calls that rang them */
 }
 
 /* A call without a connection fails with another status than a call without an answer. */
@@ -112,7 +112,7 @@ static void abandon(struct call *call)
     }
 }
 
-/* Returns the next deadline. */
+/* Gives up calls whose time is over. Returns the next deadline. */
 static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
 {
     uint64_t next = UINT64_MAX;
@@ -133,7 +133,7 @@ static uint64_t abandon_late(struct smb_client *client, uint64_t now_ns)
 static bool progress(struct smb_client *client)
 {
     bool moved = false, closing = atomic_load_explicit(&client->closing, memory_order_relaxed);
-    if (closing) /* before anything is sent that need not be */
+    if (closing) /* before more is sent than is needed */
         for (struct smb_link *link = client->active; link; link = link->next)
             link_shut(link, SMB_LINK_LOST);
     for (struct smb_link **at = &client->active; *at;) {
@@ -152,7 +152,7 @@ static bool progress(struct smb_client *client)
     return moved;
 }
 
-/* Until a link can move, a call arrives, or the next deadline. */
+/* Sleeps until a link can move, a call arrives, or the next deadline. */
 static void progress_sleep(struct smb_client *client, uint64_t now_ns, uint64_t deadline_ns)
 {
     struct pollfd pollers[POLLED_MAX];
@@ -160,11 +160,11 @@ static void progress_sleep(struct smb_client *client, uint64_t now_ns, uint64_t 
     pollers[count++] = (struct pollfd){.fd = client->wake_fd, .events = POLLIN};
     for (struct smb_link *link = client->active; link && count < POLLED_MAX; link = link->next)
         pollers[count++] = (struct pollfd){
-            .fd = link_fd(link), /* one of -1 is passed over */
+            .fd = link_fd(link), /* poll ignores a descriptor of -1 */
             .events = (short)(POLLIN | (link_wants_output(link) ? POLLOUT : 0))};
     uint64_t ms = deadline_ns <= now_ns ? 0 : (deadline_ns - now_ns) / 1000000U + 1;
     if (client->active && count == POLLED_MAX && ms > 1)
-        ms = 1; /* more links than are looked at */
+        ms = 1; /* more links than poll watches */
     pthread_mutex_lock(&client->mutex);
     bool arrived = client->arrivals != NULL || client->rung;
     client->rung = false;
@@ -194,7 +194,7 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
 {
     SMB_ASSERT(client->has_progress_thread);
     uint64_t last_move_ns = smb_now_ns();
-    do { /* a bell that is rung already does not keep the links from being looked after */
+    do { /* even if a bell has rung already, the links are served once */
         take_arrivals(client);
         bool moved = progress(client);
         uint64_t now_ns = smb_now_ns();
@@ -203,7 +203,7 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
             break;
         if (until_ns < deadline_ns)
             deadline_ns = until_ns;
-        take_out_finished(client); /* which may free others, but not own, and may ring it */
+        take_out_finished(client); /* this may free other calls, but not `own`, and may ring it */
         bool own_done = is_finished(own);
         if (work) {
             if (!work(work_argument))
@@ -215,7 +215,7 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
             progress_sleep(client, now_ns, deadline_ns);
             last_move_ns = smb_now_ns();
         } else {
-            sched_yield(); /* the peer may have been put on this very core */
+            sched_yield(); /* the peer may have to run on this core */
         }
     } while (!is_finished(own) || work);
     take_out_finished(client);
@@ -224,7 +224,8 @@ bool progress_run(struct smb_client *client, struct call *own, uint64_t until_ns
 
 void smb_client_destroy(struct smb_client *client)
 {
-    while (client->active) { /* with frames that a caller left, or broken since the last call */
+    /* links with frames that a caller left, or that broke since the last call */
+    while (client->active) {
         struct smb_link *link = client->active;
         client->active = link->next;
         link_release(link);

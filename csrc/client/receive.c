@@ -12,7 +12,8 @@
 #include "client/resume.h"
 #include "smb/kernels.h"
 
-/* Answers come mostly in the order of the requests, so that the first look finds it. */
+/* Answers mostly come in the order of the requests, so the first comparison usually finds the
+ * request. */
 static struct inflight **find_sent(struct smb_link *link, uint64_t sequence)
 {
     struct inflight **at = &link->sent;
@@ -38,14 +39,14 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
          (elements != inflight->answer_bytes || (inflight->stream && !inflight->sink))))
         return SMB_PROTOCOL;
     if (link_is_sent_away(link, reply->status))
-        return SMB_LINK_LOST; /* still in the list: it is asked for again */
+        return SMB_LINK_LOST; /* still in the list, so it is sent again */
     bool data = reply->status == SMB_OK && wants_data(inflight, reply);
     if (data && elements == 0)
-        return SMB_PROTOCOL; /* data was asked for, and success without data can't be */
+        return SMB_PROTOCOL; /* the request asked for data, so success without data is invalid */
     if (data) {
-        /* still in the list: if the connection breaks now it is asked for again */
+        /* still in the list: if the connection breaks now, the request is sent again */
         link->reading = inflight;
-        /* by reference: it is there already */
+        /* by reference: the data has arrived already */
         link->reading_have = link->by_reference ? inflight->answer_bytes : 0;
         return SMB_OK;
     }
@@ -53,7 +54,8 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
     if (reply->status == SMB_OK)
         link_take_success(link, inflight, reply->argument, reply->offset);
     else {
-        if (inflight->stream && inflight->stream->reply) /* of AUTHORIZE: why it is refused */
+        /* for AUTHORIZE: why the token is refused */
+        if (inflight->stream && inflight->stream->reply)
             inflight->stream->reply->a = reply->argument;
         link_take_failure(link, inflight, reply->status);
     }
@@ -66,8 +68,8 @@ int link_spoilt(struct smb_link *link)
     return SMB_LINK_LOST;
 }
 
-/* Takes a header from `here` bytes, and its checksum if no data lies between them. *taken is 0 if
- * they are not complete. A header counts only if its checksum is right. The checksum of data is
+/* Takes a header from `here` bytes, and its checksum if no data lies between the two. *taken is 0
+ * if they are incomplete. A header is used only if its checksum is right. The checksum of data is
  * checked before the call is completed. */
 static int take_header(struct smb_link *link, const uint8_t *bytes, uint32_t here, uint32_t *taken)
 {
@@ -117,10 +119,10 @@ static void finish_reading(struct smb_link *link)
     link_take_success(link, inflight, 0, 0);
 }
 
-/* ---- several answers in one look: data is placed before headers are understood --------------- */
+/* ---- several answers in one call: data is placed before headers are parsed
+ * -------------------- */
 
-/* Whether the answer has a place that no answer before it has, too: two threads may read to one
- * place. */
+/* Whether no earlier answer has the same destination: two threads may read to one place. */
 static bool lands_apart(const struct smb_link *link, const struct inflight *inflight)
 {
     const uint8_t *landing = inflight_landing(inflight);
@@ -133,11 +135,11 @@ static bool lands_apart(const struct smb_link *link, const struct inflight *infl
     return true;
 }
 
-/* A place for each of the reads that are answered next, if they are answered in order and with
- * data, behind what is being received. One call for all, and none of them through `in`, is up to a
- * quarter faster within a host. Each call that ends tells the peer of new room, and lets it run
- * before the rest is taken. Until all of them have come their callers' memory may hold bytes of
- * other answers. Returns how many parts. */
+/* Prepares a destination for each of the next reads to be answered, behind the data that is being
+ * received, as if they were answered in order and with data. One system call for all of them,
+ * without a copy through `in`, is up to a quarter faster within a host: each call that ends tells
+ * the peer of new room, and lets it run before the rest is taken. Until all answers have come,
+ * their callers' memory may hold bytes of other answers. Returns the number of parts. */
 static int await_answers(struct smb_link *link, struct iovec *parts)
 {
     int count = 0;
@@ -156,14 +158,14 @@ static int await_answers(struct smb_link *link, struct iovec *parts)
     return count;
 }
 
-/* Something else than what was awaited: `left` bytes, from parts[0] on, that are not where they
- * belong, and maybe where others of them do. They are all copied before the first is looked at:
- * that may end a call, whose memory is its caller's again. */
+/* Other answers came than those that were prepared for: `left` bytes, from parts[0] on, are not
+ * where they belong, and may lie where other bytes belong. All are copied before the first is
+ * looked at, because that may end a call and give its memory back to its caller. */
 static int take_unawaited(struct smb_link *link, const struct iovec *parts, uint64_t left)
 {
     uint8_t *bytes = malloc(left);
     if (!bytes)
-        return SMB_LINK_LOST; /* what was asked for is asked for again */
+        return SMB_LINK_LOST; /* the request is sent again */
     for (uint64_t at = 0; at < left; parts++) {
         uint64_t take = parts->iov_len < left - at ? parts->iov_len : left - at;
         memcpy(bytes + at, parts->iov_base, take);
@@ -181,7 +183,8 @@ static int take_unawaited(struct smb_link *link, const struct iovec *parts, uint
     return status;
 }
 
-/* Of the first one that was sent, and success: then take_header finds its data where it belongs. */
+/* Whether it answers the first sent request, with success: then take_header finds the data where it
+ * belongs. */
 static bool is_awaited(const struct smb_link *link, const uint8_t *header)
 {
     struct smb_frame reply;
@@ -189,7 +192,7 @@ static bool is_awaited(const struct smb_link *link, const uint8_t *header)
            reply.sequence == link->sent->sequence;
 }
 
-/* `left` bytes have come into the awaited parts, and into `in` behind them. */
+/* `left` bytes have come into the prepared parts, and into `in` behind them. */
 static int take_awaited(struct smb_link *link, const struct iovec *parts, int count, uint64_t left)
 {
     for (int i = 0; i < count; i += 2) {
@@ -221,7 +224,7 @@ int link_receive(struct smb_link *link, bool *moved)
     int count = 0, awaited = 0;
     uint32_t missing = 0;
     if (link->reading && link->reading->stream) {
-        /* straight to the caller's memory, and what is behind it */
+        /* directly into the caller's memory, and what follows into `in` */
         missing = link->reading->answer_bytes - link->reading_have;
         parts[count++] = (struct iovec){inflight_landing(link->reading) + link->reading_have,
                                         missing};

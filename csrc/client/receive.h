@@ -1,12 +1,13 @@
-/* receive.h: answers: headers, and data straight to the caller's memory. The progress thread's. */
+/* receive.h: receives answers: headers, and data directly into the caller's memory. Called by the
+ * progress thread. */
 #ifndef SMB_RECEIVE_H
 #define SMB_RECEIVE_H
 
 #include "client/inflight.h"
 
-/* One look at the socket. SMB_LINK_LOST: the connection is broken. */
+/* Reads the socket once. SMB_LINK_LOST: the connection is broken. */
 int link_receive(struct smb_link *link, bool *moved);
-/* Makes answers of the received bytes. */
+/* Parses the received bytes into answers. */
 int link_digest(struct smb_link *link);
 /* Counts an answer with a wrong checksum. Returns SMB_LINK_LOST. */
 int link_spoilt(struct smb_link *link);

@@ -82,7 +82,7 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
         *moved = true;
         link->watermark_bytes_sent += (uint64_t)done;
     }
-    /* All are encrypted; the socket may not have taken all of that. */
+    /* All bytes are encrypted, but the socket may not have taken all of them. */
     if (channel_unsent_bytes(&link->channel) &&
         channel_failed(channel_write(&link->channel, NULL, 0)))
         return SMB_LINK_LOST;
@@ -91,7 +91,7 @@ int link_send_watermarks(struct smb_link *link, bool *moved)
 
 int link_take_watermark(struct smb_link *link, const struct smb_frame *reply)
 {
-    /* also of a server that does not know yet whether it still has the segment */
+    /* also from a server that does not know yet whether it still has the segment */
     if (link_is_sent_away(link, reply->status) || reply->status == SMB_STALE_EPOCH)
         return SMB_LINK_LOST;
     for (uint32_t i = 0; i < link->watermark_count; i++) {
@@ -112,33 +112,34 @@ int link_take_watermark(struct smb_link *link, const struct smb_frame *reply)
 static void mark_repeated(const struct smb_link *link, struct inflight *inflight)
 {
     struct smb_frame frame;
-    /* Our own header: it parses. */
+    /* The header is our own, so it is valid. */
     if (!inflight->was_sent || smb_frame_parse(inflight->header, &frame) != SMB_OK)
         return;
     atomic_fetch_add_explicit(&link->client->stats.repeated, 1, memory_order_relaxed);
     frame.flags |= SMB_FLAG_RETRY;
     smb_frame_encode(&frame, inflight->header);
-    if (inflight->opcode == SMB_LOCK) /* it keeps its place in the queue */
+    if (inflight->opcode == SMB_LOCK) /* the request keeps its place in the queue */
         smb_store64(inflight->small + 16, smb_load64(inflight->small + 16) +
                                               (smb_now_ns() - inflight->made_ns) / 1000000U);
     inflight->made_ns = smb_now_ns();
     inflight_seal(inflight);
 }
 
-/* true: its fate is all that anybody wants of it. */
+/* True if only the outcome of the request is wanted, and it is known now. */
 static bool decided(struct smb_link *link, struct inflight *inflight)
 {
     if (!is_unknown(inflight))
         return false;
     const struct watermark *watermark = watermark_of(link, inflight);
     if (watermark->status != SMB_OK || inflight->fate == SMB_OUTCOME_UNKNOWN)
-        inflight->fate = SMB_OUTCOME_UNKNOWN; /* once forgotten, whatever the lane has done since */
+        /* once the record is evicted the outcome stays unknown, whatever the lane has done since */
+        inflight->fate = SMB_OUTCOME_UNKNOWN;
     else if (inflight->sequence > watermark->value)
         inflight->fate = inflight->opcode == SMB_WRITE && inflight->went_by_reference
                              ? SMB_OUTCOME_UNKNOWN
                              : SMB_OUTCOME_NOT_APPLIED;
     else
-        /* its repetition tells */
+        /* the answer to its repetition will tell */
         inflight->fate = inflight->sequence > watermark->refused ? SMB_OUTCOME_APPLIED
                                                                  : SMB_OUTCOME_UNKNOWN;
     return !inflight->stream || (inflight->fate == SMB_OUTCOME_APPLIED && !inflight->sink &&

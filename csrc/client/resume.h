@@ -1,5 +1,5 @@
-/* resume.h: a lane resumes over a new connection: watermarks, and what is sent again. The progress
- * thread's. */
+/* resume.h: resumes a lane over a new connection: asks for watermarks, and sends requests again.
+ * Called by the progress thread. */
 #ifndef SMB_RESUME_H
 #define SMB_RESUME_H
 
@@ -8,9 +8,9 @@
 /* How far a segment has come, asked when a link resumes. */
 struct watermark {
     uint64_t segment_id;
-    uint64_t sequence; /* of the question */
+    uint64_t sequence; /* of the WATERMARK request */
     uint64_t value;
-    /* up to here some changes were refused: the value alone does not speak for them */
+    /* some changes up to this number were refused, so for them the value alone says nothing */
     uint64_t refused;
     uint32_t epoch;
     int status;
@@ -24,13 +24,14 @@ static inline uint32_t watermark_frame_bytes(const struct smb_link *link)
                : SMB_FRAME_BYTES + (link->client->checksums ? SMB_CHECKSUM_BYTES : 0);
 }
 
-/* Repeated requests go out under the link's epoch, if it has one. */
+/* Gives repeated requests the link's epoch, if it has one. */
 void link_take_epoch(struct smb_link *link);
 /* Begins to ask for the watermark of every segment that has changes of unknown outcome. */
 int link_ask_watermarks(struct smb_link *link);
 int link_send_watermarks(struct smb_link *link, bool *moved);
 int link_take_watermark(struct smb_link *link, const struct smb_frame *reply);
-/* Every watermark is here: what was applied is answered, the rest is sent again. */
+/* Once every watermark has come: answers the requests that were applied, and sends the others
+ * again. */
 void link_resume(struct smb_link *link);
 
 #endif

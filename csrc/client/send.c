@@ -10,8 +10,8 @@ enum {
     SEND_PARTS = 32,
     FRAME_PARTS = 4,
     STREAM_BURST = 8, /* frames of one stream before the next stream of the link has its turn */
-    /* One of several lanes has so much on its way: 16 MiB over eight, past 1 Gb/s x 100 ms. A fast
-     * one takes more pieces then, and a slow one has little left at the end. */
+    /* With several lanes, each has so much on its way: 16 MiB over eight, past 1 Gb/s x 100 ms. A
+     * fast lane then takes more pieces, and a slow one has little left at the end. */
     LANE_BYTES = 2 << 20
 };
 
@@ -52,8 +52,8 @@ void link_take_out_of_queue(struct smb_link *link, struct stream *stream)
     stream->queued = false;
 }
 
-/* Of several lanes: none has something on its way that its caller gave up, and that may still be
- * carried out after what comes next over another one. */
+/* With several lanes: whether no lane has a request on its way that its caller gave up. The server
+ * might execute such a request after what is sent next over another lane. */
 static bool is_clear(const struct path *path)
 {
     for (uint32_t lane = 0; lane <= path->further_count; lane++)
@@ -64,7 +64,8 @@ static bool is_clear(const struct path *path)
 
 static bool may_make(const struct smb_link *link, const struct stream *stream)
 {
-    /* Waits are answered when their time comes: they leave no room for each other to take. */
+    /* Waiting requests are answered when their time comes, so they do not share the window's
+     * room. */
     return stream->ask ||
            (link->in_flight < link->window &&
             (!stream->shared || (link->in_flight_bytes < LANE_BYTES && is_clear(stream->path))) &&
@@ -72,11 +73,11 @@ static bool may_make(const struct smb_link *link, const struct stream *stream)
              link->atomics_in_flight < ATOMICS_IN_FLIGHT_MAX));
 }
 
-/* A stream without further pieces. */
+/* Removes a stream without further pieces. */
 static void leave_queue(struct smb_link *link, struct stream *stream)
 {
     link_take_out_of_queue(link, stream);
-    if (stream->in_flight == 0) /* other lanes have taken all */
+    if (stream->in_flight == 0) /* other lanes have taken all pieces */
         call_stream_finished(stream);
 }
 
@@ -107,7 +108,7 @@ void send_drop_empty(struct smb_link *link)
     }
 }
 
-/* Of a record: where the payload is, and where the answer's data goes. */
+/* Writes the end of a record: where the payload is, and where the answer's data goes. */
 static void write_ends(struct inflight *inflight)
 {
     uintptr_t sink = (uintptr_t)inflight_landing(inflight);
@@ -117,7 +118,7 @@ static void write_ends(struct inflight *inflight)
                 inflight->payload_bytes | (sink ? (uint64_t)inflight->answer_bytes << 32 : 0));
 }
 
-/* Sets `parts` to the frame without its first `skip` bytes. Returns how many parts. */
+/* Sets `parts` to the frame without its first `skip` bytes. Returns the number of parts. */
 static int frame_parts(const struct smb_link *link, struct inflight *inflight, uint64_t skip,
                        struct iovec *parts)
 {

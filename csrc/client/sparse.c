@@ -25,8 +25,8 @@ bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t en
         rest->bytes = 0;
         return false;
     }
-    /* They were checked, but the caller may change them meanwhile: no more than there is room
-     * for. */
+    /* The indices were checked, but the caller may change them meanwhile, so this takes no more
+     * than there is room for. */
     uint64_t found = last - *first < rest->bytes / element ? last - *first : rest->bytes / element;
     *entries = found < entries_max ? found : entries_max;
     uint64_t skip = ((uint64_t)request->indices[*first] - start) * element;

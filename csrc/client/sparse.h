@@ -4,15 +4,15 @@
 
 #include "smb/client.h"
 
-/* Cuts off *rest the part from the first of its entries on, at most entries_max of them: false if
- * there is none. */
+/* Cuts the part from the first entry on, with at most entries_max entries, off *rest. False: *rest
+ * has no entry. */
 bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max,
                 struct smb_piece *rest, struct smb_piece *piece, uint64_t *first,
                 uint64_t *entries);
-/* Writes the piece's entries as they travel: 4 + element bytes each. */
+/* Writes the piece's entries in their wire format: 4 + element bytes each. */
 void sparse_encode(const struct smb_request *request, uint32_t element,
                    const struct smb_piece *piece, uint64_t first, uint64_t entries, uint8_t *to);
-/* The indices ascend, from the range's first element to its last. */
+/* Whether the indices ascend, from the range's first element to its last. */
 bool sparse_is_sound(const struct smb_request *request, uint32_t element);
 
 #endif

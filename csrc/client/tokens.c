@@ -15,8 +15,8 @@ static bool same_token(const struct smb_token *one, const struct smb_token *othe
     return one->segment == other->segment && memcmp(one->secret, other->secret, SMB_KEY_BYTES) == 0;
 }
 
-/* One that is not good any more, unless a newer one has taken its place: of buffers that are gone
- * none stays for ever. */
+/* Forgets a token that is no longer valid, unless a newer one has replaced it, so that tokens of
+ * buffers that are gone do not stay forever. */
 static void forget_token(struct smb_link *link, uint32_t at, const struct smb_token *token)
 {
     pthread_mutex_lock(&link->client->mutex);
@@ -59,7 +59,7 @@ int tokens_show(struct smb_link *link, const struct channel *channel, bool by_re
         struct smb_token token;
         pthread_mutex_lock(&link->client->mutex);
         if (i >= link->token_count && *proven && denied_unproven > 0)
-            i = denied_unproven = 0; /* again, now that the server is proven */
+            i = denied_unproven = 0; /* start again, now that the server has proved itself */
         bool more = i < link->token_count, trusted = link->trusted;
         if (more)
             token = link->tokens[i];
@@ -68,7 +68,7 @@ int tokens_show(struct smb_link *link, const struct channel *channel, bool by_re
             return !*proven && (trusted || denied_unproven > 0) ? SMB_UNTRUSTED : SMB_OK;
         status = show_token(link, channel, by_reference, &token, proof, until);
         if (status == SMB_DENIED && *proven) {
-            forget_token(link, i, &token); /* the last one has its place now */
+            forget_token(link, i, &token); /* the last token has moved to this place */
             status = SMB_OK;
         } else if (status == SMB_DENIED) {
             denied_unproven++;
@@ -82,7 +82,7 @@ int tokens_show(struct smb_link *link, const struct channel *channel, bool by_re
     return status;
 }
 
-/* Among those that are shown on each connection; a newer one takes its place. */
+/* Adds the token to those that are shown on each connection, or replaces an older one. */
 static int keep_token(struct smb_link *link, const struct smb_token *token)
 {
     uint32_t at = 0;
@@ -109,8 +109,8 @@ int smb_link_keep_token(struct smb_link *link, const struct smb_token *token)
     return status;
 }
 
-/* As any other request, on the connection of now. If that is another one when it arrives, it was
- * shown there already, or is proved once more. */
+/* Sends the token as any other request, on the present connection. If another connection has
+ * replaced it by then, the token was shown there already, or is proved once more. */
 static int show_now(struct smb_link *link, const struct smb_token *token,
                     const struct access_connection *proof, uint64_t deadline_ns,
                     struct smb_reply *reply)

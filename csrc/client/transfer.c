@@ -1,5 +1,5 @@
-/* One call on a buffer: checked once, cut into pieces, local pieces done here, the others put on
- * their links. */
+/* One call on a buffer: checked once and cut into pieces. This thread does local pieces, and the
+ * other pieces are given to their links. */
 #include "client/transfer.h"
 
 #include <stdlib.h>
@@ -19,7 +19,7 @@ static bool same_layout(const struct smb_layout *a, const struct smb_layout *b)
            a->chunk_bytes == b->chunk_bytes && a->segment_count == b->segment_count;
 }
 
-/* The other buffers that a request names, and how many: ACCUMULATE_FROM, APPLY. */
+/* Lists the other buffers that a request names (ACCUMULATE_FROM, APPLY); returns how many. */
 static int others_of(const struct smb_request *request,
                      const struct smb_buffer *others[SMB_SOURCES_MAX])
 {
@@ -55,7 +55,7 @@ static bool others_are_sound(const struct smb_buffer *buffer, const struct smb_r
     return true;
 }
 
-/* Of ACCUMULATE_FROM. */
+/* For ACCUMULATE_FROM. */
 static bool sources_are_sound(const struct smb_buffer *buffer, const struct smb_request *request)
 {
     if (request->source_count == 0)
@@ -106,7 +106,7 @@ bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request
     }
 }
 
-/* The part of the range that travels over one link. */
+/* Makes the stream for the part of the range that goes over one link. */
 static struct stream make_stream(const struct smb_buffer *buffer, const struct smb_request *request,
                                  struct call *call, uint32_t index, struct smb_link *link)
 {
@@ -125,7 +125,7 @@ static struct stream make_stream(const struct smb_buffer *buffer, const struct s
     return stream;
 }
 
-/* The streams of all lanes to a segment: one for each piece at most. Returns how many. */
+/* Makes the streams of all lanes to a segment, at most one for each piece. Returns how many. */
 static uint32_t make_lanes(const struct smb_buffer *buffer, const struct smb_request *request,
                            struct call *call, uint32_t index, struct smb_cursor cursor,
                            struct stream *streams)
@@ -135,7 +135,7 @@ static uint32_t make_lanes(const struct smb_buffer *buffer, const struct smb_req
     streams[0].cursor = cursor;
     stream_advance(&streams[0]);
     if (!streams[0].have_piece)
-        return 0; /* nothing of the range is there */
+        return 0; /* no part of the range lies there */
     if (path->further_count == 0)
         return 1;
     uint32_t count = 1;
@@ -152,8 +152,8 @@ static uint32_t make_lanes(const struct smb_buffer *buffer, const struct smb_req
     return count;
 }
 
-/* Writes the streams to every linked segment that has a part in the range; returns how many.
- * *local: some segment is mapped. */
+/* Writes the streams to every linked segment that has a part of the range; returns how many.
+ * *local: a segment of the range is mapped. */
 static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request *request,
                              struct call *call, struct stream *streams, bool *local)
 {
@@ -172,8 +172,8 @@ static uint32_t make_streams(struct smb_buffer *buffer, const struct smb_request
     return count;
 }
 
-/* Every segment of the range is reachable, over the same kind of path in all buffers. A request
- * that must pass the gate needs a link. */
+/* Whether every segment of the range is reachable, over the same kind of path in all buffers. A
+ * request that must pass the gate needs a link. */
 static bool paths_are_set(const struct smb_buffer *buffer, const struct smb_request *request,
                           uint32_t *missing)
 {
@@ -194,8 +194,8 @@ static bool paths_are_set(const struct smb_buffer *buffer, const struct smb_requ
     return true;
 }
 
-/* Every server of the range knows how the request's elements travel: an older one would close the
- * connection, time after time. */
+/* Whether every server of the range knows the request's wire format. An older server would close
+ * the connection each time. */
 static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_request *request,
                           uint32_t *without)
 {
@@ -237,15 +237,15 @@ void transfer_add_outcome(struct smb_outcome *sum, const struct smb_outcome *par
     sum->sent |= part->sent;
 }
 
-/* Bytes at `source`. */
+/* Size of the memory at `source`. */
 static uint64_t source_bytes(const struct smb_buffer *buffer, const struct smb_request *request)
 {
     return request->wire == SMB_WIRE_SPARSE ? request->count * buffer->element_bytes
                                             : request->bytes;
 }
 
-/* Copied while it is read, element after element, what is written would be read again further
- * on. */
+/* Whether the caller's memory is a view of the buffer itself. If it were copied while it is read,
+ * element after element, changed elements would be read again further on. */
 static inline bool uses_itself(const struct smb_buffer *buffer, const struct smb_request *request)
 {
     if (!views_any())
@@ -273,7 +273,7 @@ static void *copy_of(const void *memory, uint64_t bytes)
 static int transfer_apart(struct smb_buffer *buffer, const struct smb_request *request,
                           struct smb_outcome *outcome, const struct smb_link **link);
 
-/* As if the source had been copied before the call, and the sink were filled after it. */
+/* Works as if the source had been copied before the call, and the sink were filled after it. */
 static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_request *request,
                                    struct smb_outcome *outcome, const struct smb_link **link)
 {
@@ -296,10 +296,10 @@ static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_r
     return outcome->status;
 }
 
-/* A call within one chunk that this process has mapped and whose lock is free: no account to be
- * kept, no clock to be read. false: nothing was done. `tally` is where to count it for this client,
- * or NULL: before the segment's counters, whose bus locks it would have to wait for. Inlined: a
- * call of its own is 3 % of a small read. */
+/* Does a call within one chunk that this process has mapped and whose lock is free: no account is
+ * kept, and no clock is read. False: nothing was done. `tally`, or NULL, counts it for this client:
+ * before the segment's counters, whose bus locks it would have to wait for. Inlined, because a
+ * function call is 3 % of a small read. */
 static inline __attribute__((always_inline)) bool done_at_once(struct smb_buffer *buffer,
                                                                const struct smb_request *request,
                                                                struct smb_outcome *outcome,
@@ -421,7 +421,8 @@ int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
         return outcome->status = SMB_INVALID;
     if (!wire_is_known(buffer, request, &outcome->segment))
         return outcome->status = SMB_VERSION;
-    /* All but the streams at hand, which are 1 KiB and written when they are used. */
+    /* Sets all members except the embedded streams, which are 1 KiB and written when they are
+     * used. */
     transfer->call = (struct call){
         .outcome = outcome, .deadline_ns = smb_now_ns() + (uint64_t)request->timeout_ms * 1000000U};
     transfer->local_outcome = (struct smb_outcome){0};
@@ -436,8 +437,8 @@ int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
     if (streams_max > STREAMS_AT_HAND)
         transfer->streams = malloc(streams_max * sizeof *transfer->streams);
     bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
-    /* A piece of entries is larger than one of elements: by 4 for each, of which the smallest has 1
-     * byte. */
+    /* A piece of entries is larger than one of elements: by 4 bytes for each entry, and the
+     * smallest element has 1 byte. */
     uint32_t times = request->wire == SMB_WIRE_SPARSE ? 5U : request->source_count > 0 ? 2U : 1U;
     if (needs_scratch)
         transfer->work.scratch = aligned_alloc(4096, (size_t)buffer->layout.chunk_bytes * times);

@@ -31,7 +31,7 @@ static void unlock(void)
     pthread_mutex_unlock(&mutex);
 }
 
-/* A child must not find the lock held by a thread that it has not. */
+/* A child of fork must not find the lock held by a thread that it does not have. */
 static void follow_forks(void)
 {
     pthread_atfork(lock, unlock, unlock);
@@ -95,13 +95,14 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
     for (uint32_t i = 0; i < layout->segment_count; i++)
         if (!buffer->paths[i].segment)
             return SMB_INVALID;
-    /* A mapping can't follow. They are bound at the end: no view that failed is to keep them. */
+    /* A mapping cannot follow a move. Segments are bound at the end, so that a view that failed
+     * does not bind them. */
     for (uint32_t i = 0; i < layout->segment_count; i++)
         if (smb_segment_moves(buffer->paths[i].segment))
             return SMB_BUSY;
     uint64_t whole = (layout->bytes + SMB_CHUNK_BYTES_MIN - 1) / SMB_CHUNK_BYTES_MIN *
                      SMB_CHUNK_BYTES_MIN;
-    /* The address range first, in one piece; then the stripes over it. */
+    /* Reserves the address range in one piece, then maps the stripes over it. */
     uint8_t *base = mmap(NULL, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
                          0);
     if (base == MAP_FAILED)
@@ -131,6 +132,6 @@ int smb_buffer_map(struct smb_buffer *buffer, void **address, uint64_t *bytes)
 
 void smb_buffer_unmap(void *address, uint64_t bytes)
 {
-    views_remove(address); /* before its addresses may be somebody else's */
+    views_remove(address); /* before its addresses can be used for something else */
     munmap(address, bytes);
 }

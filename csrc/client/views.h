@@ -1,10 +1,8 @@
 /* views.h: which memory of this process belongs to a buffer: the contiguous mappings of
- * smb_buffer_map.
+ * smb_buffer_map. They lie at other addresses than the segments' own mappings, so an address alone
+ * does not show that a call reads what it writes.
  *
- * They lie at other addresses than the segments' own mappings. So an address alone does not tell
- * that a call reads what it writes. Any thread. The one lock is a leaf. A child of fork has its own
- * copy.
- */
+ * Any thread. The only lock is a leaf. A child of fork has its own copy. */
 #ifndef SMB_VIEWS_H
 #define SMB_VIEWS_H
 
@@ -14,14 +12,14 @@
 
 extern _Atomic uint32_t views_count;
 
-/* Whether there is any: what every call asks. A view that its caller passes was added before, and
- * its store seen. */
+/* Whether there is any view; every call asks this. A view that a caller passes to a call was added
+ * before, and the caller sees that store. */
 static inline bool views_any(void)
 {
     return atomic_load_explicit(&views_count, memory_order_relaxed) > 0;
 }
 
-/* Of the buffer whose first segment has this id. SMB_OUT_OF_MEMORY. */
+/* Adds a view of the buffer whose first segment has this id. SMB_OUT_OF_MEMORY. */
 int views_add(const void *address, uint64_t bytes, uint64_t segment_id);
 void views_remove(const void *address);
 /* Whether any of these bytes are in a view of that buffer. */

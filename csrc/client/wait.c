@@ -5,7 +5,7 @@
 #include "base/clock.h"
 #include "client/progress.h"
 
-/* With the mutex held: somebody else's call needs a progress thread. */
+/* Call with the mutex held. Finds a progress thread if another call needs one. */
 static void hand_over(struct smb_client *client)
 {
     client->has_progress_thread = false;
@@ -17,7 +17,7 @@ static void hand_over(struct smb_client *client)
                 return;
             }
         }
-    } /* those that do not wait are on their way to look whether somebody drives */
+    } /* threads that do not wait are about to check whether there is a progress thread */
 }
 
 static void make_wake(struct call *call)
@@ -27,7 +27,7 @@ static void make_wake(struct call *call)
     call->has_wake = true;
 }
 
-/* With the mutex held. */
+/* Call with the mutex held. */
 static void sleep_caller(struct smb_client *client, struct call *call, uint64_t until_ns)
 {
     make_wake(call);
@@ -48,8 +48,8 @@ bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns,
     pthread_mutex_lock(&client->mutex);
     while ((!call->done || work) && smb_now_ns() < until_ns) {
         if (work && (client->has_progress_thread || call->done)) {
-            /* Another thread may have carried the call's frames to their end before this one came
-             * to its own part. */
+            /* Another thread may have completed the call's frames before this one began its own
+             * part. */
             pthread_mutex_unlock(&client->mutex);
             bool more = true;
             while (more && smb_now_ns() < until_ns)
@@ -69,7 +69,7 @@ bool call_wait(struct smb_client *client, struct call *call, uint64_t until_ns,
     }
     bool done = call->done && !work;
     if (!call->done && !client->has_progress_thread)
-        hand_over(client); /* the one that was to drive next may have been us */
+        hand_over(client); /* this thread may have been chosen as the next progress thread */
     pthread_mutex_unlock(&client->mutex);
     if (done && call->has_wake) {
         pthread_cond_destroy(&call->wake);
@@ -87,8 +87,7 @@ void call_run(struct smb_client *client, struct call *call, bool (*work)(void *)
                       work_argument)) {
         if (call->stopped || !client_look())
             continue;
-        /* As one that is late: what was sent is of unknown outcome, what was not is not sent any
-         * more. */
+        /* Ends as a late call: what was sent has an unknown outcome, and nothing more is sent. */
         call->stopped = true;
         atomic_store(&call->deadline_ns, 0);
         client_wake_progress(client);
