@@ -1,17 +1,19 @@
-/* direct.c: the calls of a buffer from Python in one step, as a CPython extension of its own
- * (smb._direct).
+/* direct.c: a buffer's calls from Python in one step, as a CPython extension (smb._direct). A small
+ * call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to 2 us.
  *
- * A small call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to
- * 2 us. `Method` stands in front of a Python method of a class whose objects hold a `DirectTarget`
- * in their slot `_target`. A usual call (a numpy array of the buffer's dtype, contiguous, on a
- * buffer whose segments are known) is handed to the engine from here. Everything else goes to the
- * Python method, with nothing done. The Python method is the definition, and this the short path to
- * the same end. When the engine refuses a call, the target's `go_on` gets it and its outcome: it
- * decides and raises as for Python's own calls.
+ * `Method` stands in front of a Python method of a class whose objects hold a `DirectTarget` in
+ * their slot `_target`. A usual call (a numpy array of the buffer's dtype, contiguous, on a buffer
+ * whose segments are known) is handed to the engine from here. For every other call nothing is done
+ * here, and the Python method is called. The Python method is the definition, and this file is the
+ * short path to the same result. When the engine refuses a call, the target's `go_on` gets the call
+ * and its outcome: it decides and raises as for Python's own calls.
  *
  * Threads. All fields are read and written with the GIL. A call that may wait or takes long
- * releases it, with a reference to the handle: another thread may disarm meanwhile. The engine's
- * functions are pointers taken from smb._engine, whose library this one does not link against. */
+ * releases the GIL and keeps a reference to the handle, because another thread may disarm the
+ * target meanwhile.
+ *
+ * The engine's functions are pointers taken from smb._engine: this module does not link against the
+ * engine's library. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -21,7 +23,8 @@
 #include "base/clock.h"
 #include "smb/client.h"
 
-/* up to here what can be done at once takes 2 us at most: as long as handing the GIL over */
+/* up to this size a call that needs no waiting takes 2 us at most: as long as handing the GIL
+ * over */
 enum { HOLD_GIL_BYTES = 64 << 10 };
 
 typedef int (*transfer_function)(struct smb_buffer *, const struct smb_request *,
@@ -29,15 +32,16 @@ typedef int (*transfer_function)(struct smb_buffer *, const struct smb_request *
 static transfer_function engine_transfer, engine_transfer_at_once;
 static PyTypeObject *array_type; /* numpy.ndarray */
 static PyObject *name_offset, *name_count, *name_out, *name_scale;
-static unsigned long forks; /* how often this process is a child */
+static unsigned long forks; /* how many forks lie between this process and the first */
 
 /* ---- signals, while a call waits ------------------------------------------------------------- */
 
-/* what a handler raised in the middle of a call of this thread; its caller raises it */
+/* an exception that a signal handler raised during a call of this thread; the thread's caller
+ * raises it */
 static _Thread_local PyObject *interrupt;
 
-/* With the GIL: runs the handlers of signals that have come. On other threads than the main one it
- * does nothing. */
+/* Call with the GIL. Runs the handlers of signals that have come. Does nothing on other threads
+ * than the main one. */
 static void run_handlers(void)
 {
     if (PyErr_CheckSignals() != 0) {
@@ -52,7 +56,7 @@ static void run_handlers(void)
     }
 }
 
-/* The engine's calls run without the GIL. Python's handlers run on the main thread alone. */
+/* The engine's calls run without the GIL. Only the main thread runs Python's handlers. */
 static int look(void)
 {
     if (interrupt)
@@ -85,18 +89,18 @@ static PyTypeObject switch_type = {
     .tp_members = switch_members,
 };
 
-/* ---- where the calls go ---------------------------------------------------------------------- */
+/* ---- the target of direct calls -------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD PyObject *go_on; /* called with a call that failed */
     PyObject *handle;              /* keeps `buffer` alive; NULL: not armed */
     Switch *client;
-    Switch *quiet; /* closed while the buffer has async calls, whose turn is first */
+    Switch *quiet; /* closed while the buffer has async calls, which have their turn first */
     struct smb_buffer *buffer;
     PyObject *shape; /* a tuple of integers */
     uint64_t size;   /* elements */
     uint32_t itemsize, timeout_ms;
-    char format; /* of the buffer protocol */
+    char format; /* code of the buffer protocol */
     unsigned long forks;
 } DirectTarget;
 
@@ -143,7 +147,8 @@ static PyObject *target_arm(DirectTarget *self, PyObject *args)
                           &quiet, &buffer, &PyTuple_Type, &shape, &size, &itemsize, &format,
                           &timeout_ms))
         return NULL;
-    self->buffer = (struct smb_buffer *)(uintptr_t)buffer; /* NOLINT: what cffi gives as a number */
+    /* NOLINT: cffi gives the pointer as a number */
+    self->buffer = (struct smb_buffer *)(uintptr_t)buffer;
     self->size = size;
     self->itemsize = itemsize;
     self->timeout_ms = timeout_ms;
@@ -174,20 +179,19 @@ static PyObject *target_new(PyTypeObject *type, PyObject *args, PyObject *keywor
 
 static PyMethodDef target_methods[] = {
     {"arm", (PyCFunction)target_arm, METH_VARARGS,
-     "arm(handle, client, quiet, buffer, shape, size, itemsize, format, timeout_ms): calls may\n"
-     "go straight to the engine's `buffer`, which `handle` keeps alive, while both switches are\n"
-     "on."},
+     "arm(handle, client, quiet, buffer, shape, size, itemsize, format, timeout_ms): let calls go\n"
+     "directly to the engine's `buffer`, which `handle` keeps alive, while both switches are on."},
     {"disarm", (PyCFunction)target_disarm, METH_NOARGS,
-     "All calls go to the Python methods again."},
+     "Let all calls go to the Python methods again."},
     {NULL},
 };
 
 static PyTypeObject target_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.DirectTarget",
     .tp_doc =
-        "DirectTarget(go_on): where the direct calls of one object go.\n"
-        "go_on(started, request, outcome) finishes a call that failed: seconds of the monotonic\n"
-        "clock, and the addresses of the engine's structs.",
+        "DirectTarget(go_on): the engine's buffer to which the direct calls of one object go.\n"
+        "go_on(started, request, outcome) completes a call that failed. `started` is in seconds\n"
+        "of the monotonic clock; the others are addresses of the engine's structs.",
     .tp_basicsize = sizeof(DirectTarget),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = target_new,
@@ -201,7 +205,7 @@ static PyTypeObject target_type = {
 
 typedef struct {
     PyObject_HEAD PyObject *function; /* the Python method */
-    /* the class that has it; NULL outside of one: then Python does every call */
+    /* the class that has the method; NULL outside a class: then Python does every call */
     PyTypeObject *owner;
     Py_ssize_t slot_at; /* offset of the owner's slot `_target` */
     vectorcallfunc call;
@@ -210,9 +214,9 @@ typedef struct {
 
 /* A call's arguments, parsed. References are borrowed. */
 struct given {
-    PyObject *array; /* to be read from, or `out` */
+    PyObject *array; /* the array to read from, or `out` */
     PyObject *offset, *count, *scale;
-    PyObject *value, *expected; /* of counters */
+    PyObject *value, *expected; /* arguments of fetch_add and compare_swap */
 };
 
 static bool is_atomic(int opcode)
@@ -220,7 +224,7 @@ static bool is_atomic(int opcode)
     return opcode == SMB_FETCH_ADD || opcode == SMB_COMPARE_SWAP;
 }
 
-/* false: there is something that only the Python method knows. */
+/* False: an argument that only the Python method handles. */
 static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positional,
                            PyObject *names, struct given *given)
 {
@@ -238,7 +242,7 @@ static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positio
     }
     Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
     for (Py_ssize_t i = 0; i < named; i++) {
-        /* interned, as ours are; if not, the Python method takes it */
+        /* interned like ours; if it is not, the Python method takes the call */
         PyObject *name = PyTuple_GET_ITEM(names, i);
         PyObject **slot = name == name_offset && !is_atomic(opcode)        ? &given->offset
                           : name == name_count && opcode == SMB_READ       ? &given->count
@@ -252,7 +256,8 @@ static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positio
     return true;
 }
 
-/* Python's own integers only: a float is to be refused, and numpy's are rare. */
+/* Only Python's own integers: the Python method refuses a float, and handles numpy's, which are
+ * rare. */
 static bool integer_of(PyObject *value, long long *integer)
 {
     if (!PyLong_CheckExact(value))
@@ -277,8 +282,8 @@ static bool fits_shape(const DirectTarget *target, const Py_buffer *view)
     return true;
 }
 
-/* The array's memory, if it is of the usual kind and as large as it has to be. Fills in the
- * range. */
+/* Gets the array's memory and fills in the range, if the array is usual and has the required
+ * size. */
 static bool array_of(const DirectTarget *target, const struct given *given, bool writable,
                      struct smb_request *request, Py_buffer *view)
 {
@@ -300,7 +305,8 @@ static bool array_of(const DirectTarget *target, const struct given *given, bool
     bool usual = view->format && view->format[0] == target->format && view->format[1] == 0 &&
                  (uint32_t)view->itemsize == target->itemsize && elements > 0 &&
                  elements <= target->size - (uint64_t)offset;
-    /* Of a read it must be all that was asked for, of a change without an offset all there is. */
+    /* A read must fill all that was asked for. A change without an offset must cover the whole
+     * buffer. */
     if (usual && writable)
         usual = elements == (given->count ? (uint64_t)count : target->size - (uint64_t)offset) &&
                 (elements < target->size || PyTuple_GET_SIZE(target->shape) < 2 ||
@@ -366,7 +372,8 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
         Py_END_ALLOW_THREADS;
     }
     PyObject *result = NULL;
-    /* A call too short for a look: what a handler raises after its return has no outcome. */
+    /* A call too short to be interrupted: what a handler raises after it has no outcome of the
+     * call. */
     if (!interrupt)
         run_handlers();
     if (outcome.status != SMB_OK || interrupt)
@@ -377,7 +384,7 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
         result = PyLong_FromLongLong((long long)outcome.result);
     else
         result = Py_NewRef(Py_None);
-    if (result && !is_atomic(opcode)) /* what was gone on with gives a number, as _call does */
+    if (result && !is_atomic(opcode)) /* a number from `go_on`, as from the Python method */
         Py_SETREF(result, Py_NewRef(opcode == SMB_READ ? given.array : Py_None));
     Py_DECREF(handle);
     Py_DECREF(target);
@@ -412,7 +419,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO:Method", names, &opcode, &function))
         return NULL;
     if (opcode != SMB_READ && opcode != SMB_WRITE && opcode != SMB_ACCUMULATE && !is_atomic(opcode))
-        return PyErr_Format(PyExc_ValueError, "Method: no direct call for opcode %d", opcode);
+        return PyErr_Format(PyExc_ValueError, "Method: opcode %d has no direct call", opcode);
     Method *self = (Method *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
@@ -448,7 +455,7 @@ static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSE
     return object ? PyMethod_New(self, object) : Py_NewRef(self);
 }
 
-/* Python calls it when the class is made. A slot lies at the same offset in every object of the
+/* Python calls this when the class is made. A slot lies at the same offset in every object of the
  * class and its subclasses, so a call finds its target by one load. */
 static PyObject *method_set_name(Method *self, PyObject *args)
 {
@@ -479,7 +486,7 @@ static PyMethodDef method_methods[] = {
     {NULL},
 };
 
-/* Name, documentation and signature are the Python method's. */
+/* Name, documentation and signature are those of the Python method. */
 static PyObject *method_getattro(PyObject *self, PyObject *name)
 {
     PyObject *found = PyObject_GenericGetAttr(self, name);
@@ -557,15 +564,16 @@ static PyObject *forked(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored
 
 static PyMethodDef functions[] = {
     {"set_up", set_up, METH_VARARGS,
-     "set_up(transfer, transfer_at_once, ndarray): addresses of the engine's functions. Once,\n"
-     "before any target is armed."},
+     "set_up(transfer, transfer_at_once, ndarray): give this module the addresses of the\n"
+     "engine's functions. Call it once, before any target is armed."},
     {"look_address", look_address, METH_NOARGS,
-     "The address of what the engine is to ask while a call waits: smb_set_look."},
+     "Return the address of the function for smb_set_look, which the engine calls while a call\n"
+     "waits."},
     {"take_interrupt", take_interrupt, METH_NOARGS,
-     "What a signal's handler raised during the engine's call that has just returned in this\n"
-     "thread, or None. Once."},
+     "Return and forget the exception that a signal handler raised during this thread's last\n"
+     "call of the engine, or None."},
     {"forked", forked, METH_NOARGS,
-     "This process is a child of fork: what was armed before is not any more."},
+     "Note that this process is a child of fork, which disarms all targets armed before."},
     {NULL},
 };
 
