@@ -65,9 +65,9 @@ int scratch_files(void)
     return each_scratch_file(NULL);
 }
 
-/* TEST_SECONDS_MAX ends what hangs; 500 kills under thread checks (SMB_LONG=1) take 20 s alone, over
- * 60 s beside other work. Times SMB_TEST_SLOWNESS where a machine is emulated. SMB_TEST_HANGING: names of tests
- * that are known to hang. */
+/* TEST_SECONDS_MAX ends tests that hang; 500 kills under thread checks (SMB_LONG=1) take 20 s
+ * alone, and over 60 s beside other work. It is multiplied by SMB_TEST_SLOWNESS on an emulated
+ * machine. SMB_TEST_HANGING: names of tests that are known to hang. */
 static unsigned seconds_max(const char *name)
 {
     const char *slowness = getenv("SMB_TEST_SLOWNESS"), *hanging = getenv("SMB_TEST_HANGING");
@@ -96,7 +96,7 @@ static bool passes(const struct test *test)
     if (child == 0) {
         alarm(seconds_max(test->name));
         test->run();
-        exit(0); /* not _exit: leaks are looked for on the way out */
+        exit(0); /* not _exit: the leak checker runs at exit */
     }
     int status = -1;
     bool ended = waitpid(child, &status, 0) == child;
@@ -110,7 +110,8 @@ static bool passes(const struct test *test)
 
 int run_tests(const char *suite, const struct test *tests, size_t count)
 {
-    const char *isa = getenv("SMB_ISA"); /* a name that is not here would test another one */
+    /* with an unknown name another instruction set would be tested */
+    const char *isa = getenv("SMB_ISA");
     CHECK(!isa || !*isa || strcmp(isa, smb_isa_name(smb_isa_current())) == 0);
     size_t passed = 0;
     for (size_t i = 0; i < count; i++) {

@@ -1,6 +1,5 @@
-/* check.h: what the C tests need of a framework. Each test runs in a process of its own, so that
- * one that crashes, hangs or is stopped by a sanitizer is a failure of that test and of no other,
- * and leaves no file behind. */
+/* check.h: a small test framework for C. Each test runs in its own process, so that a crash, a hang
+ * or a sanitizer's stop is a failure of that test only, and leaves no file behind. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -20,7 +19,7 @@
         if (found_ != expected_)                                                          \
             check_failed(__FILE__, __LINE__, #found " == " #expected, found_, expected_); \
     } while (0)
-/* Looks again until it is so; for what another thread or process brings about. */
+/* Waits, by polling, until the condition is true, for what another thread or process does. */
 #define WAIT_UNTIL(condition)                              \
     do {                                                   \
         uint64_t end_ns_ = check_now_ns() + 20000000000U;  \
@@ -32,8 +31,8 @@
 
 void check_failed(const char *file, int line, const char *what, long long found, long long expected)
     __attribute__((noreturn));
-/* fork, of a child that does not outlive its parent: one that is stopped would hold up whoever
- * waits for the test's output. */
+/* fork, but the child does not outlive its parent: a stopped child would keep the test's output
+ * open. */
 pid_t check_fork(void);
 /* Monotonic nanoseconds. */
 uint64_t check_now_ns(void);
@@ -46,14 +45,13 @@ struct test {
 #define RUN_TESTS(tests) run_tests(__FILE__, tests, sizeof(tests) / sizeof *(tests))
 int run_tests(const char *suite, const struct test *tests, size_t count);
 
-/* "<directory>/<name>" in a tmpfs directory that this test has for itself. From the test's main
- * thread. */
+/* "<directory>/<name>" in a tmpfs directory of this test. Call it from the test's main thread. */
 const char *scratch_path(const char *name);
-/* How many files lie there. */
+/* The number of files in that directory. */
 int scratch_files(void);
 
-/* One of so many steps of a long test is done: 1, and 4 under thread checks, which make each step
- * 10 to 30 times as long. SMB_LONG=1: 1 there, too. */
+/* Says which steps of a long test to do: every one (1), or every fourth (4) under thread checks,
+ * where each step takes 10 to 30 times as long. With SMB_LONG=1 it is 1 there, too. */
 int check_thinned(void);
 
 #endif

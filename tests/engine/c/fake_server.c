@@ -16,7 +16,7 @@ static bool receive_all(int fd, void *bytes, size_t count)
     return true;
 }
 
-/* The answer as it should be, but for what is to be spoiled. Data of an answer is the byte 7. */
+/* Sends the right answer, except for what the test spoils. Data of an answer is the byte 7. */
 static bool answer(struct fake_server *fake, int fd, const struct smb_frame *request)
 {
     static const uint8_t sevens[1024] = {[0 ... 1023] = 7};

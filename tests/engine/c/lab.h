@@ -1,4 +1,4 @@
-/* lab.h: a laboratory's certificates, for tests of TLS. One thread. */
+/* lab.h: certificates for tests of TLS. For one thread. */
 #ifndef SMB_LAB_H
 #define SMB_LAB_H
 
@@ -34,7 +34,7 @@ static void to_text(BIO *pem, char *text)
     BIO_free(pem);
 }
 
-/* `names`: NULL for an authority, which signs itself. */
+/* `names`: NULL for an authority, which signs its own certificate. */
 static void issue(struct holder *holder, const struct holder *authority, const char *names,
                   const char *purposes)
 {

@@ -119,7 +119,7 @@ void make_copy(struct pair *pair, int from, uint32_t epoch)
     int whole = 0;
     set_role(pair, 1 - from, epoch, SMB_REPLICA_BACKUP, true);
     CHECK_EQ(give_role(pair, from, epoch, SMB_REPLICA_PRIMARY, true, true), SMB_OK);
-    /* not before all is there */
+    /* refused until the copy is complete */
     CHECK_EQ(give_role(pair, from, epoch + 1, SMB_REPLICA_PRIMARY, true, false), SMB_INVALID);
     for (int part = 0; whole < pair->members; part++) {
         if (part % 3 == 0)
@@ -264,7 +264,7 @@ int64_t lose_in_turn(struct pair *pair, void *(*move)(void *), const void *ones,
             before[i] = atomic_load(&movers[i].done);
         for (int i = 0; i < MOVERS; i++)
             WAIT_UNTIL(atomic_load(&movers[i].done) >= before[i] + 5);
-        int lost = loss % 2; /* each in turn, a primary or a backup */
+        int lost = loss % 2; /* alternates between primary and backup */
         epoch++;
         lose(pair, lost);
         *server = 1 - lost;

@@ -29,7 +29,7 @@ static uint64_t take_slot(struct pump *pump)
     return SMB_NO_SLOT;
 }
 
-/* One record to the server, with a slot if it needs one. */
+/* Forwards one record to the server, with a slot if it needs one. */
 static bool forward(struct pump *pump)
 {
     uint8_t record[SMB_RECORD_BYTES];
@@ -60,7 +60,7 @@ static bool forward(struct pump *pump)
     return write_whole(pump->server, record, sizeof record);
 }
 
-/* One answer to the client, its data before it. */
+/* Forwards one answer to the client, after its data. */
 static bool answer(struct pump *pump)
 {
     uint8_t header[SMB_FRAME_BYTES];
@@ -96,8 +96,8 @@ static void *run(void *argument)
         struct pollfd pollers[2] = {{.fd = room ? pump->client : -1, .events = POLLIN},
                                     {.fd = pump->server, .events = POLLIN}};
         CHECK(poll(pollers, 2, 20) >= 0);
-        /* Whatever is to be read of a side that hung up does not matter any more, and the client's
-         * is heard of without room, too. */
+        /* Data of a side that hung up does not matter any more. The client's hang-up is noticed
+         * also when there is no room. */
         char byte;
         if (recv(pump->client, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0)
             break;

@@ -1,5 +1,5 @@
-/* pump.h: stands in for RDMA: one thread that moves records, and by memcpy what they refer to,
- * between a client and a server. */
+/* pump.h: stands in for RDMA: one thread that moves records between a client and a server, and
+ * copies the data that they refer to. */
 #ifndef PUMP_H
 #define PUMP_H
 
@@ -12,11 +12,11 @@ enum { PUMP_SLOTS = 3, PUMP_PENDING = 512 };
 
 struct pump {
     int client, server; /* our ends of the two socketpairs */
-    int client_end;     /* the engine's */
+    int client_end;     /* the client's end, for the engine */
     struct smb_slots *slots;
     pthread_t thread;
-    _Atomic bool broken;  /* break it now, with whatever is under way */
-    uint64_t break_after; /* so many answers it is broken; 0: never */
+    _Atomic bool broken;  /* break the connection now, with all that is in flight */
+    uint64_t break_after; /* breaks after so many answers; 0: never */
     uint64_t forwarded, answered;
     bool busy[PUMP_SLOTS];
     struct {
@@ -24,9 +24,9 @@ struct pump {
     } pending[PUMP_PENDING];
 };
 
-/* A connection by reference to the server, its end for the client in client_end. */
+/* Makes a connection by reference to the server, with the client's end in client_end. */
 void pump_start(struct pump *pump, struct smb_server *server);
-/* Waits until the engine has shut it, on either side. */
+/* Waits until the engine has shut it down, on either side. */
 void pump_join(struct pump *pump);
 
 #endif

@@ -1,4 +1,4 @@
-/* random.h: numbers that are the same in every run (splitmix64). */
+/* random.h: random numbers that are the same in every run (splitmix64). */
 #ifndef RANDOM_H
 #define RANDOM_H
 

@@ -93,7 +93,8 @@ struct smb_buffer *reach_buffer(struct reach *reach, struct rig *rig, enum way w
 
 void reach_make(struct reach *reach, struct rig *rig, enum way way, uint64_t session)
 {
-    /* a session's lane has one connection: a second one would fence the first */
+    /* unique sessions: a lane of a session has one connection, and a second one would fence the
+     * first */
     static _Atomic uint32_t reaches;
     *reach = (struct reach){0};
     session ^= (uint64_t)getpid() << 40 | (uint64_t)(++reaches) << 20;

@@ -4,8 +4,8 @@
 
 void place_make(struct place *place)
 {
-    /* Shared, so that a child's work is seen when it was killed. Nothing may be touched behind the
-     * seats. */
+    /* Shared memory, so that the work of a killed child is seen. The page after the seats must not
+     * be touched. */
     uint8_t *memory = mmap(NULL, 3 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
                            0);
     CHECK(memory != MAP_FAILED);
@@ -50,7 +50,8 @@ int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, 
     struct sync_answer answer;
     *asked = (struct asked){.waiter = {.answer = reply, .owner = asked}};
     int status = sync_ask(place->sync, &request, &asked->waiter, place->now, &answer);
-    if (status != SMB_DEFERRED) /* else it may be answered by now, by another thread */
+    /* a deferred request may have been answered by now, by another thread */
+    if (status != SMB_DEFERRED)
         asked->answer = answer;
     return status;
 }

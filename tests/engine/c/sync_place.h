@@ -1,5 +1,5 @@
-/* sync_place.h: a segment's sync words and seats with nothing around them, and requests to them,
- * with the time passed in. */
+/* sync_place.h: a segment's sync words and seats without a segment, and requests to them at a given
+ * time. */
 #ifndef SYNC_PLACE_H
 #define SYNC_PLACE_H
 
@@ -15,7 +15,7 @@ struct asked {
     _Atomic int answers;
 };
 
-/* In memory shared with child processes. The words have the first half of a page, a test the
+/* In memory shared with child processes. The words use the first half of a page, a test may use the
  * second. */
 struct place {
     struct sync_words *words;
@@ -30,10 +30,10 @@ void place_end(struct place *place);
 
 int ask(struct place *place, struct asked *asked, int opcode, uint64_t session, uint64_t sequence,
         uint64_t argument, uint64_t a, uint64_t b, uint64_t c);
-/* The user's lock, for a second. */
+/* Asks for the user's lock, for a second. */
 int lock(struct place *place, struct asked *asked, uint64_t session, uint64_t sequence,
          uint64_t timeout, uint64_t age);
-/* One that never waits. */
+/* Makes a request that must not be deferred. */
 int quick(struct place *place, int opcode, uint64_t argument, uint64_t a, uint64_t b);
 /* Takes the publisher's lock and publishes that version. */
 void publish(struct place *place, uint64_t version);

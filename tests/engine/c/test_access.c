@@ -91,7 +91,7 @@ static int resume_at(struct smb_link *link, const struct rig *rig, int server,
 static void set_up(struct rigged *rigged)
 {
     rig_start(&rigged->rig, LAYOUT, SMB_INT64);
-    smb_server_guard(rigged->rig.servers[0]); /* no connection was made yet */
+    smb_server_guard(rigged->rig.servers[0]); /* before the first connection */
     CHECK_EQ(set_key(rigged->rig.servers[0], 4, 1000000), SMB_OK);
     CHECK_EQ(smb_client_create(SESSION, &rigged->client), SMB_OK);
     rigged->link = connect_to(rigged->client, &rigged->rig, 0, 0);
@@ -122,8 +122,8 @@ static struct smb_request add(void)
                                 .source = words};
 }
 
-/* Without one nothing is done; one to read reads; one to write writes; one of another key, or that
- * has expired, is none. */
+/* Without a token nothing is done. A token to read allows reads, and a token to write allows
+ * writes. A token of another key, or one that has expired, allows nothing. */
 static void rights_on_a_link(void)
 {
     struct rigged rigged;
@@ -150,7 +150,7 @@ static void rights_on_a_link(void)
     take_down(&rigged);
 }
 
-/* By none of the three ways that lead to a link. */
+/* None of the three ways to use a link sends anything. */
 static void nothing_goes_to(struct smb_link *link)
 {
     struct smb_buffer *buffer;
@@ -165,9 +165,9 @@ static void nothing_goes_to(struct smb_link *link)
     CHECK_EQ(smb_link_attach(link, id, RIG_EPOCH, RIG_TIMEOUT_MS, &segment), SMB_UNTRUSTED);
 }
 
-/* A client that wants proof takes a connection from a server that knows the token's key, and from
- * no other, at first and again. One that refuses all tokens, and has proved none, is left; and its
- * word is not enough to forget them. */
+/* A client that requires proof accepts only a server that knows the token's key, on the first
+ * connection and on later ones. A server that refuses all tokens without a proof is left, and its
+ * word does not make the client forget the tokens. */
 static void servers_prove_tokens(void)
 {
     struct rigged rigged;
@@ -176,7 +176,7 @@ static void servers_prove_tokens(void)
     struct smb_buffer *buffer;
     static int64_t found[ELEMENTS];
     uint64_t segment = rig_segment_id(0, 0);
-    enum { RIGHT, OTHER /* says OK to any token */ };
+    enum { RIGHT, OTHER /* accepts every token */ };
     set_up(&rigged);
     struct smb_token token = token_of(segment, 3, 2000000);
     CHECK_EQ(smb_client_create(SESSION, &client), SMB_OK);
@@ -216,7 +216,7 @@ static void servers_prove_tokens(void)
     take_down(&rigged);
 }
 
-/* Gives the link another connection whenever it has none. */
+/* Reconnects the link whenever it has no connection. */
 static void *tend(void *argument)
 {
     struct rigged *rigged = argument;
@@ -226,7 +226,7 @@ static void *tend(void *argument)
     return NULL;
 }
 
-/* Renews the token over and over, and breaks the connection now and then. */
+/* Renews the token repeatedly, and breaks the connection now and then. */
 static void *renew(void *argument)
 {
     struct rigged *rigged = argument;
@@ -254,8 +254,8 @@ static void *call(void *argument)
     return NULL;
 }
 
-/* Each new connection is shown what the link has, before the calls that wait go on there: none of
- * them is refused, and each counts once. */
+/* Each new connection is shown the link's tokens before the waiting calls go on there: no call is
+ * refused, and each counts once. */
 static void tokens_follow_the_link(void)
 {
     static struct rigged rigged;
@@ -266,8 +266,8 @@ static void tokens_follow_the_link(void)
     pthread_create(&tender, NULL, tend, &rigged);
     pthread_create(&renewer, NULL, renew, &rigged);
     pthread_create(&caller, NULL, call, &rigged);
-    /* The lane's newest connection ends the one before: one that proves itself does, so each of
-     * these breaks the link's. */
+    /* A newer connection of the lane that proves itself ends the older one, so each of these breaks
+     * the link's connection. */
     for (int i = 0; i < 10; i++) {
         struct smb_client *other;
         usleep(3000);
@@ -300,14 +300,14 @@ struct by_record {
     int made;
 };
 
-/* Gives the link another connection whenever it has none; the first ones break too. */
+/* Reconnects the link whenever it has no connection; the first connections break, too. */
 static void *tend_by_record(void *argument)
 {
     struct by_record *self = argument;
     uint64_t id, instance;
     while (smb_client_wait_down(self->rigged.client, RIG_TIMEOUT_MS, &id) == SMB_OK) {
         struct pump *pump = &self->pumps[self->made++];
-        /* HELLO and three tokens are four of these */
+        /* HELLO and three tokens are four of these answers */
         pump->break_after = self->made < BREAKS ? 9 : 0;
         pump_start(pump, self->rigged.rig.servers[0]);
         CHECK_EQ(smb_link_resume_reference(self->rigged.link, pump->client_end, 0, RIG_TIMEOUT_MS,
@@ -317,8 +317,8 @@ static void *tend_by_record(void *argument)
     return NULL;
 }
 
-/* Tokens are shown by record on a connection that is there, and again on each one that follows it:
- * no call is refused. */
+/* Tokens are sent by record on an existing connection, and again on each later one: no call is
+ * refused. */
 static void tokens_travel_by_record(void)
 {
     static struct by_record self;
@@ -341,7 +341,7 @@ static void tokens_travel_by_record(void)
     CHECK_EQ(smb_buffer_create(rigged->client, &LAYOUT, SMB_INT64, &rigged->buffer), SMB_OK);
     CHECK_EQ(smb_buffer_set_link(rigged->buffer, 0, rig_segment_id(0, 0), RIG_EPOCH, rigged->link),
              SMB_OK);
-    for (uint64_t i = 0; i < 3; i++) { /* more than one, so that one record follows another */
+    for (uint64_t i = 0; i < 3; i++) { /* more than one, so that records follow each other */
         struct smb_token token = token_of(rig_segment_id(0, 0) + i, 3, 2000000);
         CHECK_EQ(show(rigged->link, &token), SMB_OK);
     }
@@ -363,7 +363,7 @@ static void tokens_travel_by_record(void)
     rig_stop(&rigged->rig);
 }
 
-/* Without a token a record gets nothing either. */
+/* Without a token a record is refused, too. */
 static void records_without_a_token(void)
 {
     struct rigged rigged;
@@ -391,7 +391,7 @@ static void records_without_a_token(void)
     pump_join(&pump);
 }
 
-/* A set of keys takes the place of all before it, whatever their numbers: the coordinator's clock
+/* A set of keys replaces all earlier ones, whatever their numbers, because the coordinator's clock
  * may have been put back. */
 static void keys_are_a_set(void)
 {
@@ -401,12 +401,13 @@ static void keys_are_a_set(void)
     struct smb_token token = token_of(rig_segment_id(0, 0), 3, 2000000);
     struct smb_key set[SMB_KEYS_MAX + 1] = {
         {.generation = 1000}, {.generation = 1001}, {.generation = 1002}};
-    CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK); /* days ahead */
+    /* from a clock that is days ahead */
+    CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK);
     CHECK_EQ(why_not(rigged.link, &token), SMB_DENIED_GENERATION);
     for (uint32_t i = 0; i < 3; i++)
         set[i].generation = 3 + i;
     memcpy(set[1].bytes, key, sizeof set[1].bytes);
-    CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK); /* put right */
+    CHECK_EQ(smb_server_set_keys(server, 3, set, 1000000), SMB_OK); /* the clock is right again */
     CHECK_EQ(show(rigged.link, &token), SMB_OK);
     CHECK_EQ(smb_server_set_keys(server, 0, set, 1000000), SMB_INVALID);
     CHECK_EQ(smb_server_set_keys(server, SMB_KEYS_MAX + 1, set, 1000000), SMB_INVALID);
@@ -414,8 +415,8 @@ static void keys_are_a_set(void)
     take_down(&rigged);
 }
 
-/* An earlier client's proof, which whoever stands between may hand on, is none; it is told apart
- * from one that is wrong. */
+/* A proof of an older client, which anybody on the way could use, is refused, with another reason
+ * than a wrong proof. */
 static void proofs_without_a_bond(void)
 {
     struct rig rig;
@@ -434,7 +435,7 @@ static void proofs_without_a_bond(void)
     CHECK_EQ(access_check(&server->keys, &here, &frame, payload, &grant, &answer, &why), SMB_OK);
     struct access_answer right = access_answer(&token, &here);
     CHECK(access_same_answer(&right, &answer));
-    here.bond.bytes[31] ^= 1; /* another connection */
+    here.bond.bytes[31] ^= 1; /* a different connection */
     CHECK_EQ(access_check(&server->keys, &here, &frame, payload, &grant, &answer, &why),
              SMB_DENIED);
     CHECK_EQ(why, SMB_DENIED_PROOF);
@@ -447,8 +448,8 @@ static void proofs_without_a_bond(void)
     rig_stop(&rig);
 }
 
-/* On the control plane a proof is good for its session, its segment, its rights and its time alone;
- * and what was proved on a connection is no proof there. */
+/* On the control plane a proof is valid only for its session, segment, rights and time, and a proof
+ * made for a data connection is not valid there. */
 static void proofs_for_the_control_plane(void)
 {
     struct rig rig;
@@ -477,12 +478,12 @@ static void proofs_for_the_control_plane(void)
     access_store(&token, &here, payload);
     memcpy(wrong[4].secret, payload + 16, SMB_KEY_BYTES);
     CHECK_EQ(smb_server_check_proof(server, SESSION, &wrong[4], bond, &left_ns), SMB_DENIED);
-    CHECK_EQ(set_key(server, 4, 2000000), SMB_OK); /* its time is over */
+    CHECK_EQ(set_key(server, 4, 2000000), SMB_OK); /* the token has expired */
     CHECK_EQ(smb_server_check_proof(server, SESSION, &shown, bond, &left_ns), SMB_DENIED);
     rig_stop(&rig);
 }
 
-/* Hundreds of grants on one connection; each is found, those that expired make room. */
+/* Hundreds of grants on one connection: each is found, and expired ones make room. */
 static void grants_of_many_segments(void)
 {
     struct grants grants = {0};
@@ -503,7 +504,7 @@ static void grants_of_many_segments(void)
     grants_clear(&grants);
 }
 
-/* FIPS 180-4's examples; HMAC is compared with others' in tests/security. */
+/* The examples of FIPS 180-4; tests/security compares HMAC with another implementation. */
 static void sha256_of_known_texts(void)
 {
     static const struct {
@@ -530,7 +531,8 @@ static void sha256_of_known_texts(void)
     }
 }
 
-/* It was refused, and so made again by its client, though the backup got it. */
+/* A change whose token expires before its answer is not refused: it was, and its client made it
+ * again, although the backup had it. */
 static void a_change_outlives_its_token(void)
 {
     struct pair pair;
@@ -548,14 +550,16 @@ static void a_change_outlives_its_token(void)
                                 .op = SMB_SUM,
                                 .scale = 1.0,
                                 .timeout_ms = 2000};
-    do { /* until it was made before the token expired: a busy machine takes long */
+    /* repeated until the change was made before the token expired, which takes long on a busy
+     * machine */
+    do {
         struct smb_token token = token_in(1, ID, 3, now_ms + 1000);
         CHECK_EQ(set_key(pair.servers[0], 4, now_ms), SMB_OK);
         CHECK_EQ(show(user.link, &token), SMB_OK);
         status = reach_try(user.buffer, fetch);
         now_ms += 1000000;
     } while (status_of(&pair, 0).unconfirmed == 0);
-    CHECK(status == SMB_LINK_LOST || status == SMB_TIMEOUT); /* of unknown outcome */
+    CHECK(status == SMB_LINK_LOST || status == SMB_TIMEOUT); /* unknown outcome */
     leave(&user);
     stop(&pair);
 }

@@ -1,4 +1,4 @@
-/* Connections that somebody else made, handed to server and client as descriptors. */
+/* Connections that somebody else made, given to server and client as descriptors. */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -26,8 +26,8 @@ static struct smb_buffer *buffer_over(struct smb_client *client, struct smb_link
     return buffer;
 }
 
-/* What is no connection is refused, and says why: no descriptor, nobody at the other end. A client
- * closes what it refuses. */
+/* Descriptors that are not usable connections are refused with the reason: a closed descriptor, or
+ * no peer. A client closes what it refuses. */
 static void refused_descriptors_are_closed(void)
 {
     struct rig rig;
@@ -47,7 +47,7 @@ static void refused_descriptors_are_closed(void)
     CHECK_EQ(smb_client_connect_reference(client, ends[1], 1, RIG_TIMEOUT_MS, &link, &instance),
              SMB_DISCONNECTED);
     CHECK(fcntl(ends[1], F_GETFD) < 0 && errno == EBADF);
-    make_pair(ends); /* beside them, one that works */
+    make_pair(ends); /* besides them, a usable one */
     CHECK_EQ(smb_server_adopt_reference(rig.servers[0], ends[0], slots), SMB_OK);
     CHECK_EQ(smb_client_connect_reference(client, ends[1], 1, RIG_TIMEOUT_MS, &link, &instance),
              SMB_OK);
@@ -92,8 +92,8 @@ static void *tend_by_reference(void *argument)
     return NULL;
 }
 
-/* However often the connection breaks, each addition counts once, and in the end the same link goes
- * on over TCP. */
+/* However often the connection breaks, each addition counts once, and at the end the same link
+ * continues over TCP. */
 static void broken_references_count_once(void)
 {
     struct rig rig;
@@ -147,7 +147,7 @@ static void broken_references_count_once(void)
     rig_stop(&rig);
 }
 
-/* A peer that has its caller's memory for a while, and then gives it back. */
+/* A peer that uses its caller's memory for a while, and then gives it back. */
 static void *keep_a_while(void *argument)
 {
     int *end = argument;
@@ -164,7 +164,8 @@ static void *keep_a_while(void *argument)
     CHECK_EQ(smb_load64(bytes + SMB_RECORD_ENDS_AT + 16) >> 32, 4096);
     while (recv(*end, bytes, sizeof bytes, 0) > 0) {
     }
-    for (int i = 0; i < 4096; i++) { /* still ours: it was asked for, and the socket is open */
+    /* the memory is still the peer's: the request is open, and so is the socket */
+    for (int i = 0; i < 4096; i++) {
         memory[i] = (uint8_t)i;
         if (i % 512 == 0)
             usleep(10000);
@@ -212,9 +213,9 @@ static void send_record(int fd, struct smb_frame frame, uint64_t slot)
     CHECK_EQ(send(fd, record, sizeof record, MSG_NOSIGNAL), sizeof record);
 }
 
-/* A record that names a slot of nobody, or none where it must, closes the connection; one that
- * names its own is answered. Bytes of another frame, or of a stream with payloads, are no records
- * either. */
+/* A record that names a foreign slot, or none although it needs one, closes the connection; a
+ * record that names its own slot is answered. Bytes of another frame, or of a stream with payloads,
+ * are not records either. */
 static void wrong_slots_are_refused(void)
 {
     struct rig rig;
@@ -276,8 +277,8 @@ static void wrong_slots_are_refused(void)
     rig_stop(&rig);
 }
 
-/* Memory of a deleted segment, and slots of a closed connection, stay as they are for as long as
- * somebody holds them. */
+/* Memory of a deleted segment, and slots of a closed connection, stay unchanged as long as somebody
+ * holds them. */
 static void held_memory_stays(void)
 {
     struct rig rig;

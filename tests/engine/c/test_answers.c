@@ -1,6 +1,6 @@
-/* Several answers in one look at the socket: data goes to its place before its header is
- * understood. Whatever is answered instead, in whatever order and pieces it comes, every byte that
- * was read is the right one, and the link goes on. */
+/* Several answers received in one call: data goes to its destination before its header is parsed.
+ * Whatever comes instead, in any order and in any pieces, every byte that was read is right, and
+ * the link goes on. */
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -15,7 +15,7 @@
 
 enum {
     CHUNK = 16384,
-    CHUNKS = 24 /* more than are taken in one look */,
+    CHUNKS = 24 /* more than are received in one call */,
     BYTES = CHUNK * CHUNKS,
     CALLS = 3,
     ROUNDS = 60
@@ -23,11 +23,11 @@ enum {
 
 /* A server that collects a call's requests, then answers all of them. */
 struct answering {
-    int wire;          /* how its client asks for them */
-    int order[CHUNKS]; /* which request is answered next */
+    int wire;          /* the wire format that its client requests */
+    int order[CHUNKS]; /* the order in which requests are answered */
     bool refused[CHUNKS];
-    uint64_t piece_bytes; /* of what is sent at once */
-    uint64_t cut_bytes;   /* after so many it hangs up */
+    uint64_t piece_bytes; /* bytes sent at once */
+    uint64_t cut_bytes;   /* hangs up after so many bytes */
     uint16_t port;
     int listener;
     pthread_t thread;
@@ -132,7 +132,7 @@ static void leave_it(struct answering *self, struct reached *reached)
     close(self->listener);
 }
 
-/* Of a bfloat16 the upper half of a float32 is sent. */
+/* bfloat16 is the upper half of a float32. */
 static uint8_t expected_at(const struct answering *self, uint64_t at)
 {
     return self->wire == SMB_WIRE_EXACT ? content(at)
@@ -140,7 +140,7 @@ static uint8_t expected_at(const struct answering *self, uint64_t at)
                                         : content(at / 4 * 2 + at % 4 - 2);
 }
 
-/* Ends the calls of a client that has lost its connection: nobody makes another. */
+/* Ends the calls of a client that has lost its connection, because nobody reconnects. */
 static void *close_when_down(void *argument)
 {
     struct smb_client *client = argument;
@@ -150,7 +150,8 @@ static void *close_when_down(void *argument)
     return NULL;
 }
 
-/* `calls` reads of everything: each ends as it should, and all that it says was read is right. */
+/* Makes `calls` reads of the whole buffer: each ends as expected, and all bytes that it reports as
+ * read are right. */
 static void read_from(struct answering *self, int calls, int expected)
 {
     struct reached reached;
@@ -201,7 +202,7 @@ static void answers_in_any_order(void)
 {
     struct random random = random_make(1);
     for (int round = 0; round < ROUNDS; round++) {
-        /* Pieces of a few bytes take an emulated machine longer than a call may. */
+        /* Pieces of a few bytes would take an emulated machine longer than a call may take. */
         struct answering self = in_order(100 + random_below(&random, 100000));
         for (uint64_t swaps = 1 + random_below(&random, CHUNKS); swaps > 0; swaps--) {
             int a = (int)random_below(&random, CHUNKS), b = (int)random_below(&random, CHUNKS),
@@ -214,7 +215,7 @@ static void answers_in_any_order(void)
     }
 }
 
-/* Behind a refusal is no data: what is, lies where the refused data was awaited. */
+/* A refusal has no data: the bytes after it lie where the refused data was expected. */
 static void refusals_among_them(void)
 {
     struct random random = random_make(2);
@@ -223,13 +224,14 @@ static void refusals_among_them(void)
                                                    : 100 + random_below(&random, 100000));
         for (uint64_t refusals = 1 + random_below(&random, 4); refusals > 0; refusals--)
             self.refused[random_below(&random, CHUNKS)] = true;
-        /* to memory of the link, that goes with the refusal */
+        /* decoded from memory of the link, which is freed with the refusal */
         self.wire = round % 3 ? SMB_WIRE_EXACT : SMB_WIRE_BFLOAT16;
         read_from(&self, CALLS, SMB_DENIED);
     }
 }
 
-/* A connection that ends in the middle of them: nobody says that what did not come was read. */
+/* A connection that ends in the middle of the answers: data that did not come is not reported as
+ * read. */
 static void answers_that_are_cut(void)
 {
     struct random random = random_make(3);
@@ -240,7 +242,7 @@ static void answers_that_are_cut(void)
     }
 }
 
-/* Two requests, the second of which is answered first. */
+/* Two requests, of which the second is answered first. */
 static _Atomic int heard;
 
 static void *answer_two(void *argument)
@@ -276,7 +278,7 @@ static void *read_it(void *argument)
     return NULL;
 }
 
-/* Two threads that read to one place, a part and all of it. */
+/* Two threads that read to one place, one a part and one all of it. */
 static void answers_to_one_place(void)
 {
     for (int i = 0; i < 2; i++) {
@@ -304,8 +306,8 @@ static void answers_to_one_place(void)
     }
 }
 
-/* A server whose HELLO tells of no features gets no int4, no gradient and no rounding: it
- * would close the connection. What it knows it gets. */
+/* A server whose HELLO has no features gets no int4, no gradient and no rounding, because it would
+ * close the connection. It gets the operations that it knows. */
 static void no_feature_no_use_of_it(void)
 {
     struct answering self = in_order(UINT32_MAX);
@@ -368,8 +370,8 @@ static void greet(int fd)
     CHECK_EQ(send(fd, bytes, sizeof bytes, MSG_NOSIGNAL), sizeof bytes);
 }
 
-/* Lost with a change on its way. Then it has no room for what is sent again, and does not look
- * what became of it. */
+/* The connection is lost with a change in flight. Then the server has no room for the repetition,
+ * and does not look up its outcome. */
 static void *answer_without_room(void *argument)
 {
     struct answering *self = argument;

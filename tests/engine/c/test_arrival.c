@@ -1,5 +1,4 @@
-/* Chunks that follow each other, of which one comes in parts, its peer leaves, or its peer reads
- * late. */
+/* Chunks in a row, of which one comes in parts, or its peer leaves, or its peer reads late. */
 #include <string.h>
 #include <sys/socket.h>
 
@@ -44,8 +43,8 @@ static struct smb_frame write_of(uint64_t chunk, uint64_t sequence)
                               .sequence = sequence};
 }
 
-/* Two chunks, of the second one the first `part` bytes: its header came with the first, so that the
- * server waits for all of it. */
+/* Sends one chunk and the first `part` bytes of a second one, whose header came with the first, so
+ * that the server waits for the rest. */
 static int begin(struct rig *rig, const uint8_t *content, uint32_t part)
 {
     int fd = raw_connect(rig->ports[0]);
@@ -76,8 +75,8 @@ static uint8_t *some_content(void)
     return content;
 }
 
-/* A chunk that comes in two parts, and what follows it, however small, are answered; and the bytes
- * are right. */
+/* A chunk that comes in two parts, and whatever follows it, are answered, and the bytes are
+ * right. */
 static void what_comes_in_parts_is_answered(void)
 {
     static struct rig rig;
@@ -90,7 +89,7 @@ static void what_comes_in_parts_is_answered(void)
     must_hear(fd, SMB_WRITE);
     put_frame(fd, (struct smb_frame){.opcode = SMB_WATERMARK});
     must_hear(fd, SMB_WATERMARK);
-    for (uint64_t i = 2; i < 4; i++) { /* and these alone, as the first one of a call */
+    for (uint64_t i = 2; i < 4; i++) { /* only these, as the first part of a call */
         put_frame(fd, write_of(i, i + 1));
         put(fd, content + i * CHUNK, CHUNK);
         must_hear(fd, SMB_WRITE);
@@ -105,8 +104,8 @@ static void what_comes_in_parts_is_answered(void)
     rig_stop(&rig);
 }
 
-/* A peer that leaves in the middle of a chunk is let go at once, and has changed nothing of it; nor
- * is anybody held up by one that only stops. */
+/* A peer that leaves in the middle of a chunk is dropped at once, and has changed nothing of that
+ * chunk. A peer that only stops does not hold up others. */
 static void who_leaves_half_way_changes_nothing(void)
 {
     static struct rig rig;
@@ -135,8 +134,8 @@ static void who_leaves_half_way_changes_nothing(void)
     rig_stop(&rig);
 }
 
-/* One that asks for more than both sockets hold and reads late has everything in the end; a buffer
- * that is deleted meanwhile is refused, and nobody else waits. */
+/* A peer that asks for more than both sockets hold and reads late gets everything in the end. If
+ * the buffer is deleted meanwhile, the rest is refused. No other client waits. */
 static void read_late(bool deleted)
 {
     enum { READS = 64 };
@@ -157,7 +156,8 @@ static void read_late(bool deleted)
                                          .offset = i % 4 * CHUNK,
                                          .length = CHUNK,
                                          .sequence = i + 1});
-    struct smb_server_counters counters; /* what waits whole, and what was cut, are a backlog */
+    /* whole waiting answers, and the rest of a partly sent one, are a backlog */
+    struct smb_server_counters counters;
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes > 0));
     must(other,
          (struct smb_request){.opcode = SMB_WRITE, .bytes = LAYOUT.bytes, .source = content});

@@ -1,4 +1,4 @@
-/* Errors of the engine itself: found in every build, and nothing else is taken for one. */
+/* Internal errors of the engine are detected in every build, and nothing else is taken for one. */
 #define NDEBUG /* as Python's builds have it */
 #include "base/assert.h"
 
@@ -46,8 +46,8 @@ static void at_the_end(void)
     CHECK(smb_cursor_next(&cursor, &piece) && !smb_cursor_next(&cursor, &piece));
 }
 
-/* A cursor past the layout ends the process, with the file and the condition; the last byte of it
- * does not. */
+/* A cursor past the layout ends the process, and prints the file and the condition; a cursor on the
+ * last byte does not. */
 static void ends_the_process(void)
 {
     char said[512];

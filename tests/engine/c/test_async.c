@@ -15,7 +15,7 @@ enum {
     PART = CHUNK / 8,
     NOTED_MAX = 1024
 };
-/* two segments on each of the servers; the last chunk is not whole */
+/* two segments on each of the servers; the last chunk is shorter */
 static const struct smb_layout LAYOUT = {BYTES - 512, CHUNK, CHUNK, 4};
 enum { KEY = 7, SEED = 27 };
 
@@ -29,12 +29,12 @@ struct bench {
     struct smb_window *window;
     struct smb_async_event events[NOTED_MAX];
     uint32_t count;
-    uint64_t tags; /* used */
+    uint64_t tags; /* tags in use */
 };
 
 static void bench_start(struct bench *bench, enum way way, uint64_t credit)
 {
-    static bool started; /* once for each test, which has a process of its own */
+    static bool started; /* once for each test, because each has its own process */
     struct rig rig = bench->rig;
     memset(bench, 0, sizeof *bench);
     bench->rig = rig;
@@ -78,7 +78,7 @@ static uint64_t submit(struct bench *bench, int opcode, uint64_t offset, uint64_
     return submit_to(bench, bench->window, opcode, offset, bytes, source, sink, priority);
 }
 
-/* A call of the caller's on that range, which it changes. */
+/* Submits a call that the test makes itself on that range, which it changes. */
 static uint64_t hold(struct bench *bench, uint64_t offset, uint64_t bytes)
 {
     uint64_t tag = ++bench->tags;
@@ -87,7 +87,7 @@ static uint64_t hold(struct bench *bench, uint64_t offset, uint64_t bytes)
     return tag;
 }
 
-/* Until there were so many events in all, or more. */
+/* Takes events until there were at least so many in all. */
 static void take_until(struct bench *bench, uint32_t count)
 {
     uint64_t end_ns = check_now_ns() + 60000000000U;
@@ -108,8 +108,8 @@ static uint32_t index_of(const struct bench *bench, uint64_t tag)
     return index;
 }
 
-/* Random reads, writes and additions of random urgency, by two windows: every read, and the end, is
- * as if they were made one after the other. */
+/* Random reads, writes and additions of random urgency, by two windows: every read, and the final
+ * content, are as if they were made one after the other. */
 static void all_is_in_the_order_of_the_calls(enum way way)
 {
     enum { OPERATIONS = 300, RANGE_MAX = 12 * PART };
@@ -192,8 +192,9 @@ static void order_by_reference(void)
     all_is_in_the_order_of_the_calls(BY_REFERENCE);
 }
 
-/* Behind a call that holds all elements: the most urgent ends first, equal ones as they were made;
- * what an urgent one waits for is as urgent, and so is what that waits for. */
+/* Behind a call that holds all elements: the most urgent operation ends first, equal ones in their
+ * order. An operation that an urgent one waits for is as urgent, and so is what that operation
+ * waits for. */
 static void the_most_urgent_goes_first(void)
 {
     static struct bench bench;
@@ -222,7 +223,7 @@ static void the_most_urgent_goes_first(void)
     rig_stop(&bench.rig);
 }
 
-/* A read of large urgency ends before all but one window of 64 writes that are queued for the same
+/* A read of high urgency ends before all but one window of 64 writes that are queued for the same
  * server. */
 static void an_urgent_one_waits_for_one_window(void)
 {
@@ -245,7 +246,7 @@ static void an_urgent_one_waits_for_one_window(void)
     rig_stop(&bench.rig);
 }
 
-/* What has not begun can be cancelled, and is not done; what has begun can't. */
+/* An operation that has not begun can be cancelled, and is not done; one that has begun cannot. */
 static void cancelling(void)
 {
     static struct bench bench;
@@ -294,7 +295,7 @@ static void *wait_for_turn(void *argument)
     return NULL;
 }
 
-/* A thread waits for the operations before it on its elements, and for no others. */
+/* A thread waits for earlier operations on its elements, and for no others. */
 static void waiting_for_a_turn(void)
 {
     static struct bench bench;
@@ -303,7 +304,8 @@ static void waiting_for_a_turn(void)
     uint64_t holding = hold(&bench, 0, CHUNK);
     take_until(&bench, 1);
     CHECK_EQ(wait_for(&bench, KEY, CHUNK, true, 0), SMB_OK);
-    CHECK_EQ(wait_for(&bench, KEY + ORDERS, 0, true, 0), SMB_OK); /* another buffer */
+    /* another buffer, whose list is the same */
+    CHECK_EQ(wait_for(&bench, KEY + ORDERS, 0, true, 0), SMB_OK);
     CHECK_EQ(wait_for(&bench, KEY, CHUNK - 8, false, 1), SMB_TIMEOUT);
     pthread_create(&thread, NULL, wait_for_turn, &bench);
     WAIT_UNTIL(({
@@ -363,8 +365,8 @@ static void failing_in_the_middle(void)
     rig_stop(&bench.rig);
 }
 
-/* Two servers that never answer, and much on its way to one of them: an operation on the other one
- * has its event once its time is over, though nothing else happens then. */
+/* Two servers that never answer, with much in flight to one of them: an operation on the other has
+ * its event when its time is over, although nothing else happens then. */
 static void late_ones_are_noticed(void)
 {
     enum { MUCH = 2 << 20, LATE_MS = 200, LEEWAY_MS = 20000, LONG_MS = 60000 };
@@ -441,8 +443,8 @@ static void *blocking_calls(void *argument)
     return NULL;
 }
 
-/* Async operations and blocking calls of four threads share the links: either kind's thread may be
- * the one that makes progress. */
+/* Async operations and blocking calls of four threads share the links: the thread of either kind
+ * may be the progress thread. */
 static void beside_blocking_calls(void)
 {
     enum { THREADS = 4, OPERATIONS = 200 };

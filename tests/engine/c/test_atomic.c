@@ -1,5 +1,5 @@
-/* Atomicity: sums are exact whoever adds, reads are never torn, and the death of one who adds costs
- * nobody but itself. */
+/* Atomicity: sums are exact whoever adds, reads are never torn, and the death of a process that
+ * adds harms no other. */
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -22,14 +22,15 @@ static int rounds(void)
 
 static int64_t delta(uint64_t index)
 {
-    return (int64_t)(index % 251) + 1; /* of the position, so that a misplaced addition is seen */
+    /* depends on the position, so that a misplaced addition is seen */
+    return (int64_t)(index % 251) + 1;
 }
 
 struct range {
     uint64_t offset, count;
 };
 
-/* The same for a worker and for who checks it. */
+/* The range of a round, computed by the worker and by the checker. */
 static struct range range_of(int worker, int round)
 {
     struct random random = random_make((uint64_t)(worker * 1000 + round));
@@ -62,7 +63,7 @@ static void *add_ranges(void *argument)
     uint32_t element = smb_dtype_bytes(worker->rig->dtype);
     uint8_t *deltas = deltas_of(worker->rig->dtype);
     struct reach reach;
-    /* A pump needs the servers, which are in this process alone. */
+    /* A pump needs the servers, which exist in this process only. */
     int ways = worker->number < THREADS ? WAYS : BY_REFERENCE;
     reach_make(&reach, worker->rig, (enum way)(worker->number % ways),
                (uint64_t)worker->number + 1);
@@ -80,7 +81,7 @@ static void *add_ranges(void *argument)
     return NULL;
 }
 
-/* Forked before the servers have threads; begins when told where they are. */
+/* Forks a worker before the servers have threads; it begins when it is told where they are. */
 static pid_t fork_worker(int number, int go)
 {
     pid_t child = check_fork();
@@ -145,7 +146,7 @@ static void sums_are_exact(int dtype)
     close(go[1]);
 }
 
-/* Eight threads and four processes, by TCP, Unix socket, mapping, both at once and (threads) by
+/* Eight threads and four processes, over TCP, Unix socket, mapping, both at once and (threads) by
  * reference, add to overlapping ranges of integers. */
 static void sums_of_integers_are_exact(void)
 {
@@ -158,7 +159,7 @@ static void sums_of_floats_are_exact(void)
     sums_are_exact(SMB_FLOAT32);
 }
 
-/* Threads add to one word by fetch_add, in every way: no two get the same old value. */
+/* Threads add to one word by fetch_add, in every way: no two of them get the same old value. */
 struct counter {
     pthread_t thread;
     struct rig *rig;
@@ -211,7 +212,7 @@ struct torn {
     struct rig *rig;
     enum way way;
     int reads;
-    uint64_t bytes; /* of the chunk, all of which is written and read at once */
+    uint64_t bytes; /* of the part of the chunk that is written and read at once */
     bool streaming;
     _Atomic bool *stop;
     uint64_t distinct;
@@ -254,7 +255,7 @@ static void *keep_reading(void *argument)
     int64_t *values = malloc(torn->bytes), last = -1;
     reach_make(&reach, torn->rig, torn->way, 21);
     for (int read = 0; read < torn->reads || torn->distinct < DISTINCT; read++) {
-        /* while writers really were at it */
+        /* checked while writers were active */
         if (torn->streaming) {
             struct smb_change change = {
                 .opcode = SMB_READ, .bytes = torn->bytes, .sink = values, .streaming = true};
@@ -300,15 +301,15 @@ static void no_read_is_torn(uint32_t bytes, int reads_local, int reads_remote)
     rig_stop(&rig);
 }
 
-/* Over a hundred thousand reads, in each way, of a chunk that is written and added to all the time:
- * none is of two changes. */
+/* Of over a hundred thousand reads, in each way, of a chunk that is written and added to all the
+ * time, none mixes two changes. */
 static void reads_are_never_torn(void)
 {
     no_read_is_torn(16384, 45000 / check_thinned(), 6000 / check_thinned());
 }
 
-/* The same with the largest usual chunk, which is sent straight from the segment and received
- * straight into it. */
+/* The same with the largest usual chunk, which is sent directly from the segment and received
+ * directly into it. */
 static void large_reads_are_never_torn(void)
 {
     no_read_is_torn(262144, 2000 / check_thinned(), 1000 / check_thinned());
@@ -353,9 +354,9 @@ static void check_old_or_new(const volatile int64_t *data, const int64_t *deltas
     CHECK(most - least <= 1);
 }
 
-/* SIGKILL in the middle of an addition: the lock is found and freed by the next, every element is
- * old or new, and the chunk can be read and changed as before. Repeated until it has hit inside the
- * lock often enough. */
+/* SIGKILL in the middle of an addition: the next process finds the lock and frees it, every element
+ * is old or new, and the chunk can be read and changed as before. Repeated until the kill has hit
+ * inside the lock often enough. */
 static void killed_while_adding(void)
 {
     const char *path = scratch_path("a");
@@ -399,7 +400,8 @@ static void *add_one(void *argument)
     return NULL;
 }
 
-/* Whoever waits for the lock of one who dies in the middle of a change is woken and gets it. */
+/* A process that waits for the lock of one that dies in the middle of a change is woken and gets
+ * the lock. */
 static void death_wakes_who_waits(void)
 {
     struct smb_segment *segment;
@@ -427,7 +429,7 @@ static void death_wakes_who_waits(void)
     smb_segment_info(segment, &info);
     CHECK_EQ(info.recovered_locks, 1);
     CHECK_EQ(*(int64_t *)smb_segment_data(segment), 3);
-    /* The count is even again: readers need no lock, and see a change that is under way. */
+    /* The count is even again: readers need no lock, and notice a change that is under way. */
     int64_t word;
     struct smb_change read_word = {.opcode = SMB_READ, .bytes = 8, .sink = &word};
     CHECK_EQ(smb_segment_lock(segment, 0, SMB_TRY), SMB_OK);

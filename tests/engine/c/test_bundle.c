@@ -22,7 +22,7 @@ enum {
     ROUNDS = 60
 };
 
-/* A segment with one copy, and beside it another bundle's. */
+/* Starts a pair, with a segment of one copy beside it and one of another bundle. */
 static void start(struct pair *pair)
 {
     pair_start(pair, SMB_FLOAT32, MEMBERS);
@@ -59,7 +59,7 @@ static void end(struct stepper *stepper)
 }
 
 /* With a gradient of ones the momentum counts the steps, and the weights lose one, two, three and
- * so on: every number below 2^24 is exact, in whichever order the steps come. */
+ * so on. Every number below 2^24 is exact, in any order of the steps. */
 static struct smb_request step_of(const struct stepper *stepper)
 {
     return (struct smb_request){.opcode = SMB_APPLY,
@@ -86,7 +86,7 @@ static const float *data_of(struct pair *pair, int server, uint64_t id)
     struct smb_segment *segment;
     CHECK_EQ(smb_server_hold_segment(pair->servers[server], id, &segment), SMB_OK);
     const float *data = smb_segment_data(segment);
-    smb_segment_release(segment); /* it is served: its memory stays */
+    smb_segment_release(segment); /* the server's reference keeps its memory */
     return data;
 }
 
@@ -118,8 +118,8 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* Several clients' steps reach all segments of the backup as one and once, over connections that
- * are replaced all the while. */
+/* Steps of several clients reach all segments of the backup as one and once, over connections that
+ * are replaced all the time. */
 static void steps_are_forwarded(void)
 {
     struct pair pair;
@@ -149,7 +149,7 @@ static void steps_are_forwarded(void)
     stop(&pair);
 }
 
-/* One step of the first chunk, by hand: its answer is not waited for. */
+/* Sends one step of the first chunk by hand, without waiting for its answer. */
 static void raw_step(struct raw *raw)
 {
     struct smb_frame step = {.opcode = SMB_APPLY,
@@ -171,8 +171,8 @@ static void raw_step(struct raw *raw)
     CHECK_EQ(write(raw->fd, bytes, sizeof bytes), sizeof bytes);
 }
 
-/* A step that the backup does not have is seen in no segment: not in the weights, and not in what
- * changed with them. Sent again, it counts once. */
+/* A step that the backup does not have is seen in no segment: neither in the weights nor in the
+ * state. Sent again, it counts once. */
 static void no_part_of_a_step_is_told_before_the_backup_has_it(void)
 {
     struct pair pair;
@@ -208,7 +208,7 @@ static void no_part_of_a_step_is_told_before_the_backup_has_it(void)
     stop(&pair);
 }
 
-/* Steps with its own gradient, which both servers get with the frame, until it is stopped. */
+/* Makes steps with its own gradient, which both servers get with the frame, until it is stopped. */
 static void *move(void *argument)
 {
     struct mover *mover = argument;
@@ -230,8 +230,8 @@ static void *move(void *argument)
     return NULL;
 }
 
-/* Round after round a server is lost, with all segments, and they are copied anew while clients
- * make steps: each step is in all of them, once, and the copies are equal at rest. */
+/* In each round a server is lost, with all segments, and they are copied again while clients make
+ * steps: each step is in all of them, once, and the copies are equal at rest. */
 static void a_bundle_is_copied_under_load(void)
 {
     struct pair pair;
@@ -247,7 +247,7 @@ static void a_bundle_is_copied_under_load(void)
     stop(&pair);
 }
 
-/* Ask for a part of each copy but the first one's; return how many are whole. */
+/* Asks for a part of each copy but the first one's; returns how many are complete. */
 static int copies_told(struct pair *pair)
 {
     uint64_t copied, total;
@@ -257,8 +257,8 @@ static int copies_told(struct pair *pair)
     return whole;
 }
 
-/* A member that the coordinator's records do not have: no role of the new epoch was told for it, and
- * the backup has no room for it. The others are copied all the same. */
+/* A member that the coordinator's records lack: it got no role in the new epoch, and the backup has
+ * no room for it. The other members are copied nevertheless. */
 static void a_member_that_is_in_no_record(void)
 {
     struct pair pair;
@@ -297,7 +297,8 @@ static void *delete_at_primary(void *argument)
     return NULL;
 }
 
-/* A step whose chunk is locked at the backup: it is on the way until that is unlocked. */
+/* Sends a step whose chunk is locked at the backup, so it is in flight until the chunk is
+ * unlocked. */
 static struct smb_segment *hold_step(struct pair *pair, struct raw *writer)
 {
     struct smb_segment *held;
@@ -310,9 +311,8 @@ static struct smb_segment *hold_step(struct pair *pair, struct raw *writer)
     return held;
 }
 
-/* A state is deleted while a step with it is on the way: it is gone at the primary once the backup
- * has the step, and the connection stays, also if it was made by the name of a segment that
- * leaves. */
+/* A state is deleted while a step with it is in flight: it is gone at the primary once the backup
+ * has the step. The connection stays, also if it was made in the name of a segment that leaves. */
 static void a_member_leaves(void)
 {
     struct pair pair;
@@ -333,7 +333,7 @@ static void a_member_leaves(void)
     pthread_join(thread, NULL);
     CHECK_EQ(data_of(&pair, 1, FIRST_MOMENT)[0], 1);
     CHECK_EQ(smb_server_delete_segment(pair.servers[1], FIRST_MOMENT), SMB_OK);
-    for (int i = 0; i < 2; i++) /* by this one's name, which is the bundle's number */
+    for (int i = 0; i < 2; i++) /* in the name of this segment, whose id is the bundle's number */
         CHECK_EQ(smb_server_delete_segment(pair.servers[i], ID), SMB_OK);
     for (int i = 0; i < 5; i++)
         must(stepper.second, (struct smb_request){.opcode = SMB_FILL, .bytes = SEGMENT_BYTES});
@@ -368,13 +368,13 @@ static uint64_t ns_of_leaving(bool reached)
     return took_ns;
 }
 
-/* A deletion waits no longer than a second for a backup that does not answer... */
+/* A deletion waits at most a second for a backup that does not answer... */
 static void a_member_leaves_a_slow_backup(void)
 {
     CHECK(ns_of_leaving(true) >= 900000000U);
 }
 
-/* ... and not at all for one that is not reached. */
+/* ... and not at all for a backup without a connection. */
 static void a_member_leaves_without_the_backup(void)
 {
     CHECK(ns_of_leaving(false) < 900000000U);
@@ -389,7 +389,7 @@ static uint32_t format_of(const char *name)
     return format;
 }
 
-/* What one of them is told is the role of all. They are known again after a restart. */
+/* A role that one member is given is the role of all, also after a restart. */
 static void a_role_is_the_bundles(void)
 {
     struct pair pair;
@@ -410,7 +410,7 @@ static void a_role_is_the_bundles(void)
     struct smb_segment_info info;
     CHECK_EQ(smb_server_create(1002, 1, (uint64_t)1 << 30, &next), SMB_OK);
     CHECK_EQ(format_of("a"), 4);
-    CHECK_EQ(format_of("a2"), 5); /* a server that knows no bundles leaves that one aside */
+    CHECK_EQ(format_of("a2"), 5); /* a server that does not know bundles refuses this file */
     CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a2"), &info), SMB_OK);
     CHECK_EQ(smb_server_adopt_segment(next, scratch_path("a"), &info), SMB_OK);
     CHECK_EQ(smb_server_set_replica(next, SECOND_MOMENT, 3, SMB_REPLICA_PRIMARY, false, false, ""),
@@ -423,8 +423,8 @@ static void a_role_is_the_bundles(void)
     smb_server_destroy(next);
 }
 
-/* A state that does not move with the weights is refused: a backup would make no step in it. So is
- * a member that is cut in another way, or one too many. */
+/* A state that does not move with the weights is refused, because a backup would not make the step
+ * in it. A member with another chunk size is refused, and one too many. */
 static void what_is_refused(void)
 {
     enum { ALONE = 300, ELSEWHERE };
@@ -467,8 +467,9 @@ static void what_is_refused(void)
     stop(&pair);
 }
 
-/* A backup that lacks one of the segments greets its primary, and refuses each frame for that one.
- * Each new connection counted as one that works: nobody was told, and clients waited for ever. */
+/* A backup that lacks one of the segments greets its primary, and refuses each frame for that
+ * segment. Each new connection used to count as working, so nobody was told and clients waited
+ * forever. */
 static void a_backup_that_refuses_counts_as_broken(void)
 {
     struct pair pair;
@@ -491,7 +492,7 @@ static void a_backup_that_refuses_counts_as_broken(void)
     } while (status_of(&pair, 0).broken_ms < 200);
     CHECK(refusals > 1);
     CHECK_EQ(status_of(&pair, 0).unconfirmed, 1);
-    set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false); /* as the coordinator does then */
+    set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false); /* as the coordinator does in that case */
     CHECK_EQ(raw_receive(&raw).status, SMB_OK);
     close(raw.fd);
     stop(&pair);

@@ -1,4 +1,4 @@
-/* What the engine counts: buckets of latencies, and shares of segments and sessions. */
+/* The engine's counts: buckets of latencies, and shares of segments and sessions. */
 #include <string.h>
 #include <sys/socket.h>
 
@@ -9,7 +9,7 @@
 
 static const struct smb_layout LAYOUT = {8192, 8192, 4096, 1};
 
-/* An edge belongs to the bucket that it ends, as a histogram's le says. */
+/* An exact limit belongs to the bucket whose limit it is, as the label le of a histogram says. */
 static void buckets_end_where_they_say(void)
 {
     CHECK_EQ(latency_bucket(0), 0);
@@ -22,7 +22,8 @@ static void buckets_end_where_they_say(void)
     CHECK_EQ(latency_bucket(UINT64_MAX), SMB_LATENCY_BUCKETS - 1);
 }
 
-/* The writes of all sessions that were made as this one; reach_make numbers them in higher bits. */
+/* The writes of all sessions that were derived from this one; reach_make numbers them in higher
+ * bits. */
 static uint64_t writes_of_sessions(struct rig *rig, uint64_t session, bool end)
 {
     struct smb_share shares[8];
@@ -50,8 +51,8 @@ static uint64_t timed(struct rig *rig, int transport, int opcode)
     return count;
 }
 
-/* Every operation is in its segment's share and its session's, and timed once; a session's counts
- * outlive its connections, until it ends. */
+/* Every operation is in the share of its segment and of its session, and timed once. A session's
+ * counts outlive its connections, until it ends. */
 static void shares_are_true(void)
 {
     struct rig rig;
@@ -84,8 +85,8 @@ static void shares_are_true(void)
     rig_stop(&rig);
 }
 
-/* A client counts nothing unless it is asked to, and then each call once, also one that takes
- * several frames. */
+/* A client counts only if it is asked to, and then each call once, also a call that takes several
+ * frames. */
 static void clients_count_when_asked(void)
 {
     struct rig rig;
@@ -125,13 +126,14 @@ static void clients_count_when_asked(void)
     uint64_t count = 0;
     for (int i = 0; i < SMB_LATENCY_BUCKETS; i++)
         count += counters.latencies.of[SMB_TRANSPORT_SHM][SMB_WRITE].buckets[i];
-    CHECK_EQ(count, 1 + 2 * CALLS_PER_TIMED); /* two of those at once were timed */
+    /* two of the calls that completed at once were timed */
+    CHECK_EQ(count, 1 + 2 * CALLS_PER_TIMED);
     reach_end(&tcp);
     reach_end(&mapped);
     rig_stop(&rig);
 }
 
-/* A peer that does not read is seen: its answers are a backlog, until it has gone. */
+/* A peer that does not read is visible: its answers are a backlog until it is gone. */
 static void backlog_is_seen(void)
 {
     enum { FRAMES = 200 };

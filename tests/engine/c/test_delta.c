@@ -1,4 +1,4 @@
-/* Deltas in memory of just their size: no delta makes the engine read or write outside. */
+/* Deltas in memory of exactly their size: no delta makes the engine read or write outside it. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,7 +16,8 @@ static uint8_t *copy_of(const uint8_t *bytes, uint64_t size)
     return made;
 }
 
-/* The delta alone makes the new state of the old, in every width and by every instruction set. */
+/* The delta alone makes the new state from the old one, in every width and with every instruction
+ * set. */
 static void made_and_applied(void)
 {
     struct random random = random_make(1);

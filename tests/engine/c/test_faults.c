@@ -1,5 +1,5 @@
-/* What goes wrong on the way: the other side breaks, lies, falls silent or stops, and each call
- * ends with the true outcome. */
+/* Faults on the way: the other side breaks, lies, falls silent or stops, and each call ends with
+ * the true outcome. */
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -14,7 +14,7 @@
 
 enum { BYTES = 512, SHORT_MS = 200 };
 
-/* ---- a client and a server that is none ------------------------------------------------------ */
+/* ---- a client, and a faulty server ----------------------------------------------------------- */
 
 struct call {
     struct smb_client *client;
@@ -76,7 +76,7 @@ static void spoil_opcode(struct smb_frame *reply)
     reply->payload = reply->length = 0;
 }
 
-/* A handshake that fails is named for what it was. */
+/* Each handshake that fails returns the status of its cause. */
 static void handshakes_that_fail(void)
 {
     struct call call;
@@ -108,8 +108,8 @@ static void handshakes_that_fail(void)
     smb_client_destroy(call.client);
 }
 
-/* An answer cut at each of its bytes: while nobody makes another connection the outcome is unknown,
- * and called so; uncut it is taken. */
+/* An answer cut at each of its bytes: as long as nobody reconnects the outcome is reported as
+ * unknown. The complete answer is accepted. */
 static void answers_cut_at_each_byte(void)
 {
     for (int cut = 0; cut <= (int)SMB_FRAME_BYTES + BYTES;
@@ -119,7 +119,7 @@ static void answers_cut_at_each_byte(void)
         connected(&fake, &call);
         struct smb_outcome outcome = read_some(&call, 20);
         for (uint32_t ms = 100; outcome.status == SMB_TIMEOUT && ms <= 10000; ms *= 10) {
-            /* the server has had no core yet */
+            /* the server's thread may not have run yet */
             end(&fake, &call);
             fake = (struct fake_server){.answer_bytes_max = cut};
             connected(&fake, &call);
@@ -127,7 +127,7 @@ static void answers_cut_at_each_byte(void)
         }
         CHECK_EQ(outcome.status, SMB_LINK_LOST);
         CHECK_EQ(outcome.sent, 1);
-        CHECK(smb_link_alive(call.link)); /* it waits for another connection */
+        CHECK(smb_link_alive(call.link)); /* the link waits for another connection */
         outcome = read_some(&call, 20);
         CHECK(outcome.status == SMB_DISCONNECTED && outcome.sent == 0);
         end(&fake, &call);
@@ -139,7 +139,7 @@ static void answers_cut_at_each_byte(void)
     end(&whole, &call);
 }
 
-/* A link that was closed while idle is seen to be before anything is sent: not applied. */
+/* A link that was closed while idle is found closed before anything is sent: not applied. */
 static void closed_before_sending(void)
 {
     struct call call;
@@ -154,7 +154,7 @@ static void closed_before_sending(void)
     smb_client_destroy(call.client);
 }
 
-/* A server that never answers costs a call its time and no more. */
+/* A server that never answers costs a call its timeout and no more. */
 static void silence_times_out(void)
 {
     struct call call;
@@ -218,8 +218,8 @@ static void spoil_with_data(struct smb_frame *reply)
     reply->length = reply->payload = BYTES;
 }
 
-/* An answer that can't be one to what was asked breaks the link, and writes nothing where no data
- * was asked for. */
+/* An answer that cannot belong to the request breaks the link, and writes nothing if no data was
+ * asked for. */
 static void answers_that_are_none(void)
 {
     static void (*const spoils[])(struct smb_frame *) = {
@@ -245,8 +245,8 @@ static void answers_that_are_none(void)
     end(&late, &call);
 }
 
-/* Nor does one of another operation, or one that brings data which was not asked for: nothing is
- * written anywhere. */
+/* Nor does an answer of another operation, or one with data that was not asked for: nothing is
+ * written. */
 static void answers_to_something_else(void)
 {
     static void (*const spoils[])(struct smb_frame *) = {spoil_with_data, spoil_to_fill};
@@ -293,7 +293,7 @@ static void join_readers(struct reader *readers, int count)
         pthread_join(readers[i].thread, NULL);
 }
 
-/* The user closes a link under calls in progress: they end, as lost. */
+/* The user closes a link under calls in progress: the calls end, as lost. */
 static void link_closed_under_calls(void)
 {
     enum { READERS = 4 };
@@ -303,7 +303,7 @@ static void link_closed_under_calls(void)
     connected(&fake, &call);
     start_readers(readers, READERS, &call, SMB_LINK_LOST);
     WAIT_UNTIL(fake.requests == READERS);
-    smb_link_close(call.link); /* the buffer has a reference of its own */
+    smb_link_close(call.link); /* the buffer has its own reference */
     join_readers(readers, READERS);
     smb_buffer_destroy(call.buffer);
     smb_client_destroy(call.client);
@@ -311,7 +311,7 @@ static void link_closed_under_calls(void)
 }
 
 /* The user closes the client under calls in progress: they end at once, and so does every later
- * one. */
+ * call. */
 static void client_closed_under_calls(void)
 {
     enum { READERS = 8 };
@@ -327,15 +327,16 @@ static void client_closed_under_calls(void)
     end(&fake, &call);
 }
 
-/* One call's time runs out among others': it ends, and the others, whose frames are on the same
- * link, are left alone. */
+/* The timeout of one call passes while others use the same link: it ends, and the others are not
+ * affected. */
 static void short_and_long_calls(void)
 {
     struct call call;
     struct reader reader;
     struct fake_server fake = {.silent = true, .answer_bytes_max = -1};
     connected(&fake, &call);
-    start_readers(&reader, 1, &call, SMB_LINK_LOST); /* by our closing, not by the other's time */
+    /* ended by our close, not by the timeout of the short call */
+    start_readers(&reader, 1, &call, SMB_LINK_LOST);
     WAIT_UNTIL(fake.requests == 1);
     CHECK_EQ(read_some(&call, SHORT_MS).status, SMB_TIMEOUT);
     CHECK(smb_link_alive(call.link));
@@ -344,7 +345,7 @@ static void short_and_long_calls(void)
     end(&fake, &call);
 }
 
-/* ---- a server and a peer that is none -------------------------------------------------------- */
+/* ---- a server, and a faulty peer ------------------------------------------------------------- */
 
 static void send_frame(int fd, struct smb_frame frame)
 {
@@ -373,8 +374,8 @@ static int greeted(struct rig *rig)
 
 static const struct smb_layout LAYOUT = {262144, 262144, 262144, 1};
 
-/* A peer that asks for much and reads nothing is not served further and holds up nobody. What it
- * reads at last is right, also where the socket had taken a part of an answer only. */
+/* A peer that asks for much and reads nothing is not served further, and holds up nobody. When it
+ * reads at last, the data is right, also if the socket had taken only a part of an answer. */
 static void peer_that_reads_late(void)
 {
     enum { FRAMES = 100 };
@@ -402,7 +403,7 @@ static void peer_that_reads_late(void)
         must(reach.buffer,
              (struct smb_request){.opcode = SMB_READ, .bytes = LAYOUT.bytes, .sink = sink});
     smb_server_counters(rig.servers[0], &counters);
-    /* what its socket does not take is not made */
+    /* an answer that its socket does not take is not made */
     CHECK(counters.operations[SMB_TRANSPORT_TCP][SMB_READ] < 50 + FRAMES);
     for (int i = 0; i < FRAMES; i++) {
         CHECK_EQ(receive_frame(fd).payload, LAYOUT.bytes);
@@ -412,7 +413,7 @@ static void peer_that_reads_late(void)
     for (int i = 0; i < FRAMES; i++)
         send_frame(fd, read);
     CHECK_EQ(counters.connections_now[SMB_TRANSPORT_TCP], 2);
-    close(fd); /* with answers unread and on their way */
+    close(fd); /* with answers unread and in flight */
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters),
                 counters.connections_now[SMB_TRANSPORT_TCP] == 1));
     free(sink);
@@ -421,7 +422,7 @@ static void peer_that_reads_late(void)
     rig_stop(&rig);
 }
 
-/* A process that takes a chunk's lock and stops in the middle of a change. */
+/* Forks a process that takes a chunk's lock and stops in the middle of a change. */
 static pid_t fork_stopped_holder(const char *path)
 {
     pid_t child = check_fork();
@@ -481,8 +482,8 @@ static void *call_parked(void *argument)
 }
 
 /* A stopped holder of a chunk's lock does not stop the server: requests for that chunk are
- * deferred, other chunks and other connections are served, and when it goes on they are answered,
- * in every way of asking. */
+ * deferred, and other chunks and connections are served. When the holder goes on, the requests are
+ * answered, over every path. */
 static void stopped_holder_parks_requests(void)
 {
     enum { CHUNK = 4096, PARKED = 5 };
@@ -520,7 +521,7 @@ static void stopped_holder_parks_requests(void)
     struct smb_request late = {
         .opcode = SMB_READ, .bytes = 1, .sink = &value, .timeout_ms = SHORT_MS};
     CHECK_EQ(reach_try(reach.buffer, late), SMB_TIMEOUT);
-    /* it went with its connection */
+    /* one request went with its connection */
     WAIT_UNTIL(
         (smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1));
     CHECK_EQ(kill(holder, SIGCONT), 0);
@@ -540,15 +541,15 @@ static void stopped_holder_parks_requests(void)
     rig_stop(&rig);
 }
 
-/* Who has a chunk's lock and changes nothing, as a reader that is being answered has it, holds up
- * changes, but no other reader. */
+/* A holder of a chunk's lock that changes nothing, like a reader that is being answered, holds up
+ * changes but no other reader. */
 static void a_lock_without_a_change_holds_up_no_read(void)
 {
     enum { CHUNK = 262144 };
     struct rig rig;
     static float source[3 * CHUNK / 4], sink[3 * CHUNK / 4];
     for (int i = 0; i < 3 * CHUNK / 4; i++)
-        source[i] = (float)(i % 251); /* as exact in 16 bits */
+        source[i] = (float)(i % 251); /* exact in 16 bits, too */
     rig_start(&rig, (struct smb_layout){3 * CHUNK, 3 * CHUNK, CHUNK, 1}, SMB_FLOAT32);
     for (int way = 0; way < WAYS; way++) {
         struct reach reach;
@@ -599,7 +600,7 @@ static void waiting_for_a_local_chunk_holds_up_nobody(void)
     pid_t holder = fork_stopped_holder(rig_segment_path(0, 0));
     rig_start(&rig, (struct smb_layout){2 * CHUNK, CHUNK, CHUNK, 2}, SMB_UINT8);
     wait_for_stop(holder);
-    reach_make(&reach, &rig, BY_BOTH, 33); /* segment 0 is mapped, segment 1 over TCP */
+    reach_make(&reach, &rig, BY_BOTH, 33); /* segment 0 is mapped, segment 1 is reached over TCP */
     struct shared waiting = {.buffer = reach.buffer,
                              .request = {.opcode = SMB_ACCUMULATE,
                                          .op = SMB_SUM,
@@ -611,7 +612,8 @@ static void waiting_for_a_local_chunk_holds_up_nobody(void)
     reach_make(&onlooker, &rig, BY_TCP, 34);
     do
         must(onlooker.buffer, read);
-    /* its part over TCP is done: it does the I/O of its client, and has the local part before it */
+    /* its part over TCP is done: it is the client's progress thread, and still has its local
+     * part */
     while (sink[0] == 0);
     uint64_t before_ns = check_now_ns();
     for (int i = 0; i < CALLS; i++)
@@ -628,8 +630,8 @@ static void waiting_for_a_local_chunk_holds_up_nobody(void)
     rig_stop(&rig);
 }
 
-/* A call on mapped memory that ran out of time: the account names what it did not reach, and
- * nothing else. */
+/* A call on mapped memory whose timeout passed: the account names exactly the parts that it did not
+ * reach. */
 static void account_of_a_local_call(void)
 {
     enum { CHUNK = 4096 };
@@ -671,8 +673,8 @@ static void account_of_a_local_call(void)
     rig_stop(&rig);
 }
 
-/* Sums of two segments that are asked for in one go, the first of them deferred behind a stopped
- * process: each adds its own source. */
+/* Sums of two segments that are requested together, the first deferred behind a stopped process:
+ * each adds its own source. */
 static void parked_sums_keep_their_sources(void)
 {
     enum { CHUNK = 4096, CHUNKS = 4 };
@@ -710,9 +712,9 @@ static void parked_sums_keep_their_sources(void)
     rig_stop(&rig);
 }
 
-/* Steps over several chunks, the first of them deferred behind a process that was stopped in its
- * state's chunk: the weights' chunk is free meanwhile, and each step has its own gradient when it
- * is made. */
+/* Steps over several chunks, the first deferred behind a process that was stopped in its state's
+ * chunk: the weights' chunk is free meanwhile, and each step has its own gradient when it is
+ * made. */
 static void parked_steps_hold_nothing(void)
 {
     enum { CHUNK = 4096, CHUNKS = 4, FLOATS = CHUNKS * CHUNK / 4 };
@@ -793,8 +795,8 @@ static void server_stops_with_requests_parked(void)
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
 }
 
-/* Who is let in after a loop has read its clock, before it looks for the silent, has only just
- * come. It was closed once. */
+/* A connection that is accepted after a loop has read its clock, and before the loop looks for
+ * silent ones, has only just come. Such a connection was once closed. */
 static void who_just_came_is_not_silent(void)
 {
     enum { NOW_NS = 1000000000 };

@@ -1,5 +1,4 @@
-/* The one parser: every frame we send comes back, and no 64 bytes whatever are more than
- * refused. */
+/* The parser: every frame that we send is parsed back, and any other 64 bytes are just refused. */
 #include <string.h>
 
 #include "base/frame.h"
@@ -58,7 +57,7 @@ static int parse(const struct smb_frame *frame, struct smb_frame *found)
     return smb_frame_parse(bytes, found);
 }
 
-/* Every request and every reply to it, of success and of each failure, comes back as it was. */
+/* Every request and every reply to it, of success and of each failure, is parsed back unchanged. */
 static void round_trip_of_every_opcode(void)
 {
     for (int opcode = SMB_HELLO; opcode < SMB_OPCODE_COUNT; opcode++) {
@@ -78,7 +77,7 @@ static void round_trip_of_every_opcode(void)
     }
 }
 
-/* The bytes on the wire are these, on every machine. */
+/* The bytes on the wire are the same on every machine. */
 static void golden_bytes(void)
 {
     static const uint8_t golden[SMB_FRAME_BYTES] = {
@@ -109,7 +108,7 @@ static void golden_bytes(void)
     CHECK(same(&frame, &found));
 }
 
-/* What an accepted frame promises to those who use it without another look. */
+/* The properties of an accepted frame that its users rely on without checking. */
 static void check_promises(const struct smb_frame *frame)
 {
     CHECK(frame->opcode >= SMB_HELLO && frame->opcode < SMB_OPCODE_COUNT);
@@ -172,8 +171,7 @@ static void check_promises(const struct smb_frame *frame)
         CHECK_EQ(payload, elements + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0));
 }
 
-/* Parses whatever is there. Accepted only if sound, and then the accepted fields are the bytes
- * themselves. */
+/* Parses any bytes. They are accepted only if valid, and then the fields are those bytes. */
 static int parse_anything(const uint8_t *bytes)
 {
     struct smb_frame found;
@@ -188,8 +186,8 @@ static int parse_anything(const uint8_t *bytes)
     return status;
 }
 
-/* Each header byte x 256 values, in a request and a reply of every opcode, alone and with a second
- * byte changed at random. */
+/* Each header byte with 256 values, in a request and a reply of every opcode, alone and with a
+ * second byte changed at random. */
 static void every_byte_value(void)
 {
     struct random random = random_make(20260301);
@@ -219,10 +217,10 @@ static void every_byte_value(void)
             }
         }
     }
-    CHECK(accepted > 10000 && refused > 10000); /* neither is vacuous */
+    CHECK(accepted > 10000 && refused > 10000); /* so both cases occur often */
 }
 
-/* Random bytes behind a good magic and version: total, and nearly always refused. */
+/* Random bytes behind the right magic and version: always a result, and nearly always a refusal. */
 static void random_frames(void)
 {
     struct random random = random_make(20260302);
@@ -249,7 +247,8 @@ static void expect(struct smb_frame frame, int status)
     CHECK_EQ(parse(&frame, &found), status);
 }
 
-/* Each rule by itself: the frame beside it that differs in one field is good. */
+/* Each rule by itself: a frame that breaks it is refused, and one that differs in one field is
+ * accepted. */
 static void each_rule(void)
 {
     struct smb_frame frame = request(SMB_READ);
@@ -338,8 +337,8 @@ static void each_rule(void)
     frame.status = SMB_NOT_FOUND, expect(frame, SMB_PROTOCOL);
 }
 
-/* The rules of what travels encoded, and of checksums: the payload is what they demand and nothing
- * else. */
+/* The rules for wire formats and checksums: the payload must have exactly the size that they
+ * demand. */
 static void encoded_and_checked(void)
 {
     static const struct {
@@ -370,13 +369,13 @@ static void encoded_and_checked(void)
             CHECK_EQ(smb_frame_body(&frame), sound[i].payload);
             frame.opcode = SMB_WRITE, expect(frame, SMB_OK);
             frame.opcode = SMB_FILL, expect(frame, SMB_PROTOCOL);
-            /* An ACCUMULATE_FROM carries no elements: its source is rounded on the server. */
+            /* An ACCUMULATE_FROM has no elements, because its source is rounded on the server. */
             struct smb_frame from = frame;
             from.opcode = SMB_ACCUMULATE_FROM, expect(from, SMB_PROTOCOL);
             from.payload = SMB_TOKEN_BYTES + SMB_FROM_BYTES + (checked ? SMB_CHECKSUM_BYTES : 0);
             expect(from, SMB_OK);
             from.dtype = SMB_FLOAT64, from.length = 8, expect(from, SMB_PROTOCOL);
-            /* The answer of READ is encoded, that of ACCUMULATE with FETCH is not. */
+            /* The answer to READ is encoded, the answer to ACCUMULATE with FETCH is not. */
             frame.flags &= (uint16_t)~SMB_FLAG_FENCED;
             frame.opcode = SMB_READ, frame.payload = checked ? SMB_CHECKSUM_BYTES : 0,
             expect(frame, SMB_OK);
@@ -397,8 +396,8 @@ static void encoded_and_checked(void)
         frame.flags = (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT), expect(frame, SMB_PROTOCOL);
 }
 
-/* Some elements of a range: whole entries, at least one, no more than elements, never over a
- * chunk's bytes. */
+/* Sparse entries: whole entries, at least one, no more than elements, never more than a chunk's
+ * bytes. */
 static void sparse_entries(void)
 {
     struct smb_frame frame = request(SMB_ACCUMULATE); /* int64 */

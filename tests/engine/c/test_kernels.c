@@ -1,6 +1,6 @@
-/* The kernels give the same bits on every processor, with each set of instructions that it has. The
- * hashes are of what x86-64 gives, which the Python tests compare with numpy element by element;
- * only which NaN a NaN is may differ. */
+/* The kernels give the same bits on every processor, with each of its instruction sets. The hashes
+ * are of the results on x86-64, which the Python tests compare with numpy element by element. Only
+ * the kind of a NaN may differ. */
 #include <string.h>
 
 #include "check.h"
@@ -25,8 +25,8 @@ static void fill_with(struct random *random, void *data, size_t bytes)
     }
 }
 
-/* Makes each NaN among `count` elements of `bytes` the same; `infinity` has all bits of the
- * exponent, `sign` the sign's. */
+/* Makes all NaNs among `count` elements of `bytes` the same; `infinity` has all bits of the
+ * exponent, `sign` the bit of the sign. */
 static void same_nans(void *data, size_t count, size_t bytes, uint64_t infinity, uint64_t sign)
 {
     for (size_t i = 0; i < count; i++) {
@@ -56,7 +56,7 @@ static void check_hash(const char *of, uint64_t found, uint64_t expected)
     CHECK(found == expected);
 }
 
-/* Every operation with scales that round, over any bits; for 16-bit types each value there is as a
+/* Every operation with scales that round, over any bits; for 16-bit types every value is a
  * source. */
 static void operations(void)
 {
@@ -80,7 +80,7 @@ static void operations(void)
         for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
             struct random random = random_make(20261123);
             uint64_t hash = HASH_SEED, bytes = smb_dtype_bytes(types[t].dtype);
-            uint64_t count = bytes == 2 ? 2 * 65536 + 7 : 50003; /* no multiple of a vector */
+            uint64_t count = bytes == 2 ? 2 * 65536 + 7 : 50003; /* not a multiple of a vector */
             for (int op = SMB_SUM; op <= SMB_ELASTIC; op++) {
                 for (size_t s = 0; s < sizeof scales / sizeof *scales; s++) {
                     if (!smb_op_accepts(types[t].dtype, op, scales[s]))
@@ -100,7 +100,8 @@ static void operations(void)
     }
 }
 
-/* float32 as it travels: any bits, which are mostly too large or too small, and values around 1. */
+/* The wire formats of float32: any bits, which are mostly too large or too small, and values around
+ * 1. */
 static void encodings(void)
 {
     static const struct {
@@ -147,7 +148,7 @@ static void fill_with_fractions(struct random *random, float *values, float lowe
         values[i] = lowest + (float)(random_next(random) >> 40) * 0x1p-24F;
 }
 
-/* The first step of each rule: a later one's factors come from the library's pow. */
+/* The first step of each rule, because later factors come from the C library's pow. */
 static void steps(void)
 {
     static const struct {
@@ -188,7 +189,7 @@ static void steps(void)
     }
 }
 
-/* The published check value of CRC-32C, and sums of every length up to past three streams. */
+/* The published check value of CRC-32C, and sums of every length beyond three streams. */
 static void checksums(void)
 {
     static uint8_t data[4096];

@@ -1,4 +1,4 @@
-/* Connections that bring data are spread over the loops. */
+/* Data connections are distributed over the loops. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,14 +25,14 @@ static int loop_of(struct smb_server *server, uint64_t session, uint16_t lane)
     return index;
 }
 
-/* One connection of each of two clients would otherwise be on one loop, half of the time. */
+/* Without this, the connections of two clients would be on one loop half of the time. */
 static void connections_of_a_lane_are_on_different_loops(void)
 {
     struct rig rig;
     struct reach reaches[4];
     rig_start(&rig, LAYOUT, SMB_UINT8);
     for (int i = 0; i < 4; i += 2) {
-        raw_connect(rig.ports[1]); /* the next one is accepted on the other loop */
+        raw_connect(rig.ports[1]); /* the next connection is accepted on the other loop */
         reach_make(&reaches[i], &rig, BY_TCP, 34);
         reach_make(&reaches[i + 1], &rig, BY_TCP, 35);
         uint64_t one = reaches[i].client->session, other = reaches[i + 1].client->session;
@@ -43,7 +43,7 @@ static void connections_of_a_lane_are_on_different_loops(void)
     rig_stop(&rig);
 }
 
-/* So that one client that is far away has more than one loop. */
+/* So that one distant client can use more than one loop. */
 static void further_lanes_count_with_the_first(void)
 {
     struct rig rig;
@@ -57,7 +57,7 @@ static void further_lanes_count_with_the_first(void)
         CHECK_EQ(smb_client_connect_tcp(client, "127.0.0.1", rig.ports[1], lanes[i], RIG_TIMEOUT_MS,
                                         &links[i], &instance),
                  SMB_OK);
-        raw_connect(rig.ports[1]); /* the next one is accepted on the same loop */
+        raw_connect(rig.ports[1]); /* the next connection is accepted on the same loop */
     }
     WAIT_UNTIL(loop_of(rig.servers[1], 36, lanes[0]) + loop_of(rig.servers[1], 36, lanes[1]) == 1);
     for (int i = 0; i < 2; i++)

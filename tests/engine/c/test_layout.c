@@ -1,4 +1,4 @@
-/* Where bytes live: over all segments a range is covered exactly once, whatever the layout. */
+/* Where bytes lie: for any layout a range is covered exactly once over all segments. */
 #include <string.h>
 
 #include "base/layout.h"
@@ -17,8 +17,8 @@ static struct smb_layout random_layout(struct random *random)
     return layout;
 }
 
-/* Marks a piece in `seen` and checks it against smb_layout_piece, the same rule written for the
- * whole buffer. */
+/* Marks a piece in `seen` and compares it with smb_layout_piece, which is the same rule written for
+ * the whole buffer. */
 static void see(const struct smb_layout *layout, const struct smb_piece *piece, uint8_t *seen)
 {
     struct smb_piece alone;
@@ -50,7 +50,7 @@ static void pieces_cover_a_range_once(void)
             uint64_t last_end = 0;
             while (smb_cursor_next(&cursor, &piece)) {
                 CHECK_EQ(piece.segment, segment);
-                CHECK(piece.segment_offset >= last_end); /* a segment is walked upwards */
+                CHECK(piece.segment_offset >= last_end); /* positions grow within a segment */
                 last_end = piece.segment_offset + piece.bytes;
                 see(&layout, &piece, seen);
             }
@@ -61,8 +61,8 @@ static void pieces_cover_a_range_once(void)
     }
 }
 
-/* Walking the buffer through smb_layout_piece fills every segment without gap or overlap: two bytes
- * never share a place. */
+/* Walking the buffer by smb_layout_piece fills every segment without gap or overlap: two bytes
+ * never have the same place. */
 static void places_are_distinct_and_dense(void)
 {
     struct random random = random_make(2);
@@ -98,8 +98,8 @@ static bool accepts(uint64_t bytes, uint64_t stripe_bytes, uint32_t chunk_bytes,
     return smb_layout_check(&layout) == SMB_OK;
 }
 
-/* A layout that could not be computed with, or that splits chunks, is refused; its neighbour is
- * not. */
+/* A layout whose size computations would overflow, or that splits chunks, is refused; a
+ * neighbouring one is accepted. */
 static void refused_layouts(void)
 {
     CHECK(accepts(1, 4096, 4096, 1));
@@ -109,7 +109,7 @@ static void refused_layouts(void)
     CHECK(!accepts(1, 4096, 2048, 1));
     CHECK(!accepts(1, 6000, 4096, 1));
     CHECK(!accepts(1, 4096, 8192, 1));
-    CHECK(!accepts(1, 4 << 20, 2 << 20, 1)); /* chunks past the limit */
+    CHECK(!accepts(1, 4 << 20, 2 << 20, 1)); /* the chunk size is above the limit */
     CHECK(accepts(1, 4 << 20, 1 << 20, 1));
     CHECK(!accepts(1, 4096, 4096, 0));
     CHECK(accepts(1, 4096, 4096, SMB_SEGMENTS_PER_BUFFER_MAX));
@@ -118,7 +118,7 @@ static void refused_layouts(void)
     CHECK(!accepts(1, UINT64_MAX - 4095, 4096, 1));
 }
 
-/* A piece outside the buffer, or of nothing, is refused. */
+/* A piece outside the buffer, or of no bytes, is refused. */
 static void refused_pieces(void)
 {
     struct smb_layout layout = {10000, 4096, 4096, 2};
@@ -131,8 +131,7 @@ static void refused_pieces(void)
     CHECK_EQ(smb_layout_segment_bytes(&layout, 2), 0);
 }
 
-/* The largest layout that is accepted does not wrap round in a cursor: a segment that holds nothing
- * has no pieces. */
+/* The largest accepted layout does not overflow a cursor: a segment without bytes has no pieces. */
 static void largest_layout_stays_in_64_bits(void)
 {
     uint64_t stripe = 4096;

@@ -1,5 +1,5 @@
-/* What one thread stores the other finds where no lock is between them: for ThreadSanitizer, which
- * knows no processor's kindness. */
+/* Memory order: what one thread stores another finds, where they share no lock. For
+ * ThreadSanitizer, because a processor may order more strictly than the code demands. */
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -24,7 +24,7 @@ static int64_t ones[ELEMENTS], payload[ELEMENTS];
 
 /* ---- recovery and local clients -------------------------------------------------------------- */
 
-/* by recovery and local clients: where ThreadSanitizer knows that it is the same memory */
+/* used by recovery and local clients: one mapping, so that ThreadSanitizer sees the same memory */
 static struct smb_segment *mapped;
 
 static struct smb_segment *find_mapped(void *argument, uint64_t segment_id)
@@ -33,7 +33,7 @@ static struct smb_segment *find_mapped(void *argument, uint64_t segment_id)
     return segment_id == ID ? smb_segment_retain(mapped) : NULL;
 }
 
-/* A daemon that is killed at `point` of one journalled addition to the chunk. */
+/* Simulates a daemon that is killed at `point` of a journalled addition to the chunk. */
 static void die_at(const char *point)
 {
     int status;
@@ -65,7 +65,7 @@ static void die_at(const char *point)
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-/* Tries without a pause, so that it comes right behind the mark. */
+/* Tries without a pause, so that it comes right after the mark is removed. */
 static void *local_client(void *argument)
 {
     _Atomic int *refused = argument;
@@ -82,7 +82,7 @@ static void *local_client(void *argument)
     return NULL;
 }
 
-/* `finished`, `torn`: what the recovery is to tell. */
+/* `finished`, `torn`: what the recovery must report. */
 static void recover_beside_clients(const char *point, bool lose_journal, uint64_t finished,
                                    uint64_t torn)
 {
@@ -116,8 +116,8 @@ static void recover_beside_clients(const char *point, bool lose_journal, uint64_
     CHECK_EQ(unlink(scratch_path("journal")), 0);
 }
 
-/* A local client that finds the mark gone finds all that recovery wrote, however recovery gave the
- * chunk free. */
+/* A local client that finds the mark gone finds all stores of recovery, however recovery released
+ * the chunk. */
 static void local_clients_beside_recovery(void)
 {
     for (int i = 0; i < ELEMENTS; i++) {
@@ -166,8 +166,8 @@ static void *call_and_wait(void *argument)
     return NULL;
 }
 
-/* The progress thread, awake for others' calls, finds a link to be closed by the thread that
- * connects it anew: and finds why. */
+/* The progress thread, awake for other calls, finds that the thread which connects the link again
+ * wants it closed, and finds the reason. */
 static void reason_comes_with_closing(void)
 {
     struct rig rig;

@@ -1,5 +1,5 @@
-/* Completion records: which of them is whose, which goes when there is no room, and what is then
- * said of who comes back. */
+/* Completion records: to which lane each belongs, which one is evicted when there is no room, and
+ * what a returning client is then told. */
 #include <string.h>
 
 #include "check.h"
@@ -24,7 +24,7 @@ static struct records *make(void)
     return records;
 }
 
-/* One change of the lane, with that number. */
+/* Makes one change of the lane, with that sequence number. */
 static int change(struct records *records, uint64_t session, uint16_t lane, uint64_t sequence,
                   bool retry)
 {
@@ -47,8 +47,8 @@ static uint64_t watermark(struct records *records, uint64_t session, uint16_t la
                                                                                  : UINT64_MAX;
 }
 
-/* However many came and went: who comes now, and is cut off at its first change, is told that it
- * was not made. */
+/* However many sessions came and ended: a new session that is cut off at its first change is told
+ * that the change was not made. */
 static void ended_sessions_cost_nothing(void)
 {
     struct records *records = make();
@@ -61,8 +61,8 @@ static void ended_sessions_cost_nothing(void)
     CHECK_EQ(watermark(records, 99999, 0), 0);
     CHECK_EQ(change(records, 99999, 0, 5, true), SMB_OK);
     CHECK_EQ(change(records, 99999, 0, 5, true), SMB_EXISTS);
-    /* The daemon of the next run has not heard yet who has ended: whoever is here may be one of
-     * them. */
+    /* The next run's daemon does not know yet which sessions have ended, so any of them may be an
+     * ended one. */
     records_destroy(records);
     known = false;
     records = make();
@@ -74,7 +74,8 @@ static void ended_sessions_cost_nothing(void)
     records_destroy(records);
 }
 
-/* Of those that may come back none is lost without its being known, and ended ones go first. */
+/* The record of a session that may come back is never lost without notice, and records of ended
+ * sessions are evicted first. */
 static void living_sessions_count(void)
 {
     struct records *records = make();
@@ -90,14 +91,14 @@ static void living_sessions_count(void)
         CHECK_EQ(change(records, session, 0, 1, true), SMB_EXISTS);
     CHECK_EQ(change(records, 5000, 0, 7, false), SMB_OK);
     CHECK_EQ(evictions, 1);
-    CHECK_EQ(change(records, 1001, 0, 1, true), SMB_EVICTED); /* it had not been used for longest */
+    CHECK_EQ(change(records, 1001, 0, 1, true), SMB_EVICTED); /* it was unused for longest */
     CHECK_EQ(change(records, 1002, 0, 1, true), SMB_EXISTS);
-    /* before it had this record it may have had another */
+    /* before this record the lane may have had another */
     CHECK_EQ(change(records, 5000, 0, 6, true), SMB_EVICTED);
     records_destroy(records);
 }
 
-/* What is held is not taken away, and where all are held nobody else gets one. */
+/* A record that a request holds is not evicted, and if all are held no other lane gets one. */
 static void held_records_stay(void)
 {
     struct records *records = make();
@@ -114,8 +115,8 @@ static void held_records_stay(void)
     records_destroy(records);
 }
 
-/* Local clients can write to the table. One that scribbles over it loses what it says; the daemon
- * goes on. */
+/* Local clients can write to the table. A client that overwrites records loses their information;
+ * the daemon goes on. */
 static void scribbled_over(void)
 {
     uint64_t seed = 20261124;
@@ -124,7 +125,7 @@ static void scribbled_over(void)
     memset(table, 0, sizeof table);
     struct records *records = make();
     known = true;
-    for (uint64_t session = 1; session <= COUNT / 2; session++) /* half of them are empty */
+    for (uint64_t session = 1; session <= COUNT / 2; session++) /* half of the records are empty */
         CHECK_EQ(change(records, session, 0, 1, false), SMB_OK);
     for (int i = 0; i < COUNT; i++)
         atomic_store(&table[i].session, 7000);
@@ -143,7 +144,7 @@ static void scribbled_over(void)
         if (random_below(&random, 20) == 0)
             records_end_session(records, session);
     }
-    uint64_t seen = 0; /* all are in one piece yet: as many as there are can be held at once */
+    uint64_t seen = 0; /* all records are still usable: as many as there are can be held at once */
     for (uint64_t session = 10000; session < 10000 + COUNT; session++) {
         struct record *held;
         uint32_t hint = COUNT;
@@ -157,7 +158,8 @@ static void scribbled_over(void)
 }
 
 struct known_lane {
-    uint64_t session, used, made; /* session 0: none; `used` orders them; `made` changes */
+    /* session 0: none; `used` orders the lanes; `made`: the last change */
+    uint64_t session, used, made;
     uint16_t lane;
     bool ended;
 };
@@ -185,8 +187,8 @@ static int victim_in(const struct known_lane *lanes)
     return at;
 }
 
-/* Drawn at random, beside a table that is looked through from end to end: who is there, how far it
- * has come, and how many went. */
+/* Random operations, compared with a table that is searched from end to end: which lanes have
+ * records, how far they have come, and how many were evicted. */
 static void as_a_plain_table(void)
 {
     enum { STEPS = 20000, SESSIONS = 120 };
@@ -205,7 +207,7 @@ static void as_a_plain_table(void)
                                                     : lost > 0 ? UINT64_MAX
                                                                : 0);
         if (random_below(&random, 20) == 0) {
-            /* its number is used again, which real ones never are */
+            /* its number is used again, which never happens with real sessions */
             records_end_session(records, session);
             for (int i = 0; i < COUNT; i++)
                 lanes[i].ended |= lanes[i].session == session;
@@ -215,7 +217,7 @@ static void as_a_plain_table(void)
         if (at == COUNT) {
             at = victim_in(lanes);
             if (lanes[at].session != 0 && lanes[at].ended) {
-                /* whichever: it is the one that is missing now */
+                /* any of these: the model follows the record that is missing now */
                 for (int i = 0; i < COUNT; i++)
                     if (lanes[i].ended && atomic_load(&table[i].session) == session &&
                         atomic_load(&table[i].lane) == lane)
@@ -232,7 +234,7 @@ static void as_a_plain_table(void)
         lanes[at] = (struct known_lane){
             .session = session, .lane = lane, .used = step, .made = step};
         CHECK_EQ(evictions, lost);
-        if (random_below(&random, 500) == 0) { /* the daemon is started again */
+        if (random_below(&random, 500) == 0) { /* the daemon restarts */
             records_destroy(records);
             records = make();
         }
@@ -269,7 +271,7 @@ static struct records *make_anew(void)
     return make();
 }
 
-/* However many changes are refused after it, one that was made stays known. */
+/* However many changes are refused after it, a change that was made stays known. */
 static void refusals_forget_no_change(void)
 {
     struct records *records = make_anew();
@@ -279,7 +281,8 @@ static void refusals_forget_no_change(void)
         CHECK_EQ(judge(records, 1), SMB_EXISTS);
         CHECK_EQ(judge(records, sequence), SMB_OK);
     }
-    /* With a change behind them the oldest are forgotten, as far before it as no client repeats. */
+    /* After a further change the oldest refusals are forgotten, further back than any client
+     * repeats. */
     CHECK_EQ(change(records, 1, 0, 5001, false), SMB_OK);
     CHECK_EQ(judge(records, 5000), SMB_OK);
     CHECK_EQ(judge(records, 4950), SMB_OK);
@@ -288,8 +291,9 @@ static void refusals_forget_no_change(void)
     records_destroy(records);
 }
 
-/* Changes that are made and refused at random, refused ones repeated and made, over restarts of the
- * daemon: of the last hundred all is known, and of older ones nothing wrong is said. */
+/* Changes are made and refused at random, and refused ones repeated and made, over restarts of the
+ * daemon. Everything about the last hundred is known, and nothing wrong is said about older
+ * ones. */
 static void refusals_against_a_model(void)
 {
     enum { STEPS = 20000, NEAR = 100 };
@@ -328,7 +332,7 @@ static void refusals_against_a_model(void)
     }
 }
 
-/* A record that a daemon of an earlier release has left: three numbers and a floor. */
+/* A record of an earlier release's daemon: three numbers and a floor. */
 static void refusals_of_an_earlier_release(void)
 {
     struct records *records = make_anew();

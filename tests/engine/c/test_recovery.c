@@ -1,6 +1,6 @@
-/* A server is killed at every named point of a change, and of the recovery after it; started again,
- * every change counts exactly once. Deltas depend on the position: a block put back in the wrong
- * place can't hide. */
+/* A server is killed at every named point of a change, and of the recovery after it. After the
+ * restart every change counts exactly once. Deltas depend on the position, so a block that is put
+ * back in the wrong place is noticed. */
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -32,16 +32,16 @@ enum {
     EPOCH = 7,
     FLOAT_COUNT = BYTES / 4
 };
-/* in the journal's file; of slot 0 */
+/* offsets in the journal's file; the second is slot 0's */
 enum { VERSION_AT = 8, SLOT_WORDS_AT = 4096 + 4 * JOURNAL_SLOTS_MAX + 4096 };
 static const struct smb_layout LAYOUT = {BYTES, BYTES, CHUNK, 1};
 
-/* ---- the host: a process without threads that starts servers and tells how each ended -------- */
+/* ---- the host: a process without threads that starts servers and reports how each ended ------ */
 
 struct command {
     char point[40];
     long count;
-    bool before_recovery; /* armed from the start; else once it serves */
+    bool before_recovery; /* armed from the start; otherwise once the server serves */
     bool no_journal;
 };
 
@@ -105,7 +105,7 @@ static void run_host(int commands, int answers)
             serve(&command, port, ready[1]);
         }
         close(ready[1]);
-        struct reply reply = {0}; /* pid 0: it died before it served */
+        struct reply reply = {0}; /* pid 0: the server died before it served */
         if (read(ready[0], &reply, sizeof reply) == (ssize_t)sizeof reply)
             port = reply.port;
         close(ready[0]);
@@ -133,7 +133,7 @@ static void host_start(struct host *host)
     host->answers = answers[0];
 }
 
-/* Starts the next server; returns what it said when it served, pid 0 if it died before. */
+/* Starts the next server; returns its report when it serves, pid 0 if it died before. */
 static struct reply host_serve(struct host *host, struct command command)
 {
     struct reply reply;
@@ -238,17 +238,17 @@ static void must(struct smb_buffer *buffer, struct smb_request request, uint64_t
         *result = calling.outcome.result;
 }
 
-/* ---- what is done, and what comes of it ------------------------------------------------------ */
+/* ---- operations and their results ------------------------------------------------------------ */
 
 static int64_t content[ELEMENTS], source[ELEMENTS], delta[ELEMENTS], sink[ELEMENTS];
-/* Of what travels encoded. Whole numbers, of which every block of int8 has one of 127: nothing is
+/* For wire formats: whole numbers, so that every block of int8 contains 127 and nothing is
  * rounded. */
-/* of what is sparse: every third element, from the first to the last of the range */
+/* for sparse: every third element, from the first to the last of the range */
 static int64_t indices[FLOAT_COUNT];
 enum { SPARSE_STEP = 3, SPARSE_COUNT = (OP_BYTES / 4 + SPARSE_STEP - 1) / SPARSE_STEP };
 static float float_content[FLOAT_COUNT], float_delta[FLOAT_COUNT], float_sink[FLOAT_COUNT];
-static float small_delta[FLOAT_COUNT]; /* what int4 sends without rounding */
-/* Of optimizers' steps. */
+static float small_delta[FLOAT_COUNT]; /* int4 sends these without rounding */
+/* For optimizers' steps. */
 static float gradient[FLOAT_COUNT], states[2][FLOAT_COUNT];
 static const struct smb_hyper HYPER = {.lr = 0.25,
                                        .scale = 1.5,
@@ -283,7 +283,7 @@ struct operation {
     bool fetch;
     bool journalled, additive;
     int wire;
-    int rule; /* of SMB_APPLY */
+    int rule; /* for SMB_APPLY */
 };
 static const struct operation OPERATIONS[] = {
     {SMB_ACCUMULATE, false, true, true, 0, 0},
@@ -418,7 +418,7 @@ static void end(struct host *host, struct reach *reach, struct reply reply)
     reach_end(reach);
 }
 
-/* Of segments and journal: the next server begins anew. */
+/* Removes segments and journal, so that the next server starts empty. */
 static void remove_files(void)
 {
     static const char *const names[] = {"journal",  "target",  "source", "floats",
@@ -434,8 +434,8 @@ static struct command at(const char *point, long count, bool before_recovery)
     return command;
 }
 
-/* The server that is to die serves; the operation begins; it dies. What was under way is not yet
- * answered: had it been, nobody would find the link broken, for which live_again waits. */
+/* The server serves, the operation begins, and the server dies. The operation must not be answered
+ * yet: live_again waits until the link is found broken. */
 static void die_in(struct host *host, struct reach *reach, struct reply *reply,
                    const struct operation *operation, const char *point, long count,
                    struct calling *calling)
@@ -464,10 +464,10 @@ static void live_again(struct host *host, struct reach *reach, struct reply *rep
 
 struct point {
     const char *name;
-    bool per_block; /* reached for every block: first, middle and last are tried */
+    bool per_block; /* reached for every block: the first, middle and last are tried */
     bool additive_only;
-    bool any_change; /* also of those that are not journalled */
-    bool per_target; /* reached for every segment that changes: each one's first is tried */
+    bool any_change; /* also for operations that are not journalled */
+    bool per_target; /* reached for every segment that changes: the first time in each is tried */
 };
 static const struct point POINTS[] = {
     {.name = "journal.described"},
@@ -489,13 +489,14 @@ static const struct point POINTS[] = {
 };
 enum { BLOCKS = OP_BYTES / JOURNAL_BLOCK_BYTES, OP_CHUNKS = (OP_BYTES + CHUNK - 1) / CHUNK };
 
-/* How many segments it changes: of so many, blocks are as much smaller (of three, a quarter). */
+/* How many segments the operation changes: with more segments the blocks are smaller (with three, a
+ * quarter). */
 static long targets_of(const struct operation *operation)
 {
     return operation->opcode == SMB_APPLY ? 1 + smb_rule_states(operation->rule) : 1;
 }
 
-/* How often an operation gets to a point. */
+/* How often an operation reaches a point. */
 static long times_reached(const struct operation *operation, const struct point *point)
 {
     static const long blocks_in_page[] = {0, 1, 2, 4};
@@ -505,7 +506,7 @@ static long times_reached(const struct operation *operation, const struct point 
            (point->per_target ? targets_of(operation) : 1);
 }
 
-/* Each of the first targets, then about the middle, then the last; 0 after that. */
+/* The first time for each target, then about the middle, then the last; 0 after that. */
 static long next_count(const struct operation *operation, const struct point *point, long count)
 {
     long last = times_reached(operation, point),
@@ -547,7 +548,7 @@ static void killed_at_every_point(void)
     end(&host, &reach, reply);
 }
 
-/* The recovery itself is killed, at every point of its own and of the blocks that it finishes. */
+/* The recovery itself is killed, at every point of its own and of the blocks that it completes. */
 static void killed_in_recovery(void)
 {
     static const char *const points[] = {
@@ -603,9 +604,9 @@ static int local_add(const char *name, uint64_t chunk, float *model)
     return status;
 }
 
-/* Of the chunks that a step changes together some are marked and some are not: those are a local
- * client's to change, and what it does there is neither lost nor overwritten, before the step (it
- * had not begun) as after it (it was over). */
+/* Of the chunks that a step changes together some are marked and some are not. A local client may
+ * change the unmarked ones, and its change is neither lost nor overwritten, before the step (which
+ * had not begun) and after it (which was complete). */
 static void local_client_between_marks(void)
 {
     struct host host;
@@ -623,7 +624,7 @@ static void local_client_between_marks(void)
 
         die_in(&host, &reach, &reply, &ADAM, "journal.unmarked", marked, &calling);
         CHECK_EQ(local_add("state-1", 0, states[1]), SMB_TIMEOUT);
-        /* chunk 0 is done */
+        /* chunk 0 is complete */
         smb_kernel_step(ADAM.rule, float_content, gradient, states[0], states[1], CHUNK / 4,
                         &HYPER);
         CHECK_EQ(local_add("floats", 0, float_content), SMB_OK);
@@ -641,8 +642,8 @@ static void local_client_between_marks(void)
     end(&host, &reach, reply);
 }
 
-/* A state that is gone when the daemon starts again: the rest is set free and counted, up to the
- * last block that was whole. */
+/* A state is gone when the daemon restarts: the other chunks are released and counted, up to the
+ * last block that was complete. */
 static void state_is_gone(void)
 {
     enum { BLOCK = JOURNAL_BLOCK_BYTES / 4 / 4 };
@@ -654,7 +655,8 @@ static void state_is_gone(void)
     begin(&host, &reach, &reply);
     die_in(&host, &reach, &reply, &ADAM, "journal.block_half", 3, &calling);
     CHECK_EQ(unlink(scratch_path("state-0")), 0);
-    reply = host_serve(&host, (struct command){.count = 0}); /* with an empty one in its place */
+    /* with an empty journal in its place */
+    reply = host_serve(&host, (struct command){.count = 0});
     CHECK(reply.torn == 2 && reply.finished == 0);
     smb_kernel_step(ADAM.rule, float_content, gradient, states[0], states[1], 2 * BLOCK, &HYPER);
     CHECK_EQ(smb_segment_open(scratch_path("floats"), &segment), SMB_OK);
@@ -670,7 +672,7 @@ static void state_is_gone(void)
 }
 
 /* A local client that comes upon the chunk of a killed daemon waits for the next one, and adds to
- * what that has finished. */
+ * the completed change. */
 static void local_client_waits_for_recovery(void)
 {
     struct host host;
@@ -685,9 +687,9 @@ static void local_client_waits_for_recovery(void)
         .opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = delta};
     struct smb_change read = {.opcode = SMB_READ, .bytes = CHUNK, .sink = sink};
     CHECK_EQ(smb_segment_apply(segment, &add, smb_now_ns() + 20000000U), SMB_TIMEOUT);
-    /* nor is half of it read */
+    /* nor is half of the change read */
     CHECK_EQ(smb_segment_apply(segment, &read, smb_now_ns() + 20000000U), SMB_TIMEOUT);
-    add.offset = 4 * CHUNK; /* elsewhere all goes on */
+    add.offset = 4 * CHUNK; /* other chunks can be used */
     CHECK_EQ(smb_segment_apply(segment, &add, smb_now_ns() + 20000000U), SMB_OK);
     for (int64_t i = 0; i < CHUNK / 8; i++)
         content[4 * CHUNK / 8 + i] += delta[i];
@@ -701,8 +703,8 @@ static void local_client_waits_for_recovery(void)
     end(&host, &reach, reply);
 }
 
-/* A journal that is lost, or was replaced by garbage: the chunk is set free, counted, and holds old
- * or new values only. */
+/* A journal that is lost, or was replaced by garbage: the chunk is released and counted, and has
+ * only old or new values. */
 static void lost_journal(void)
 {
     for (int garbage = 0; garbage < 2; garbage++) {
@@ -723,7 +725,7 @@ static void lost_journal(void)
         CHECK_EQ(reply.torn, 1);
         uint64_t id, instance;
         CHECK_EQ(smb_client_wait_down(reach.client, TIMEOUT_MS, &id), SMB_OK);
-        /* Another identity: taken only because the caller says that it is to be. */
+        /* Another identity is accepted only if the caller says so. */
         CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", reply.port, 0, TIMEOUT_MS, &instance),
                  SMB_NOT_FOUND);
         CHECK_EQ(smb_link_resume_tcp(reach.link, "127.0.0.1", reply.port, instance, TIMEOUT_MS,
@@ -749,8 +751,8 @@ static void patch_journal(long at, uint32_t word)
     fclose(file);
 }
 
-/* What an older daemon left half done, one that knew no steps or no encoded payloads, too, is
- * finished, and the file is of the new version then. */
+/* A change that an older daemon left unfinished, also one that knew no steps or no wire formats, is
+ * completed, and the file then has the new version. */
 static void journals_of_versions_before(void)
 {
     for (uint32_t before = 1; before <= 4; before++) {
@@ -774,7 +776,7 @@ static void journals_of_versions_before(void)
     }
 }
 
-/* A write in a journal of version 4 is not finished: its chunk is set free, as it is, and
+/* A write in a journal of version 4 is not completed: its chunk is released as it is, and
  * counted. */
 static void write_of_version_4(void)
 {
@@ -797,8 +799,8 @@ static void write_of_version_4(void)
     remove_files();
 }
 
-/* What is found in a file is not believed: slots of garbage change nothing, and the next journal
- * works. */
+/* Content of a file is checked before it is used: slots of garbage change nothing, and the next
+ * journal works. */
 static void garbage_in_slots(void)
 {
     struct random random = random_make(20261121);

@@ -1,4 +1,5 @@
-/* Two copies of a segment: what is forwarded, what waits for it, and who takes over. */
+/* Two copies of a segment: what is forwarded, what waits for the backup, and which server takes
+ * over. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -95,7 +96,7 @@ static void forward_changes(bool inside_tls)
     CHECK_EQ(status_of(&pair, 0).unconfirmed, 0);
     leave(&user);
     if (inside_tls) {
-        /* nobody else is fed, and who that is is said */
+        /* other servers are refused, and their names are reported */
         int fd = raw_connect(pair.ports[1]);
         CHECK_EQ(fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK), 0);
         CHECK_EQ(
@@ -115,20 +116,20 @@ static uint64_t deferred(struct pair *pair, int server)
     return counters.deferred_now;
 }
 
-/* Several clients' changes reach the backup, once and in order, over connections that are replaced
- * all the while. */
+/* Changes of several clients reach the backup, once and in order, over connections that are
+ * replaced all the time. */
 static void changes_are_forwarded(void)
 {
     forward_changes(false);
 }
 
-/* The same inside TLS; another server than the one named is not fed. */
+/* The same inside TLS; another server than the named one is refused. */
 static void changes_are_forwarded_inside_tls(void)
 {
     forward_changes(true);
 }
 
-/* While a chunk is changed all the time there is hardly a moment without an unconfirmed change. */
+/* While a chunk is changed all the time, there is hardly a moment without an unconfirmed change. */
 static void a_busy_chunk_can_be_read(void)
 {
     struct pair pair;
@@ -154,7 +155,7 @@ static void a_busy_chunk_can_be_read(void)
     stop(&pair);
 }
 
-/* Adds, counts and writes where only it does, until it is stopped. */
+/* Adds, counts and writes to its own elements, until it is stopped. */
 static void *move(void *argument)
 {
     struct mover *mover = argument;
@@ -171,7 +172,7 @@ static void *move(void *argument)
             follower.user.buffer,
             (struct smb_request){
                 .opcode = SMB_FETCH_ADD, .bytes = 8, .argument = 1, .timeout_ms = RIG_TIMEOUT_MS});
-        CHECK((int64_t)told.result > last); /* no ticket is given twice */
+        CHECK((int64_t)told.result > last); /* every ticket is given once */
         last = (int64_t)told.result;
         atomic_fetch_add(&mover->done, 1);
     }
@@ -181,7 +182,7 @@ static void *move(void *argument)
     return NULL;
 }
 
-/* Round after round a server is lost, the other goes on, and what is lost is copied anew while
+/* In each round a server is lost, the other goes on, and the lost copies are made again while
  * clients work. Every call counts once, and the copies are equal at rest. */
 static void a_copy_is_made_under_load(void)
 {
@@ -200,8 +201,8 @@ static void a_copy_is_made_under_load(void)
     stop(&pair);
 }
 
-/* Records travel: what a lane did before the copy began is known at the new backup, results and
- * refusals too. A copy that is given up leaves the primary alone, and it answers. */
+/* Records are copied: the new backup knows what a lane did before the copy began, also results and
+ * refusals. A copy that is abandoned leaves the primary alone, and the primary answers. */
 static void a_copy_has_the_records(void)
 {
     struct pair pair;
@@ -245,7 +246,7 @@ static void a_copy_has_the_records(void)
     raw = raw_begin(&pair, 1, 20);
     count.epoch = 6;
     count.flags = SMB_FLAG_RETRY;
-    raw_send(&raw, count); /* sent again: with its first answer */
+    raw_send(&raw, count); /* sent again: answered with its first result */
     CHECK_EQ(raw_receive(&raw).argument, 6);
     raw_send(&raw, (struct smb_frame){.opcode = SMB_WATERMARK, .epoch = 6, .segment = ID});
     struct smb_frame watermark = raw_receive(&raw);
@@ -259,7 +260,7 @@ static void a_copy_has_the_records(void)
     stop(&pair);
 }
 
-/* Without the backup's word nothing is answered, and nobody reads what was changed. */
+/* Without the backup's confirmation nothing is answered, and no read shows the change. */
 static void nothing_is_told_before_the_backup_has_it(void)
 {
     struct pair pair;
@@ -273,7 +274,7 @@ static void nothing_is_told_before_the_backup_has_it(void)
     CHECK_EQ(reach_try(user.buffer, write), SMB_TIMEOUT);
     CHECK_EQ(reach_try(other.buffer, read), SMB_TIMEOUT);
     CHECK_EQ(back, 0);
-    read.offset = CHUNK; /* nothing waits there */
+    read.offset = CHUNK; /* no change waits there */
     struct user third = use(&pair, 11);
     must(third.buffer, read);
     CHECK_EQ(status_of(&pair, 0).unconfirmed, 1);
@@ -288,7 +289,7 @@ static void nothing_is_told_before_the_backup_has_it(void)
     stop(&pair);
 }
 
-/* Another segment of the primary's server, with one copy. */
+/* Creates another segment on the primary's server, with one copy. */
 static void make_beside(struct pair *pair)
 {
     CHECK_EQ(smb_server_create_segment(pair->servers[0], scratch_path("beside"), BESIDE, 1,
@@ -306,7 +307,7 @@ static struct smb_request addition_from(struct smb_buffer *source)
                                 .timeout_ms = RIG_TIMEOUT_MS};
 }
 
-/* The same of one chunk, by hand. */
+/* The same for one chunk, by hand. */
 static void raw_add_from(struct raw *raw, uint64_t target, uint64_t source, uint64_t offset)
 {
     struct smb_frame frame = {.opcode = SMB_ACCUMULATE_FROM,
@@ -321,8 +322,8 @@ static void raw_add_from(struct raw *raw, uint64_t target, uint64_t source, uint
     raw_send_words(raw, frame, source, offset);
 }
 
-/* The backup gets the source's bytes with the change: it has no such segment, and the source
- * changes before what is kept for the backup gets there. Sent again, each counts once. */
+/* The backup gets the source's bytes with the change, because it does not have that segment, and
+ * because the source changes before the queued change gets there. Sent again, each counts once. */
 static void operands_are_forwarded(void)
 {
     struct pair pair;
@@ -357,8 +358,9 @@ static void operands_are_forwarded(void)
     stop(&pair);
 }
 
-/* What the backup does not have goes into no other segment either, as a fail-over would leave it
- * there. The bytes that were read are used once the backup has them. A source that is not here, or not the primary, is said to be apart: the link stays. */
+/* What the backup does not have is not added to another segment either, because it would stay there
+ * after a fail-over. The bytes that were read are used once the backup has them. If a source is not
+ * on this server, or is not a primary here, the answer is APART and the link stays. */
 static void a_source_is_told_as_a_read_is(void)
 {
     struct pair pair;
@@ -383,7 +385,7 @@ static void a_source_is_told_as_a_read_is(void)
     struct smb_request read = {.opcode = SMB_READ, .bytes = 8, .sink = &back};
     must(other.buffer, read);
     CHECK_EQ(back, 0);
-    /* later bytes, of a source that is changed all the time, might never be confirmed */
+    /* later bytes, of a source that changes all the time, might never be confirmed */
     fill.sequence = 2;
     fill.argument = 7;
     raw_send(&writer, fill);
@@ -392,7 +394,7 @@ static void a_source_is_told_as_a_read_is(void)
     CHECK_EQ(raw_receive(&adder).status, SMB_OK);
     must(other.buffer, read);
     CHECK_EQ(back, 10);
-    must(user.buffer, addition_from(user.buffer)); /* a segment is its own source, too */
+    must(user.buffer, addition_from(user.buffer)); /* a segment may be its own source */
     must(user.buffer, read);
     CHECK_EQ(back, 21);
     CHECK(copies_are_equal(&pair));
@@ -412,7 +414,7 @@ static void a_source_is_told_as_a_read_is(void)
     stop(&pair);
 }
 
-/* Alone by the coordinator's word, the primary answers what waited. */
+/* Once the coordinator says that the primary is alone, it answers waiting requests. */
 static void a_primary_goes_on_alone(void)
 {
     struct pair pair;
@@ -428,13 +430,14 @@ static void a_primary_goes_on_alone(void)
     set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false);
     CHECK_EQ(feed(&pair, 2), SMB_STALE_EPOCH);
     CHECK_EQ(status_of(&pair, 0).paired, false);
-    set_role(&pair, 0, 1, SMB_REPLICA_PRIMARY, true); /* late: an older epoch says nothing */
+    set_role(&pair, 0, 1, SMB_REPLICA_PRIMARY, true); /* too late: an older epoch is ignored */
     CHECK_EQ(status_of(&pair, 0).paired, false);
     leave(&user);
     stop(&pair);
 }
 
-/* Over a lane of several segments, a change that comes before a role refuses nothing of the others. */
+/* On a lane of several segments, a change that comes before a role does not refuse changes of the
+ * others. */
 static void a_lower_lane_goes_on(void)
 {
     struct pair pair;
@@ -465,9 +468,9 @@ static void a_lower_lane_goes_on(void)
     stop(&pair);
 }
 
-/* A client that hears of a role before the server does: its first change is sent away, and the
- * server gets the role before it looks at the next one. Were that made, the watermark would speak
- * for the first one, too. Over another connection all goes on. */
+/* A client learns a role before the server does: its first change is sent away, and the server gets
+ * the role before it looks at the next change. If that one were made, the watermark would cover the
+ * first one, too. Over another connection everything goes on. */
 static void a_role_comes_between_two_changes(void)
 {
     struct pair pair;
@@ -502,7 +505,7 @@ static void a_role_comes_between_two_changes(void)
 }
 
 /* The backup is promoted while a client works: the link goes there, and each call counts once. The
- * old primary, which has not heard, is answered by nobody. */
+ * old primary, which has not heard of it, gets no confirmations. */
 static void the_backup_takes_over(void)
 {
     struct pair pair;
@@ -513,7 +516,7 @@ static void the_backup_takes_over(void)
     for (int i = 0; i < 20; i++)
         must(user.buffer, addition(one));
     set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
-    /* what the deposed one takes is forwarded to nobody, and not answered */
+    /* a change at the deposed primary is neither forwarded nor answered */
     struct smb_request request = addition(one);
     request.timeout_ms = 200;
     CHECK_EQ(reach_try(late.buffer, request), SMB_TIMEOUT);
@@ -542,8 +545,8 @@ static uint64_t errors_of(struct pair *pair, int server, int status)
     return counters.errors[status];
 }
 
-/* A primary whose greeting is refused has sent changes behind it. They are of clients' sessions, and
- * count as stale: as no frames at all they would be taken for a stranger's. */
+/* A primary whose greeting is refused has sent changes after it. They are of clients' sessions, and
+ * count as stale. If they counted as malformed, the primary would be taken for a stranger. */
 static void a_feed_that_is_refused_is_no_stranger(void)
 {
     struct pair pair;
@@ -561,8 +564,8 @@ static void a_feed_that_is_refused_is_no_stranger(void)
     stop(&pair);
 }
 
-/* Once its lease is out a primary asks the backup before it answers a read; a backup that was
- * promoted says no. */
+/* Once its lease has run out a primary asks the backup before it answers a read; a promoted backup
+ * says no. */
 static void reads_without_a_lease(void)
 {
     struct pair pair;
@@ -582,8 +585,8 @@ static void reads_without_a_lease(void)
     stop(&pair);
 }
 
-/* A primary that yields asks the backup before it answers a read, though its lease runs. Its next
- * role takes that back. */
+/* A primary that yields asks the backup before it answers a read, although its lease runs. Its next
+ * role ends that. */
 static void a_primary_that_yields(void)
 {
     struct pair pair;
@@ -602,13 +605,14 @@ static void a_primary_that_yields(void)
     read.timeout_ms = 200;
     CHECK_EQ(reach_try(user.buffer, read), SMB_TIMEOUT);
     set_role(&pair, 0, 3, SMB_REPLICA_PRIMARY, false);
-    CHECK_EQ(smb_server_yield(pair.servers[0], ID, 3), SMB_STALE_EPOCH); /* to nobody */
+    /* a server without that role */
+    CHECK_EQ(smb_server_yield(pair.servers[0], ID, 3), SMB_STALE_EPOCH);
     leave(&user);
     stop(&pair);
 }
 
-/* The coordinator has made another server the primary, and says so to a server whose lease runs. The
- * role ends in the epoch that it has, and can be given anew in that epoch. */
+/* The coordinator has made another server the primary, and tells a server whose lease runs. The
+ * role ends in its epoch, and can be given again in that epoch. */
 static void a_role_ends(void)
 {
     struct pair pair;
@@ -618,7 +622,8 @@ static void a_role_ends(void)
     int64_t back = 1;
     struct smb_request read = {.opcode = SMB_READ, .bytes = 8, .sink = &back};
     must(user.buffer, read);
-    CHECK_EQ(give_role(&pair, 1, 1, SMB_REPLICA_NONE, false, false), SMB_OK); /* no primary there */
+    /* it is not a primary */
+    CHECK_EQ(give_role(&pair, 1, 1, SMB_REPLICA_NONE, false, false), SMB_OK);
     CHECK_EQ(status_of(&pair, 1).role, SMB_REPLICA_BACKUP);
     CHECK_EQ(give_role(&pair, 0, 1, SMB_REPLICA_NONE, false, false), SMB_OK);
     CHECK_EQ(status_of(&pair, 0).role, SMB_REPLICA_NONE);
@@ -633,7 +638,7 @@ static void a_role_ends(void)
     stop(&pair);
 }
 
-/* A segment of two copies is not mapped, and its file says what it is. */
+/* A segment with two copies cannot be mapped, and its file says so. */
 static void what_is_refused(void)
 {
     struct pair pair;
@@ -666,8 +671,8 @@ static void raw_write(struct raw *raw, uint64_t offset)
                                      .payload = CHUNK});
 }
 
-/* While the backup cannot be reached no more than so much is kept for it, refusals too. Each
- * refusal waits for its note, so that no watermark of the backup's speaks for it later. */
+/* While the backup cannot be reached only a limited amount is queued for it, refusals included.
+ * Each refusal waits for its note, so that no watermark of the backup covers it later. */
 static void refusals_have_a_bound(void)
 {
     struct pair pair;
@@ -696,13 +701,13 @@ static void refusals_have_a_bound(void)
     struct raw later = raw_begin(&pair, 1, 21);
     raw_send(&later, (struct smb_frame){.opcode = SMB_WATERMARK, .epoch = 2, .segment = ID});
     struct smb_frame watermark = raw_receive(&later);
-    CHECK_EQ(watermark.argument, 2); /* was made */
-    CHECK_EQ(watermark.offset, 1);   /* was refused */
+    CHECK_EQ(watermark.argument, 2); /* the change was made */
+    CHECK_EQ(watermark.offset, 1);   /* the change was refused */
     close(later.fd);
     stop(&pair);
 }
 
-/* A request for a lock or a version, by hand. */
+/* Sends a request for a lock or a version, by hand. */
 static void raw_ask(struct raw *raw, uint32_t epoch, int opcode, uint64_t argument, uint64_t a,
                     uint64_t b)
 {
@@ -714,8 +719,8 @@ static void raw_ask(struct raw *raw, uint32_t epoch, int opcode, uint64_t argume
     raw_send_words(raw, frame, a, b);
 }
 
-/* Nobody hears of a lock or version before the backup has it. The backup goes on from there: the
- * holder holds, tokens grow, and a change under a former token is refused. */
+/* No lock or version is reported before the backup has it. The backup goes on from there: the
+ * holder keeps its lock, tokens grow, and a change under an older token is refused. */
 static void locks_and_versions(void)
 {
     struct pair pair;
@@ -754,7 +759,7 @@ static void locks_and_versions(void)
     waiter = raw_begin(&pair, 1, 21);
     raw_ask(&holder, 2, SMB_AWAIT_VERSION, 0, 0, 0);
     CHECK_EQ(raw_receive(&holder).argument, 1);
-    raw_ask(&holder, 2, SMB_PUBLISH, 0, turn.argument, 1); /* again */
+    raw_ask(&holder, 2, SMB_PUBLISH, 0, turn.argument, 1); /* repeated */
     CHECK_EQ(raw_receive(&holder).status, SMB_OK);
     raw_ask(&holder, 2, SMB_RENEW, SYNC_USER, granted.argument, 60000);
     CHECK_EQ(raw_receive(&holder).status, SMB_OK);
@@ -787,7 +792,7 @@ static void locks_and_versions(void)
     stop(&pair);
 }
 
-/* ---- a segment with one copy, which moves ------------------------------------------------------ */
+/* ---- a segment with one copy, which moves ---------------------------------------------------- */
 
 static void start_with_one_copy(struct pair *pair)
 {
@@ -810,8 +815,8 @@ struct one_copy_user {
     struct smb_segment *mapped;
     enum user_kind kind;
     uint64_t session;
-    _Atomic int done; /* calls that were told to have been made */
-    int status;       /* of the first one that was not */
+    _Atomic int done; /* calls that succeeded */
+    int status;       /* status of the first call that failed */
 };
 
 static int call_mapped(struct smb_segment *segment, enum user_kind kind, int64_t *bytes)
@@ -864,7 +869,7 @@ static void *use_one_copy(void *argument)
     return NULL;
 }
 
-/* How far lane 1 of that session has come there, by a connection of its own. */
+/* How far lane 1 of that session has come there, asked over another connection. */
 static struct smb_frame ask_for_the_past(struct pair *pair, int server, uint64_t session)
 {
     struct raw raw = {.fd = raw_connect(pair->ports[server])};
@@ -886,9 +891,9 @@ static struct smb_frame ask_for_the_past(struct pair *pair, int server, uint64_t
     return reply;
 }
 
-/* Clients that have it mapped, and clients over TCP, use it until it is gated: each call that was
- * told to have been made is there once, also in the copy that is made meanwhile. How far their
- * lanes have come is known where the segment goes. */
+/* Clients that have mapped the segment, and clients over TCP, use it until it is gated: each call
+ * that succeeded counts once, also in the copy that is made meanwhile. The new server knows how far
+ * their lanes have come. */
 static void a_segment_with_one_copy_moves(void)
 {
     enum { USERS = 6 };
@@ -926,7 +931,7 @@ static void a_segment_with_one_copy_moves(void)
     CHECK_EQ(((const int64_t *)smb_segment_data(segment))[CHUNK / 8], done);
     smb_segment_release(segment);
 
-    /* the end of the move: the copy here goes */
+    /* the end of the move: this copy is deleted */
     struct smb_frame here = ask_for_the_past(&pair, 0, users[WRITES_OVER_TCP].session);
     CHECK_EQ(here.status, SMB_OK);
     CHECK(here.argument > 0);
@@ -958,8 +963,8 @@ static void *come_late(void *argument)
     return NULL;
 }
 
-/* A change that waits for its chunk's lock while its segment is gated is not made any more: the
- * chunk may have been copied by the time that it gets the lock. */
+/* A change that waits for its chunk's lock while its segment is gated is refused: the chunk may
+ * have been copied by the time the change gets the lock. */
 static void who_waits_for_a_lock_is_sent_away(void)
 {
     struct pair pair;
@@ -971,7 +976,7 @@ static void who_waits_for_a_lock_is_sent_away(void)
     CHECK_EQ(smb_segment_open(scratch_path("a"), &user.mapped), SMB_OK);
     CHECK_EQ(smb_segment_lock(user.mapped, CHUNK, SMB_TRY), SMB_OK);
     CHECK_EQ(pthread_create(&thread, NULL, come_late, &user), 0);
-    /* the chunk's state begins with the lock, whose first word says that somebody sleeps */
+    /* the chunk's state begins with the lock, whose first word says that a thread sleeps */
     const uint8_t *states = smb_segment_states(user.mapped, &bytes, &sequence_at);
     const _Atomic uint32_t *word = (const _Atomic uint32_t *)(states + bytes / CHUNKS);
     WAIT_UNTIL(atomic_load(word) & FUTEX_WAITERS);
@@ -986,8 +991,9 @@ static void who_waits_for_a_lock_is_sent_away(void)
 
 #endif
 
-/* Changes on a lane of before that are sent again once the segment is gated: one that was made is
- * answered as it was the first time, and one that was not is not made. New ones are refused. */
+/* Changes on an earlier lane are sent again after the segment is gated: one that was made is
+ * answered as the first time, and one that was not made is not made now. New changes are
+ * refused. */
 static void what_was_made_before_is_told(void)
 {
     struct pair pair;
@@ -1038,8 +1044,8 @@ static uint32_t waiting(struct pair *pair)
     return smb_server_waits(pair->servers[0], &found, 1) ? found.waiting : 0;
 }
 
-/* Requests that wait for a lock are sent away when their segment is gated, and nobody gets a view
- * of one that may move, or moves one of which there is a view. A restart changes none of that. */
+/* Requests that wait for a lock are sent away when their segment is gated. Nobody gets a view of a
+ * segment that may move, or moves one with a view. A restart changes none of that. */
 static void what_is_gated_and_what_stays(void)
 {
     struct pair pair;
@@ -1106,7 +1112,7 @@ static int open_files(void)
     return count;
 }
 
-/* A server dials its backups again and again: each try took descriptors for good. */
+/* A server connects to its backups again and again: each attempt used to leak descriptors. */
 static void a_forwarder_that_cannot_start_leaves_nothing(void)
 {
     struct pair pair;
@@ -1151,7 +1157,7 @@ int main(void)
         TEST(operands_are_forwarded),
         TEST(a_source_is_told_as_a_read_is),
         TEST(a_segment_with_one_copy_moves),
-/* TSan waits for locks in another way, that the lock's word does not show. */
+/* ThreadSanitizer waits for locks in another way, which the lock's word does not show. */
 #if !defined(__SANITIZE_THREAD__)
         TEST(who_waits_for_a_lock_is_sent_away),
 #endif

@@ -1,5 +1,5 @@
-/* Segment files: made whole or not at all, opened only if every field of the header is what it must
- * be. */
+/* Segment files: created completely or not at all, and opened only if every field of the header is
+ * valid. */
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
@@ -38,8 +38,8 @@ static int apply(struct smb_segment *segment, int opcode, uint64_t offset, uint6
     return smb_segment_apply(segment, &change, SMB_TRY);
 }
 
-/* A new segment is zeroed, says who it is, and what one mapping writes another mapping of it
- * reads. */
+/* A new segment is zeroed and has its identity, and one mapping reads what another mapping
+ * writes. */
 static void create_and_open(void)
 {
     struct smb_segment *made = make("a", SMB_INT64), *opened = NULL, *by_fd = NULL;
@@ -54,7 +54,8 @@ static void create_and_open(void)
     CHECK_EQ(stat(scratch_path("a"), &file), 0);
     CHECK_EQ(file.st_size, info.file_bytes);
     CHECK_EQ(info.file_bytes, smb_segment_file_bytes(DATA, CHUNK));
-    CHECK(file.st_blocks * 512 >= file.st_size); /* every page is there: none can fail later */
+    /* every page is allocated, so no store can fail later */
+    CHECK(file.st_blocks * 512 >= file.st_size);
     CHECK_EQ(file.st_mode & 07777, 0600);
     for (uint64_t i = 0; i < DATA; i++)
         CHECK_EQ(((uint8_t *)smb_segment_data(opened))[i], 0);
@@ -68,8 +69,8 @@ static void create_and_open(void)
     smb_segment_release(by_fd);
 }
 
-/* A second creation under the same name is refused and leaves the first as it was and nothing
- * beside it. */
+/* A second creation under the same name is refused, leaves the first file unchanged, and leaves no
+ * other file. */
 static void existing_name_is_refused(void)
 {
     struct smb_segment *made = make("a", SMB_UINT8), *second = NULL;
@@ -85,7 +86,7 @@ static void existing_name_is_refused(void)
     smb_segment_release(opened);
 }
 
-/* Arguments that make no segment are refused, and no file appears. */
+/* Invalid arguments are refused, and no file appears. */
 static void refused_arguments(void)
 {
     struct smb_segment *segment;
@@ -108,7 +109,7 @@ static void refused_arguments(void)
     CHECK_EQ(scratch_files(), 0);
 }
 
-/* Past what the file system holds: refused as out of memory, with nothing left and no signal
+/* Beyond the file system's capacity: refused as out of memory, with no file left and no signal
  * later. */
 static void file_system_without_room(void)
 {
@@ -119,8 +120,8 @@ static void file_system_without_room(void)
     CHECK_EQ(scratch_files(), 0);
 }
 
-/* Room that is not there, although the file system has it: what was written until then goes
- * again. */
+/* Memory that is refused although the file system has it: what was written until then is
+ * removed. */
 static void no_room_in_the_middle(void)
 {
     struct smb_segment *segment = NULL;
@@ -146,7 +147,7 @@ static void no_room_in_the_middle(void)
     smb_segment_release(segment);
 }
 
-/* KiB of the mapping that an address is in, of that kind (proc(5), smaps). */
+/* KiB of the mapping that contains the address, of that kind (proc(5), smaps). */
 static long mapped_kib(const void *address, const char *kind)
 {
     char line[512];
@@ -164,7 +165,7 @@ static long mapped_kib(const void *address, const char *kind)
     return kib;
 }
 
-/* Whether a process may ask for them where the file system makes none by itself. */
+/* Whether a process may ask for large pages if the file system makes none by itself. */
 static bool kernel_makes_large_pages(void)
 {
     enum { LARGE = 2 << 20 };
@@ -181,8 +182,8 @@ static bool kernel_makes_large_pages(void)
     return made;
 }
 
-/* From two megabytes on, for the daemon and for who maps it, with nobody's leave; and all of it is
- * zeros, to the last byte. */
+/* Large pages from two megabytes on, in the daemon and in clients, without special rights; and
+ * everything is zeros, to the last byte. */
 static void large_pages(void)
 {
     enum { BYTES = (5 << 20) + 4096 };
@@ -200,9 +201,9 @@ static void large_pages(void)
         CHECK(((uint8_t *)smb_segment_data(made))[i] == 0);
     memset(smb_segment_data(opened), 3, BYTES);
     CHECK_EQ(((uint8_t *)smb_segment_data(made))[BYTES - 1], 3);
-    /* no page is left to be made */
+    /* every page is mapped */
     CHECK(mapped_kib(smb_segment_data(made), "Rss:") >= BYTES >> 10);
-    /* nor are addresses wasted */
+    /* addresses are not wasted */
     CHECK_EQ(mapped_kib(smb_segment_data(opened), "Size:"),
              smb_segment_file_bytes(BYTES, CHUNK) >> 10);
     if (kernel_makes_large_pages()) {
@@ -215,8 +216,8 @@ static void large_pages(void)
     smb_segment_release(opened);
 }
 
-/* A file system that fills up while segments are made: the one too many fails as a whole, the
- * others stay usable. */
+/* A file system that fills up while segments are created: the one that does not fit fails
+ * completely, the others stay usable. */
 static void full_file_system(void)
 {
     if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
@@ -232,7 +233,7 @@ static void full_file_system(void)
     CHECK_EQ(scratch_files(), 1);
     memset(smb_segment_data(first), 7, 65536);
     CHECK_EQ(smb_segment_create(scratch_path("b"), 2, 1, SMB_UINT8, 65536, CHUNK, &second), SMB_OK);
-    memset(smb_segment_data(second), 8, 65536); /* every page is there: no signal */
+    memset(smb_segment_data(second), 8, 65536); /* every page is allocated: no signal */
     CHECK_EQ(((uint8_t *)smb_segment_data(first))[65535], 7);
     smb_segment_release(first);
     smb_segment_release(second);
@@ -255,7 +256,7 @@ static int open_status(const char *path)
     return status;
 }
 
-/* One field of a good header is changed: refused. Put back: opened. */
+/* Changes one field of a valid header: refused. Restores it: opened. */
 static void check_field(const char *path, uint64_t offset, uint32_t bytes, uint64_t bad,
                         int expected)
 {
@@ -269,7 +270,7 @@ static void check_field(const char *path, uint64_t offset, uint32_t bytes, uint6
     CHECK_EQ(open_status(path), SMB_OK);
 }
 
-/* Each field of the header, wrong: the file is refused before anything is mapped by it. */
+/* With any field of the header wrong, the file is refused before it is mapped. */
 static void corrupted_headers(void)
 {
     const char *path = scratch_path("a");
@@ -277,10 +278,10 @@ static void corrupted_headers(void)
     static const uint64_t wrong[] = {
         0, 1, 7, 4096, 4097, UINT32_MAX, (uint64_t)1 << 40, INT64_MAX, UINT64_MAX};
     check_field(path, 0, 8, 0, SMB_INVALID); /* magic */
-    check_field(path, 8, 4, 2, SMB_VERSION); /* format: the one before */
+    check_field(path, 8, 4, 2, SMB_VERSION); /* the previous format */
     check_field(path, 8, 4, 4, SMB_VERSION);
     check_field(path, 92, 4, 1, SMB_NAMESPACE);     /* another PID namespace */
-    check_field(path, 92, 4, 0, SMB_NAMESPACE);     /* one that nobody knew */
+    check_field(path, 92, 4, 0, SMB_NAMESPACE);     /* an unknown namespace */
     check_field(path, 12, 4, 0x30028, SMB_VERSION); /* another C library's locks */
     check_field(path, 16, 8, 0, SMB_INVALID);       /* id */
     check_field(path, 28, 4, 0, SMB_INVALID);       /* dtype */
@@ -306,8 +307,8 @@ static int take_over_status(const char *path, struct smb_segment **segment)
     return status;
 }
 
-/* A file of the format before, with fewer records and no namespace: its daemon takes it over as it
- * is, data and all, and others may map it from then on. One of a format after is left alone. */
+/* A file of the previous format, with fewer records and no namespace: its daemon takes it over with
+ * its data, and others may map it from then on. A file of a later format is refused. */
 static void format_before(void)
 {
     enum { RECORDS = 32, DATA_AT = 3 * 4096 };
@@ -334,12 +335,11 @@ static void format_before(void)
     CHECK_EQ(back, 'y');
     smb_segment_release(taken);
     smb_segment_release(opened);
-    put(path, 8, &(uint32_t){6}, 4); /* of a later version */
+    put(path, 8, &(uint32_t){6}, 4); /* a later version */
     CHECK_EQ(take_over_status(path, &taken), SMB_VERSION);
 }
 
-/* Runs it as the first process of a PID namespace of its own; false: this process may not make
- * one. */
+/* Runs it as the first process of a new PID namespace; false: this process may not create one. */
 static bool in_namespace(int (*run)(void), int expected)
 {
     int left = 0;
@@ -348,7 +348,7 @@ static bool in_namespace(int (*run)(void), int expected)
         if (unshare(CLONE_NEWPID) != 0)
             _exit(200);
         pid_t inner = fork();
-        if (inner == 0) /* in there it has no parent to look after it */
+        if (inner == 0) /* inside the namespace it has no parent to look after it */
             _exit(run());
         CHECK_EQ(waitpid(inner, &left, 0), inner);
         _exit(WIFEXITED(left) ? WEXITSTATUS(left) : 201);
@@ -361,7 +361,7 @@ static bool in_namespace(int (*run)(void), int expected)
     return true;
 }
 
-static struct smb_segment *outside; /* mapped before namespaces are made */
+static struct smb_segment *outside; /* mapped before namespaces are created */
 
 static int open_inside(void)
 {
@@ -380,8 +380,8 @@ static int take_over_inside(void)
 }
 
 /* A process of another PID namespace is refused the mapping: its threads have the numbers of others
- * here, and the kernel tells the dead holder of a lock by its number. A daemon that moves takes the
- * segment along: who had it mapped before is told. */
+ * here, and the kernel identifies the dead holder of a lock by its number. A daemon that moves to
+ * another namespace takes the segment along, and earlier clients get SMB_NAMESPACE. */
 static void namespaces_do_not_share(void)
 {
     outside = make("a", SMB_UINT8);
@@ -405,8 +405,8 @@ static void namespaces_do_not_share(void)
     smb_segment_release(outside);
 }
 
-/* A count that somebody has left odd, or made even too early, is right again with the next change:
- * while it goes on, and after it. */
+/* A count that was left odd, or made even too early, is right again with the next change: during it
+ * and after it. */
 static void parity_is_set(void)
 {
     struct smb_segment *segment = make("a", SMB_UINT8);
@@ -431,7 +431,7 @@ static void parity_is_set(void)
     smb_segment_release(segment);
 }
 
-/* A file that is shorter or longer than its header says, or no file at all, is refused. */
+/* A file that is shorter or longer than its header says, or not a regular file, is refused. */
 static void wrong_sizes(void)
 {
     const char *path = scratch_path("a");
@@ -451,7 +451,8 @@ static void wrong_sizes(void)
     CHECK_EQ(open_status("/dev/shm"), SMB_UNTRUSTED);
     CHECK_EQ(open_status("/dev/null"), SMB_UNTRUSTED);
     CHECK_EQ(symlink("/dev/null", scratch_path("link")), 0);
-    CHECK_EQ(open_status(scratch_path("link")), SMB_UNTRUSTED); /* no link is followed */
+    /* symbolic links are not followed */
+    CHECK_EQ(open_status(scratch_path("link")), SMB_UNTRUSTED);
     struct smb_segment *segment;
     CHECK_EQ(smb_segment_open_fd(-1, geteuid(), &segment), SMB_SYSTEM);
     int pipes[2];
@@ -461,7 +462,7 @@ static void wrong_sizes(void)
     close(pipes[1]);
 }
 
-/* A range outside the data, across a chunk's end, or of half an element is refused and changes
+/* A range outside the data, across a chunk's end, or with half an element is refused and changes
  * nothing. */
 static void bounds(void)
 {
@@ -511,7 +512,7 @@ static void bounds(void)
     smb_segment_release(segment);
 }
 
-/* The 64-bit words: what was there comes back, and an unequal compare changes nothing. */
+/* FETCH_ADD and COMPARE_SWAP return the old value, and an unequal compare changes nothing. */
 static void words(void)
 {
     struct smb_segment *segment = make("a", SMB_INT64);
@@ -530,7 +531,7 @@ static void words(void)
     CHECK_EQ(swap.result, -6);
     CHECK_EQ(((int64_t *)smb_segment_data(segment))[2], 1);
     smb_segment_release(segment);
-    segment = make("b", SMB_FLOAT64); /* eight bytes too, but no integer */
+    segment = make("b", SMB_FLOAT64); /* eight bytes, too, but not an integer */
     CHECK_EQ(apply(segment, SMB_FETCH_ADD, 0, 8, NULL, NULL), SMB_INVALID);
     smb_segment_release(segment);
 }
@@ -563,7 +564,7 @@ static void fill_and_fetch(void)
     }
 }
 
-/* Deleted by one process, every mapping of it refuses from then on. */
+/* After one process deleted it, every mapping of it refuses operations. */
 static void deleted_for_all(void)
 {
     struct smb_segment *made = make("a", SMB_UINT8), *opened;
@@ -577,7 +578,7 @@ static void deleted_for_all(void)
     smb_segment_release(opened);
 }
 
-/* A lock that is held makes a try busy and a wait time out, and is free again for the next. */
+/* A held lock makes a try busy and a wait time out, and is free again for the next. */
 static void lock_waits_are_bounded(void)
 {
     struct smb_segment *segment = make("a", SMB_UINT8), *other;
@@ -589,8 +590,9 @@ static void lock_waits_are_bounded(void)
     uint64_t before_ns = check_now_ns();
     CHECK_EQ(smb_segment_apply(other, &change, before_ns + 20000000U), SMB_TIMEOUT);
     CHECK(check_now_ns() - before_ns >= 20000000U);
-    CHECK_EQ(apply(other, SMB_WRITE, 0, 1, &byte, NULL), SMB_OK); /* the neighbour is free */
-    /* nothing changes yet: readers need no lock */
+    /* the neighbouring chunk is free */
+    CHECK_EQ(apply(other, SMB_WRITE, 0, 1, &byte, NULL), SMB_OK);
+    /* nothing changes yet, so readers need no lock */
     CHECK_EQ(apply(other, SMB_READ, CHUNK, 1, NULL, &byte), SMB_OK);
     smb_segment_change_begin(segment, CHUNK);
     CHECK_EQ(apply(other, SMB_READ, CHUNK, 1, NULL, &byte), SMB_BUSY);
@@ -601,8 +603,8 @@ static void lock_waits_are_bounded(void)
     smb_segment_release(other);
 }
 
-/* Every byte of the range and none beside it, on every instruction set, whatever the two ends'
- * alignment. */
+/* Every byte of the range and none beside it, with every instruction set, for any alignment of both
+ * ends. */
 static void copies_are_exact(void)
 {
     enum { ROOM = 65536, LARGEST = 60000 };
@@ -614,7 +616,7 @@ static void copies_are_exact(void)
     for (int isa = 0; isa < smb_isa_count(); isa++) {
         CHECK_EQ(smb_isa_select(isa), SMB_OK);
         for (int round = 0; round < 2000; round++) {
-            /* small, of some cache lines, and too large for the first cache */
+            /* small, some cache lines, and too large for the first cache */
             static const uint64_t below[] = {64, 5000, 5000, 5000, LARGEST + 1};
             uint64_t bytes = random_below(&random, below[round % 5]);
             uint64_t at = random_below(&random, 200), source_at = random_below(&random, 200);
@@ -628,8 +630,8 @@ static void copies_are_exact(void)
     CHECK_EQ(smb_isa_select(best), SMB_OK);
 }
 
-/* A file that somebody else made, or may change, is not mapped: not by its name, not by a
- * descriptor; and its bytes are not looked at, nor waited for. */
+/* A file that belongs to another user, or that others may change, is not mapped, neither by name
+ * nor by descriptor. Its bytes are not read, and opening it does not block. */
 static void what_others_may_change_is_refused(void)
 {
     smb_segment_release(make("own", SMB_INT64));
@@ -644,7 +646,7 @@ static void what_others_may_change_is_refused(void)
     CHECK_EQ(symlink(paths[0], paths[2]), 0);
     CHECK_EQ(mkfifo(paths[6], 0600), 0);
     CHECK_EQ(mkdir(paths[7], 0700), 0);
-    bool root = geteuid() == 0; /* nobody else can give a file away */
+    bool root = geteuid() == 0; /* only root can give a file away */
     if (root) {
         smb_segment_release(make("foreign", SMB_INT64));
         CHECK_EQ(chown(paths[1], 4711, 0), 0);
@@ -668,7 +670,7 @@ static void what_others_may_change_is_refused(void)
     CHECK_EQ(close(fd) | close(loose) | rmdir(paths[7]), 0);
 }
 
-/* Whose listener a client believes: its own user's and root's. */
+/* The users whose listeners a client trusts: its own and root. */
 static void who_is_believed(void)
 {
     uint32_t own = geteuid();

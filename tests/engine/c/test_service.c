@@ -1,4 +1,5 @@
-/* Servers and clients in one process: every operation in every way gives what plain arrays give. */
+/* Servers and clients in one process: every operation over every path gives the same result as
+ * plain arrays. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -14,7 +15,7 @@
 #include "rig.h"
 #include "smb/server.h"
 
-/* of 8 bytes; 3 segments of 8 KiB stripes, the last one odd */
+/* of 8 bytes; 3 segments with stripes of 8 KiB, the last one shorter */
 enum { ELEMENTS = 3 * 5 * 1024 + 77, THREADS = 8 };
 static const struct smb_layout LAYOUT = {ELEMENTS * 8, 8192, 4096, 3};
 
@@ -145,7 +146,7 @@ static void every_operation_by_both(void)
     every_operation(BY_BOTH);
 }
 
-/* Payloads stay with the client, and are moved by somebody else. */
+/* Payloads stay with the client, and the test's pump moves them. */
 static void every_operation_by_reference(void)
 {
     every_operation(BY_REFERENCE);
@@ -164,8 +165,8 @@ static const struct smb_hyper HYPER = {.lr = 0.1,
                                        .alpha = 0.3};
 enum { STEP_ARRAYS = 4, STEP_FLOATS = ELEMENTS * 2 };
 
-/* Random ranges of each rule over the ways to a server are what the kernel does with the whole
- * arrays; where a segment is mapped nothing is done beside its server, and nothing at all. */
+/* Random ranges of each rule over the paths to a server give what the kernel gives for whole
+ * arrays. If a segment is mapped, the step is refused, and nothing is changed. */
 static void steps_pass_the_gate(void)
 {
     struct rig rig;
@@ -222,8 +223,8 @@ static void steps_pass_the_gate(void)
     rig_stop(&rig);
 }
 
-/* A source that is rounded on the servers has the values that a READ of that range brings, over
- * every way and with every encoding. */
+/* A source that the servers round has the values that a READ of that range returns, over every path
+ * and with every wire format. */
 static void sources_are_rounded_as_reads(void)
 {
     struct rig rig;
@@ -272,8 +273,9 @@ static void sources_are_rounded_as_reads(void)
     rig_stop(&rig);
 }
 
-/* A sum of several sources is what the kernels make of their arrays, over every way: random ranges,
- * scales and encodings, the target among the sources. A wrong one is not sent. */
+/* A sum of several sources is what the kernels compute from their arrays, over every path: random
+ * ranges, scales and wire formats, with the target among the sources. An invalid sum is not
+ * sent. */
 static void sums_of_several_sources(void)
 {
     struct rig rig;
@@ -340,8 +342,8 @@ static void sums_of_several_sources(void)
     rig_stop(&rig);
 }
 
-/* What no step can be is not sent: other layouts, types, numbers, a buffer twice, a state missing
- * or too many is not looked at. */
+/* Invalid steps are not sent: different layouts, types or parameters, a buffer twice, a missing
+ * state. A superfluous state is ignored. */
 static void wrong_steps_are_not_sent(void)
 {
     struct rig rig;
@@ -382,7 +384,7 @@ static void wrong_steps_are_not_sent(void)
         CHECK(outcome.sent == 0 && outcome.bytes_applied == 0);
         request.op = SMB_RULE_SGD, request.hyper = HYPER;
         if (request.other == g)
-            /* beside it, one that can be: states that the rule has not are not looked at */
+            /* a valid step, too: states that the rule does not have are ignored */
             must(w, request);
     }
     smb_buffer_destroy(g);
@@ -448,13 +450,14 @@ static void share_a_client(enum way way, int rounds)
     rig_stop(&rig);
 }
 
-/* Eight threads on one client's links: every sum exact, every call's own account of bytes right. */
+/* Eight threads on one client's links: every sum is exact, and each call accounts for its own
+ * bytes. */
 static void threads_share_a_client(void)
 {
     share_a_client(BY_TCP, 20);
 }
 
-/* The same where each call has parts on links and parts in mapped memory. */
+/* The same if each call has parts on links and parts in mapped memory. */
 static void threads_share_a_client_by_both(void)
 {
     share_a_client(BY_BOTH, 40);
@@ -477,8 +480,8 @@ static uint64_t fastest(struct smb_buffer *buffer, struct smb_segment *segment,
     return best;
 }
 
-/* smb_transfer_at_once is called with Python's lock held: where the chunk's is not free it gives
- * up, and spins for nothing. */
+/* smb_transfer_at_once is called with Python's lock held: if the chunk's lock is not free it gives
+ * up without spinning. */
 static void at_once_waits_for_nothing(void)
 {
     struct rig rig;
@@ -498,8 +501,8 @@ static void at_once_waits_for_nothing(void)
     rig_stop(&rig);
 }
 
-/* Transfers much larger than sockets and rings hold, so that frames are sent and received in parts:
- * each byte in its place. */
+/* Transfers much larger than sockets and buffers hold, so that frames are sent and received in
+ * parts: each byte is in its place. */
 static void large_transfers(void)
 {
     enum { LARGE = 16 * 1024 * 1024 + 72 };
@@ -544,7 +547,7 @@ static struct smb_buffer *single(struct reach *reach, struct rig *rig, int dtype
     return buffer;
 }
 
-/* A client with the wrong idea of a segment is answered with the reason, over a link that goes on
+/* A client with wrong information about a segment gets the reason, over a link that goes on
  * working. */
 static void wrong_ideas_are_answered(void)
 {
@@ -566,7 +569,8 @@ static void wrong_ideas_are_answered(void)
         {SMB_FLOAT64, bytes, id, RIG_EPOCH, SMB_INVALID},
         {SMB_INT64, bytes + 16, id, RIG_EPOCH, SMB_INVALID},
         {SMB_INT64, (uint64_t)1 << 50, id, RIG_EPOCH, SMB_INVALID},
-        {SMB_INT64, bytes, rig_segment_id(0, 1), RIG_EPOCH, SMB_NOT_FOUND}, /* the other server's */
+        /* a segment of the other server */
+        {SMB_INT64, bytes, rig_segment_id(0, 1), RIG_EPOCH, SMB_NOT_FOUND},
         {SMB_INT64, bytes, UINT64_MAX, RIG_EPOCH, SMB_NOT_FOUND},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -582,7 +586,7 @@ static void wrong_ideas_are_answered(void)
         CHECK(smb_link_alive(reach.links[0]));
     }
     struct smb_segment *segment;
-    /* no descriptors over TCP */
+    /* descriptors are not passed over TCP */
     CHECK_EQ(smb_link_attach(reach.links[0], id, RIG_EPOCH, 1000, &segment), SMB_DENIED);
     CHECK(smb_link_alive(reach.links[0]));
     must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 16, .sink = value});
@@ -605,9 +609,9 @@ static void wrong_ideas_are_answered(void)
     rig_stop(&rig);
 }
 
-/* A client's requests are numbered on and on. Once each link had 2^32 numbers for itself: after as
- * many requests its successor's were below the server's watermark, and every change was answered as
- * one made long ago. */
+/* A client's requests have growing numbers over all its links. Once each link had 2^32 numbers of
+ * its own. After as many requests the numbers of its successor were below the server's watermark,
+ * and every change was answered as one made long ago. */
 static void later_links_go_on_above(void)
 {
     enum { CHANGES = 40, LINKS = 3 };
@@ -616,7 +620,7 @@ static void later_links_go_on_above(void)
     const struct smb_layout layout = {4096, 4096, 4096, 1};
     rig_start(&rig, layout, SMB_INT64);
     CHECK_EQ(smb_client_create(7, &client), SMB_OK);
-    /* as if the first had carried 2^32 */
+    /* as if the first link had used 2^32 numbers */
     atomic_store(&client->sequences, ((uint64_t)2 << 32) - CHANGES / 2);
     int64_t one = 1, found = 0;
     for (int i = 0; i < LINKS; i++) {
@@ -644,7 +648,7 @@ static void later_links_go_on_above(void)
     rig_stop(&rig);
 }
 
-/* What the client itself can see to be wrong is refused before anything is sent. */
+/* Requests that the client itself can recognise as invalid are refused before anything is sent. */
 static void wrong_requests_are_not_sent(void)
 {
     struct rig rig;
@@ -684,8 +688,8 @@ static void wrong_requests_are_not_sent(void)
     rig_stop(&rig);
 }
 
-/* A server's memory is bounded by its capacity, what is refused leaves nothing, and what is deleted
- * is given back. */
+/* A server's memory is limited by its capacity, a refused creation leaves nothing behind, and
+ * deletion gives memory back. */
 static void capacity(void)
 {
     struct smb_server *server;
@@ -716,10 +720,11 @@ static void capacity(void)
              SMB_OK);
     CHECK_EQ(scratch_files(), 2);
     smb_server_destroy(server);
-    CHECK_EQ(scratch_files(), 2); /* for the next run */
+    CHECK_EQ(scratch_files(), 2); /* kept for the next run */
 }
 
-/* The next run of a server serves what the last one left, bytes and all, within its capacity. */
+/* The next run of a server serves the segments of the last one, with their data, within its
+ * capacity. */
 static void adoption(void)
 {
     struct rig rig;
@@ -778,8 +783,8 @@ static void *work_until_deleted(void *argument)
     return NULL;
 }
 
-/* A segment deleted under traffic: everyone is told so, in every way, its file and its bytes are
- * gone, the links live. */
+/* A segment is deleted under traffic: every client is told, over every path, its file and its
+ * memory are gone, and the links stay alive. */
 static void deletion_under_traffic(void)
 {
     struct rig rig;
@@ -800,14 +805,14 @@ static void deletion_under_traffic(void)
         CHECK(smb_link_alive(reaches[way].links[0]) && smb_link_alive(reaches[way].links[1]));
         reach_end(&reaches[way]);
     }
-    CHECK_EQ(scratch_files(), 2); /* the sockets */
+    CHECK_EQ(scratch_files(), 2); /* the sockets' files */
     struct smb_server_counters counters;
     smb_server_counters(rig.servers[0], &counters);
     CHECK(counters.segments == 0 && counters.segment_bytes == 0);
-    /* not forgotten with the segment */
+    /* kept although the segment is gone */
     CHECK(counters.operations[SMB_TRANSPORT_SHM][SMB_WRITE] > 0);
     rig_stop(&rig);
-    CHECK_EQ(scratch_files(), 2); /* the caller takes them away once no memory is left */
+    CHECK_EQ(scratch_files(), 2); /* the caller removes them once no memory is left */
 }
 
 /* Each transport's operations, bytes and connections are counted where they happened. */
@@ -843,7 +848,7 @@ static void counters_are_true(void)
     rig_stop(&rig);
 }
 
-/* Stripes of several mapped segments, side by side in one piece of memory, are the buffer. */
+/* Stripes of several mapped segments, mapped side by side, form the buffer. */
 static void contiguous_view(void)
 {
     struct rig rig;
@@ -874,7 +879,7 @@ static void contiguous_view(void)
     rig_stop(&rig);
 }
 
-/* Weights that stay, for a step that was refused as their state moves, would keep their server. */
+/* Weights whose step was refused because their state moves must not be bound to their server. */
 static void a_refused_step_binds_nothing(void)
 {
     struct rig rig;
@@ -900,7 +905,7 @@ static void a_refused_step_binds_nothing(void)
     rig_stop(&rig);
 }
 
-/* Without it no server can be emptied again: of segments that somebody views nothing moves. */
+/* Otherwise no server could be emptied again, because segments with a view do not move. */
 static void a_view_that_fails_binds_nothing(void)
 {
     struct rig rig;
@@ -909,7 +914,7 @@ static void a_view_that_fails_binds_nothing(void)
     uint64_t mapped;
     rig_start(&rig, LAYOUT, SMB_INT64);
     reach_make(&reach, &rig, BY_MAPPING, 12);
-    /* Its last stripes are of a file that cannot be mapped. */
+    /* The last stripes are of a file that cannot be mapped. */
     int fd = smb_segment_fd(reach.segments[1]), kept = dup(fd), null = open("/dev/null", O_RDWR);
     CHECK(kept >= 0 && null >= 0);
     CHECK_EQ(dup2(null, fd), fd);
@@ -917,7 +922,7 @@ static void a_view_that_fails_binds_nothing(void)
     CHECK_EQ(dup2(kept, fd), fd);
     close(kept);
     close(null);
-    /* One of them may move. */
+    /* One of the segments may move. */
     CHECK_EQ(smb_server_let_move(rig.servers[1], rig_segment_id(0, 1)), SMB_OK);
     CHECK_EQ(smb_buffer_map(reach.buffer, &address, &mapped), SMB_BUSY);
     for (uint32_t i = 0; i < rig.layout.segment_count; i++)
@@ -926,9 +931,9 @@ static void a_view_that_fails_binds_nothing(void)
     rig_stop(&rig);
 }
 
-/* A daemon starts relays. Until such a process is another program it has all descriptors of the
- * daemon, so what the daemon closes meanwhile is not closed: epoll told of connections that were
- * freed. */
+/* A daemon starts relays. Until such a process executes another program it has all descriptors of
+ * the daemon, so a descriptor that the daemon closes meanwhile stays open: epoll reported
+ * connections that were freed. */
 static void a_process_that_was_forked_has_the_descriptors(void)
 {
     struct rig rig;
@@ -950,7 +955,8 @@ static void a_process_that_was_forked_has_the_descriptors(void)
     CHECK_EQ(write(peer, no_frame, sizeof no_frame), (ssize_t)sizeof no_frame);
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters),
                 counters.connections_now[SMB_TRANSPORT_TCP] == 1));
-    /* Of the one that is gone, then of one that is there: the loop has looked at both. */
+    /* First the connection that is gone, then one that exists: after that the loop has looked at
+     * both. */
     CHECK_EQ(write(peer, no_frame, sizeof no_frame), (ssize_t)sizeof no_frame);
     CHECK_EQ(shutdown(peer, SHUT_WR), 0);
     CHECK_EQ(write(witness, no_frame, sizeof no_frame), (ssize_t)sizeof no_frame);

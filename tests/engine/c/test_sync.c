@@ -1,4 +1,5 @@
-/* What waits: the rules of locks, fences, barriers and versions, with the time passed in. */
+/* Requests that wait: the rules of locks, fences, barriers and versions, at times that the test
+ * chooses. */
 #include <stddef.h>
 #include <pthread.h>
 #include <string.h>
@@ -6,8 +7,8 @@
 #include "random.h"
 #include "sync_place.h"
 
-/* Who asked first is first; a repetition keeps its place by its age; tokens grow; a lease that runs
- * out frees it. */
+/* The first to ask is the first to get the lock. A repeated request keeps its place by its age,
+ * tokens grow, and a lease that runs out frees the lock. */
 static void locks(void)
 {
     struct place place;
@@ -21,7 +22,8 @@ static void locks(void)
     CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
     CHECK_EQ(lock(&place, &b, 2, 2, FOREVER, 0), SMB_DEFERRED);
     place.now += 1000000;
-    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 500), SMB_DEFERRED); /* asked before b, says its age */
+    /* asked before b, and says its age */
+    CHECK_EQ(lock(&place, &c, 3, 1, FOREVER, 500), SMB_DEFERRED);
     CHECK_EQ(lock(&place, &d, 4, 1, 300, 0), SMB_DEFERRED);
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, first, 0), SMB_OK);
     CHECK(c.answers == 1 && c.answer.status == SMB_OK && c.answer.a > first && b.answers == 0);
@@ -32,7 +34,7 @@ static void locks(void)
     CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, c.answer.a, 1000), SMB_OK);
     pass(&place, SECOND * 9 / 10);
     CHECK_EQ(b.answers, 0);
-    pass(&place, SECOND / 5); /* its lease is over */
+    pass(&place, SECOND / 5); /* its lease has run out */
     CHECK(b.answers == 1 && b.answer.status == SMB_OK && b.answer.a > c.answer.a);
     CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, c.answer.a, 0), SMB_LOCK_LOST);
     CHECK_EQ(ask(&place, &d, SMB_LOCK, 1, 9, 2, 1000, 0, 0), SMB_INVALID);
@@ -42,8 +44,8 @@ static void locks(void)
     place_end(&place);
 }
 
-/* A restart keeps holder and tokens; nobody is granted in the grace after it, then the oldest
- * first. */
+/* A restart keeps holder and tokens. No lock is granted during the grace after it, then the oldest
+ * request is granted first. */
 static void locks_over_a_restart(void)
 {
     struct place place;
@@ -68,8 +70,8 @@ static void told_sooner(void *argument, uint64_t at_ns)
     *(uint64_t *)argument = at_ns;
 }
 
-/* In the grace its holder is answered at once, who only tries is sent away, and the clock is told
- * when it is over. */
+/* During the grace the holder is answered at once, and a request with timeout 0 gets TIMEOUT. The
+ * clock is set for the end of the grace. */
 static void grace(void)
 {
     struct place place;
@@ -92,7 +94,7 @@ static void grace(void)
     place_end(&place);
 }
 
-/* A call whose time is a little behind does not take the longest lease for garbage; later than that
+/* A call whose time is slightly behind does not take the longest lease for garbage; a longer lease
  * is garbage. */
 static void longest_lease(void)
 {
@@ -113,8 +115,8 @@ static void longest_lease(void)
     place_end(&place);
 }
 
-/* Ten thousand that wait are granted in the order in which they first asked, whatever the order in
- * which they came back. */
+/* Ten thousand waiting requests are granted in the order in which they first asked, in whatever
+ * order they came back. */
 static void long_queue(void)
 {
     enum { MANY = 10000 };
@@ -140,7 +142,7 @@ static void long_queue(void)
     free(many);
 }
 
-/* Only the holder's token is let through at the home; elsewhere the highest that was told. */
+/* At the home only the holder's token is accepted; elsewhere the highest token that was shown. */
 static void fences(void)
 {
     struct place home, other;
@@ -170,8 +172,9 @@ static void carry(void *argument, const uint8_t image[SYNC_IMAGE_BYTES])
     sync_install(other->sync, image, other->now);
 }
 
-/* What one copy's words say, the other's do at every moment, on a host whose clock is another.
- * Leases go on there, tokens and versions do not go back, and who waited asks again. */
+/* The words of one copy are at every moment those of the other, on a host with another clock. After
+ * a fail-over leases go on there, tokens and versions do not go back, and waiting requests are sent
+ * again. */
 static void words_at_another_copy(void)
 {
     struct place here, there, anew;
@@ -202,14 +205,15 @@ static void words_at_another_copy(void)
     CHECK_EQ(sync_fence_enter(there.sync, a.answer.a, there.now), SMB_OK);
     sync_fence_leave(there.sync);
     CHECK_EQ(quick(&there, SMB_PUBLISH, 0, c.answer.a, 3), SMB_OK);
-    CHECK_EQ(quick(&there, SMB_PUBLISH, 0, c.answer.a, 3), SMB_OK); /* again */
-    pass(&there, SECOND);                                           /* the holder's time is over */
+    CHECK_EQ(quick(&there, SMB_PUBLISH, 0, c.answer.a, 3), SMB_OK); /* repeated */
+    /* the holder's lease has run out */
+    pass(&there, SECOND);
     CHECK(b.answers == 1 && b.answer.status == SMB_OK && b.answer.a > a.answer.a);
     CHECK_EQ(sync_fence_enter(there.sync, a.answer.a, there.now), SMB_LOCK_LOST);
     CHECK_EQ(quick(&there, SMB_UNLOCK, SYNC_USER, a.answer.a, 0), SMB_LOCK_LOST);
     CHECK_EQ(quick(&there, SMB_UNLOCK, SYNC_USER, b.answer.a, 0), SMB_OK);
 
-    /* to a new copy, with a lease that is over */
+    /* to a new copy, with a lease that has run out */
     place_make(&anew);
     sync_on_change(there.sync, carry, &anew);
     sync_show(there.sync, there.now);
@@ -234,8 +238,8 @@ static void *take_next(void *argument)
     return NULL;
 }
 
-/* A change that was let in ends before the next one holds the lock, also when its lease is over by
- * then. */
+/* A change that was admitted ends before the next holder gets the lock, also if its lease has run
+ * out by then. */
 static void fenced_change_under_way(void)
 {
     struct place place;
@@ -255,8 +259,8 @@ static void fenced_change_under_way(void)
     place_end(&place);
 }
 
-/* All arrive, all leave; repetitions change nothing; the next round follows; other numbers of
- * parties are refused. */
+/* All parties arrive, all leave. Repetitions change nothing, the next round follows, and another
+ * number of parties is refused. */
 static void barriers(void)
 {
     struct place place;
@@ -275,7 +279,7 @@ static void barriers(void)
     CHECK(b.answer.a == 0 && b.answer.b == 1);
     CHECK(waiting.answers == 1 && waiting.answer.status == SMB_OK);
     CHECK_EQ(ask(&place, &c, SMB_AWAIT_BARRIER, 2, 2, 0, 0, FOREVER, 0), SMB_OK);
-    /* repeated when the round is over */
+    /* repeated after the round is over */
     CHECK_EQ(ask(&place, &c, SMB_ARRIVE, 2, 1, 0, 2, 0, 0), SMB_OK);
     CHECK(c.answer.a == 0 && c.answer.b == 1);
     CHECK_EQ(ask(&place, &a, SMB_ARRIVE, 1, 3, 0, 2, 0, 0), SMB_OK);
@@ -294,7 +298,7 @@ static void seat_and_wait(struct place *place, uint64_t session, uint64_t timeou
 }
 
 /* A timeout, an absence, a session's end and a restart that a party does not survive break the
- * round for all in it. */
+ * round for all its parties. */
 static void broken_barriers(void)
 {
     for (int how = 0; how < 4; how++) {
@@ -318,21 +322,23 @@ static void broken_barriers(void)
         }
         CHECK(one.answers == 1 && one.answer.status == SMB_BROKEN);
         CHECK_EQ(ask(&place, &next, SMB_AWAIT_BARRIER, 2, 99, 0, 0, FOREVER, 0), SMB_BROKEN);
-        /* the next round is clean */
+        /* the next round is not affected */
         CHECK_EQ(ask(&place, &next, SMB_ARRIVE, 1, 50, 0, 1, 0, 0), SMB_OK);
         CHECK_EQ(ask(&place, &next, SMB_AWAIT_BARRIER, 1, 51, 0, 1, FOREVER, 0), SMB_OK);
         place_end(&place);
     }
 }
 
-/* A party is there while as many of its calls wait as it has seats; else it has SYNC_ABSENCE_MS. */
+/* A party is present while as many of its calls wait as it has seats; otherwise it has
+ * SYNC_ABSENCE_MS. */
 static void presence(void)
 {
     struct place place;
     struct asked seat, one, two, again;
     place_make(&place);
     seat_and_wait(&place, 1, FOREVER, &one);
-    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 1, 77, 0, 3, 0, 0), SMB_OK); /* a second thread of it */
+    /* a second thread of that session */
+    CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 1, 77, 0, 3, 0, 0), SMB_OK);
     CHECK_EQ(seat.answer.b, 1);
     pass(&place, (SYNC_ABSENCE_MS - 1) * MS);
     CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_DEFERRED);
@@ -343,7 +349,7 @@ static void presence(void)
     CHECK_EQ(ask(&place, &again, SMB_AWAIT_BARRIER, 1, 78, 0, 0, FOREVER, 0), SMB_DEFERRED);
     pass(&place, 100 * SECOND);
     CHECK(one.answers + again.answers == 0);
-    /* it has no seat */
+    /* the session has no seat */
     CHECK_EQ(ask(&place, &two, SMB_AWAIT_BARRIER, 2, 1, 0, 0, FOREVER, 0), SMB_INVALID);
     CHECK_EQ(ask(&place, &seat, SMB_ARRIVE, 2, 1, 0, 3, 0, 0), SMB_OK);
     CHECK(one.answer.status == SMB_OK && again.answer.status == SMB_OK &&
@@ -358,7 +364,8 @@ static void presence(void)
     place_end(&place);
 }
 
-/* What became of a round is known for 62 rounds, over restarts; older ones are called broken. */
+/* The result of a round is known for 62 rounds, over restarts; older rounds are reported as
+ * broken. */
 static void old_rounds(void)
 {
     struct place place;
@@ -383,7 +390,8 @@ static void old_rounds(void)
     place_end(&place);
 }
 
-/* Publications are numbered, wake who waits, and wait for pins on the copy that they overwrite. */
+/* Versions are numbered. A publication wakes waiting requests, and waits for pins on the slot that
+ * it overwrites. */
 static void versions(void)
 {
     struct place place;
@@ -409,10 +417,10 @@ static void versions(void)
     }
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 1, 0, 0, 0, 0), SMB_OK);
     CHECK_EQ(pin.answer.a, 3);
-    /* 4 overwrites the copy of 2 */
+    /* version 4 overwrites the slot of version 2 */
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, 0, 0), SMB_OK);
     CHECK_EQ(quick(&place, SMB_PUBLISH, 0, turn.answer.a, 4), SMB_OK);
-    /* 5 that of 3: pinned */
+    /* version 5 that of version 3, which is pinned */
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
     sync_end_session(place.sync, 6, place.now);
     CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 5);
@@ -423,10 +431,10 @@ static uint64_t copy_of(struct place *place, uint64_t version)
 {
     struct asked asked;
     CHECK_EQ(ask(place, &asked, SMB_AWAIT_VERSION, 5, 3, 0, 0, 0, version + 1), SMB_OK);
-    return asked.answer.b; /* 1 + copy, or 0 */
+    return asked.answer.b; /* 1 + slot, or 0 */
 }
 
-/* Publishes the next version of a buffer with so many copies; which copy it got. */
+/* Publishes the next version of a buffer with so many slots; returns the slot that it got. */
 static uint64_t publish_in(struct place *place, uint64_t copies, uint64_t sequence)
 {
     struct asked turn;
@@ -435,14 +443,14 @@ static uint64_t publish_in(struct place *place, uint64_t copies, uint64_t sequen
              SMB_OK);
     uint64_t version = turn.answer.b & (((uint64_t)1 << 56) - 1), copy = turn.answer.b >> 56;
     CHECK(version == latest + 1 && copy < copies && copy_of(place, version) == 0);
-    CHECK(copies == 1 || copy_of(place, latest) != 0); /* the latest stays where it is */
+    CHECK(copies == 1 || copy_of(place, latest) != 0); /* the latest version stays where it is */
     CHECK_EQ(quick(place, SMB_PUBLISH, 0, turn.answer.a, version), SMB_OK);
     CHECK_EQ(copy_of(place, version), 1 + copy);
     return copy;
 }
 
-/* The oldest copy is written that is not the latest and not pinned: with K of them K - 1 versions
- * can be read, and K - 2 readers who hold different ones delay nobody. */
+/* A publication uses the oldest slot that is neither the latest nor pinned. With K slots K - 1
+ * versions can be read, and K - 2 readers of different versions delay no publisher. */
 static void many_copies(void)
 {
     static const uint64_t all[] = {2, 3, 4, 16};
@@ -451,7 +459,7 @@ static void many_copies(void)
         struct asked pins[16], turn;
         uint64_t copies = all[i], sequence = 1, held[16];
         place_make(&place);
-        CHECK_EQ(copy_of(&place, 0), 1); /* zeros, in the first */
+        CHECK_EQ(copy_of(&place, 0), 1); /* zeros, in the first slot */
         for (; sequence <= 40; sequence++) {
             publish_in(&place, copies, sequence);
             if (sequence % 7 == 0)
@@ -459,7 +467,7 @@ static void many_copies(void)
             for (uint64_t back = 0; back < copies - 1 && back < sequence; back++)
                 CHECK(copy_of(&place, sequence - back) != 0);
         }
-        /* Readers, each on another version: the oldest that there is, as long as one is free. */
+        /* Readers, each on another version: they pin the oldest as long as a slot is free. */
         for (uint64_t pin = 0; pin < copies - 2; pin++) {
             uint64_t latest = place.words->version;
             CHECK_EQ(ask(&place, &pins[pin], SMB_PIN, 6, 100 + pin, 0, 0, 0, 0), SMB_OK);
@@ -471,7 +479,7 @@ static void many_copies(void)
                     CHECK(1 + copy != held[p] && copy_of(&place, pins[p].answer.a) == held[p]);
             }
         }
-        /* One more, and the next but one has nowhere to go. */
+        /* One more pin, and the publication after next has no slot. */
         uint64_t last = place.words->version;
         CHECK_EQ(ask(&place, &turn, SMB_PIN, 7, 1, 0, 0, 0, last + 1), SMB_OK);
         CHECK_EQ(turn.answer.a, last);
@@ -484,11 +492,11 @@ static void many_copies(void)
                      FOREVER, 0),
                  SMB_DEFERRED);
         uint64_t oldest = copies > 2 ? pins[0].answer.a : last, copy = copy_of(&place, oldest);
-        pass(&place, SYNC_PIN_MS * MS); /* those who do not renew are overtaken */
+        pass(&place, SYNC_PIN_MS * MS); /* readers that do not renew are overtaken */
         CHECK(turn.answers == 1 && turn.answer.b == ((last + 2) | (copy - 1) << 56));
         CHECK_EQ(copy_of(&place, oldest), 0);
         CHECK_EQ(ask(&place, &pins[0], SMB_PIN, 7, 9, 0, 0, 0, oldest + 1), SMB_LOCK_LOST);
-        /* It dies: the next one writes the same copy. */
+        /* The publisher dies: the next one writes the same slot. */
         pass(&place, 2 * SECOND);
         CHECK_EQ(1 + publish_in(&place, copies, sequence++), copy);
         place_end(&place);
@@ -501,7 +509,7 @@ static int publish_as(struct place *place, uint64_t token, uint64_t begun, uint6
     return ask(place, &asked, SMB_PUBLISH, 1, 1, 0, token, begun, number);
 }
 
-/* A mirror publishes with its source's numbers, of which it may leave some out. */
+/* A mirror publishes with its source's numbers, and may skip some. */
 static void numbers_of_a_mirror(void)
 {
     static const uint64_t all[] = {2, 3, 16};
@@ -517,17 +525,17 @@ static void numbers_of_a_mirror(void)
             CHECK_EQ(ask(&place, &waiting, SMB_AWAIT_VERSION, 9, sequence, 0, last + 1, FOREVER, 0),
                      SMB_DEFERRED);
             uint64_t copy = turn.answer.b >> 56, token = turn.answer.a;
-            if (last) /* 0: none is given */
+            if (last) /* 0: no number is given */
                 CHECK_EQ(publish_as(&place, token, last + 1, last), SMB_INVALID);
             CHECK_EQ(publish_as(&place, token, last + 1, (uint64_t)1 << 56), SMB_INVALID);
             CHECK_EQ(publish_as(&place, token, number, number),
                      number == last + 1 ? SMB_OK : SMB_INVALID);
             CHECK_EQ(publish_as(&place, token, last + 1, number), SMB_OK);
-            CHECK_EQ(publish_as(&place, token, last + 1, number), SMB_OK); /* again */
+            CHECK_EQ(publish_as(&place, token, last + 1, number), SMB_OK); /* repeated */
             CHECK(waiting.answers == 1 && waiting.answer.a == number);
             CHECK_EQ(quick(&place, SMB_AWAIT_VERSION, 0, number + 1, 0), SMB_TIMEOUT);
             CHECK(copy_of(&place, number) == 1 + copy && copy_of(&place, last) != 0);
-            if (sequence % 5 == 0) { /* nothing is lost by that, the older one included */
+            if (sequence % 5 == 0) { /* nothing is lost by that, not even the older version */
                 place_restart(&place), pass(&place, SECOND);
                 CHECK(copy_of(&place, number) == 1 + copy && copy_of(&place, last) != 0);
             }
@@ -538,7 +546,8 @@ static void numbers_of_a_mirror(void)
     }
 }
 
-/* Copies that are none, and of a lock that has none; segments from before there was a table. */
+/* Invalid numbers of slots, also for a lock without slots; segments from before the table of
+ * slots. */
 static void copies_of_others(void)
 {
     struct place place;
@@ -562,7 +571,8 @@ static void copies_of_others(void)
     place_end(&place);
 }
 
-/* A pin holds for as long as was asked, SYNC_PIN_MS at most; to repeat it does not prolong it. */
+/* A pin holds for as long as was asked, at most SYNC_PIN_MS; repeating the request does not prolong
+ * it. */
 static void pins_run_out(void)
 {
     struct place place;
@@ -585,8 +595,8 @@ static void pins_run_out(void)
     place_end(&place);
 }
 
-/* A pin is one for each request, also if it is repeated; holds for SYNC_PIN_MS; and a session has
- * not without end. */
+/* Each request makes one pin, also if it is repeated. The pin holds for SYNC_PIN_MS, and a session
+ * can have a limited number of pins. */
 static void pins(void)
 {
     struct place place;
@@ -603,7 +613,8 @@ static void pins(void)
     for (int twice = 0; twice < 2; twice++)
         CHECK_EQ(ask(&place, &one, SMB_UNPIN, 6, 3, 0, one.answer.b ? one.answer.b : 1, 0, 0),
                  SMB_OK);
-    CHECK_EQ(ask(&place, &one, SMB_UNPIN, 7, 3, 0, two.answer.b, 0, 0), SMB_OK); /* another's */
+    /* the pin of another session */
+    CHECK_EQ(ask(&place, &one, SMB_UNPIN, 7, 3, 0, two.answer.b, 0, 0), SMB_OK);
     CHECK_EQ(turn.answers, 0);
     pass(&place, SYNC_PIN_MS * MS);
     CHECK(turn.answers == 1 && turn.answer.status == SMB_OK && turn.answer.b == 3);
@@ -615,8 +626,8 @@ static void pins(void)
     place_end(&place);
 }
 
-/* A pin that is renewed holds, until the publisher that waits will not any longer: it counts from
- * the first that had to. */
+/* A renewed pin holds until the waiting publisher's time for pins is over, which counts from the
+ * first publisher that had to wait. */
 static void pins_renewed(void)
 {
     struct place place;
@@ -638,9 +649,10 @@ static void pins_renewed(void)
         CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 2 + (uint64_t)i, 0, 2000, name, 0), SMB_OK);
         CHECK(pin.answer.a == 1 && pin.answer.b == name);
     }
-    CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, name, 0), SMB_LOCK_LOST); /* another's */
+    /* of another session */
+    CHECK_EQ(ask(&place, &pin, SMB_PIN, 7, 1, 0, 0, name, 0), SMB_LOCK_LOST);
     turn = (struct asked){.answers = 0};
-    /* would wait 30 s: these are over */
+    /* a request that would wait 30 s: these pins have ended */
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 11, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_OK);
     CHECK_EQ(turn.answer.b, 3);
     CHECK_EQ(ask(&place, &pin, SMB_PIN, 6, 100, 0, 2000, name, 0), SMB_LOCK_LOST);
@@ -648,7 +660,8 @@ static void pins_renewed(void)
     place_end(&place);
 }
 
-/* One that waits has its turn when its time for readers is over, though they renew their pins. */
+/* A waiting publisher has its turn when its time for readers is over, although they renew their
+ * pins. */
 static void pins_overtaken(void)
 {
     struct place place;
@@ -672,11 +685,10 @@ static void pins_overtaken(void)
     place_end(&place);
 }
 
-/* A pin that kept a publisher from its turn and was let go counts for nothing against a later
- * one. */
+/* A pin that delayed a publisher and was removed is not counted against a later one. */
 static void pins_let_go(void)
 {
-    for (int how = 0; how < 3; how++) { /* let go, run out, its session ended */
+    for (int how = 0; how < 3; how++) { /* unpinned, expired, session ended */
         struct place place;
         struct asked pin, turn;
         place_make(&place);
@@ -703,8 +715,8 @@ static void pins_let_go(void)
     }
 }
 
-/* Whoever waits is told once that the session or the segment is gone; then nothing is done there
- * any more. */
+/* A waiting request is told once that the session or the segment is gone; then nothing more is done
+ * there. */
 static void ends(void)
 {
     struct place place;
@@ -731,7 +743,7 @@ static void ends(void)
     }
 }
 
-/* A thousand that wait are told by one publication, each once. */
+/* One publication wakes a thousand waiting requests, each once. */
 static void thousand_waiters(void)
 {
     enum { MANY = 1000 };
@@ -756,9 +768,9 @@ static uint64_t cpu_ns(void)
     return (uint64_t)now.tv_sec * SECOND + (uint64_t)now.tv_nsec;
 }
 
-/* Processor time of 500 turns of all that looks among `many` who wait in the worst order: each asks
- * before all others, awaits a version that never comes, has a deadline of its own; or has a pin,
- * for which publishers wait. */
+/* Processor time of 500 rounds of all searches among `many` waiting requests in the worst order:
+ * each asks before all others, awaits a version that never comes, and has its own deadline; or has
+ * a pin that publishers wait for. */
 static uint64_t time_among(uint64_t many, bool pinned)
 {
     enum { TURNS = 500 };
@@ -779,7 +791,7 @@ static uint64_t time_among(uint64_t many, bool pinned)
     uint64_t begun_ns = cpu_ns();
     for (uint64_t i = 1; i <= TURNS; i++) {
         CHECK_EQ(lock(&place, &again, 2, many + i, 2, many + i), SMB_DEFERRED);
-        CHECK_EQ(lock(&place, &late, 2, many + i, 3, many + i), SMB_DEFERRED); /* in its place */
+        CHECK_EQ(lock(&place, &late, 2, many + i, 3, many + i), SMB_DEFERRED); /* takes its place */
         CHECK_EQ(again.answer.status, SMB_DISCONNECTED);
         CHECK_EQ(ask(&place, &pin, SMB_PIN, 9, i, 0, 0, 0, 0), SMB_OK);
         CHECK_EQ(ask(&place, &turn, SMB_UNPIN, 9, 0, 0, i, 0, 0), SMB_OK);
@@ -799,8 +811,8 @@ static uint64_t time_among(uint64_t many, bool pinned)
     return took_ns;
 }
 
-/* Whoever waits does not slow down the answers of others: a hundred times as many cost a few times
- * as much, for the caches. */
+/* Waiting requests do not slow down the answers to others: a hundred times as many cost a few times
+ * as much, because of caches. */
 static void many_wait_in_vain(void)
 {
     for (int pinned = 0; pinned < 2; pinned++) {
@@ -816,8 +828,8 @@ static void many_wait_in_vain(void)
     }
 }
 
-/* People see who holds each lock and for how long yet, how many wait for what, and how far a
- * barrier has come. */
+/* The status shows who holds each lock and for how much longer, how many requests wait for what,
+ * and how many parties have arrived at a barrier. */
 static void seen_by_people(void)
 {
     struct place place;
@@ -838,14 +850,15 @@ static void seen_by_people(void)
     CHECK(now.locks[SYNC_USER].left_ms == 750 && now.locks[SYNC_USER].waiting == 1);
     CHECK(now.locks[SYNC_PUBLISHER].session == 0 && now.versions_waiting == 1);
     CHECK(now.barrier_waiting == 1 && now.arrived == 1 && now.parties == 3);
-    place.now += SECOND; /* the lease is over, whether or not the ticker saw it */
+    place.now += SECOND; /* the lease has run out, whether or not the ticker has noticed */
     sync_status(place.sync, place.now, &now);
     CHECK_EQ(now.locks[SYNC_USER].session, 0);
     place_end(&place);
 }
 
-/* Only what is idle for that long is retired: whatever is held, awaited, pinned or under way is
- * not. Then nothing is answered any more, over a restart too. */
+/* Only a segment that was idle for that long is retired: not one with a held lock, a waiting
+ * request, a pin or a round under way. Then no request is answered any more, also after a
+ * restart. */
 static void retired(void)
 {
     static const uint64_t IDLE = 10 * SECOND;
@@ -884,7 +897,7 @@ static void retired(void)
     CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
     sync_end_session(place.sync, 9, place.now);
     CHECK_EQ(ask(&place, &a, SMB_LOCK, 1, 1, SYNC_USER, 1000, 0, 0), SMB_OK);
-    pass(&place, IDLE - 1); /* the lease is over */
+    pass(&place, IDLE - 1); /* the lease has run out */
     CHECK_EQ(sync_retire(place.sync, IDLE, place.now, &token), SMB_BUSY);
     pass(&place, 1);
     for (int i = 0; i < 3; i++) {
@@ -896,7 +909,7 @@ static void retired(void)
     }
     place.words->retired = 1; /* garbage */
     place_restart(&place);
-    CHECK_EQ(lock(&place, &b, 2, 5, FOREVER, 0), SMB_DEFERRED); /* the grace */
+    CHECK_EQ(lock(&place, &b, 2, 5, FOREVER, 0), SMB_DEFERRED); /* during the grace */
     CHECK(sync_forget(&b.waiter, place.now));
     pass(&place, IDLE);
     sync_close(place.sync, SMB_NOT_FOUND); /* deleted, not retired */

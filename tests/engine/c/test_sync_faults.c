@@ -1,5 +1,5 @@
-/* What waits, where it is hard: killed at every store and at random, with garbage for words, used
- * by many threads at once. */
+/* Requests that wait, under hard conditions: killed at every store and at random, with garbage for
+ * words, used by many threads at once. */
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -11,7 +11,7 @@
 
 /* ---- killed ---------------------------------------------------------------------------------- */
 
-/* What the child did and was told before it was killed; in shared memory. */
+/* What the child did and was told before it was killed, in shared memory. */
 struct diary {
     _Atomic uint64_t locked, unlocked, published, seats;
 };
@@ -36,7 +36,7 @@ static void live(struct place *place, struct diary *diary)
     exit(0);
 }
 
-/* What was acknowledged holds after a kill at every store, and all of it works on. */
+/* After a kill at any store, everything acknowledged is still true, and all operations work. */
 static void killed_at_every_store(void)
 {
     static const char *const points[] = {"sync.token",     "sync.granting",     "sync.granted",
@@ -58,22 +58,22 @@ static void killed_at_every_store(void)
             CHECK_EQ(waitpid(child, &status, 0), child);
             CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL); /* the point was reached */
             place_restart(&place);
-            pass(&place, 2 * SECOND); /* the grace, and whatever lease was running */
+            pass(&place, 2 * SECOND); /* the grace, and any running lease */
             CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, diary->unlocked, 0),
                      diary->unlocked ? SMB_OK : SMB_LOCK_LOST);
             CHECK_EQ(lock(&place, &asked, 9, 1, 0, 0), SMB_OK);
-            CHECK(asked.answer.a > diary->locked); /* no token twice */
+            CHECK(asked.answer.a > diary->locked); /* every token is new */
             CHECK_EQ(ask(&place, &asked, SMB_AWAIT_VERSION, 9, 2, 0, 0, 0, 0), SMB_OK);
             CHECK(asked.answer.a == diary->published || asked.answer.a == diary->published + 1);
             uint64_t version = asked.answer.a;
             CHECK_EQ(ask(&place, &asked, SMB_AWAIT_VERSION, 9, 2, 0, 0, 0, UINT64_MAX), SMB_OK);
-            CHECK(asked.answer.b == 1 + version % 2); /* two copies take turns */
+            CHECK(asked.answer.b == 1 + version % 2); /* two slots take turns */
             CHECK_EQ(ask(&place, &asked, SMB_LOCK, 9, 3, SYNC_PUBLISHER | 2 << 8, 1000, 0, 0),
                      SMB_OK);
             CHECK_EQ(asked.answer.b, (version + 1) | ((version + 1) % 2) << 56);
             CHECK_EQ(quick(&place, SMB_PUBLISH, 0, asked.answer.a, version + 1), SMB_OK);
             CHECK_EQ(quick(&place, SMB_AWAIT_VERSION, 0, version + 1, 0), SMB_OK);
-            if (diary->seats) { /* the last acknowledged seat is the same seat still */
+            if (diary->seats) { /* the last acknowledged seat is still the same seat */
                 uint64_t turn = diary->seats >> 8, party = diary->seats & 255;
                 CHECK_EQ(ask(&place, &asked, SMB_ARRIVE, party, turn, 0, 3, 0, 0), SMB_OK);
                 CHECK(asked.answer.b == party - 1 && asked.answer.a == turn - 1);
@@ -107,8 +107,9 @@ static void start_again(struct place *place)
              SMB_OK);
 }
 
-/* A publication that was seen, and whose answer a kill took, is acknowledged when it is repeated:
- * also when the lease is over by then, another has the lock, and the restart was killed too. */
+/* A publication that was visible, but whose answer was lost by a kill, is acknowledged when it is
+ * repeated: also when its lease has run out, another session has the lock, and the restart was
+ * killed, too. */
 static void published_and_killed(void)
 {
     for (int killed_twice = 0; killed_twice < 2; killed_twice++) {
@@ -136,7 +137,7 @@ static void break_the_round(struct place *place)
     ask(place, &asked, SMB_AWAIT_BARRIER, 1, 2, 0, 0, 0, 0);
 }
 
-/* A round that was about to be called broken, and whose parties then all came after the restart, is
+/* A round that was about to be called broken, and whose parties all came after the restart, is
  * complete. */
 static void broken_and_killed(void)
 {
@@ -152,23 +153,23 @@ static void broken_and_killed(void)
     place_end(&place);
 }
 
-/* ---- killed at random: a life repeats what is unanswered, finds what was acknowledged -------- */
+/* ---- killed at random: each life repeats unanswered requests and checks acknowledged facts --- */
 
 enum { PARTIES = 3, LIVES = 400, STEPS = 120 };
 static const uint64_t LEASE_MS = 100000;
 
 struct facts {
     uint64_t now, sequence;
-    uint64_t token[SYNC_LOCKS], session[SYNC_LOCKS]; /* of who holds it; 0: nobody */
+    uint64_t token[SYNC_LOCKS], session[SYNC_LOCKS]; /* of the holder; 0: free */
     uint64_t expires_ns[SYNC_LOCKS];
-    /* the last token granted; the user's last one given back */
+    /* the last token granted; the last one that the user's holder returned */
     uint64_t highest[SYNC_LOCKS], released;
     uint64_t version, round, arrived;
     struct sync_request pending; /* opcode 0: none */
 };
 
-/* A fact counts once `current` says so: one store, so that a kill leaves the facts before it or
- * those after. */
+/* Facts count once `current` selects them. That is one store, so a kill leaves either the facts
+ * before or those after. */
 struct history {
     struct facts facts[2];
     _Atomic uint64_t current;
@@ -230,7 +231,7 @@ static void forget_expired(struct facts *facts)
             facts->token[i] = 0;
 }
 
-/* Asks, once or again, and checks the answer against all that was acknowledged before. */
+/* Makes a request, first or repeated, and checks the answer against all acknowledged facts. */
 static struct facts carry_out(struct place *place, struct facts facts)
 {
     const struct sync_request request = facts.pending;
@@ -249,7 +250,7 @@ static struct facts carry_out(struct place *place, struct facts facts)
         facts.session[which] = request.session;
         facts.expires_ns[which] = facts.now + LEASE_MS * MS;
         break;
-    case SMB_UNLOCK: /* of one whose lease ran out meanwhile both answers are true */
+    case SMB_UNLOCK: /* if the lease ran out meanwhile both answers are true */
         CHECK(status == SMB_OK || (!had && status == SMB_LOCK_LOST));
         facts.token[which] = 0;
         if (status == SMB_OK && which == SYNC_USER)
@@ -280,7 +281,8 @@ static struct facts carry_out(struct place *place, struct facts facts)
     return facts;
 }
 
-/* Who was told that they hold a lock do; nobody else gets it; what was given back stays so. */
+/* A session that was told that it holds a lock holds it, nobody else gets it, and a returned lock
+ * stays returned. */
 static void check_facts(struct place *place, const struct facts *facts)
 {
     struct asked asked;
@@ -338,7 +340,8 @@ static void killed_at_random(void)
         uint64_t point = random_below(&random, 2 * POINTS), survived = history->survived;
         uint64_t until = history->steps + random_below(&random, STEPS);
         if (life % 8 >= 6)
-            point = life % 8 == 6 ? 5 : 10; /* a publication killed, and then what mends it */
+            /* kills a publication, and then the restart that repairs it */
+            point = life % 8 == 6 ? 5 : 10;
         pid_t child = check_fork();
         if (child == 0) {
             if (point < POINTS)
@@ -364,8 +367,8 @@ static void killed_at_random(void)
 
 /* ---- garbage, and threads -------------------------------------------------------------------- */
 
-/* Whatever the words say: nothing leaves the seats, nothing hangs, and of two that ask one at most
- * holds. */
+/* Whatever the words say: no access outside the seats, no hang, and of two requests for a lock at
+ * most one gets it. */
 static void garbage(void)
 {
     struct random random = random_make(20261122);
@@ -398,8 +401,8 @@ static void garbage(void)
     }
 }
 
-/* As many seats taken as there can be, by nobody who exists, in a segment with far more room than
- * that. */
+/* As many seats taken as possible, by sessions that do not exist, in a segment with far more room
+ * than that. */
 static void garbage_seats(void)
 {
     enum { BYTES = 128 << 20 };
@@ -445,7 +448,7 @@ static _Atomic uint64_t highest;
 static void *use(void *argument)
 {
     struct many *many = argument;
-    struct place place = *many->place; /* its own clock: time stands still here */
+    struct place place = *many->place; /* with its own clock, which stands still here */
     struct random random = random_make(many->session);
     for (uint64_t turn = 1; turn < 400; turn++) {
         struct asked asked;
@@ -487,7 +490,7 @@ static void change_under_fence(struct place *place, uint64_t token)
     if (sync_fence_enter(place->sync, token, clock_ns) != SMB_OK)
         return;
     for (int i = 0; i < 100; i++)
-        CHECK_EQ(*last, token); /* nobody is granted in between */
+        CHECK_EQ(*last, token); /* no other grant in between */
     sync_fence_leave(place->sync);
 }
 
@@ -560,15 +563,15 @@ static void run_threads(void *(*work)(void *), void *(*clock)(void *))
     place_end(&place);
 }
 
-/* Eight threads and a clock that stands: one holder at a time, tokens grow, every waiter is told
- * once. */
+/* Eight threads and a clock that stands still: one holder at a time, tokens grow, every waiter is
+ * answered once. */
 static void threads(void)
 {
     run_threads(use, tick_on);
 }
 
-/* Everything at once, while leases run out, waits time out, sessions end and links go: each is told
- * once, or taken back. */
+/* Everything at once, while leases run out, waits time out, sessions end and links close: each
+ * waiter is answered once, or taken back. */
 static void threads_and_time(void)
 {
     run_threads(use_all, clock_on);

@@ -1,6 +1,6 @@
-/* Bytes inside TLS: one record or thousands, in pieces of any size, through sockets that are full,
- * with keys that change on the way; who may be at the other end; and calls of a client that go on
- * over new connections. */
+/* Bytes inside TLS: one record or thousands, in pieces of any size, through full sockets, with keys
+ * that change on the way; which peers are accepted; and calls of a client that go on over new
+ * connections. */
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -36,7 +36,7 @@ static void open_ends(struct ends *ends, struct smb_tls *servers, struct smb_tls
     int fds[2], bytes = 8192;
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
     for (int i = 0; i < 2; i++)
-        /* soon full */
+        /* fills up quickly */
         CHECK_EQ(setsockopt(fds[i], SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes), 0);
     ends->server = (struct channel){fds[0], tls_begin(servers, fds[0], NULL)};
     ends->client = (struct channel){fds[1], tls_begin(clients, fds[1], expected)};
@@ -50,7 +50,7 @@ static void close_ends(struct ends *ends)
     CHECK(ends->server.fd == -1 && !ends->server.tls);
 }
 
-/* Until neither has anything to do: how each ended. */
+/* Runs both handshakes until neither has anything to do; gives both results. */
 static void shake(struct ends *ends, int *server, int *client_end)
 {
     *server = *client_end = SMB_BUSY;
@@ -58,7 +58,8 @@ static void shake(struct ends *ends, int *server, int *client_end)
         if (*client_end == SMB_BUSY)
             *client_end = tls_handshake(ends->client.tls);
         else
-            channel_write(&ends->client, NULL, 0); /* what of a long chain did not fit before */
+            /* the part of a long chain that did not fit before */
+            channel_write(&ends->client, NULL, 0);
         if (*server == SMB_BUSY)
             *server = tls_handshake(ends->server.tls);
     }
@@ -86,7 +87,7 @@ static int cut(uint8_t *memory, size_t at, size_t end, size_t most, struct iovec
     return count;
 }
 
-/* Both directions at once, through sockets that hold 8 KiB; every byte arrives once and in order.
+/* Both directions at once, through sockets that hold 8 KiB: every byte arrives once and in order.
  * Keys change every 64 records. */
 static void bytes_arrive(void)
 {
@@ -126,8 +127,8 @@ static void bytes_arrive(void)
     close_lab();
 }
 
-/* What is taken is on its way, though its memory changes before the socket has taken it: a reader
- * never sees two states. */
+/* Accepted bytes are sent as they were, although their memory changes before the socket takes them:
+ * a reader never sees a mixture. */
 static void memory_may_change(void)
 {
     struct ends ends;
@@ -179,7 +180,7 @@ static void expect(const struct holder *trusted_by_server, const struct holder *
         CHECK_EQ(strcmp(tls_server_name(ends.server.tls), server_name), 0);
     else
         CHECK(!tls_server_name(ends.server.tls)[0]);
-    if (why_server) { /* which the client hears with its first read */
+    if (why_server) { /* the client learns it with its first read */
         uint8_t byte;
         struct iovec part = {&byte, 1};
         CHECK(strstr(tls_why(ends.server.tls), why_server) != NULL);
@@ -191,8 +192,8 @@ static void expect(const struct holder *trusted_by_server, const struct holder *
     close_ends(&ends);
 }
 
-/* Whose certificate is for another name or role, or of another authority, is refused by either
- * side, which says why. */
+/* A peer whose certificate is for another name or role, or of another authority, is refused by
+ * either side with the reason. */
 static void who_may(void)
 {
     struct holder other, reader, operator, server_1, stranger, coordinator, two, odd, long_one,
@@ -260,8 +261,8 @@ static void who_may(void)
     close_lab();
 }
 
-/* Of several certificates in one file each counts: one that is damaged spoils the file, which was
- * once passed over in silence. */
+/* Of several certificates in one file each counts. A damaged one makes the file invalid; it was
+ * once ignored. */
 static void files_of_several(void)
 {
     struct holder other;
@@ -295,7 +296,7 @@ static void files_of_several(void)
     close_lab();
 }
 
-/* A stranger's chain is looked at as far as an honest one can go. */
+/* A stranger's chain is examined only as far as an honest chain can be long. */
 static void long_chains(void)
 {
     static char shown[128 << 10];
@@ -322,7 +323,7 @@ static void long_chains(void)
         shake(&ends, &server, &client_end);
         CHECK_EQ(server, cases[i].status);
         CHECK(strstr(tls_why(ends.server.tls), cases[i].why) != NULL);
-        /* gRPC tells of the first one twice */
+        /* gRPC gives the first certificate twice */
         for (int twice = 0; twice < 2; twice++) {
             const char *from = twice ? shown : shown + strlen(client.certificate_pem);
             char *both = NULL;
@@ -344,7 +345,8 @@ static void long_chains(void)
     close_lab();
 }
 
-/* What is no TLS ends the handshake, on both sides; so does an end in the middle of it. */
+/* A peer that does not speak TLS ends the handshake, on both sides; so does a connection that ends
+ * in the middle of it. */
 static void no_tls(void)
 {
     open_lab();
@@ -371,7 +373,7 @@ static void no_tls(void)
     close_lab();
 }
 
-/* The other end's OpenSSL, by itself: what it says lies in `said`. */
+/* The other end's OpenSSL without a socket: its output lies in `said`. */
 struct raw_client {
     SSL_CTX *context;
     SSL *ssl;
@@ -402,7 +404,7 @@ static void carry(struct raw_client *raw)
         CHECK_EQ(BIO_write(raw->heard, bytes, count), count);
 }
 
-/* A peer that sends nothing but key updates gets a bounded turn, however many are there. */
+/* A peer that sends only key updates gets a limited turn, however many it sends. */
 static void key_updates_end_a_turn(void)
 {
     enum { FLOOD_BYTES = 200 << 10 };
@@ -436,7 +438,7 @@ static void key_updates_end_a_turn(void)
     CHECK(left > 0);
     for (int turns = 0; done == -1 && errno == EAGAIN && turns < 10; turns++)
         done = tls_read(server.tls, &part, 1);
-    CHECK_EQ(done, 4); /* and nothing is lost by it */
+    CHECK_EQ(done, 4); /* and no data is lost */
     SSL_free(raw.ssl);
     SSL_CTX_free(raw.context);
     close(raw.fd);
@@ -534,8 +536,8 @@ static void calls_go_on(void)
     close_lab();
 }
 
-/* Small answers that a peer does not read wait encrypted, in no buffer of the connection's own:
- * they are a backlog like others, which is counted once. */
+/* Small answers that a peer does not read wait encrypted, and not in the connection's own buffer.
+ * They count as a backlog like others, once. */
 static void answers_wait_inside(void)
 {
     enum { AT_ONCE = 100 };
@@ -590,8 +592,9 @@ static bool same_bond(const struct bond *one, const struct bond *other)
     return memcmp(one->bytes, other->bytes, sizeof one->bytes) == 0;
 }
 
-/* Both ends have the same one, and no two connections have: neither of the same two, nor of two
- * that somebody stands between, nor inside TLS and outside, nor by the words of HELLO. */
+/* Both ends of a connection have the same bond, and no two connections have: not two connections of
+ * the same peers, nor the two of a man in the middle, nor one inside TLS and one outside, whatever
+ * their HELLO says. */
 static void bonds_are_of_one_connection(void)
 {
     enum { COUNT = 3, KINDS = 5 };
@@ -612,7 +615,7 @@ static void bonds_are_of_one_connection(void)
     }
     struct channel plain[2] = {{ends[0].server.fd, NULL}, {ends[0].client.fd, NULL}};
     CHECK(here != 0 && bond_is_unix(&plain[0]));
-    for (int ids = 0; ids < 2; ids++) { /* this process is at both ends */
+    for (int ids = 0; ids < 2; ids++) { /* this process is both ends */
         struct bond other_end = bond_at(&plain[1], false, here, ids);
         found[COUNT + ids] = bond_at(&plain[0], true, here, ids);
         CHECK(same_bond(&found[COUNT + ids], &other_end));

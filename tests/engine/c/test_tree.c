@@ -1,4 +1,4 @@
-/* The ordered set: against a plain array, and how long it takes. */
+/* The ordered set: compared with a plain array, and how long its operations take. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -56,7 +56,8 @@ static void check_whole(const struct tree *tree, struct thing *things, int count
     free(sorted);
 }
 
-/* Any order of additions and removals, equal keys among them, leaves what a sorted array has. */
+/* Any order of additions and removals, with equal keys among them, leaves what a sorted array
+ * has. */
 static void like_a_sorted_array(void)
 {
     enum { MANY = 60, STEPS = 4000 };
@@ -93,7 +94,7 @@ static void shallow(void)
 {
     enum { MANY = 100000 };
     struct thing *things = calloc(MANY, sizeof *things);
-    for (int order = 0; order < 4; order++) { /* rising, falling, all the same, from both ends */
+    for (int order = 0; order < 4; order++) { /* ascending, descending, all equal, from both ends */
         struct tree tree = {0};
         uint64_t weights = tree_random();
         for (uint64_t i = 0; i < MANY; i++) {
@@ -105,7 +106,7 @@ static void shallow(void)
             int depth = depth_of(&things[i].node);
             deepest = depth > deepest ? depth : deepest;
         }
-        CHECK(deepest < 80); /* about 2 ln n for the average, 40 or so at the deepest */
+        CHECK(deepest < 80); /* about 2 ln n on average, and 40 or so at the deepest */
         for (int i = 0; i < MANY; i++)
             tree_take(&tree, tree_first(&tree));
         CHECK(tree.count == 0 && !tree.root);

@@ -1,6 +1,6 @@
 /* GCC 12's ThreadSanitizer does not know pthread_mutex_clocklock: it would miss the lock and report
- * the unlock. Under it, in the tests only, the same wait is made of pthread_mutex_trylock, which it
- * knows, a holder's death included. */
+ * the unlock. Under it, in the tests only, the same wait is made with pthread_mutex_trylock, which
+ * it knows, including a holder's death. */
 #if defined(__SANITIZE_THREAD__)
 #include <errno.h>
 #include <pthread.h>
