@@ -73,8 +73,9 @@ def test_training_together(tmp_path: Path) -> None:
 
 # More than 5 s: as above.
 def test_publishing_to_readers(tmp_path: Path) -> None:
-    """A reader that waits for the trainer and a late one end with the last generation, and the mirror has it."""
+    """A reader that waits for the trainer, a late one, and one of the mirror itself end with the last generation."""
     output = run("tutorial-publisher.md", tmp_path)
     assert "published generation 10\n" in output
     assert output.count("generation 10\n") == 3  # the trainer's line has it, too
     assert re.search(r"^server-1 .*alive +10 ", output, re.MULTILINE)
+    assert "\n10 10.0\n" in output  # from the mirror
