@@ -1,4 +1,4 @@
-// The page: asks /api/state every two seconds, and brings what is shown up to date in place.
+// The page: asks /api/state every two seconds, and updates what it shows in place.
 
 import { Chart } from "./chart.js";
 import * as detail from "./detail.js";
@@ -6,7 +6,7 @@ import { arrange, badge, classes, command, el, meter, text } from "./dom.js";
 import * as f from "./format.js";
 import { Table } from "./table.js";
 
-const EVERY_MS = 2000; // as often as servers tell; the next question waits for the answer to the last one
+const EVERY_MS = 2000; // as often as servers report; the next request waits for the answer to the last one
 const PATIENCE_MS = 5000;
 const EVENTS_SHOWN = 12;
 const $ = (id) => document.getElementById(id);
@@ -14,7 +14,7 @@ const $ = (id) => document.getElementById(id);
 let state = null;
 let answeredAt = 0; // performance.now() of the last answer
 let allEvents = false;
-let asking = null; // the timer until the next question, or true while one is asked
+let asking = null; // the timer until the next request, or true while a request runs
 
 const number = (row) => row ?? -1;
 
@@ -159,9 +159,9 @@ function show() {
   bytesChart.update(state.history, [state.history.in, state.history.out]);
   operationsChart.update(state.history, [state.history.operations]);
   servers.update(state.servers, { empty: noServers(address), leftOut: 0 });
-  const own = state.buffers.filter((buffer) => !buffer.training); // a training's, and its locks, are in its dialog
+  const own = state.buffers.filter((buffer) => !buffer.training); // buffers of a training are shown in its dialog
   trainings.update(state.trainings, { empty: noTrainings(address), leftOut: state.left_out.trainings });
-  const published = state.states ?? []; // an older coordinator tells of none
+  const published = state.states ?? []; // missing in answers of older coordinators
   for (const part of [$("states"), $("to-states")]) part.hidden = !published.length;
   states.update(published, { empty: noStates, leftOut: state.left_out.states ?? 0 });
   buffers.update(own, { empty: state.of_trainings.buffers ? folded : noBuffers(address), leftOut: state.left_out.buffers });
@@ -178,7 +178,7 @@ function show() {
   showEvents();
 }
 
-// Rows of trainings' own are in their dialogs: the count says how many.
+// Rows that belong to trainings are shown in their dialogs; this text counts them.
 const counted = (own, inside) => (inside ? `${own} + ${inside} in trainings` : String(own));
 
 function showProblems() {
@@ -205,7 +205,7 @@ function showProblems() {
   document.title = `${grave ? `(${grave}) ` : ""}Soft Memory Box`;
 }
 
-// The first ones are open; each can be closed.
+// The first problems are open; each can be closed.
 function problem({ severity, title, detail: more, action, about, since }, i) {
   const sign = { critical: "✕", warning: "▲", note: "●" }[severity];
   const when = since ? `, ${f.ago(since, state.now)}` : "";
@@ -222,7 +222,7 @@ function showTotals() {
   const { totals } = state;
   const within = totals.rates.within >= 0.5;
   const inTrainings = state.of_trainings.buffers;
-  if (within) $("in-place").hidden = false; // and it stays: nothing moves when a round is over
+  if (within) $("in-place").hidden = false; // and it stays, so that nothing moves when a round ends
   const tiles = [
     ["Servers", `${totals.alive}`, totals.alive === totals.servers ? "alive" : `of ${totals.servers} alive`],
     ["Memory", f.bytes(totals.used), `of ${f.bytes(totals.capacity)}, ${f.percent(totals.used, totals.capacity)}`],
@@ -241,7 +241,7 @@ function showTotals() {
   });
 }
 
-// A text whose quoted names, of what is there, open what they name.
+// A text in which the quoted names of known servers, buffers and trainings are links to them.
 function linked(words, known) {
   return words.split(/("[^"]*")/).flatMap((part) => {
     const name = part.slice(1, -1);
@@ -251,7 +251,7 @@ function linked(words, known) {
 
 function showEvents() {
   const list = $("event-list");
-  // Unless all are asked for, those of a training's own buffers and locks are left out, as their rows are.
+  // Events of buffers and locks that belong to trainings are left out like their rows, unless all are asked for.
   const inside = (event) => event.level === "info" && state.trainings.some((training) => event.text.includes(`"${training.name}/`));
   const shown = allEvents ? state.events : state.events.filter((event) => !inside(event)).slice(0, EVENTS_SHOWN);
   const known = new Map(["server", "buffer", "training"].flatMap((kind) => state[`${kind}s`].map((row) => [row.name, kind]))); // a training's weights open it
@@ -273,7 +273,7 @@ function showEvents() {
   }
 }
 
-// Hints while something is missing.
+// Hints that are shown while something is missing.
 
 const noServers = (address) => ({
   said: address,
@@ -301,7 +301,7 @@ const noClients = (address) => ({
   make: () => [el("p", {}, "No client is connected. In Python:"), command(`import smb\nclient = smb.connect("${address}")`)],
 });
 
-// Asking, again and again.
+// The repeated requests.
 
 async function ask() {
   asking = true;

@@ -15,7 +15,7 @@ export class Chart {
   constructor(place, { title, series, format, powers, least }) {
     Object.assign(this, { title, series, format, powers, least });
     this.values = series.map(() => []);
-    this.at = null; // the step that is pointed at
+    this.at = null; // the step under the pointer
     this.svg = svg("svg", { class: "chart", role: "img", tabindex: 0, height: HEIGHT });
     this.figures = series.map(({ name, kind }) => {
       const figure = el("span", { class: "figure" });
@@ -31,7 +31,7 @@ export class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // Nothing is drawn from before the coordinator started: what happened then it does not know.
+  // Nothing is drawn for the time before the coordinator started, because it has no data about it.
   update({ step_s: step, end, started }, values) {
     const first = Math.max(0, values[0].length - Math.floor((end - started) / step));
     Object.assign(this, { step, end, values, first: Math.min(first, values[0].length - 1) });
@@ -105,7 +105,7 @@ export class Chart {
   }
 }
 
-// The next round number up, so that the axis jumps seldom.
+// The next round number above, so that the axis changes seldom.
 function nice(value, powers) {
   let unit = 1;
   while (value / unit >= powers) unit *= powers;

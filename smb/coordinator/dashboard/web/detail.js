@@ -1,4 +1,4 @@
-// One server, one buffer or one training, in a dialog over the page. Its address is the part after #, so it can be reloaded and sent on.
+// One server, buffer or training, in a dialog over the page. Its address is the part after #, so it can be reloaded and shared.
 
 import { Chart } from "./chart.js";
 import { badge, el, meter } from "./dom.js";
@@ -7,7 +7,7 @@ import * as f from "./format.js";
 const STRIPES_SHOWN = 64;
 const dialog = document.getElementById("detail");
 let open = null; // { kind, name }
-let drawn = null; // what is in the dialog
+let drawn = null; // the content of the dialog
 
 export const link = (kind, name) => `#${kind}=${encodeURIComponent(name)}`;
 
@@ -22,7 +22,7 @@ export function start() {
     if (asked()) history.replaceState(null, "", location.pathname + location.search);
   });
   dialog.addEventListener("click", (event) => {
-    if (event.target === dialog) dialog.close(); // beside its content
+    if (event.target === dialog) dialog.close(); // the click was beside its content
   });
   follow();
 }
@@ -37,7 +37,7 @@ export async function refresh() {
   else keepFocus(() => ({ server, buffer, training })[kind](found));
 }
 
-// Elements that are made anew must not take the focus away from a user in the middle of them.
+// Elements that are made anew must not take the focus from a user who is using them.
 function keepFocus(draw) {
   const href = dialog.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
   draw();
@@ -141,14 +141,14 @@ function buffer(found) {
   );
 }
 
-// Of a published state: who publishes it, and how far each reader is.
+// For a published state: its publisher, and how far each reader is.
 function readers(found) {
   const row = (role) => (m) => [m.client, role, m.generation ? f.whole(m.generation) : "–", m.behind ? f.whole(m.behind) : "–", m.from, `${f.duration(m.silent_s)} ago`];
   const rows = [...(found.publishers ?? []).map(row("publishes")), ...(found.readers ?? []).map(row("reads"))];
   return table("Who publishes and reads", ["Client", "Does", "Generation", "Behind", "From the mirror", "Heard"], rows, found.readers_left_out);
 }
 
-// Who feeds whom: each mirror, what it has, and what came to it from where.
+// The mirrors: what each has, and what it received from where.
 function mirrors(found) {
   const servers = new Map(found.mirrors.map((mirror) => [mirror.name, mirror.server]));
   const rows = found.mirrors.map((mirror) => [
@@ -200,7 +200,7 @@ function waits(rows) {
   return table("Locks, and what waits", ["What", "Held by", "For", "Wait"], cells);
 }
 
-// Eight colours, then again: servers are told apart by the table beside it.
+// Eight colours that repeat; the table beside the chart tells the servers apart.
 export const tint = (i, state) => (state && !["alive", "late", "ok"].includes(state) ? "part bad" : `part t${i % 8}`);
 
 function list(rows) {

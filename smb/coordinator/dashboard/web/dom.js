@@ -1,4 +1,4 @@
-// Elements. All text goes through textContent: whatever a name holds, it is shown as it is.
+// Elements. All text is set by textContent, so a name is always shown literally.
 
 export function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -12,7 +12,7 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
-// Unchanged elements are not touched: a selection stays, and a screen reader has nothing to say.
+// Unchanged elements are not touched, so that a selection stays and a screen reader says nothing.
 export function text(element, value) {
   if (element.textContent !== value) element.textContent = value;
 }
@@ -21,7 +21,7 @@ export function classes(element, value) {
   if (element.className !== value) element.className = value;
 }
 
-// Brings children into this order; those that are there already, with their focus, stay.
+// Brings children into this order. Existing children stay, and keep the focus.
 export function arrange(parent, wanted) {
   const keep = new Set(wanted);
   for (const child of [...parent.children]) if (!keep.has(child)) child.remove();
@@ -44,7 +44,7 @@ export const STATES = {
   unknown: ["critical", "✕", "unknown"],
 };
 
-// A state in words and shape, not in colour alone.
+// A state as a word and a shape, not only as a colour.
 export function badge(state, more = "") {
   const [kind, sign, word] = STATES[state] ?? STATES.unknown;
   return el("span", { class: `badge ${kind}` }, el("span", { "aria-hidden": "true" }, sign), ` ${word}${more}`);

@@ -1,13 +1,13 @@
-// A table that is brought up to date in place: rows stay the elements they are, so focus and selection do too. Sorted by a
-// click on a column's head, narrowed by a filter. On a narrow screen style.css makes a card of each row, which would take the
-// table's roles away: they are said here.
+// A table that is updated in place: rows remain the same elements, so focus and selection stay. A click on a column's head sorts it,
+// and a filter narrows it. On a narrow screen style.css makes a card of each row, which would remove the table's roles; therefore
+// the roles are set here.
 
 import { arrange, classes, el, text } from "./dom.js";
 
 const BY_TEXT = new Intl.Collator("en", { numeric: true });
 
 // columns: [{ head, cell: (row) => text or element, sort: (row) => number or text, number: true }], the first one names the row.
-const FILTER_FROM = 6; // rows that one takes in at a glance
+const FILTER_FROM = 6; // fewer rows need no filter
 
 export class Table {
   constructor(section, { label, columns, key, filter, tint }) {
