@@ -1,7 +1,7 @@
-"""What became of a call that an error, or a signal's handler, ended: its outcome, and the account that settle() takes.
+"""Records what became of a call that an error or a signal handler ended: its outcome, and the account for settle().
 
-A handler may raise at any place of Python's code, so what is known of a call is put where it is found here before the
-next step is begun. An error keeps its dispatcher alive, so nothing here keeps an error.
+A signal handler may raise at any point of the Python code. So each step stores here what is known of the call before
+the next step begins. An error keeps its dispatcher alive, so this module keeps no reference to an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smb.errors import APPLIED, NOT_APPLIED, UNKNOWN, CallOutcome, Error
 
 
 class _Here(threading.local):
-    """Of each thread: the change that its last call made, all of it."""
+    """The last change that each thread finished, as the caller asked for it."""
 
     finished: Request | None = None
 
@@ -27,19 +27,21 @@ here = _Here()
 
 
 class CallingDispatcher(Protocol):
-    """The dispatcher whose call it is."""
+    """The dispatcher that makes the call."""
 
     @property
     def session(self) -> Session:
-        """The client's."""
+        """The client's session."""
 
     @property
     def arguments(self) -> Arguments:
-        """The buffer's."""
+        """The buffer's argument checks."""
 
 
 def outcome_of_change(calls: CallingDispatcher, failed: Outcome, nbytes: int, wait_ms: int) -> CallOutcome:
-    """Return the outcome of a change of so many bytes that was sent: known now, or learnt within that time."""
+    """Return the outcome of a change of `nbytes` bytes that was sent. Waits up to `wait_ms` to learn an unknown
+    outcome.
+    """
     if failed.unknown is None:
         return UNKNOWN
     try:
@@ -52,13 +54,14 @@ def outcome_of_change(calls: CallingDispatcher, failed: Outcome, nbytes: int, wa
 def account_interrupt(
     calls: CallingDispatcher, error: BaseException, request: Request, done: Outcome | int | None, *, touched: bool
 ) -> None:
-    """Say in what a signal's handler raised what became of the call that it ended. `done`: how the engine's part of the
-    call ended; None: it did not begin.
+    """Store in an exception from a signal handler the outcome and the account of the call that it interrupted.
+
+    `done` says how the engine's part of the call ended; it is None if that part did not begin.
     """
     failed: Any = error
     if getattr(error, "smb_account", None) is not None:
         return
-    take_interrupt()  # another handler's: it would end the next call
+    take_interrupt()  # a second interrupt, from another handler, would end the next call
     ended = done if isinstance(done, Outcome) and done.status is not Status.OK else None
     if request.opcode is Opcode.READ:
         failed.outcome = NOT_APPLIED
@@ -74,8 +77,10 @@ def account_interrupt(
 def account_outside(
     calls: CallingDispatcher, error: BaseException, before: Request | None, asked: range | None
 ) -> None:
-    """Do the same for what was raised before a call began, or after it had returned. `before`: what this thread had
-    finished before; `asked`: the elements of the call, None if they are not known.
+    """Store the outcome in an exception that was raised before the call began or after it had returned.
+
+    `before` is the change that this thread had finished last before the call. `asked` has the call's elements, None if
+    they are not known.
     """
     failed: Any = error
     if getattr(error, "smb_account", None) is not None:
@@ -90,7 +95,10 @@ def account_outside(
 def account_later(
     calls: CallingDispatcher, error: BaseException, future: Future[Any] | None, asked: range | None
 ) -> None:
-    """Do the same for what was raised while an async call was made. `future`: None if the engine has no such call."""
+    """Store the outcome in an exception that was raised while an async call was submitted.
+
+    `future` is None if the engine does not have the call.
+    """
     failed: Any = error
     if getattr(error, "smb_account", None) is not None or asked is None:
         return
@@ -106,26 +114,29 @@ def account_part(
     change: Request | None,
     what: str,
 ) -> None:
-    """Say of a call that failed at left[0] what it means for all of it. All but `left` was applied. `change`: the last
-    one that was begun, of left[0] unless a handler raised after it; `what`: of the call, for people.
+    """Store in the error of a part, left[0], what it means for the whole call. All elements but `left` were applied.
+
+    `change` is the last change that was begun: that of left[0], unless a handler raised after it. `what` describes the
+    call in the message.
     """
     failed: Any = error
     elements = calls.arguments.elements(request)
     touched = sum(map(len, left)) < len(elements)
     begun = bool(left) and change is not None and _is_of(calls.arguments.elements(change), left[0])
-    if not left:  # a handler raised after the last one
+    if not left:  # a handler raised after the last part
         failed.outcome, failed.smb_account = APPLIED, Failed(calls, elements)
         return
-    if begun and getattr(error, "smb_account", None) is None:  # outside of that call
+    if begun and getattr(error, "smb_account", None) is None:  # the handler raised outside of that change
         failed.outcome = APPLIED if here.finished is change else NOT_APPLIED
     found: CallOutcome = getattr(error, "outcome", UNKNOWN) if begun else NOT_APPLIED
     account = getattr(error, "smb_account", None) if begun else None
     unknown = account.unknown if account is not None else None
-    inner = list(account.missing) if account is not None else []  # of a part that was cut again
+    # parts of left[0] that were missing already: it was itself done in parts
+    inner = list(account.missing) if account is not None else []
     if inner:
         missing = [*inner, *left[1:]]
     elif found == UNKNOWN and unknown is None:
-        missing = []  # it can't be known
+        missing = []  # unknown, and settle() cannot find out
     else:
         missing = left if found == NOT_APPLIED and unknown is None else left[1:]
     failed.smb_account = Failed(calls, elements, unknown, missing=tuple(missing))
@@ -133,10 +144,10 @@ def account_part(
     same = (not touched and (len(left) == 1 or found == NOT_APPLIED)) or (found == APPLIED and len(left) == 1)
     failed.outcome = found if same else UNKNOWN
     if isinstance(error, Error):
-        rest = "" if failed.outcome == found else "; of the whole call buffer.settle(error) tells"
+        rest = "" if failed.outcome == found else "; buffer.settle(error) finds out what the whole call applied"
         error.args = (f"{calls.arguments.asked_by(request)}, {what}: {error}{rest}",)
 
 
 def _is_of(elements: range, part: range) -> bool:
-    """Whether a change is that of a part: sparse ones begin and end inside of it."""
+    """True if the change belongs to the part. A sparse change begins and ends inside its part."""
     return part.start <= elements.start and elements.stop <= part.stop

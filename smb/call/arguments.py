@@ -19,23 +19,25 @@ _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 
 
 class Arguments:
-    """Checks the arrays, ranges, counters, ops and wires of one buffer's calls. `info` is what was last heard of it."""
+    """Checks the arrays, ranges, counters, ops and wires of one buffer's calls. `info` is the buffer's last known
+    description.
+    """
 
     def __init__(self, info: BufferInfo) -> None:
         self.info = info
         self.dtype: Dtype = DTYPES[info.dtype.name]
-        # Kept, as they are looked up at every call that is not direct.
+        # Cached: every call that is not direct needs these values.
         self.itemsize = self.dtype.itemsize
         self.default_wire = WIRES[info.wire]
         self.size = info.nbytes // self.itemsize
-        self.note: Callable[[Any], None] | None = None  # RDMA wants to know which arrays are moved
+        self.note: Callable[[Any], None] | None = None  # tells RDMA which arrays are transferred
 
     def asked(self, call: str) -> str:
-        """Return how messages name a call."""
+        """Return the name of a call for messages."""
         return f"{call} of buffer {self.info.name!r}"
 
     def asked_by(self, request: Request) -> str:
-        """Return how messages name the call that this is a request of."""
+        """Return the name for messages of the call that made this request."""
         return self.asked(request.opcode.name.lower())
 
     def elements(self, request: Request) -> range:
@@ -43,7 +45,7 @@ class Arguments:
         return range(request.offset // self.itemsize, (request.offset + request.nbytes) // self.itemsize)
 
     def readable(self, array: Any, call: str) -> arrays.Memory:
-        """Return an array's memory, of this dtype and contiguous; a copy where it is not."""
+        """Return the memory of an array of this dtype, copied if the array is not contiguous."""
         try:
             return arrays.readable(array, self.dtype)
         except InvalidArgumentError as error:
@@ -62,8 +64,10 @@ class Arguments:
         return memory
 
     def source(self, array: Any, offset: int | None, call: str) -> tuple[Any, int, int, Any]:
-        """Return (pointer, first element, elements, what keeps it alive and has its shape) of an array to be read from.
-        It is for the elements from `offset` on; None: for all of them.
+        """Return (pointer, first element, count, owner of the memory) of an array to read from.
+
+        The array stands for the elements from `offset` on, or for the whole buffer if `offset` is None. The owner keeps
+        the memory alive and has the array's shape.
         """
         if self.note is not None:
             self.note(array)
@@ -79,23 +83,24 @@ class Arguments:
             return self.range(offset, count, call)
         if count != self.size:
             raise InvalidArgumentError(
-                f"{self.asked(call)}: the array has {count} elements, and the buffer {self.size}; give all of them, or "
-                f"say by offset= from which element on a flat array is meant"
+                f"{self.asked(call)}: the array has {count} elements but the buffer has {self.size}; pass all of them, "
+                f"or pass offset= with the first element that a flat array is for"
             )
         return 0, count
 
     def check_shape(self, shape: tuple[int, ...], call: str, what: str) -> None:
-        """Raise InvalidArgumentError for an array of two or more dimensions that has not the buffer's shape: as flat
-        elements its rows would lie elsewhere than the caller sees them.
+        """Raise InvalidArgumentError for an array of two or more dimensions whose shape is not the buffer's.
+
+        As flat elements, the rows of such an array would lie elsewhere than the caller expects.
         """
         if len(shape) > 1 and shape != self.info.shape:
             raise InvalidArgumentError(
-                f"{self.asked(call)}: {what} has the shape {shape}, and the buffer {self.info.shape}; pass one of that "
-                f"shape, or a flat one (reshape(-1))"
+                f"{self.asked(call)}: {what} has the shape {shape} but the buffer has {self.info.shape}; pass that "
+                f"shape, or a flat array (reshape(-1))"
             )
 
     def range(self, offset: int, count: int | None, call: str) -> tuple[int, int]:
-        """Return (offset, count) as Python's integers: numpy's would wrap around when they become bytes."""
+        """Return (offset, count) as Python integers: numpy integers could overflow when they are converted to bytes."""
         if type(offset) is type(count) is int and 0 <= offset <= self.size and 0 <= count <= self.size - offset:
             return offset, count
         try:
@@ -103,62 +108,65 @@ class Arguments:
             count = operator.index(count) if count is not None else self.size - offset
         except TypeError as error:
             raise InvalidArgumentError(
-                f"{self.asked(call)}: {count!r} elements from element {offset!r}: these are not whole numbers"
+                f"{self.asked(call)}: offset and count must be integers, not {offset!r} and {count!r}"
             ) from error
         if not 0 <= offset <= self.size or not 0 <= count <= self.size - offset:
             raise InvalidArgumentError(
-                f"{self.asked(call)}: {count} elements from element {offset} are not inside its {self.size} elements"
+                f"{self.asked(call)}: {count} elements from element {offset} are not inside the buffer's {self.size} "
+                "elements"
             )
         return offset, count
 
     def counter(self, call: str, index: int, *values: int) -> tuple[int, ...]:
         """Return index and values as Python's integers."""
         if self.dtype.name != "int64":
-            raise InvalidArgumentError(f"{self.asked(call)}: it is {self.dtype.name}; counters need an int64 buffer")
+            raise InvalidArgumentError(
+                f"{self.asked(call)}: counters need an int64 buffer, and this one is {self.dtype.name}"
+            )
         index, _ = self.range(index, 1, call)
         try:
             integers = tuple(operator.index(value) for value in values)
         except TypeError as error:
-            raise InvalidArgumentError(f"{self.asked(call)}: {values} are not whole numbers") from error
+            raise InvalidArgumentError(f"{self.asked(call)}: values must be integers, not {values}") from error
         for value in integers:
             if not _LOWEST <= value <= _HIGHEST:
-                raise InvalidArgumentError(f"{self.asked(call)}: {value} does not fit 64 bits")
+                raise InvalidArgumentError(f"{self.asked(call)}: {value} does not fit into 64 bits")
         return index, *integers
 
     def wire(self, wire: str | None, call: str) -> int:
-        """Return the number of a call's wire; None: the buffer's own."""
+        """Return the number of a call's wire. None stands for the buffer's own wire."""
         if wire is None:
             return self.default_wire
         if wire not in WIRES:
-            raise InvalidArgumentError(f"{self.asked(call)}: there is no wire {wire!r}; there are {', '.join(WIRES)}")
+            raise InvalidArgumentError(f"{self.asked(call)}: unknown wire {wire!r}; known are {', '.join(WIRES)}")
         if WIRES[wire] and self.dtype.name != "float32":
             raise InvalidArgumentError(
-                f"{self.asked(call)}: wire={wire!r} is for float32 buffers, and it is {self.dtype.name}"
+                f"{self.asked(call)}: wire={wire!r} is for float32 buffers, and this one is {self.dtype.name}"
             )
         return WIRES[wire]
 
     def op(self, op: str, scale: float, call: str) -> int:
-        """Return an op's number, where the dtype has it with this scale."""
+        """Return an op's number. Raises InvalidArgumentError if the dtype does not have the op with this scale."""
         if type(scale) is float and self.dtype.numpy.kind not in "iu" and op in OPS:
             return OPS[op]
         if op not in OPS:
-            raise InvalidArgumentError(f"{self.asked(call)}: there is no op {op!r}; there are {', '.join(OPS)}")
+            raise InvalidArgumentError(f"{self.asked(call)}: unknown op {op!r}; known are {', '.join(OPS)}")
         if np.ma.is_masked(scale):
-            raise InvalidArgumentError(f"{self.asked(call)}: scale={scale!r} is masked, so it has no value")
+            raise InvalidArgumentError(f"{self.asked(call)}: scale is a masked value; pass a number")
         try:
             accepted = engine.op_accepts(self.dtype.number, OPS[op], scale)
-            # It travels as a double: beyond 2**53 an integer may have been rounded.
+            # The scale travels as a double, so an integer beyond 2**53 may have been rounded.
             accepted = accepted and (self.dtype.numpy.kind not in "iu" or int(float(scale)) == scale)
         except (
             TypeError,
             ValueError,
             OverflowError,
             RuntimeError,
-        ) as error:  # RuntimeError: of a tensor without memory
-            raise InvalidArgumentError(f"{self.asked(call)}: scale={scale!r} is not a number") from error
+        ) as error:  # RuntimeError: raised by a tensor without memory
+            raise InvalidArgumentError(f"{self.asked(call)}: scale must be a number, not {scale!r}") from error
         if not accepted:
             raise InvalidArgumentError(
-                f"{self.asked(call)}: scale={scale} is no {self.dtype.name}; integer buffers take integer scales "
-                f"that a double holds exactly"
+                f"{self.asked(call)}: scale={scale} does not fit {self.dtype.name}; integer buffers take integer "
+                f"scales that a double holds exactly"
             )
         return OPS[op]

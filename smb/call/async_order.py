@@ -1,12 +1,12 @@
 """A client's async calls: the engine's operations, and calls that only Python can make, in one order.
 
-The engine (csrc/client/async.h) keeps the order, the priorities and the windows, and carries out reads, writes and
-additions on a thread of its own. Everything else, and what the engine could not finish, is a call of Python's. The
-engine says when it is its turn, and it runs on a thread of the executor. One more of those threads, the watch, takes
-what the engine tells and completes the futures, many at a time. It runs only while there are calls.
+The engine (csrc/client/async.h) keeps the order, the priorities and the windows. It runs reads, writes and additions on
+a thread of its own. All other calls, and operations that the engine could not finish, are Python calls: the engine says
+when the call's turn has come, and a thread of the executor runs it. One more thread of the executor, the watch,
+receives the engine's events and completes the futures, many at a time. The watch runs only while there are calls.
 
-Threads: `_lock` guards which calls are left and whether there is a watch. It is held for no call of the engine, which
-would hand Python's lock over, and no future is completed meanwhile.
+Threads: `_lock` guards the table of calls and the reference to the watch. It is not held during a call of the engine,
+which would hand over Python's lock, nor while a future is completed.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ from smb.errors import (
 Result = TypeVar("Result")
 _log = logging.getLogger("smb")
 
-_RUNNING_MAX = 8  # calls of Python's at a time, each on a thread that is started when it is needed
-_WATCH_MS = 1000  # so often the watch looks whether calls are left
-_LINGER_MS = 5  # the watch's, after the last one: another may follow, and to start a watch takes as long as a call
-_LOOK_S = 0.1  # so often a thread that waits for its turn looks for signals
+_RUNNING_MAX = 8  # Python calls that run at a time, each on a thread that is started when it is needed
+_WATCH_MS = 1000  # how often the watch checks whether calls are left
+# the watch waits so long after the last call: another may follow, and starting a thread takes as long as a call
+_LINGER_MS = 5
+_LOOK_S = 0.1  # how often a thread that waits for its turn looks for signals
 
 _CLOSED = "the client is closed; call smb.connect again"
-_QUEUE_CLOSED = "the queue was closed meanwhile; nothing was applied"
+_QUEUE_CLOSED = "the queue was closed before this call began; nothing was applied"
 
 _tags = itertools.count(1)
 
 
 class _Here(threading.local):
-    """Of each thread."""
+    """State of each thread."""
 
-    inside = False  # it runs async calls, and must not wait for others of them
-    last: _Call | None = None  # the async call that it made last, while that call's method has not returned
+    inside = False  # this thread runs async calls, and must not wait for other async calls
+    last: _Call | None = None  # the async call that this thread made last, until that call's method has returned
 
     def future(self) -> Future[Any] | None:
-        """Return the future of `last`; None if the engine has no such call."""
+        """Return the future of `last`; None if the engine does not have the call."""
         return self.last.future if self.last is not None and self.last.entered else None
 
 
@@ -68,24 +69,28 @@ here = _Here()
 
 
 class Turns:
-    """The order of a buffer's async calls. `quiet` is open while there are none: then nobody need ask."""
+    """The order of a buffer's async calls. `quiet` is open while there are none; a call need not wait for its turn
+    then.
+    """
 
     __slots__ = ("__weakref__", "itemsize", "key", "quiet", "tags")
 
     def __init__(self, key: int = 0, itemsize: int = 1) -> None:
-        """key: the engine's for the buffer, 0 for calls in no order."""
+        """`key` is the engine's key of the buffer; 0 is for calls without an order."""
         self.key, self.itemsize = key, itemsize
         self.quiet = Switch()
         self.quiet.open = True
-        self.tags: set[int] = set()  # of the calls that have not ended
+        self.tags: set[int] = set()  # of calls that have not ended
 
 
 class _Future(Future[Any]):
-    """Of a call that the engine may begin at any time: only the engine knows whether it can be cancelled still."""
+    """The future of a call that the engine may begin at any time. Only the engine knows whether it can still be
+    cancelled.
+    """
 
     def __init__(self, calls: AsyncCalls, tag: int) -> None:
         super().__init__()
-        self._condition = condition()  # of who waits for it, and of the thread that ends it
+        self._condition = condition()  # shared by the threads that wait for the future and the thread that completes it
         self._calls, self._tag = calls, tag
 
     def cancel(self) -> bool:
@@ -97,14 +102,16 @@ class _Future(Future[Any]):
         return True
 
     def end_cancelled(self) -> None:
-        """Tell those who wait that it was cancelled."""
+        """Wake the waiting threads: the call was cancelled."""
         super().cancel()
         self.set_running_or_notify_cancel()
 
 
 class _Call:
-    """An async call that has not ended. `go_on` does it: in its turn, or with the outcome with which the engine has
-    failed. `result` is the future's if the engine succeeds.
+    """An async call that has not ended.
+
+    `go_on` does the call: with None when its turn has come, or with the outcome if the engine's operation failed.
+    `result` is the future's result if the engine succeeds.
     """
 
     __slots__ = ("begun", "future", "go_on", "keeps", "result", "status", "tag", "turns", "window")
@@ -123,14 +130,14 @@ class _Call:
         self.window = window
         self.go_on = go_on
         self.result = result
-        self.keeps = keeps  # what the engine uses
+        self.keeps = keeps  # objects that the engine uses until the call ends
         self.future = _Future(calls, self.tag)
-        self.begun = False  # by a thread
-        self.status: list[int] = []  # of its submission; empty before that
+        self.begun = False  # a thread has begun the call
+        self.status: list[int] = []  # the status of its submission; empty before the submission
 
     @property
     def entered(self) -> bool:
-        """Whether the engine has taken it."""
+        """True if the engine has accepted the call."""
         return Status.OK in self.status
 
 
@@ -138,20 +145,21 @@ class AsyncCalls:
     def __init__(self, operations: AsyncOperations) -> None:
         self._operations = operations
         self._calls_window = Window(operations, _RUNNING_MAX, counts_calls=True)
-        self._window = Window(operations, 0)  # of what no queue has asked for
+        self._window = Window(operations, 0)  # for calls that do not come from a queue
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
-        self._watching: threading.Event | None = None  # the watch that there is; set at its end
-        self._calls: dict[int, _Call] = {}  # of the engine, by tag
-        self._running: set[_Call] = set()  # on the executor
+        # the running watch, None if there is none; the event is set when the watch ends
+        self._watching: threading.Event | None = None
+        self._calls: dict[int, _Call] = {}  # calls that the engine has, by tag
+        self._running: set[_Call] = set()  # calls on the executor
 
     def window(self, credit: int | None) -> Window:
-        """Return a queue's window, of so many bytes in flight; None: measured."""
+        """Return a queue's window: `credit` bytes in flight, or a measured number of bytes for None."""
         return Window(self._operations, credit or 0)
 
     def pending(self) -> int:
-        """How many have not ended."""
+        """Return the number of calls that have not ended."""
         return len(self._calls) + len(self._running)
 
     def submit(
@@ -165,7 +173,7 @@ class AsyncCalls:
         window: Window | None = None,
         priority: int = 0,
     ) -> Future[Result]:
-        """Return the future of a call of Python's on the elements start to stop; it begins when it is its turn."""
+        """Return the future of a Python call on the elements `start` to `stop`. It begins in its turn."""
         window = self._calls_window if window is None else window
         call = _Call(self, turns, window, lambda _: run(), None, None)
         itemsize = turns.itemsize
@@ -192,8 +200,9 @@ class AsyncCalls:
         window: Window | None,
         priority: int,
     ) -> Future[Any] | None:
-        """Return the future of the engine's operation: `result`, or what `go_on` does with the outcome if it fails.
-        None if the engine leaves it to blocking calls.
+        """Return the future of an operation of the engine, or None if only a blocking call can do the request.
+
+        The future's result is `result`; if the operation fails, it is what `go_on` returns for the outcome.
         """
         window = self._window if window is None else window
         call = _Call(self, turns, window, go_on, result, (handle, request, keeps))
@@ -210,8 +219,10 @@ class AsyncCalls:
         return call.future
 
     def _enter(self, call: _Call, begin: Callable[[], None]) -> None:
-        """Submit a call. If this raises, also what a signal's handler raised in here, `call.entered` says whether the
-        engine has the call; where it has not, nothing is left of it.
+        """Submit a call.
+
+        If this raises (a signal handler may raise in here, too), `call.entered` says whether the engine has the call.
+        If it has not, no trace of the call is left.
         """
         here.last = call
         try:
@@ -225,7 +236,7 @@ class AsyncCalls:
             if error.status is Status.DISCONNECTED:
                 raise UnavailableError(_CLOSED) from error
             if error.status is Status.BUSY:
-                raise Error("too many async calls have not ended; wait for some of their futures first") from error
+                raise Error("too many async calls are in progress; wait for some of their futures first") from error
             raise
 
     def _register(self, call: _Call) -> None:
@@ -241,13 +252,13 @@ class AsyncCalls:
                 try:
                     self._start_watch()
                 except RuntimeError as error:
-                    raise Error(f"{error}: nobody would tell of the end of async calls; nothing was done") from error
+                    raise Error(f"cannot start a thread for async calls ({error}); nothing was done") from error
 
     def _forget(self, call: _Call) -> None:
         with self._lock:
             self._calls.pop(call.tag, None)
             self._leave(call)
-        call.future.end_cancelled()  # a queue that was closed meanwhile may wait for it
+        call.future.end_cancelled()  # a queue that was closed in the meantime may wait for this future
 
     def _start_watch(self) -> None:
         watching = threading.Event()
@@ -257,10 +268,11 @@ class AsyncCalls:
         self._watching = watching
 
     def _submit(self, call: Callable[..., None], *arguments: object) -> bool:
-        """Have a thread do it. False: none can be had, as at the process's end. With the lock held.
+        """Run `call` on a thread of the executor. False if no thread can be started, e.g. at the process's exit.
 
-        The executor has taken it all the same. Its next thread would do it, and be taken for a free one ever after. So
-        that executor goes: it ends with what its threads do.
+        The caller holds the lock. An executor that cannot start a thread has queued the task all the same: its next
+        thread would run the task, and would count as idle ever after. So the executor is replaced; the old one ends
+        with its running tasks.
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(_RUNNING_MAX + 1, "smb-async", _enter)
@@ -273,12 +285,12 @@ class AsyncCalls:
         return True
 
     def _leave(self, call: _Call) -> None:
-        """It is not in the engine's order any more; with the lock held."""
+        """Note that the engine no longer orders this call. The caller holds the lock."""
         call.turns.tags.discard(call.tag)
         call.turns.quiet.open = not call.turns.tags
 
     def withdraw(self, tag: int) -> bool:
-        """Whether the engine had not begun a call, and does not any more."""
+        """Return True if the engine had not begun the call, and will not begin it any more."""
         if not self._operations.cancel(tag):
             return False
         with self._lock:
@@ -286,7 +298,7 @@ class AsyncCalls:
         return True
 
     def end(self, window: Window, *, cancel: bool) -> None:
-        """Take no more calls of a queue, and wait for its calls; `cancel` those that have not begun."""
+        """Refuse further calls of a queue and wait for its calls. With `cancel`, drop those that have not begun."""
         with self._lock:
             window.closed = True
             futures = [call.future for call in (*self._calls.values(), *self._running) if call.window is window]
@@ -295,10 +307,9 @@ class AsyncCalls:
             wait_for(left)
 
     def wait(self, turns: Turns, start: int, stop: int, asked: str, timeout: float, *, changes: bool) -> None:
-        """Block until the async calls that were made before one on these elements have ended. Raises TimeoutError.
+        """Block until this client's earlier async calls on the same elements have ended. Raises TimeoutError.
 
-        Inside an async call, or a callback of its future, it returns at once: what it would wait for may need this
-        thread.
+        Returns at once inside an async call or a callback of its future: the calls to wait for may need this thread.
         """
         if not turns.tags or here.inside:
             return
@@ -314,15 +325,17 @@ class AsyncCalls:
                 )
 
     def stop(self) -> None:
-        """Cancel what has not begun, and refuse more."""
+        """Cancel the calls that have not begun, and refuse new ones."""
         with self._lock:
             self._closed = True
         self._operations.stop()
 
     def close(self) -> None:
-        """Wait until what had begun has ended. The caller has stopped it, and failed what is on its way.
+        """Wait until the calls that had begun have ended. The caller has stopped new calls and failed the requests in
+        flight.
 
-        Inside an async call, or a callback of its future, it does not wait: this thread is one of those.
+        Inside an async call, or a callback of its future, this does not wait: the thread itself runs one of those
+        calls.
         """
         if here.inside:
             if self._executor is not None:
@@ -334,11 +347,14 @@ class AsyncCalls:
         if self._executor is not None:
             self._executor.shutdown()
         if self._running:
-            wait_for([call.future for call in list(self._running)])  # on an executor that has gone
+            wait_for([call.future for call in list(self._running)])  # calls on an executor that was replaced
 
     def _watch(self, watching: threading.Event) -> None:
-        """Complete the futures of what the engine has done, until no call is left. One at a time: who is not the one
-        that there is, as its start had failed, does nothing."""
+        """Complete the futures of the engine's events until no call is left.
+
+        Only one watch runs at a time. A watch that is not the current one (its start was reported as failed) returns at
+        once.
+        """
         _enter()
         with self._lock:
             if self._watching is not watching:
@@ -358,12 +374,12 @@ class AsyncCalls:
                         call.future.set_result(call.result)
                     else:
                         self._hand_over(call, one)
-                except BaseException:  # noqa: BLE001 - a callback's sys.exit(), say: it must not end this thread
-                    _log.exception("a callback of an async call's future")
-            events = taken = call = one = None  # type: ignore[assignment]  # what they hold is the futures' now
+                except BaseException:  # noqa: BLE001 - e.g. sys.exit() in a callback: it must not end this thread
+                    _log.exception("a callback of an async call's future raised")
+            events = taken = call = one = None  # type: ignore[assignment]  # the futures own these objects now
 
     def _take(self, one: AsyncEvent) -> _Call:
-        """Take a call of which there is an event out of the engine's; with the lock held."""
+        """Remove a call that has an event from the engine's calls. The caller holds the lock."""
         call = self._calls.pop(one.tag)
         if one.kind == AsyncEventKind.DONE:
             self._leave(call)
@@ -379,7 +395,7 @@ class AsyncCalls:
         with self._lock:
             taken = self._submit(self._run, call, one)
         if not taken:
-            self._run(call, one)  # before a thread of that executor
+            self._run(call, one)  # no thread was available: the watch runs the call itself
 
     def _run(self, call: _Call, one: AsyncEvent) -> None:
         with self._lock:
@@ -391,15 +407,15 @@ class AsyncCalls:
         error: BaseException | None = None
         try:
             result = call.go_on(one.outcome)
-        except BaseException as raised:  # noqa: BLE001 - the future's to raise
+        except BaseException as raised:  # noqa: BLE001 - the future raises it
             error = raised
-        # Before its future is done: a thread that learns of the end by the future need not wait any more.
+        # End the call before its future completes: a thread that sees the future done need not wait for its turn.
         self._end(call, one)
         if error is not None:
             call.future.set_exception(error)
         else:
             call.future.set_result(result)
-        del call, one, error  # the traceback of the one refers to this frame
+        del call, one, error  # the traceback in `error` refers to this frame
 
     def _end(self, call: _Call, one: AsyncEvent) -> None:
         self._operations.end(one.operation)

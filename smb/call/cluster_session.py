@@ -1,4 +1,4 @@
-"""One process's part in a cluster: its session and its renewal, its engine and links, its coordinator."""
+"""One process's part in a cluster: its session and the session's renewal, its engine, its links, its coordinator."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from smb.transport.reconnect import Links, Outages, refused
 from smb.transport.tcp import Tcp
 from smb.transport.tls import ClientTls
 
-_REPORT_S = 2.0  # as often as memory servers tell theirs
-_OFTEN_S = 10.0  # where very many clients renew more rarely, reports come with their renewals alone
-_REPORTS_MAX = 16  # in one renewal
+_REPORT_S = 2.0  # as often as memory servers report
+_OFTEN_S = 10.0  # with very many clients, whose renewals are rarer, reports come with the renewals alone
+_REPORTS_MAX = 16  # training reports in one renewal
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
 
@@ -47,7 +47,7 @@ _log = logging.getLogger("smb")
 
 
 class ClusterSession:
-    """The smb.call.session.Session of a Client. Thread-safe; of no use in a child of fork."""
+    """The smb.call.session.Session of a Client. Thread-safe. Its methods raise in a child of fork."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class ClusterSession:
         name: str | None = None,
     ) -> None:
         self.timeout = timeout
-        self.timeout_ms = max(1, round(timeout * 1000))  # as the engine takes it
+        self.timeout_ms = max(1, round(timeout * 1000))  # the same in the engine's unit
         process = f"{socket.gethostname()}:{os.getpid()}"
         self.name = f"{name} ({process})" if name else process
         self._pid = os.getpid()
-        self.transport = transport  # as it was chosen
+        self.transport = transport  # the user's choice
         self._closed = False
-        self.switch = Switch()  # of its buffers' direct calls
+        self.switch = Switch()  # of its buffers' direct calls: closing it stops them
         self.switch.open = True
         self._lock = threading.Lock()
         self._turns: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()  # by buffer id
@@ -80,7 +80,8 @@ class ClusterSession:
         checksums = shared.checksum if checksum is None else checksum
         self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
         self.calls = AsyncCalls(AsyncOperations(self.engine))
-        weakref.finalize(self, self.engine.close).atexit = False  # calls of other threads go on until the end
+        # not at exit: other threads' calls go on until the process ends
+        weakref.finalize(self, self.engine.close).atexit = False
         ours = weakref.ref(self)
         self._links = Links(
             self.engine,
@@ -93,7 +94,7 @@ class ClusterSession:
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
         self.session_ended = False
-        self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # of trainings, for people
+        self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # a report of each training, for dashboards
         self.published = PublishedStates()
         self._stop = event()
         self._renewal = threading.Thread(
@@ -105,13 +106,13 @@ class ClusterSession:
         self._renewal.start()
 
     def hurry(self, seconds: float) -> None:
-        """Bound each later call by so much, where it was more. Raises where the client is of no use any more."""
+        """Limit the timeout of each later call to `seconds`. Raises as check_open() does."""
         self.check_open()
         self.timeout = min(self.timeout, seconds)
         self.timeout_ms = max(1, round(self.timeout * 1000))
 
     def check_open(self) -> None:
-        """Raise UnavailableError if it was closed, Error in a child of fork."""
+        """Raise UnavailableError if the client was closed or its session has ended, Error in a child of fork."""
         if self._closed:
             raise UnavailableError("the client is closed; call smb.connect again")
         if self.session_ended:
@@ -132,7 +133,7 @@ class ClusterSession:
         )
 
     def _reach_copies(self, location: SegmentLocation, deadline: Deadline) -> SegmentPath:
-        """Return the path to a segment that may move: always through the server that has the primary."""
+        """Return the path to a segment that has roles or may move: through the server that has the primary."""
         link, local = self._link_to_copies(location, deadline, waits=False)
         how = "two copies" if location.backup else "through its server"
         name, why = ("unix", f"same host, {how}") if local else (Tcp.name, f"{location.address}, {how}")
@@ -141,8 +142,8 @@ class ClusterSession:
     def _link_to_copies(self, location: SegmentLocation, deadline: Deadline, *, waits: bool) -> tuple[Link, bool]:
         if self.transport not in ("auto", Tcp.name):
             raise TransportError(
-                f"{location.buffer[0]!r} has two copies, or has moved: it is reached over TCP, or its servers' Unix "
-                f"sockets, and not over {self.transport}; use transport='auto'"
+                f"{location.buffer[0]!r} has two copies, or has moved: it can be reached over TCP or its servers' Unix "
+                f"sockets, but not over {self.transport}; use transport='auto'"
             )
         try:
             return self._links.reach_copies(location, deadline, may_be_local=self.transport == "auto", waits=waits)
@@ -156,7 +157,7 @@ class ClusterSession:
         return choose_gated(self._transports, location, deadline)
 
     def reach_waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
-        """Return the link for what waits at a segment's server."""
+        """Return the link for requests that wait at a segment's server."""
         if location.epoch:
             return self._link_to_copies(location, deadline, waits=True)[0]
         return choose_waits(self._transports, location, deadline)
@@ -166,7 +167,7 @@ class ClusterSession:
         return self._links.server_of(location)
 
     def turns_of(self, buffer_id: int, itemsize: int) -> Turns:
-        """Return the order of the async calls on a buffer: one for all objects of it."""
+        """Return the order of the async calls on a buffer, shared by all Buffer objects of it."""
         with self._lock:
             turns = self._turns.get(buffer_id)
             if turns is None:
@@ -174,7 +175,7 @@ class ClusterSession:
             return turns
 
     def outages(self) -> Outages:
-        """Return which connections broke, and for how long."""
+        """Return which connections are broken, and for how long."""
         return self._links.outages()
 
     def why_untrusted(self, server: str) -> str:
@@ -185,9 +186,9 @@ class ClusterSession:
         return self._closed
 
     def close(self) -> bool:
-        """Leave the cluster; see Client.close. False if there was nothing to do: the second time, or in a child."""
+        """Leave the cluster; see Client.close. False if the client was closed already, or in a child of fork."""
         if self._pid != _current_pid:
-            return False  # a child of fork has no part in its parent's session, and its locks may be held by nobody
+            return False  # a child of fork has no part in its parent's session; locks may be copied in a locked state
         with self._lock:
             if self._closed:
                 return False
@@ -201,7 +202,8 @@ class ClusterSession:
         self._links.close()
         for transport in {*self._transports, self.verbs}:
             transport.close()
-        self._renewal.join(_CLOSE_S)  # it may be waiting for a coordinator that hangs; closing the channel ends that
+        # the thread may be waiting for a coordinator that hangs; closing the channel ends that wait
+        self._renewal.join(_CLOSE_S)
         try:
             self.coordinator.close_session(
                 self._session_id, min(self.timeout, _CLOSE_S), [*_collected(self.reports).values()]
@@ -209,23 +211,29 @@ class ClusterSession:
         except Error as error:
             _log.debug("the session ends with its lease: %s", error)
         self.coordinator.close()
-        self._links.join()  # what they asked for was closed: connections, queue pairs, the coordinator's channel
+        # the closed channel and links end whatever these threads wait for: connections, queue pairs, the coordinator
+        self._links.join()
         return True
 
 
-# os.getpid() is a system call, and small operations ask for it every time.
+# Kept because os.getpid() is a system call, and every small operation needs the value.
 _current_pid = os.getpid()
 
 
 def _collected(reports: dict[object, Callable[[], pb.TrainingReport]]) -> dict[object, pb.TrainingReport]:
-    """Return what is said of each training. The last report of one that was left stays among them until it was sent."""
+    """Return the report of each training, at most _REPORTS_MAX; those of trainings that were left come first.
+
+    The last report of a training that was left stays in `reports` until it was sent.
+    """
     said = [(key, report()) for key, report in list(reports.items())]
     said.sort(key=lambda each: not each[1].left)
     return dict(said[:_REPORTS_MAX])
 
 
 def _locate(session: weakref.ref[ClusterSession], server: str) -> ServerAddress | None:
-    """Ask the coordinator where a memory server is now. Raises NotFoundError if no segment is there any more."""
+    """Ask the coordinator for a memory server's present addresses. Raises NotFoundError if no segment is there any
+    more.
+    """
     ours = session()
     if ours is None:
         return None
@@ -243,8 +251,9 @@ def _locate(session: weakref.ref[ClusterSession], server: str) -> ServerAddress 
 
 
 def _locate_copies(session: weakref.ref[ClusterSession], location: SegmentLocation) -> SegmentLocation | None:
-    """Ask the coordinator which server has the primary of a segment now, and where. Raises NotFoundError if the
-    buffer, or the lock, is gone, or the segment's memory.
+    """Ask the coordinator which server has the primary of a segment now, and at which addresses.
+
+    Raises NotFoundError if the buffer or the lock was deleted, or the segment's memory is lost.
     """
     ours = session()
     name, buffer_id = location.buffer
@@ -281,10 +290,9 @@ def _renew(
     client_name: str,
     lease: float,
 ) -> None:
-    """Renew the session until it is closed or forgotten. A coordinator that is away disturbs nothing else.
+    """Renew the session until it is closed or garbage-collected. A failed renewal is only logged, and tried again.
 
-    A client in a training, or with a published state, renews it more often: each renewal tells the coordinator how
-    far it is.
+    A client in a training, or with a published state, renews more often: each renewal carries its progress.
     """
     renewed_at = looked_at = time.monotonic()
     while True:
@@ -321,4 +329,4 @@ def _renew(
             return
         except Error as error:
             _log.debug("the session was not renewed: %s", error)
-            renewed_at -= max(0.0, every_s - _OFTEN_S)  # soon again: of a long lease much may be gone
+            renewed_at -= max(0.0, every_s - _OFTEN_S)  # try again soon: much of a long lease may have passed

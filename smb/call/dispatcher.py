@@ -1,7 +1,7 @@
-"""How a buffer's calls get to its servers: attempts on the engine, and what follows after one has failed.
+"""How a buffer's calls get to its servers: attempts on the engine, and recovery after a failed attempt.
 
-Paths are found and kept in paths.py; recovery.py decides what follows; parts.py does what is left of a call in parts;
-accounts.py says what became of one that an error ended. None of them knows the dispatcher.
+paths.py finds and keeps paths, recovery.py decides what follows a failure, unfinished_calls.py does the rest of a call
+in parts, and accounts.py records the outcome of a call that an error ended. None of these modules knows the dispatcher.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from smb.engine import (
 from smb.errors import APPLIED, NOT_APPLIED, UNKNOWN, CallOutcome, Error, InvalidArgumentError
 from smb.transport.base import Deadline
 
-_REFUSED_WAIT_MS = 1000  # for the answers to the other parts of a call of which one was refused
-_AGAIN_WAIT_MS = 100  # the same, once it was refused with a newer token, too
+_REFUSED_WAIT_MS = 1000  # wait for the answers to the other parts of a call after one part was refused
+_AGAIN_WAIT_MS = 100  # the same wait, after a part was refused with a newer token, too
 _NOBODY: Sequence[BufferHandle] = ()
-_REWRITES = (Opcode.WRITE, Opcode.FILL)  # to do a part of them twice does no harm
+_REWRITES = (Opcode.WRITE, Opcode.FILL)  # changes that may be repeated: doing a part of one twice does no harm
 
 
 class _Call:
@@ -64,19 +64,19 @@ class _Call:
         ended: Outcome | None,
         handle: BufferHandle | None,
     ) -> None:
-        self.made = self.request = request  # as our caller knows it; as servers get it
+        self.made = self.request = request  # `made` is what the caller asked for, `request` is what servers get
         self.fence = fence
         self.others = others
         self.deadline = deadline
-        self.ended = ended  # how the last attempt failed; None: there is one to be made
-        self.handle = handle  # of the last attempt
+        self.ended = ended  # how the last attempt failed; None: an attempt has to be made
+        self.handle = handle  # used by the last attempt
         self.attempt: Attempt | None = None  # the last one
-        self.touched = False  # by an attempt before the last one
-        self.reopened = False  # newer tokens were got
-        self.backoff: Backoff | None = None  # made when it is needed: most calls need none
+        self.touched = False  # an attempt before the last one may have changed something
+        self.reopened = False  # newer tokens were requested
+        self.backoff: Backoff | None = None  # created at the first pause: most calls need none
 
     def done(self) -> Outcome | int | None:
-        """Return how the engine's part of the call ended; None: it did not begin."""
+        """Return how the engine's part of the call ended; None if that part did not begin."""
         if here.finished is self.made or here.finished is self.request:
             return 0
         return self.ended if self.attempt is None else self.attempt.ended
@@ -88,13 +88,14 @@ class _Call:
 
 
 class Dispatcher:
-    """Does one buffer's calls on the engine, by the best path to each segment; again by other paths, where that is no
-    risk."""
+    """Makes one buffer's calls on the engine, by the best path to each segment. A failed attempt is repeated, by other
+    paths if necessary, where no part of a call can be done twice.
+    """
 
     def __init__(self, session: Session, info: BufferInfo) -> None:
         self.session = session
         self.arguments = Arguments(info)
-        # Weak, as a circle would keep a forgotten buffer's mappings and links until a collection.
+        # A weak reference: a cycle would keep a dropped buffer's mappings and links until a garbage collection.
         self.target = DirectTarget(functools.partial(_go_on, weakref.ref(self)))
         self.turns = session.turns_of(info.id, self.arguments.itemsize)
         self.paths = Paths(session, self.arguments, self.target, self.turns)
@@ -116,9 +117,11 @@ class Dispatcher:
         deadline: Deadline | None = None,
         in_turn: bool = False,
     ) -> int:
-        """Do one call on the engine, or go on with one that has `ended`. Broken connections are its links' to
-        mend (transport/reconnect.py). `deadline`: of a call that this one is a part of; `in_turn`: which has waited for
-        earlier async calls. Returns the engine's number, unsigned."""
+        """Make one call on the engine, or go on with one that has `ended`. Returns the engine's number, unsigned.
+
+        The links repair broken connections (transport/reconnect.py). `deadline` is given if this call is part of
+        another one; `in_turn` says that the whole call has waited for earlier async calls.
+        """
         call: _Call | None = None
         if ended is not None and (interrupt := take_interrupt()) is not None:
             accounts.account_interrupt(self, interrupt, request, ended, touched=False)
@@ -148,15 +151,17 @@ class Dispatcher:
             raise
 
     def _is_empty(self, call: _Call) -> bool:
-        """Whether there is nothing to ask of anybody. Raises InvalidArgumentError for a call that cannot be made."""
+        """Return True if the call covers no elements. Raises InvalidArgumentError for a call that is not allowed."""
         request, fence = call.request, call.fence
         if not self.unversioned and request.opcode is not Opcode.READ and not request.token:
             raise InvalidArgumentError(
-                f"{self.arguments.asked_by(request)}: with versions={self.info.versions} it changes by publish() alone"
+                f"{self.arguments.asked_by(request)}: a buffer with versions={self.info.versions} can only be changed "
+                "by publish()"
             )
         if fence is not None:
             self._check_fence(request, fence)
-            if call.ended is None and not request.token:  # else it was made with the token that the lock had then
+            # a call that has ended already keeps the token that the lock had when it was made
+            if call.ended is None and not request.token:
                 call.request = request._replace(token=fence.token)
         if request.nbytes == 0:
             self.session.check_open()
@@ -168,7 +173,7 @@ class Dispatcher:
             self.wait_turn(call.request, call.deadline, call.others)
 
     def _attempt(self, call: _Call) -> int | None:
-        """Return the engine's number; None if the attempt failed: `call.ended` says how."""
+        """Return the engine's number, or None if the attempt failed; `call.ended` says how."""
         self.session.check_open()
         request, others, deadline = call.request, call.others, call.deadline
         handle, theirs = self.paths.handle, _NOBODY
@@ -186,22 +191,22 @@ class Dispatcher:
             accounts.account_interrupt(self, interrupt, request, done, touched=call.touched)
             raise interrupt
         if isinstance(done, int):
-            if request.opcode is not Opcode.READ:  # nothing is to be settled of that, and its array is not ours
+            if request.opcode is not Opcode.READ:  # a read leaves nothing to settle, and its array is the caller's
                 here.finished = call.made
             return done
         call.ended = done
         return None
 
     def _patience_ms(self, call: _Call) -> int:
-        """Return how long an attempt may wait for servers: for one that has lost the memory but a moment."""
+        """Return the longest wait of an attempt: short if its servers have lost the memory."""
         left_ms = call.deadline.left_ms()
         if self.paths.lost and self.paths.are_lost(call.request.offset, call.request.nbytes):
             return min(left_ms, LOST_WAIT_MS)
         return left_ms
 
     def _recover(self, call: _Call) -> int | None:
-        """Act on what decide() says of an attempt that failed. Return the engine's number if the call is done then,
-        None if another attempt is to be made. Raises the call's error.
+        """Do what decide() says after a failed attempt. Returns the engine's number if the call is done after that,
+        None if another attempt has to be made. Raises the call's error.
         """
         ended, heard = call.ended, None
         assert ended is not None
@@ -211,7 +216,7 @@ class Dispatcher:
             facts = self._facts(call, ended, heard)
             action = decide(ended, facts)
             if action in (Action.SETTLE, Action.RETRY, Action.FAIL) and needs_paths(ended, facts):
-                self._forget(call)  # the next attempt, or the next call, finds new ones
+                self._forget(call)  # the next attempt, or the next call, looks for new paths
             match action:
                 case Action.REFRESH:
                     heard = self._ask(call, ended)
@@ -236,7 +241,7 @@ class Dispatcher:
         return None
 
     def _facts(self, call: _Call, ended: Outcome, heard: Heard | None) -> Facts:
-        """Return what is known after an attempt has failed. Asks nobody."""
+        """Return the facts that recovery.decide() needs. Makes no request."""
         request, others = call.request, call.others
         given = bool(others) and not request.sources and request.source != NOWHERE
         read_only = self.paths.read_only(ended.segment)
@@ -255,8 +260,10 @@ class Dispatcher:
         )
 
     def _may_repeat(self, call: _Call, refused: Outcome, *, read_only: bool) -> bool:
-        """Whether a call of which a server refused a part is done once more with a newer token: where that does no part
-        of it twice. Readers have no token for anything else.
+        """Return True if a call that was refused in part may be made once more with a newer token.
+
+        That is so if no part of the call would be done twice. A reader's token allows reads only, so a newer one would
+        not help it to write.
         """
         opcode = call.request.opcode
         if opcode is Opcode.READ:
@@ -268,8 +275,10 @@ class Dispatcher:
         return outcome_of_change(self, refused, 0, _AGAIN_WAIT_MS if call.reopened else 0) == NOT_APPLIED
 
     def _ask(self, call: _Call, ended: Outcome) -> Heard:
-        """Ask the coordinator where the buffers are now. Raises NotFoundError if a server said that it does not have
-        one, and the coordinator says that it is gone.
+        """Ask the coordinator where the buffers are now.
+
+        Raises NotFoundError if a server answered that it does not have a segment, and the coordinator says that the
+        buffer was deleted.
         """
         buffers = (self, *call.others)
         if ended.status is Status.DENIED:
@@ -280,16 +289,16 @@ class Dispatcher:
             return Heard(answered=True, lost=any(lost))
         answered, moved = True, False
         for each in buffers:
-            # A mapping would keep the memory of a deleted buffer from being used again.
+            # Drop the paths: a mapping would keep the memory of a deleted buffer from being reused.
             each.paths.forget(call.handle if each is self else each.paths.handle)
             refreshed = each.paths.refresh(call.deadline)
             answered &= refreshed
-            # Those that were found may be of before a move, and the description is of after it.
+            # The paths may date from before a move, while the description is already the new one.
             moved |= refreshed and each.info.movable and not each.paths.lost
         return Heard(answered, moved, any(each.paths.lost for each in buffers))
 
     def _reopen(self, call: _Call, refused: Outcome) -> bool:
-        """Get newer tokens for another attempt; False if the coordinator does not answer."""
+        """Request newer tokens for another attempt. False if the coordinator does not answer."""
         if call.reopened:
             call.pause()
         call.reopened = True
@@ -302,7 +311,7 @@ class Dispatcher:
             other.paths.forget(other.paths.handle)
 
     def _bring(self, call: _Call, parts: list[range]) -> int:
-        """Do what is left of a call, `parts`, by reading its sources here."""
+        """Do the unfinished `parts` of a call by reading its sources into this process and sending the values along."""
         request, others, deadline = call.request, call.others, call.deadline
         rest = () if request.sources else others[1:]
         do = functools.partial(self.call, fence=call.fence, others=rest, deadline=deadline)
@@ -311,14 +320,14 @@ class Dispatcher:
         return number
 
     def _do_rest(self, call: _Call, left: list[range]) -> int:
-        """Do what is left of a change of which servers sent a part away."""
+        """Do the parts of a change that its servers did not accept."""
         do = functools.partial(self.call, fence=call.fence, others=call.others, deadline=call.deadline, in_turn=True)
         number = do_rest(self, call.request, left, do)
         here.finished = call.made
         return number
 
     def _left_of(self, call: _Call, ended: Outcome) -> list[range]:
-        """Return what a call that failed did not apply. Raises its error where that is not known."""
+        """Return the elements that a failed call did not apply. Raises the call's error if that is not known."""
         request, unknown = call.request, ended.unknown
         try:
             parts = self.session.engine.resolve(unknown, call.deadline.left_ms()) if unknown is not None else []
@@ -327,7 +336,7 @@ class Dispatcher:
         known = (
             ended.bytes_applied + sum(nbytes for _, nbytes, _ in parts) >= request.nbytes or request.indices is not None
         )
-        # A part that was applied, and whose answer was lost, has brought no result.
+        # A part that was applied although its answer was lost has not delivered its result.
         result = request.opcode in (Opcode.FETCH_ADD, Opcode.COMPARE_SWAP) or engine.address_of(request.sink)
         bad = (PartOutcome.UNKNOWN, PartOutcome.APPLIED) if result else (PartOutcome.UNKNOWN,)
         if not parts or not known or any(state in bad for _, _, state in parts):
@@ -346,8 +355,10 @@ class Dispatcher:
         window: Window | None = None,
         priority: int = 0,
     ) -> Future[Any]:
-        """Return the future of an async read, write or addition, with `result` for its result: the engine does it. If
-        it can't do it by itself (no paths were found yet, several versions), a thread of the client's does `call`.
+        """Return the future of an async read, write or addition, with the result `result`. The engine does it.
+
+        If the engine cannot do it alone (no paths are known yet, or the buffer has several versions), a thread of the
+        client runs `call`.
         """
         self.session.check_open()
         calls, elements = self.session.calls, self.arguments.elements(request)
@@ -377,11 +388,11 @@ class Dispatcher:
     def _check_fence(self, request: Request, fence: Fence) -> None:
         if getattr(fence, "owner", None) is not self:
             raise InvalidArgumentError(
-                f"{self.arguments.asked_by(request)}: fence= takes a lock made by its own lock()"
+                f"{self.arguments.asked_by(request)}: fence= takes a lock that this buffer's lock() has made"
             )
 
     def wait_turn(self, request: Request, deadline: Deadline, others: tuple[Dispatcher, ...] = ()) -> None:
-        """Wait for the client's async calls made before this one on the same elements. Raises TimeoutError."""
+        """Wait for the client's earlier async calls on the same elements. Raises TimeoutError."""
         calls, asked, elements = self.session.calls, self.arguments.asked_by(request), self.arguments.elements(request)
         changes = request.opcode is not Opcode.READ
         try:
@@ -396,7 +407,7 @@ class Dispatcher:
     # ---- errors
 
     def _account_error(self, call: _Call, error: Error) -> None:
-        """Say in an error that has no account yet what became of the call."""
+        """Store the account and the outcome of the call in an error that has none yet."""
         if error.smb_account is not None:
             return
         request, ended = call.request, call.ended
@@ -432,18 +443,20 @@ class Dispatcher:
         return error
 
     def _known_of(self, call: _Call, failed: Outcome) -> CallOutcome:
-        """Return what is known of a call that failed."""
+        """Return the known outcome of a call that failed."""
         if call.request.opcode is Opcode.READ or not failed.sent:
             known: CallOutcome = NOT_APPLIED
         else:
-            # Each part is refused by itself, and the others' answers are on their way.
+            # Each part is refused separately, and answers to the other parts may still arrive.
             patience_ms = _REFUSED_WAIT_MS if failed.status in (Status.DENIED, Status.OUT_OF_MEMORY) else 0
             known = outcome_of_change(self, failed, call.request.nbytes, patience_ms)
-        return UNKNOWN if call.touched and known == NOT_APPLIED else known  # by this attempt
+        return UNKNOWN if call.touched and known == NOT_APPLIED else known  # NOT_APPLIED was about this attempt alone
 
 
 def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int, outcome_address: int) -> int:
-    """Go on with a direct method's call that failed; addresses of the engine's structs. The caller has the buffer."""
+    """Go on with a direct method's call that failed. The addresses are those of the engine's structs; the caller holds
+    the buffer.
+    """
     request, ended = engine.direct_call(request_address, outcome_address)
     dispatcher = calls()
     assert dispatcher is not None

@@ -1,4 +1,4 @@
-"""What a signal's handler raises inside a buffer's method, KeyboardInterrupt mostly, says what became of the call."""
+"""Stores the call's outcome in an exception that a signal handler, e.g. Ctrl-C's, raises inside a buffer's method."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def accounted(method: Method) -> Method:
-    """Decorate a method that changes a buffer. A handler may raise before the call gets to the dispatcher, and after it
-    came back.
+    """Decorate a method that changes a buffer.
+
+    A signal handler may raise before the call gets to the dispatcher and after the call has returned from it; both are
+    covered.
     """
     elements_of = _finder(method)
 
@@ -30,7 +32,8 @@ def accounted(method: Method) -> Method:
         before = here.finished
         try:
             result = method(buffer, *arguments, **named)
-            if (finished := here.finished) is not None and finished is not before:  # the caller's arrays are not kept
+            # store the request without the caller's arrays
+            if (finished := here.finished) is not None and finished is not before:
                 here.finished = finished._replace(source=NOWHERE, sink=NOWHERE, indices=None)
             return result
         except Error:
@@ -43,14 +46,16 @@ def accounted(method: Method) -> Method:
 
 
 def accounted_later(method: Method) -> Method:
-    """Decorate a method that makes an async call. A handler may raise after the engine has it: then the caller has no
-    future, but the error that settle() takes.
+    """Decorate a method that makes an async call.
+
+    A signal handler may raise after the engine has accepted the call. The caller has no future then, but can pass the
+    exception to settle().
     """
     elements_of = _finder(method)
 
     @functools.wraps(method)
     def call(buffer: Any, *arguments: Any, **named: Any) -> Any:
-        # Plain assignments, between which no handler can run. Calls nest: a handler may make calls of its own.
+        # These are plain assignments; no handler can run between them. Calls nest: a handler may make calls of its own.
         before, async_order.here.last = async_order.here.last, None
         try:
             return method(buffer, *arguments, **named)
@@ -61,13 +66,13 @@ def accounted_later(method: Method) -> Method:
             account_later(buffer._dispatcher, error, future, elements_of(buffer, arguments, named))
             raise
         finally:
-            async_order.here.last = before  # and so nothing here keeps the call's arrays
+            async_order.here.last = before  # restored, so that no reference to the call's arrays stays
 
     return cast(Method, call)
 
 
 def _finder(method: Callable[..., Any]) -> Callable[[Any, tuple[Any, ...], Mapping[str, Any]], range | None]:
-    """Return what finds the elements of a call of this method by its arguments; None: they mean none."""
+    """Return a function that finds the elements of a call from its arguments, None if the arguments are invalid."""
     signature = inspect.signature(method)
 
     def elements_of(buffer: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> range | None:
@@ -79,7 +84,7 @@ def _finder(method: Callable[..., Any]) -> Callable[[Any, tuple[Any, ...], Mappi
 
 
 def _elements_of(arguments: Arguments, given: Mapping[str, Any]) -> range:
-    """Return the elements that a method's arguments mean. Raises Error, TypeError, ValueError if they mean none."""
+    """Return the elements that a method's arguments name. Raises Error, TypeError or ValueError if there are none."""
     if "indices" in given:
         first, last = int(given["indices"][0]), int(given["indices"][-1])
         return range(first, last + 1)

@@ -16,24 +16,24 @@ _log = logging.getLogger("smb")
 
 
 class Renewed(Protocol):
-    """A lock, as the renewals need it."""
+    """What the renewals need of a lock."""
 
     @property
     def token(self) -> int:
-        """The fencing token of this holding. Raises InvalidArgumentError once it is released."""
+        """The fencing token of this holding. Raises InvalidArgumentError after the release."""
 
     @property
     def held(self) -> bool:
-        """Whether it is held, as far as is known here."""
+        """True while the lock is held, as far as this process knows."""
 
     def start_renewal(self) -> PendingRequest: ...
 
     def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
-        """Take its answer. Raises LockLostError, UnavailableError."""
+        """Process the answer to a renewal. Raises LockLostError, UnavailableError."""
 
 
 class Renewals:
-    """Renews a client's held locks from one thread, started with the first one."""
+    """Renews a client's held locks from one thread. The first lock starts the thread."""
 
     def __init__(self) -> None:
         self._changed = condition()
@@ -41,17 +41,17 @@ class Renewals:
         self._wakes_at = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._busy: set[int] = set()  # being renewed now
-        self.lost = 0  # locks, since the start
+        self._busy: set[int] = set()  # ids of locks whose renewal is in progress
+        self.lost = 0  # number of locks lost since the start
 
     def held(self) -> int:
-        """How many locks are held, as far as is known here."""
+        """Return the number of locks held, as far as this process knows."""
         with self._changed:
             locks = [ref() for _, _, ref in self._due.values()]
         return sum(lock is not None and lock.held for lock in locks)
 
     def add(self, lock: Renewed, every_s: float) -> None:
-        """Renew it every so many seconds from now on."""
+        """Renew the lock every `every_s` seconds from now on."""
         at = time.monotonic() + every_s
         with self._changed:
             self._due[id(lock)] = (at, every_s, weakref.ref(lock))
@@ -61,8 +61,9 @@ class Renewals:
                     thread.start()
                 except RuntimeError as error:
                     del self._due[id(lock)]
-                    raise Error(f"{error}: nobody would renew the lock") from error
-                self._thread = thread  # not before: if no thread can be had, the next lock tries again
+                    raise Error(f"cannot start a thread to renew the lock: {error}") from error
+                # stored only after the start: if no thread can be started, the next lock tries again
+                self._thread = thread
             elif at < self._wakes_at:
                 self._changed.notify()
 
@@ -94,12 +95,14 @@ class Renewals:
                         self._due[key] = (now + every, every, weakref.ref(lock))
             for key, _, lock in due:
                 if lock is not None and key not in self._busy:
-                    # A thread each: one server that is away must not cost the locks of the others.
+                    # One thread for each renewal: a server that does not answer must not cost the locks at other
+                    # servers.
                     self._busy.add(key)
                     try:
                         threading.Thread(target=self._renew, args=(key, lock), name="smb-renewal", daemon=True).start()
-                    except RuntimeError as error:  # no thread can be had: then this one does it, and others wait
-                        _log.warning("%s: locks are renewed one after the other", error)
+                    # no thread can be started: this one renews the lock, and the others wait
+                    except RuntimeError as error:
+                        _log.warning("cannot start another thread (%s): locks are renewed one after the other", error)
                         self._renew(key, lock)
             del due, lock
 
@@ -112,7 +115,7 @@ class Renewals:
             finally:
                 pending.end()
         except InvalidArgumentError:
-            pass  # released meanwhile
+            pass  # the lock was released in the meantime
         except Error as error:
             _log.warning("%s", error)
         finally:

@@ -14,15 +14,15 @@ from smb.layout import Layout
 
 
 class Operand(Protocol):
-    """A buffer of the call. Messages show it as repr does."""
+    """A buffer that takes part in the call. Messages show its repr."""
 
     @property
     def info(self) -> BufferInfo:
-        """The coordinator's description, as last heard."""
+        """The coordinator's last known description."""
 
 
 def each_of(value: Any, count: int) -> tuple[Any, ...]:
-    """Return one value for each of `count` buffers, where one may have been given for all."""
+    """Return one value for each of `count` buffers: `value` itself, if it is a sequence, or `count` times `value`."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * count
@@ -32,12 +32,12 @@ def check_beside(asked: str, target: Operand, other: Operand) -> None:
     """Raise InvalidArgumentError unless servers can combine `other` with `target`: same dtype, same placement."""
     if target.info.dtype != other.info.dtype:
         raise InvalidArgumentError(
-            f"{asked}: {other!r} has no elements of {target.info.dtype.name}; make it with like={target.info.name!r}"
+            f"{asked}: {other!r} must have the dtype {target.info.dtype.name}; create it with like={target.info.name!r}"
         )
     moves = target.info.movable or other.info.movable
     if _placement(target.info.layout, moves) != _placement(other.info.layout, moves):
         raise InvalidArgumentError(
-            f"{asked}: {other!r} does not lie on the same servers in the same way; make it with "
+            f"{asked}: {other!r} is not striped over the same servers in the same way; create it with "
             f"like={target.info.name!r}"
         )
 
@@ -47,38 +47,40 @@ def check_step(asked: str, rule: OptimizerRule, weights: Operand, gradient: Oper
     for other in (gradient, *state):
         check_beside(asked, weights, other)
         if other.info.versions > 1:
-            raise InvalidArgumentError(f"{asked}: {other!r} keeps several versions (versions)")
+            raise InvalidArgumentError(f"{asked}: {other!r} keeps several versions; gradient and state need versions=1")
     if len({each.info.id for each in (weights, gradient, *state)}) != 2 + len(state):
         raise InvalidArgumentError(f"{asked}: weights, gradient and state must be different buffers")
     for each in (weights, *state) if state else ():
         if each.info.movable and each.info.replicas == 1:
             raise InvalidArgumentError(
-                f"{asked}: {each!r} has one copy and has moved from one server to another, and rule {rule.name!r} "
-                f"changes several buffers as one: that is not there for such buffers; use 'sgd' or 'elastic', or make "
-                f"them anew"
+                f"{asked}: {each!r} has one copy and has moved to another server; rule {rule.name!r} cannot "
+                f"change it together with others as one; use 'sgd' or 'elastic', or create the "
+                f"buffers anew"
             )
     for each in state:
         if each.info.replicas != weights.info.replicas:
             raise InvalidArgumentError(
-                f"{asked}: {each!r} has replicas={each.info.replicas}, and the weights have "
-                f"replicas={weights.info.replicas}; a step changes both as one: make it with "
+                f"{asked}: {each!r} has replicas={each.info.replicas} but the weights have "
+                f"replicas={weights.info.replicas}; a step changes both as one; create it with "
                 f"state_of={weights.info.name!r}"
             )
         if weights.info.replicas > 1 and not each.info.moves_with(weights.info):
             raise InvalidArgumentError(
-                f"{asked}: {each!r} does not move together with the weights from server to server, so that a step "
-                f"could be in one of them alone; make it with state_of={weights.info.name!r}"
+                f"{asked}: {each!r} and the weights can move to different servers, so a failure could leave "
+                f"a step in one of them alone; create it with state_of={weights.info.name!r}"
             )
     if gradient.info.replicas > weights.info.replicas:
         raise InvalidArgumentError(
-            f"{asked}: {gradient!r} has two copies (replicas=2) and the weights have one; create the weights with "
-            f"replicas=2, or it with replicas=1"
+            f"{asked}: {gradient!r} has two copies but the weights have one; create the weights with "
+            f"replicas=2, or the gradient with replicas=1"
         )
 
 
 def _placement(layout: Layout, moves: bool) -> tuple[object, ...]:
-    """Return what two buffers have in common that servers can combine. Where one of them moves they need not lie on the
-    same servers: the client brings what lies apart.
+    """Return what must be equal in two buffers that servers combine.
+
+    If one of the buffers can move, they need not lie on the same servers: the client reads the parts that lie elsewhere
+    and sends them along.
     """
     servers = len(layout.segments) if moves else [segment.server for segment in layout.segments]
     return (layout.nbytes, layout.stripe_bytes, layout.chunk_bytes, servers)

@@ -1,4 +1,4 @@
-"""The optimizers that servers run (Buffer.apply): names, state, numbers. csrc/smb/types.h has the arithmetic."""
+"""The optimizers that servers run (Buffer.apply): names, state and parameters. csrc/smb/types.h has the arithmetic."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from smb.errors import InvalidArgumentError
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_STEP_MAX = 2**53  # beyond it a float64 has not every whole number
+_STEP_MAX = 2**53  # a float64 cannot represent every integer beyond this one
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRule:
-    """One optimizer. `number` travels in frames, `states` names its state, `hyper` has the defaults of its numbers,
-    None if one must be given.
+    """One optimizer. `number` travels in frames, `states` names its state, and `hyper` has the default of each
+    parameter, None if the caller must pass it.
     """
 
     name: str
@@ -42,37 +42,39 @@ RULES: dict[str, OptimizerRule] = {
 
 
 def rule_of(name: str, asked: str) -> OptimizerRule:
-    """Return the rule of a name. InvalidArgumentError, for what was `asked`, where there is none."""
+    """Return the rule of that name. Raises InvalidArgumentError for an unknown name; `asked` names the call."""
     if not isinstance(name, str) or name not in RULES:
-        raise InvalidArgumentError(f"{asked}: there is no rule {name!r}; there are {', '.join(RULES)}")
+        raise InvalidArgumentError(f"{asked}: unknown rule {name!r}; known are {', '.join(RULES)}")
     return RULES[name]
 
 
 def hyper_of(rule: OptimizerRule, given: Mapping[str, float], asked: str) -> dict[str, float]:
-    """Return all numbers of a rule by name. InvalidArgumentError if one is missing, unknown or out of its range."""
+    """Return all parameters of a rule by name. Raises InvalidArgumentError if one is missing, unknown or invalid."""
     strange = [name for name in given if name not in rule.hyper]
     missing = [name for name, default in rule.hyper.items() if default is None and name not in given]
     if strange or missing:
-        problem = f"it has no {strange[0]}" if strange else f"it needs {' and '.join(missing)}"
+        problem = f"{strange[0]} is unknown" if strange else f"{' and '.join(missing)} must be given"
         raise InvalidArgumentError(f"{asked}: rule {rule.name!r} takes {', '.join(rule.hyper)}: {problem}")
     numbers: dict[str, float] = {}
     for name, default in rule.hyper.items():
         value = given.get(name, default)
         try:
-            number = float(value)  # type: ignore[arg-type] # None is refused as no number
+            number = float(value)  # type: ignore[arg-type]  # None is refused like any value that is not a number
         except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidArgumentError(f"{asked}: {name}={value!r} is no number") from error
+            raise InvalidArgumentError(f"{asked}: {name} must be a number, not {value!r}") from error
         if not _is_in_range(name, number):
-            raise InvalidArgumentError(f"{asked}: {name}={value!r}: {_RANGES.get(name, 'a finite float32')} is needed")
+            raise InvalidArgumentError(
+                f"{asked}: {name} must be {_RANGES.get(name, 'a finite float32')}, not {value!r}"
+            )
         numbers[name] = number
     return numbers
 
 
 _RANGES = {
-    "beta1": "0 <= beta1 < 1",
-    "beta2": "0 <= beta2 < 1",
+    "beta1": "at least 0 and less than 1",
+    "beta2": "at least 0 and less than 1",
     "eps": "a finite float32 of 0 or more",
-    "step": "the number of this step, whole and at least 1,",
+    "step": "an integer from 1 to 2**53",
 }
 
 

@@ -24,35 +24,35 @@ from smb.errors import (
     UnavailableError,
 )
 
-_ONE_LOST = "this buffer's memory or the other's was lost: read both to see which"
+_ONE_LOST = "the memory of one of the call's buffers was lost: read each to see which"
 
 
 class TakenOut(Protocol):
-    """The part of a residual that a call took out."""
+    """The part that a call took out of a residual."""
 
     @property
     def count(self) -> int:
-        """Elements from the first to the last."""
+        """The number of elements from the first to the last."""
 
     def put_back(self, missing: list[range]) -> None:
-        """These elements were not applied and never will be."""
+        """Add these elements to the residual again: they were not applied and never will be."""
 
 
 @dataclass(slots=True)
 class Failed:
-    """A call that failed, of which its error tells settle."""
+    """The account of a failed call: what settle() needs to know. The call's error carries it."""
 
-    calls: object  # the dispatcher that made it
-    elements: range  # all of the call
+    calls: object  # the dispatcher that made the call
+    elements: range  # all elements of the call
     unknown: UnknownParts | None = None
-    missing: tuple[range, ...] = ()  # beside `unknown`: not applied, nor ever will be
-    sending: TakenOut | None = None  # what it took out of a residual; put back once
+    missing: tuple[range, ...] = ()  # not applied, nor will they be; in addition to `unknown`
+    sending: TakenOut | None = None  # taken out of a residual; put back at most once
     settled: bool = False
-    future: Future[Any] | None = None  # of an async call that goes on: how it ends is how the call ended
+    future: Future[Any] | None = None  # of an async call that goes on: the call's outcome is the future's
 
 
 def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
-    """(offset, length) in bytes as ranges of elements, sorted, neighbours joined."""
+    """Return (offset, length) in bytes as ranges of elements, sorted, with neighbours joined."""
     ranges: list[range] = []
     for at, length in sorted(parts):
         start, stop = at // itemsize, (at + length) // itemsize
@@ -64,7 +64,9 @@ def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:
 
 
 def outcome_of(parts: Sequence[tuple[int, int, PartOutcome]], confirmed_bytes: int, nbytes: int) -> CallOutcome:
-    """Return the outcome of a change of `nbytes`; `parts`, (offset, length, state), were not confirmed at once."""
+    """Return the outcome of a change of `nbytes` bytes. `parts` are the (offset, length, state) of what was not
+    confirmed at once.
+    """
     states = {state for _, _, state in parts}
     if states == {PartOutcome.NOT_APPLIED} and confirmed_bytes == 0:
         return NOT_APPLIED
@@ -85,15 +87,17 @@ def error_of(
     why: str = "",
     moved: bool = False,
 ) -> Error:
-    """Return what to raise: what was `asked`, of `where`, why it failed (`timeout`: seconds; `reader`: the session may
-    read it only; `why` the peer there is not trusted; `moved`: its segments move,
-    and the coordinator knows of none whose memory is lost), and what of it was `applied`.
+    """Return the exception for a failed call.
+
+    `asked` names the call, `where` the server, and `applied` says what was applied. `timeout` is in seconds. `reader`:
+    the session may only read the segment. `why`: the reason why the peer there is not trusted. `moved`: the segments
+    have moved, and the coordinator knows of no lost memory.
     """
     if outcome.status is Status.TIMEOUT:
         return DeadlineError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
     if outcome.status is Status.NOT_FOUND and moved:
         return UnavailableError(
-            f"{asked}: this was on its way to a server that has the segment no more; no memory is known to be lost, so "
+            f"{asked}: the request went to a server that no longer has the segment; no memory is known to be lost, so "
             f"the segment has moved; {applied}"
         )
     if outcome.status is Status.NOT_FOUND:
@@ -101,37 +105,45 @@ def error_of(
         return UnavailableError(f"{asked}: {where} has no such segment; {lost}; {applied}")
     if outcome.status is Status.NAMESPACE:
         return UnavailableError(
-            f"{asked}: {where} has moved to another PID namespace, so its memory can't be mapped any more; "
+            f"{asked}: {where} now runs in another PID namespace, so its memory can no longer be mapped; "
             f"the next call looks for another path; {applied}"
         )
     if outcome.status in (Status.DISCONNECTED, Status.LINK_LOST, Status.STALE_EPOCH):
         return UnavailableError(
-            f"{asked}: the connection to {where} was lost, and not made again within {timeout:g} s"
-            f"{f' (who answers there is not it, or does not take us: {why})' if why else ''}; {applied}"
+            f"{asked}: the connection to {where} was lost, and could not be made again within {timeout:g} s"
+            f"{f' (the peer at that address was not accepted, or did not accept this client: {why})' if why else ''}; "
+            f"{applied}"
         )
     if outcome.status is Status.LOCK_LOST:
         return LockLostError(
-            f"{asked}: the lock that it is fenced with was lost, and may be another's; nothing was applied"
+            f"{asked}: the lock passed as fence= was lost, and another client may hold it; nothing was applied"
         )
     if outcome.status is Status.EVICTED:
-        return UnavailableError(f"{asked}: {where} has forgotten how far this session had come; {applied}")
+        return UnavailableError(f"{asked}: {where} no longer has this session's completion records; {applied}")
     if outcome.status is Status.SESSION_ENDED:
         return UnavailableError(f"{asked}: {SESSION_ENDED}; {applied}")
     if outcome.status is Status.INVALID:
-        return InvalidArgumentError(f"{asked}: {where} refused it as invalid; {applied}")
+        return InvalidArgumentError(f"{asked}: {where} refused the request as invalid; {applied}")
     if outcome.status is Status.DENIED:
-        why = "it may only read it" if reader else "its right has expired and the coordinator gave no newer one"
-        return PermissionDeniedError(f"{asked}: {where} does not let this session do it: {why}; {applied}")
+        why = (
+            "the session may only read the buffer"
+            if reader
+            else "its token has expired and the coordinator gave no other"
+        )
+        return PermissionDeniedError(f"{asked}: {where} does not allow this session to do that: {why}; {applied}")
     if outcome.status is Status.APART:
-        return UnavailableError(f"{asked}: its source lies on other servers than {where}; {applied}")
+        return UnavailableError(f"{asked}: the source does not lie on {where}, where the target lies; {applied}")
     if outcome.status is Status.VERSION and opcode is Opcode.APPLY:
-        return TransportError(f"{asked}: {where} is of a release that takes no gradient from a client; {applied}")
+        return TransportError(
+            f"{asked}: {where} runs a release that cannot take a gradient from a client; run newer memory servers; "
+            f"{applied}"
+        )
     if outcome.status is Status.VERSION:
         return TransportError(
-            f"{asked}: {where} is of a release that does not know this wire; run newer memory servers, or pass "
+            f"{asked}: {where} runs a release that does not know this wire; run newer memory servers, or pass "
             f"wire='int8'; {applied}"
         )
     if outcome.status is Status.OUT_OF_MEMORY:
-        no_memory = f"{where} has no memory for it (its file system is full?), or this process has none"
+        no_memory = f"{where} (is its file system full?) or this process ran out of memory"
         return OutOfMemoryError(f"{asked}: {no_memory}; {applied}")
     return TransportError(f"{asked}: {where}: {outcome.status.name.lower()}; {applied}")

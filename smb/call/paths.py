@@ -25,44 +25,46 @@ from smb.errors import (
 from smb.transport.base import Deadline, SegmentLocation, SegmentPath
 from smb.transport.choose import describe
 
-_ASK_S = 1.0  # at most, for where a buffer is: without an answer its servers may still be where they were
-_LOST_ASK_S = 0.2  # beyond a call's time: to hear whether what it did not reach is lost
+_ASK_S = 1.0  # the longest wait for a buffer's location: without an answer its servers may still be where they were
+_LOST_ASK_S = 0.2  # added to a call's time, to hear whether memory that the call did not reach is lost
 
 _log = logging.getLogger("smb")
 
 
 class Paths:
-    """One buffer's paths, and what is known of it. Thread-safe: calls in progress keep the handle they began with."""
+    """One buffer's paths and its last known description. Thread-safe: calls in progress keep the handle they began
+    with.
+    """
 
     def __init__(self, session: Session, arguments: Arguments, target: DirectTarget, turns: Turns) -> None:
-        """`arguments` has what was last heard of the buffer. `target` is where direct methods look for a handle; they
-        may use it while the async calls of `turns` are done.
+        """`arguments` has the buffer's last known description. Direct methods look for a handle in `target`, and may
+        use it while no async calls are in `turns`.
         """
         self.session = session
-        self.handle: BufferHandle | None = None  # None: paths have to be looked for
-        self.gated_handle: BufferHandle | None = None  # for fenced changes: links only
+        self.handle: BufferHandle | None = None  # None: paths have to be found first
+        self.gated_handle: BufferHandle | None = None  # for fenced changes: links only, no mapping
         self.found: tuple[SegmentPath, ...] = ()
-        self.lost = arguments.info.lost  # memory of some segment, as the coordinator said
+        self.lost = arguments.info.lost  # memory of some segment is lost, by the coordinator's last answer
         self._arguments = arguments
         self._target = target
         self._turns = turns
-        self._lock = threading.Lock()  # while paths are looked for
-        self._gated_links: tuple[tuple[Link, ...], ...] = ()  # of its segments
+        self._lock = threading.Lock()  # held while paths are being found
+        self._gated_links: tuple[tuple[Link, ...], ...] = ()  # of each segment
         self._homes: tuple[Home, ...] = ()
-        self._ask_first = False  # the coordinator, before paths are looked for again: a server may have moved
+        self._ask_first = False  # ask the coordinator before the next search for paths: a server may have moved
 
     @property
     def info(self) -> BufferInfo:
-        """The coordinator's last description of the buffer."""
+        """The coordinator's last known description of the buffer."""
         return self._arguments.info
 
     @property
     def movable(self) -> bool:
-        """Whether its segments are reached through their servers alone, as they may move."""
+        """True if the segments may move, so that they are reached through their servers alone."""
         return self.info.movable
 
     def ensure(self, deadline: Deadline) -> BufferHandle:
-        """Return a handle all of whose segments are reachable."""
+        """Return a handle to all segments, by the best paths. Waits for servers that come back, up to the deadline."""
         if (handle := self.handle) is not None:
             return handle
         with self._lock:
@@ -77,7 +79,7 @@ class Paths:
             return self.handle
 
     def gated(self, deadline: Deadline) -> BufferHandle:
-        """Return a handle all of whose segments are reached through their servers."""
+        """Return a handle that reaches all segments through their servers."""
         self.ensure(deadline)
         with self._lock:
             if self.gated_handle is None:
@@ -85,7 +87,7 @@ class Paths:
             return self.gated_handle
 
     def forget(self, handle: BufferHandle | None) -> None:
-        """Look for new paths at the next call, unless another thread has done so already."""
+        """Look for new paths at the next call, unless another thread has replaced this handle already."""
         with self._lock:
             if handle is not None and handle in (self.handle, self.gated_handle):
                 self._target.disarm()
@@ -98,46 +100,47 @@ class Paths:
         self.forget(self.handle)
 
     def refresh(self, deadline: Deadline) -> bool:
-        """Ask where the buffer is now, and what it is called; False if the coordinator does not answer. Raises
-        NotFoundError if it is gone.
+        """Ask the coordinator for the buffer's present location and name. False if it does not answer.
+
+        Raises NotFoundError if the buffer was deleted.
         """
         name, buffer_id = self.info.name, self.info.id
         patience_s = min(_ASK_S, deadline.left())
         try:
-            # By its id: it may have been renamed since.
+            # Look the buffer up by id: it may have been renamed.
             info = BufferInfo.of(self.session.coordinator.open_buffer(name, 0.0, patience_s, buffer_id))
         except (UnavailableError, DeadlineError):
-            return False  # it is away: the servers may still be where they were
+            return False  # the coordinator is away; the servers may still be where they were
         except NotFoundError as error:
             raise NotFoundError(f"buffer {name!r} was deleted") from error
         if info.id != buffer_id:
-            raise NotFoundError(f"buffer {name!r} was deleted and made anew, or replaced; open it again")
+            raise NotFoundError(f"buffer {name!r} was deleted and created again, or replaced; open it again")
         self._arguments.info, self.lost = info, info.lost
         return True
 
     def reopen(self, deadline: Deadline) -> bool:
-        """Get newer tokens, which the next call shows; False if the coordinator does not answer."""
+        """Request newer tokens, which the next call presents. False if the coordinator does not answer."""
         if not self.refresh(deadline):
             return False
         self.look_again()
         return True
 
     def is_lost(self) -> bool:
-        """Whether memory of this buffer is lost. Asks the coordinator; without its answer it is what it said before."""
-        with contextlib.suppress(NotFoundError):  # deleted: the next call says so
+        """Return True if memory of this buffer is lost. Asks the coordinator; without an answer its last one counts."""
+        with contextlib.suppress(NotFoundError):  # the buffer was deleted: the next call raises that
             self.refresh(Deadline(_LOST_ASK_S))
         return self.lost
 
     def alive(self) -> bool:
-        """Whether all links can still get a new connection."""
+        """True if all links can still get a new connection."""
         return all(link.alive() for path in self.found for link in path.links)
 
     def read_only(self, segment: int) -> bool:
-        """Whether the coordinator gave this session no right to write to the segment of that index."""
+        """Return True if the coordinator gave this session no right to write to the segment with that index."""
         return self.session.coordinator.tokens.read_only(self.info.layout.segments[segment].id)
 
     def are_lost(self, offset: int, nbytes: int) -> bool:
-        """Whether memory of these bytes is lost, as the coordinator said."""
+        """Return True if memory of these bytes is lost, by the coordinator's last answer."""
         layout = self.info.layout
         first = offset // layout.stripe_bytes
         stripes = (offset + nbytes - 1) // layout.stripe_bytes - first + 1
@@ -145,7 +148,7 @@ class Paths:
         return any(layout.segments[(first + i) % count].lost for i in range(min(stripes, count)))
 
     def lies_apart(self, source: Paths) -> bool:
-        """Whether a source lies on other servers than this buffer, as far as is known here."""
+        """Return True if a source lies on other servers than this buffer, by the descriptions known here."""
         if not self.movable and not source.movable:
             return False
         here, there = self.info.layout.segments, source.info.layout.segments
@@ -153,8 +156,10 @@ class Paths:
         return any(server_of(a) != server_of(b) for a, b in zip(here, there, strict=True))
 
     def show(self, others: Sequence[Paths], deadline: Deadline) -> None:
-        """Show the tokens of the others' segments on this buffer's links: segments with two copies have links of their
-        own. A server that does not take one denies the call.
+        """Present the tokens of the other buffers' segments on this buffer's links.
+
+        Segments with two copies have links of their own, so a server may not know those tokens yet. A server that
+        rejects one refuses the call.
         """
         tokens = self.session.coordinator.tokens
         for index, links in enumerate(self._gated_links):
@@ -164,7 +169,7 @@ class Paths:
                         tokens.show(link, other.info.layout.segments[index].id, deadline.left_ms())
 
     def homes(self) -> tuple[Home, ...]:
-        """The segments to ask about locks and versions: the home first, then the others."""
+        """Return the segments to ask about locks and versions: the home first, then the others."""
         homes = self._homes
         if not homes:
             layout = self.info.layout
@@ -185,10 +190,10 @@ class Paths:
             raise UnavailableError("the coordinator does not answer")
         return self.info.layout.segments[index]
 
-    # ---- to reach them, with the lock
+    # ---- finding paths; the caller holds the lock
 
     def look(self, deadline: Deadline) -> Heard:
-        """Ask the coordinator where the segments are now; `moved`: some are elsewhere, or in another role."""
+        """Ask the coordinator where the segments are now. `moved` in the answer: some have another server or role."""
         before = self._servers()
         answered = self.refresh(deadline)
         return Heard(answered, self._servers() != before, self.lost)
@@ -197,7 +202,7 @@ class Paths:
         return [(segment.server, segment.epoch) for segment in self.info.layout.segments]
 
     def _explain(self, error: Error, lost: bool) -> None:
-        """Raise what says more of a segment that is not reached, if there is more to say."""
+        """Raise a more precise error for a segment that was not reached, if there is one."""
         if isinstance(error, UnavailableError) and LOST not in str(error):
             name = f"buffer {self.info.name!r}"
             raise UnavailableError(
@@ -217,11 +222,13 @@ class Paths:
         try:
             paths = self.session.reach(layout.segments, layout.epoch, deadline)
         except NotFoundError as error:
-            self.refresh(deadline)  # raises if the buffer is gone for the coordinator too
+            self.refresh(deadline)  # raises NotFoundError if the coordinator does not know the buffer either
             raise UnavailableError(f"buffer {self.info.name!r}: {error}; {LOST}") from error
         for segment, path in zip(layout.segments, paths, strict=True):
             if segment.lost and path.links and not any(link.connected() for link in path.links):
-                away = f"memory server {segment.server} at {segment.address} is away, and had no such segment"
+                away = (
+                    f"memory server {segment.server} at {segment.address} is away, and did not have the segment before"
+                )
                 raise UnavailableError(f"buffer {self.info.name!r}: {away}; {LOST}")
         handle = self._new_handle()
         for index, (segment, path) in enumerate(zip(layout.segments, paths, strict=True)):
@@ -255,7 +262,7 @@ class Paths:
 def handles_of(
     ours: Paths, others: Sequence[Paths], deadline: Deadline, *, gated: bool
 ) -> tuple[BufferHandle, Sequence[BufferHandle]]:
-    """Return the handles of a call's buffers, all by one kind of path: `gated`, through the servers."""
+    """Return the handles of a call's buffers, all by the same kind of path; with `gated`, through the servers."""
     if not others:
         return (ours.gated(deadline) if gated else ours.ensure(deadline)), []
     moves = any(each.movable for each in (ours, *others))
@@ -268,8 +275,9 @@ def handles_of(
 
 
 def _reached_alike(ours: Paths, others: Sequence[Paths], deadline: Deadline) -> bool:
-    """Whether on each server the segments of all buffers are reached by one kind of path. A server may send clients
-    away from the mapping of one segment before the coordinator says that this segment moves.
+    """Return True if on each server the segments of all buffers are reached by the same kind of path.
+
+    A server may refuse the mapping of one segment before the coordinator says that this segment moves.
     """
     kinds = set()
     for each in (ours, *others):

@@ -1,4 +1,4 @@
-"""The published states that a client publishes or reads: for its metrics, and for the coordinator's page."""
+"""The states that a client publishes or follows, for its metrics and the coordinator's dashboard."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class PublishedState(Protocol):
 
     @property
     def last(self) -> int:
-        """The generation that it published, or read, last; 0 before the first. No call."""
+        """The generation that was published, or read, last; 0 before the first. Makes no call."""
 
     @property
     def source(self) -> str:
-        """The mirror from which it reads; "" if it reads the state's own buffer, or publishes. No call."""
+        """The mirror that the state is read from; "" for the state's own buffer and for a publisher. Makes no call."""
 
 
 class PublishedStates:
-    """Those of one client that are there: a state is forgotten with its Publisher or Follower."""
+    """The published states of one client. A state is forgotten with its Publisher or Follower."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._states: list[weakref.ref[PublishedState]] = []
 
     def add(self, state: PublishedState) -> None:
-        """Tell of it while it is there."""
+        """Include the state for as long as its object exists."""
         with self._lock:
             self._states = [each for each in self._states if each() is not None] + [weakref.ref(state)]
 
     def generations(self) -> dict[tuple[str, str], int]:
-        """Return the generation by state and role. Of several readers of a state: the one that is furthest behind."""
+        """Return the generation by state and role. Of several readers of a state the one furthest behind counts."""
         return {key: state.last for key, state in self._furthest_behind().items()}
 
     def reports(self, most: int) -> list[pb.StateReport]:
-        """Return what is said of states to the coordinator, of at most so many."""
+        """Return the reports to the coordinator, at most `most` of them."""
         return [
             pb.StateReport(name=name, publishes=role == PUBLISHER, generation=state.last, source=state.source)
             for (name, role), state in list(self._furthest_behind().items())[:most]

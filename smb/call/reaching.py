@@ -1,4 +1,4 @@
-"""Goes on trying to reach a segment until it is reached, it is known to be lost, or the time is over."""
+"""Tries to reach a segment until it is reached, is known to be lost, or the time is over."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ Reached = TypeVar("Reached")
 
 
 class Sought(Protocol):
-    """What is to be reached: the segments of a buffer, or one segment."""
+    """The segments to reach: those of a buffer, or a single one."""
 
     @property
     def movable(self) -> bool:
-        """Whether its servers have roles, which may change."""
+        """True if the segments' servers have roles, which may change."""
 
     def look(self, deadline: Deadline) -> Heard:
-        """Ask the coordinator where it is now; `moved`: elsewhere than before. Raises NotFoundError if it is gone."""
+        """Ask the coordinator where the segments are now; `moved`: elsewhere than before. Raises NotFoundError if they
+        were deleted.
+        """
 
 
 def pauses(deadline: Deadline) -> Backoff:
@@ -41,8 +43,10 @@ def until_reached(
     *,
     ask_first: bool = False,
 ) -> Reached:
-    """Return what `attach` returns. Waits for servers that come back, and asks where they are. Blocks up to the
-    deadline. Raises the last failure, or what `explain` raises, given that failure and whether memory is lost.
+    """Return the result of `attach`. Waits for servers that come back, and asks the coordinator where they are.
+
+    Blocks up to the deadline. Raises the last failure, or what `explain` raises for that failure and for whether memory
+    is lost.
     """
     backoff = pauses(deadline)
     check_open()

@@ -1,4 +1,4 @@
-"""The narrow view of a client that the parts of a call have."""
+"""The narrow view of a client that the modules of a call use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Session(Protocol):
     verbs: Rdma
 
     def check_open(self) -> None:
-        """Raise UnavailableError if it was closed, Error in a child of fork."""
+        """Raise UnavailableError if the client was closed, Error in a child of fork."""
 
     def reach(self, locations: Sequence[SegmentLocation], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the path to each segment."""
@@ -35,7 +35,7 @@ class Session(Protocol):
         """Return the links on which changes of a segment go through its server."""
 
     def reach_waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
-        """Return the link for what waits at a segment's server."""
+        """Return the link for requests that wait at a segment's server."""
 
     def server_of(self, location: SegmentLocation) -> str:
         """Return the server that a segment's calls go to."""
@@ -48,41 +48,43 @@ class Session(Protocol):
 
 
 class Fence(Protocol):
-    """The lock that a change is made under."""
+    """The lock under which a change is made."""
 
     @property
     def owner(self) -> object:
-        """The dispatcher of the buffer whose lock it is; None for a lock by itself."""
+        """The dispatcher of the buffer that the lock belongs to; None for a standalone lock."""
 
     @property
     def token(self) -> int:
-        """The fencing token. Raises InvalidArgumentError unless the lock is taken."""
+        """The fencing token. Raises InvalidArgumentError unless the lock is held."""
 
     def lose(self, token: int) -> None:
-        """It is known to be lost."""
+        """Mark the holding with this token as lost."""
 
 
 class FenceAsMade:
-    """The lock of an async call, with the token that it had when the call was made. The lock may be released, and taken
-    anew, before the call's turn: that is another holding, and others may have changed the buffer in between.
+    """The lock of an async call, with the token that it had when the call was made.
+
+    Before the call's turn the lock may be released and taken again. That is another holding, and other clients may have
+    changed the buffer in between.
     """
 
     def __init__(self, fence: Any) -> None:
-        self.owner: object = getattr(fence, "owner", None)  # None of what is no lock, which the call refuses
+        self.owner: object = getattr(fence, "owner", None)  # None if `fence` is not a lock; the call refuses it
         self._fence = fence
         self._token, self._refused = 0, ""
         try:
             self._token = getattr(fence, "token", 0)
         except InvalidArgumentError as error:
-            self._refused = str(error)  # the call's future says so; the error itself would keep this frame
+            self._refused = str(error)  # the call's future raises it; the exception itself would keep this frame alive
 
     @property
     def token(self) -> int:
-        """The fencing token. Raises InvalidArgumentError unless the lock was taken."""
+        """The fencing token. Raises InvalidArgumentError unless the lock was held."""
         if self._refused:
             raise InvalidArgumentError(self._refused)
         return self._token
 
     def lose(self, token: int) -> None:
-        """It is known to be lost: of the lock's present holding only if it is that one."""
+        """Mark the lock as lost, if its present holding has this token."""
         self._fence.lose(token)

@@ -1,4 +1,4 @@
-"""Finds out what became of a call that failed: Buffer.settle."""
+"""Finds out what became of a failed call: Buffer.settle."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from smb.errors import (
 )
 from smb.transport.base import Deadline
 
-_LOST_WITH_IT = f"it can't be known: {LOST}"
+_LOST_WITH_IT = f"the outcome cannot be found out: {LOST}"
 
 
 def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: Deadline) -> list[range]:
     """Return the elements to which a call of `calls` was not applied, and never will be; see Buffer.settle."""
     asked = calls.arguments.asked("settle")
-    failed: Any = error  # KeyboardInterrupt in the middle of a call has an account and an outcome, too
+    # an interrupt in the middle of a call, e.g. KeyboardInterrupt, has an account and an outcome, too
+    failed: Any = error
     account = getattr(failed, "smb_account", None)
     if not isinstance(account, Failed) or account.calls is not calls:
         raise InvalidArgumentError(
-            f"{asked}: {error!r} is not of a call of this object that got as far as its elements; nothing to settle"
+            f"{asked}: {error!r} does not come from a call of this Buffer object that reached its elements; nothing to "
+            "settle"
         )
     if account.future is not None:
         return _settle_future(failed, account, session, calls, deadline)
     if account.unknown is None and not account.missing:
         if failed.outcome == UNKNOWN:
-            raise UnavailableError(f"{asked}: no account was kept of that call: it can't be known")
+            raise UnavailableError(f"{asked}: no account of that call was kept, so its outcome cannot be found out")
         return [] if account.settled or failed.outcome == APPLIED else [account.elements]
     try:
         unknown = account.unknown
@@ -48,11 +50,13 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
     except EngineError as failure:
         if calls.paths.is_lost():
             raise UnavailableError(f"{asked}: {_LOST_WITH_IT}") from failure
-        raise DeadlineError(f"{asked}: a server it needs did not answer in time; try again") from failure
+        raise DeadlineError(f"{asked}: a server that knows the outcome did not answer in time; try again") from failure
     if any(state is PartOutcome.UNKNOWN for _, _, state in parts):
         if calls.paths.is_lost():
             raise UnavailableError(f"{asked}: {_LOST_WITH_IT}")
-        raise UnavailableError(f"{asked}: a server has forgotten how far this session had come: it can't be known")
+        raise UnavailableError(
+            f"{asked}: a server no longer has this session's completion records, so the outcome cannot be found out"
+        )
     missing = [(at, length) for at, length, state in parts if state is PartOutcome.NOT_APPLIED]
     itemsize = calls.arguments.itemsize
     missing += [(part.start * itemsize, len(part) * itemsize) for part in account.missing]
@@ -72,12 +76,12 @@ def settle(error: BaseException, session: Session, calls: Dispatcher, deadline: 
 def _settle_future(
     failed: Any, account: Failed, session: Session, calls: Dispatcher, deadline: Deadline
 ) -> list[range]:
-    """The same of an async call that a signal's handler ended for its caller, and that goes on by itself."""
+    """Do the same for an async call that goes on although a signal handler ended it for its caller."""
     future = account.future
     assert future is not None
     try:
         ended = future.exception(deadline.left())
-    except CancelledError:  # the client was closed before it began
+    except CancelledError:  # the client was closed before the call began
         failed.outcome = NOT_APPLIED
         return [account.elements]
     except FutureTimeoutError as late:
@@ -92,14 +96,14 @@ def _settle_future(
 
 
 def leave_to_settle(error: BaseException, session: Session, calls: Dispatcher, sending: TakenOut) -> bool:
-    """Account for what a failed call took out of a residual. False: nothing of it was applied, nor will be."""
+    """Keep for settle() what a failed call took out of a residual. False if no part of it was or will be applied."""
     failed = getattr(error, "smb_account", None)
     if failed is None or getattr(error, "outcome", UNKNOWN) == NOT_APPLIED:
         return False
     try:
         missing = settle(error, session, calls, Deadline(0))
     except Error:
-        failed.sending = sending  # as if all was applied, until settle finds out
+        failed.sending = sending  # treated as applied until settle() finds out
         return True
     if sum(map(len, missing)) == sending.count:
         return False

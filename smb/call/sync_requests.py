@@ -1,7 +1,7 @@
-"""Requests that wait at a segment's server, from the client's side: for locks, barriers and versions.
+"""The client's side of requests that wait at a segment's server: for locks, barriers and versions.
 
-A request that waits is deferred at the server. Its thread here waits in the engine, in short turns, so that Ctrl-C and
-close() get through. It survives a lost connection and a restart of the server: the link sends it again.
+The server defers such a request. The client's thread waits in the engine, in short turns, so that Ctrl-C and close()
+are noticed. The request survives a lost connection and a restart of the server: the link sends it again.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ from smb.errors import (
 )
 from smb.transport.base import Deadline, SegmentLocation
 
-USER_LOCK, PUBLISHER_LOCK = 0, 1  # of a segment: csrc/memory/sync.h
+USER_LOCK, PUBLISHER_LOCK = 0, 1  # locks of a segment: csrc/memory/sync.h
 FOREVER_MS = 2**64 - 1
 LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
-LOST_WAIT_MS = 1000  # for a server that may have lost what is asked for: others than the lost one answer by then
+LOST_WAIT_MS = 1000  # wait for a server that may have lost the memory: servers that have not answer by then
 _TURN_MS = 200
-_LOOK_S = 1.0  # without a connection the coordinator is asked so often whether the memory is lost
+_LOOK_S = 1.0  # while there is no connection, the coordinator is asked this often whether the memory is lost
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
 _PINS_MAX = 1024  # csrc/memory/pins.h: SESSION_PINS_MAX
 
 
 def wait_ms(timeout: float | None) -> int:
-    """Return a timeout in seconds, None for none, as the server takes it."""
+    """Return a timeout in seconds (None: no limit) in milliseconds, as the server takes it."""
     return FOREVER_MS if timeout is None else max(0, round(timeout * 1000))
 
 
 def _words_after(opcode: AskOpcode, words: tuple[int, ...], passed_s: float) -> tuple[int, ...]:
-    """Return the words of a request that was made so long ago and is made again: what is left of its timeout, and how
-    long it has waited (docs/protocol.md).
+    """Return the words of a request that is made again `passed_s` seconds after the first time.
+
+    The timeout becomes the rest of the timeout, and the time waited so far is added (docs/protocol.md).
     """
     if passed_s * 1000 < 1 or opcode not in (AskOpcode.LOCK, AskOpcode.AWAIT_VERSION) or len(words) < 2:
         return words
@@ -61,28 +62,28 @@ def _words_after(opcode: AskOpcode, words: tuple[int, ...], passed_s: float) -> 
 
 
 def outcome_unknown(error: BaseException) -> None:
-    """Give what a signal's handler raised the outcome "unknown", unless it has one."""
+    """Give an exception from a signal handler the outcome "unknown", unless it has an outcome."""
     if not hasattr(error, "outcome"):
         interrupt: Any = error
         interrupt.outcome = UNKNOWN
 
 
 class SegmentMovedError(UnavailableError):
-    """The server does not answer for the segment: it may have moved."""
+    """The server does not answer for the segment, which may have moved."""
 
 
 class NotInTimeError(DeadlineError):
-    """The server answered: what was waited for did not come within the time given. Nothing was done."""
+    """The server answered that the wait ended after the given time. Nothing was done."""
 
 
 class _Refused(NamedTuple):
-    """The end of a request of which its server did nothing."""
+    """The end of a request that its server did not execute."""
 
     status: Status
     sent: bool = False
 
 
-# A request that was not sent is one whose segment may be elsewhere.
+# The segment of a request that could not be sent may be elsewhere.
 _STATUSES: Mapping[type[Error], Status] = {
     PermissionDeniedError: Status.DENIED,
     SegmentMovedError: Status.STALE_EPOCH,
@@ -91,7 +92,7 @@ _STATUSES: Mapping[type[Error], Status] = {
 
 
 class Home:
-    """A segment and what it is called. `relocate` returns where it is now, e.g. after its server moved."""
+    """A segment and its name in messages. `relocate` returns its present location, e.g. after its server moved."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Home:
         *,
         named: bool = False,
     ) -> None:
-        """`named`: of a lock or barrier by itself. It is freed when nobody uses it, and `relocate` makes it anew."""
+        """`named`: a standalone lock or barrier, which is freed when it is unused; `relocate` makes it anew then."""
         self.what = what
         self.named = named
         self._client = client
@@ -115,11 +116,10 @@ class Home:
     def ask(
         self, asked: str, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, wait: float | None = 0.0
     ) -> Reply:
-        """Return the server's answer; blocks `wait` seconds (None: without end), and the client's timeout on top of
-        that.
+        """Return the server's answer. Blocks up to `wait` seconds (None: without limit) plus the client's timeout.
 
-        Raises NotInTimeError, TimeoutError (of unknown outcome: no answer), LockLostError, BrokenBarrierError,
-        NotFoundError (it was deleted), UnavailableError (the server was not reached for the client's timeout).
+        Raises NotInTimeError, TimeoutError (no answer, outcome unknown), LockLostError, BrokenBarrierError,
+        NotFoundError (deleted), UnavailableError (the server could not be reached within the client's timeout).
         """
         first, reopened = time.monotonic(), False
         backoff = pauses(Deadline(self._client.timeout))
@@ -129,15 +129,16 @@ class Home:
             try:
                 left = None if wait is None else max(0.0, wait - passed_s)
                 return self._ask(asked, opcode, argument, _words_after(opcode, words, passed_s), left)
-            except (PermissionDeniedError, SegmentMovedError, NotFoundError) as error:  # nothing was done
-                if opcode is AskOpcode.AWAIT_BARRIER and isinstance(error, NotFoundError):  # with who had arrived
+            except (PermissionDeniedError, SegmentMovedError, NotFoundError) as error:  # the server did nothing
+                # the parties that had arrived are forgotten, too
+                if opcode is AskOpcode.AWAIT_BARRIER and isinstance(error, NotFoundError):
                     raise BrokenBarrierError(
-                        f"{asked}: {self._where()} does not have it any more: it was idle, or its memory was lost; "
+                        f"{asked}: {self._where()} no longer has the barrier: it was idle, or its memory was lost; "
                         f"the next round starts clean"
                     ) from error
                 if (
                     isinstance(error, SegmentMovedError) and time.monotonic() - began > _TURN_MS / 1000
-                ):  # it has waited there
+                ):  # the request has waited there
                     backoff = pauses(Deadline(self._client.timeout))
                 action = self._recover(asked, error, backoff, reopened=reopened)
                 if action is Action.FAIL:
@@ -145,14 +146,16 @@ class Home:
                 reopened |= action is Action.REOPEN
 
     def _recover(self, asked: str, error: Error, backoff: Backoff, *, reopened: bool) -> Action:
-        """Act on what decide() says of a request that its server did not take. Return what was done before the request
-        is made again; FAIL: its error is to be raised. Raises what says more than that error.
+        """Do what decide() says after a server did not accept a request.
+
+        Returns the action after which the request has to be made again, or FAIL if its error has to be raised. Raises a
+        more precise error if there is one.
         """
         refused, heard = _Refused(_STATUSES[type(error)]), None
         read_only = self._client.coordinator.tokens.read_only(self._location.id)
         while True:
             facts = Facts(
-                in_time=not backoff.over() or (heard is not None and heard.moved),  # where it is now nobody was asked
+                in_time=not backoff.over() or (heard is not None and heard.moved),  # the new location was not asked yet
                 heard=heard,
                 repeatable=not read_only,
                 read_only=read_only,
@@ -185,14 +188,17 @@ class Home:
                     return Action.FAIL
 
     def _follow(self) -> Heard:
-        """Go where the segment is now. It stays where it was if it is gone, or the coordinator does not answer."""
+        """Ask for the segment's present location and use it. Keeps the old one if there is no answer or the segment is
+        gone.
+        """
         try:
             found = self._relocate()
         except (UnavailableError, DeadlineError):
             return Heard(answered=False)
         except Error:
             return Heard(answered=True)
-        if found.id != self._location.id:  # a name made anew: who was waiting at the old one must not go on at this one
+        # the name was made anew: a request that waited at the old lock or barrier must not go on at the new one
+        if found.id != self._location.id:
             self._location = replace(self._location, lost=False)
             return Heard(answered=True)
         return self._go_to(found)
@@ -206,19 +212,21 @@ class Home:
         return Heard(True, moved, found.lost)
 
     def _is_there(self) -> bool:
-        """Whether the coordinator still has a segment that its server does not have: then its memory was lost."""
+        """Return True if the coordinator still lists a segment that its server does not have: its memory was lost."""
         try:
             return self._relocate().id == self._location.id
         except Error:
             return False
 
     def _lost(self, asked: str, *, sent: bool = False) -> UnavailableError:
-        lost = "its memory was lost, with who held it; use another name" if self.named else LOST
+        lost = "its memory was lost, and with it the record of its holder; use another name" if self.named else LOST
         outcome, done = (UNKNOWN, "outcome unknown") if sent else (NOT_APPLIED, "nothing was done")
         return UnavailableError(f"{asked}: {self._where()} has no such segment; {lost}; {done}", outcome=outcome)
 
     def _locate_again(self, backoff: Backoff) -> None:
-        """Find the name's new place, or make it. For a moment it is retired and has its old one still."""
+        """Find the name's new location, or make the name anew. A name that is being retired keeps its old location for
+        a moment.
+        """
         before = self._location.id
         self._go_to(self._relocate())
         self._link = None
@@ -234,12 +242,12 @@ class Home:
                 pending.end()
         except Error:
             raise
-        except BaseException as error:  # a signal's handler raised it; the server may have done what was asked
+        except BaseException as error:  # a signal handler raised it; the server may have executed the request
             outcome_unknown(error)
             raise
 
     def _open_again(self) -> bool:
-        """Get a newer token, which the next request shows; False if the coordinator does not answer."""
+        """Request a newer token, which the next request presents. False if the coordinator does not answer."""
         try:
             self._go_to(self._relocate())
         except (UnavailableError, DeadlineError):
@@ -250,21 +258,22 @@ class Home:
     def start(
         self, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, asked: str = ""
     ) -> PendingRequest:
-        """Send the request and return at once; `finish` it, then `end` it."""
+        """Send the request and return at once. Call `finish` next, then `end` the result."""
         link = self._link
         if link is None or not link.alive():
             link = self._reach(asked or f"request {self.what}")
         return link.ask(opcode, self._location.id, self._epoch, argument, *words)
 
     def tell(self, opcode: AskOpcode, words: tuple[int, ...]) -> None:
-        """Send a request whose answer does not matter, where there is a connection. Does not wait, raises nothing."""
+        """Send a request whose answer does not matter, if there is a connection. Does not wait, raises nothing."""
         link = self._link
         if link is not None and link.connected():
             with contextlib.suppress(EngineError):
-                link.ask(opcode, self._location.id, self._epoch, 0, *words).end()  # the engine sends before it gives up
+                # the engine sends the request before end() drops it
+                link.ask(opcode, self._location.id, self._epoch, 0, *words).end()
 
     def finish(self, asked: str, pending: PendingRequest, wait: float | None) -> Reply:
-        """Return the answer. Raises as `ask`."""
+        """Return the answer. Raises as `ask` does."""
         reply = pending.wait(_TURN_MS)
         if reply is None:
             reply = self._wait(asked, pending, wait)
@@ -290,9 +299,9 @@ class Home:
                 if lost:
                     raise self._lost(asked, sent=True)
             if now - connected > patience:
-                waiting = "" if wait == 0.0 else "; it may be waiting there"
+                waiting = "" if wait == 0.0 else "; the request may still be waiting there"
                 raise UnavailableError(
-                    f"{asked}: {self._where()} can't be reached for {patience:g} s{waiting}", outcome=UNKNOWN
+                    f"{asked}: {self._where()} could not be reached for {patience:g} s{waiting}", outcome=UNKNOWN
                 )
             if wait is not None and now - began > wait + patience:
                 raise DeadlineError(
@@ -314,15 +323,15 @@ class Home:
     def _attach(self, deadline: Deadline) -> Link:
         return self._client.reach_waits(self._location, deadline)
 
-    # ---- what is to be reached, and how
+    # ---- the methods of reaching.Sought, and messages
 
     @property
     def movable(self) -> bool:
-        """Whether its server has a role, which may change."""
+        """True if the segment's server has a role, which may change."""
         return self._location.epoch > 0
 
     def look(self, _deadline: Deadline) -> Heard:
-        """Ask where the segment is now, and go there. Raises NotFoundError if it is gone."""
+        """Ask where the segment is now, and use that location. Raises NotFoundError if it was deleted."""
         try:
             return self._go_to(self._relocate())
         except (UnavailableError, DeadlineError):
@@ -334,21 +343,25 @@ class Home:
     def _error(self, asked: str, reply: Reply) -> Error:
         match reply.status:
             case Status.TIMEOUT:
-                return NotInTimeError(f"{asked}: not within the time given")
+                return NotInTimeError(f"{asked}: timed out; nothing was done")
             case Status.LOCK_LOST:
-                return LockLostError(f"{asked}: its lease ran out; another may hold the lock now; take it again")
+                return LockLostError(
+                    f"{asked}: the lock's lease ran out, and another client may hold it now; take it again"
+                )
             case Status.BROKEN:
                 return BrokenBarrierError(
-                    f"{asked}: one of the parties died, gave up or left; the next round starts clean"
+                    f"{asked}: one of the parties died, timed out or left; the next round starts clean"
                 )
             case Status.NOT_FOUND:
-                return NotFoundError(f"{asked}: {self._where()} does not have it (any more): it was deleted")
+                return NotFoundError(f"{asked}: {self._where()} does not have the segment: it was deleted")
             case Status.STALE_EPOCH:
-                return SegmentMovedError(f"{asked}: {self._where()} does not answer for it any more; nothing was done")
+                return SegmentMovedError(
+                    f"{asked}: {self._where()} no longer answers for the segment; nothing was done"
+                )
             case Status.INVALID:
-                return InvalidArgumentError(f"{asked}: {self._where()} refused it as invalid")
+                return InvalidArgumentError(f"{asked}: {self._where()} refused the request as invalid")
             case Status.DENIED:
-                return PermissionDeniedError(f"{asked}: {self._where()} does not let this session do it")
+                return PermissionDeniedError(f"{asked}: {self._where()} does not allow this session to do that")
             case Status.SESSION_ENDED:
                 return UnavailableError(f"{asked}: {SESSION_ENDED}")
             case Status.DISCONNECTED | Status.LINK_LOST:
@@ -358,8 +371,9 @@ class Home:
                 return UnavailableError(f"{lost}; outcome unknown", outcome=UNKNOWN)
             case Status.OUT_OF_MEMORY:
                 return OutOfMemoryError(
-                    f"{asked}: no room for it at {self._where()}: a connection may have {_WAITING_MAX} requests "
-                    f"waiting there, a session {_PINS_MAX} pins; with fewer, memory ran out there or in this process"
+                    f"{asked}: {self._where()} has no room for the request: a connection may have {_WAITING_MAX} "
+                    f"requests waiting there, a session {_PINS_MAX} pins; if there are fewer, memory ran out there or "
+                    "in this process"
                 )
             case _:
                 return TransportError(
@@ -369,7 +383,7 @@ class Home:
 
 
 def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> None:
-    """Have these segments refuse lower tokens from now on; all at once. Raises what Home.finish raises."""
+    """Make these segments refuse lower tokens from now on, all at once. Raises what Home.finish raises."""
     pending_requests: list[tuple[Home, PendingRequest]] = []
     try:
         pending_requests.extend((home, home.start(AskOpcode.FENCE, lock, (token,))) for home in homes)
@@ -377,7 +391,7 @@ def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> No
             try:
                 home.finish(asked, pending, 0.0)
             except (PermissionDeniedError, SegmentMovedError, NotFoundError):
-                home.ask(asked, AskOpcode.FENCE, lock, (token,))  # which gets a newer token, or goes where it is
+                home.ask(asked, AskOpcode.FENCE, lock, (token,))  # ask() gets a newer token, or follows the segment
     finally:
         for _, pending in pending_requests:
             pending.end()

@@ -1,6 +1,6 @@
-"""Calls done in parts: what is left of a change that its servers sent away, and sources that are read and sent along.
+"""Calls done in parts: the parts of a change that its servers did not accept, and sources that the client has to bring.
 
-Each part is a call of its own; an error of one is made one of the whole.
+Each part is a call of its own. The error of a part becomes the error of the whole call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from smb.call.accounts import CallingDispatcher, account_part, here
 from smb.engine import NOWHERE, Opcode, Request
 from smb.transport.base import Deadline
 
-BROUGHT_BYTES = 32 << 20  # of a source that lies on other servers, held at a time
+BROUGHT_BYTES = 32 << 20  # bytes of brought sources held at a time
 
 
 class Source(Protocol):
@@ -24,7 +24,7 @@ class Source(Protocol):
 
 
 def part_of(request: Request, part: range, itemsize: int) -> Request | None:
-    """Return the change of some of its elements alone; None: of those it changes none."""
+    """Return the change of some of the request's elements alone; None if it changes none of them."""
     begin, end = part.start, part.stop
     skip = begin * itemsize - request.offset  # bytes of the source and the sink
     indices = request.indices
@@ -44,7 +44,7 @@ def part_of(request: Request, part: range, itemsize: int) -> Request | None:
 
 
 def cut(part: range, most: int) -> Iterator[range]:
-    """Yield the part in pieces that end at multiples of `most` elements: at ends of chunks, which stay whole."""
+    """Split `part` at multiples of `most` elements. These are ends of chunks, so each chunk stays whole."""
     start = part.start
     while start < part.stop:
         stop = min(part.stop, (start // most + 1) * most)
@@ -53,8 +53,8 @@ def cut(part: range, most: int) -> Iterator[range]:
 
 
 def do_rest(calls: CallingDispatcher, request: Request, left: list[range], call: Callable[[Request], int]) -> int:
-    """Do what is left of a change: its servers sent it away, as they are reached in another way by now, or others have
-    the segments. The rest of it was applied. `call` does one part.
+    """Do the rest of a change that its servers did not accept: they, or other servers, have to be reached in another
+    way by now. `call` does one part.
     """
     done = 0
     change: Request | None = None
@@ -65,7 +65,7 @@ def do_rest(calls: CallingDispatcher, request: Request, left: list[range], call:
             del left[0]
         here.finished = request
     except BaseException as error:
-        account_part(calls, error, request, left, change, "of which a part was sent to other servers")
+        account_part(calls, error, request, left, change, "in part sent to other servers")
         raise
     return done
 
@@ -78,9 +78,10 @@ def bring(
     call: Callable[[Request], int],
     deadline: Deadline,
 ) -> int:
-    """Do what is left of a call, `parts`, whose sources do not lie on its buffer's servers: read them, and send them
-    along; of several sources their sum. Each chunk's is read at one instant and used at a later one, as servers do it.
-    The rest of the call was applied. `call` does one part.
+    """Do the unfinished `parts` of a call whose sources lie on other servers than its buffer.
+
+    Reads the sources and sends the values along; of several sources, their sum. Each chunk is read at one instant and
+    used later, as servers do it. `call` does one part.
     """
     itemsize, chunk_bytes = calls.arguments.itemsize, calls.arguments.info.layout.chunk_bytes
     most = max(1, BROUGHT_BYTES // chunk_bytes) * chunk_bytes // itemsize
@@ -104,13 +105,13 @@ def bring(
             del left[0]
         here.finished = request
     except BaseException as error:
-        account_part(calls, error, request, left, begun, "whose source lies on other servers and is brought")
+        account_part(calls, error, request, left, begun, "with a source that lies on other servers")
         raise
     return 0
 
 
 def _read_for(source: Source, read: Request, deadline: Deadline) -> Any:
-    """Return memory with what a read of a source brings."""
+    """Return memory that holds the values of a source for a read."""
     values = np.empty(read.nbytes, np.uint8)
     memory = engine.memory_of(values)
     source.call(read._replace(sink=memory), deadline=deadline)
@@ -120,7 +121,7 @@ def _read_for(source: Source, read: Request, deadline: Deadline) -> Any:
 def _sum_of(
     calls: CallingDispatcher, request: Request, sources: Sequence[Source], read: Request, deadline: Deadline
 ) -> Any:
-    """Return memory with the sum of several sources, computed as servers do it."""
+    """Return memory that holds the sum of several sources, computed as servers compute it."""
     number, count = calls.arguments.dtype.number, read.nbytes // calls.arguments.itemsize
     total = engine.memory_of(np.empty(read.nbytes, np.uint8))
     for index, (source, (scale, wire)) in enumerate(zip(sources, request.sources, strict=True)):

@@ -1,4 +1,4 @@
-"""A buffer's published versions: which is the latest, a read that is all of one version, and publication."""
+"""A buffer's published versions: the latest one, reads that are all of one version, and publication."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from smb.errors import (
 )
 from smb.transport.base import Deadline
 
-_LOOKS = 2  # at a version, before a reader that loses against the publisher pins it
-_LOOK_S = 0.5  # after so much time a read looks whether its version is still there, and pins it
-_BLOCK_BYTES = 1 << 20  # of such a read, to begin with: what is fast is read in larger ones
+_LOOKS = 2  # attempts to read a version, before a reader that loses against the publisher pins it
+_LOOK_S = 0.5  # after this time a read checks whether its version is still there, and pins it
+_BLOCK_BYTES = 1 << 20  # of such a read at first; fast reads use larger blocks
 _BLOCK_MIN = 1 << 14  # elements
-_VERSION_BITS = 56  # of a publisher's turn; above them the slot
+_VERSION_BITS = 56  # of a publisher's turn; the bits above have the slot
 _VERSION_MASK = 2**_VERSION_BITS - 1
 
 _log = logging.getLogger("smb")
 
 
 class Publication:
-    """A version that is being written: a publisher's turn, which ends with `ttl` seconds unless it is renewed. Nobody
-    sees it before `commit`.
+    """A version that is being written during a publisher's turn. Nobody sees it before `commit`.
+
+    The turn ends after `ttl` seconds unless it is renewed.
     """
 
     def __init__(self, calls: Dispatcher, token: int, version: int, slot: int, ttl: float) -> None:
@@ -50,13 +51,14 @@ class Publication:
 
     @property
     def turn(self) -> tuple[int, int, int, float]:
-        """The words with which another client takes part: Versions.take_part."""
+        """Return the words with which another client takes part: Versions.take_part."""
         return self._token, self.version, self.slot, self._ttl_ms / 1000
 
     @contextlib.contextmanager
     def kept(self, is_late: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Renew it while the block runs, from another thread; until `is_late`, then it is given up. If it is lost,
-        writes and the commit are refused.
+        """Renew the turn from another thread while the block runs, until `is_late`; then give it up.
+
+        If the turn is lost, writes and the commit are refused.
         """
         over = threading.Event()
 
@@ -69,7 +71,7 @@ class Publication:
                     self.renew()
                 except LockLostError:
                     return
-                except Error as error:  # not reached for now
+                except Error as error:  # the home server could not be reached for now
                     _log.debug("%s", error)
 
         thread = threading.Thread(target=keep, name="smb-publication", daemon=True)
@@ -81,7 +83,7 @@ class Publication:
             thread.join()
 
     def write(self, start: int, nbytes: int, source: Any) -> None:
-        """Write bytes of it, through the servers: refused once the turn is another's."""
+        """Write bytes of the version through the servers, which refuse them once another publisher has the turn."""
         base = self.slot * self._calls.info.copy_stride_bytes
         self._calls.call(Request(Opcode.WRITE, base + start, nbytes, source, token=self._token))
 
@@ -90,20 +92,22 @@ class Publication:
         self._calls.paths.homes()[0].ask(self._asked, AskOpcode.RENEW, PUBLISHER_LOCK, (self._token, self._ttl_ms))
 
     def commit(self, number: int = 0) -> int:
-        """Publish it, as the next version or with a higher number, and return that."""
+        """Publish the version, as the next one or under a higher number, and return its number."""
         return (
             self._calls.paths.homes()[0].ask(self._asked, AskOpcode.PUBLISH, 0, (self._token, self.version, number)).a
         )
 
     def give_up(self) -> None:
         """Let the next publisher have its turn."""
-        with contextlib.suppress(Error):  # the turn ends with its ttl, too
+        with contextlib.suppress(Error):  # the turn ends with its ttl in any case
             self._calls.paths.homes()[0].ask(self._asked, AskOpcode.UNLOCK, PUBLISHER_LOCK, (self._token,))
 
 
 class Versions:
-    """The versions of one buffer. With several slots, only publication changes it, and its home knows which version
-    lies in which slot; a buffer with one slot just counts them.
+    """The versions of one buffer.
+
+    A buffer with several slots is changed by publication only, and its home knows which version lies in which slot. A
+    buffer with one slot just counts its versions.
     """
 
     def __init__(self, calls: Dispatcher) -> None:
@@ -111,8 +115,9 @@ class Versions:
         self._arguments = calls.arguments
 
     def find(self, version: int = LATEST) -> tuple[int, int]:
-        """(version published last, slot in which `version` lies, -1 if it is not there), from the home's own memory
-        where it is mapped.
+        """Return (latest version, slot of `version`, or -1 if it is not there).
+
+        Reads the home's own memory where that is mapped.
         """
         self._calls.session.check_open()
         deadline = Deadline(self._calls.session.timeout)
@@ -122,7 +127,7 @@ class Versions:
             latest, slot = (0, -1) if segment is None else segment.find_version(version)
             if segment is None or segment.shared():
                 break
-            self._calls.paths.look_again()  # it may have moved, and a later version be there
+            self._calls.paths.look_again()  # the home may have moved and have a later version
         if segment is None:
             words = (0, 0, min(version + 1, LATEST))
             reply = self._calls.paths.homes()[0].ask(
@@ -137,20 +142,20 @@ class Versions:
         return self.read_ranges([(offset, count, sink)], wire, wanted)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int, Any]], wire: int, wanted: int | None = None) -> int:
-        """Read ranges (first element, how many, where to) of the latest version, or of the one that is `wanted`. Return
-        which version that was: all of them are of it. 0, and nothing was read, before the first publication. Raises
-        NotFoundError if the one that is wanted is not there.
+        """Read ranges, (first element, count, sink) each, of the latest version or of the version `wanted`.
 
-        No byte of it changed if it is still in that slot after the read.
+        Returns the version, to which all elements belong. Returns 0 before the first publication; nothing was read
+        then. Raises NotFoundError if the version `wanted` is not there.
 
-        In blocks, with a look in between where that takes a while: a read that takes longer than publications come is
-        pinned, and its pin renewed as long as its bytes flow. All of it within the client's timeout.
+        A version that is still in its slot after the read did not change during it. A long read is done in blocks, with
+        a check after each. If it takes longer than the time between publications, the version is pinned, and the pin is
+        renewed while bytes arrive. All of it within the client's timeout.
         """
         started = looked = time.monotonic()
         deadline = Deadline(self._calls.session.timeout, started)
         itemsize = self._arguments.itemsize
         ends = list(accumulate(count for _, count, _ in ranges))
-        count = ends[-1] if ends else 0  # of all
+        count = ends[-1] if ends else 0  # of all ranges
         if not self._calls.turns.quiet.open and count:
             first = min(offset for offset, length, _ in ranges if length)
             last = max(offset + length for offset, length, _ in ranges if length)
@@ -183,20 +188,21 @@ class Versions:
                 if pin is not None and self._renewed(home, asked, pin):
                     if done < count:
                         continue
-                    home.ask(asked, AskOpcode.UNPIN, 0, (pin,))  # a restarted server had forgotten it
+                    home.ask(asked, AskOpcode.UNPIN, 0, (pin,))  # a restarted server had forgotten the pin
                     pin = None
                 if done == count:
                     lost += 1
                 if deadline.left() == 0.0:
                     raise DeadlineError(
-                        f"{asked}: not within {self._calls.session.timeout:g} s: publishers went on in the middle of "
-                        f"it; give the client a longer timeout, or the publisher a larger readers="
+                        f"{asked}: not done within {self._calls.session.timeout:g} s, because publishers overwrote the "
+                        "version in the middle of the read; give the client a longer timeout, or the publisher a "
+                        "larger readers="
                     )
                 if done == count and lost < _LOOKS:
                     version, slot = self._find_readable(wanted, deadline)
                     done, pin = 0, None
                     continue
-                # Publishers are faster than we read: hold them back, for as long as they bear it.
+                # Publishers are faster than this reader: hold them back, for as long as they are willing to wait.
                 try:
                     reply = home.ask(asked, AskOpcode.PIN, 0, (0, 0, 0 if wanted is None else wanted + 1))
                 except LockLostError:
@@ -205,20 +211,22 @@ class Versions:
                 if reply.a != version or done == count:
                     done = 0
                 version, slot = reply.a, self.find(reply.a)[1]
-                if slot < 0:  # a publisher who would not wait has overtaken it already
+                if slot < 0:  # a publisher that did not wait has overwritten the version already
                     version, slot = self._find_readable(wanted, deadline)
                     done = 0
         except BaseException:
             if pin is not None:
-                home.tell(AskOpcode.UNPIN, (pin,))  # where that fails, its time ends it
+                home.tell(AskOpcode.UNPIN, (pin,))  # if this fails, the pin ends with its time
             raise
         if pin is not None:
-            with contextlib.suppress(Error):  # all was read; so too
+            with contextlib.suppress(Error):  # everything was read, so a failure here does not matter
                 home.ask(asked, AskOpcode.UNPIN, 0, (pin,))
         return version
 
     def _block(self, start: int, left: int, most: int) -> int:
-        """How many elements to read at once: up to the end of a chunk, so that roundings are those of one read."""
+        """Return how many elements to read at once: up to the end of a chunk, so that rounding is that of a single
+        read.
+        """
         if left <= most:
             return left
         chunk = self._calls.info.layout.chunk_bytes // self._arguments.itemsize
@@ -228,7 +236,7 @@ class Versions:
         try:
             home.ask(asked, AskOpcode.PIN, 0, (0, pin))
         except LockLostError:
-            return False  # a publisher would not wait any longer
+            return False  # a publisher did not wait any longer
         return True
 
     def read_slot(self, version: int, offset: int, count: int, sink: Any, wire: int) -> bool:
@@ -240,15 +248,17 @@ class Versions:
         return self.find(version)[1] == slot
 
     def _find_readable(self, wanted: int | None, deadline: Deadline) -> tuple[int, int]:
-        """Return a version and its slot: the one that is wanted, else the latest. Raises NotFoundError."""
+        """Return a version and its slot: the version `wanted`, else the latest. Raises NotFoundError."""
         while True:
             version, slot = self.find(LATEST if wanted is None else wanted)
             if slot >= 0:
                 return version if wanted is None else wanted, slot
             if wanted is not None:
                 raise self._not_there(wanted)
-            if deadline.left() == 0.0:  # between two looks at its own memory a whole publication passed
-                raise DeadlineError(f"{self._arguments.asked('read')}: its versions pass faster than they are found")
+            if deadline.left() == 0.0:  # a whole publication passed between two looks at mapped memory
+                raise DeadlineError(
+                    f"{self._arguments.asked('read')}: versions were overwritten faster than they could be found"
+                )
 
     def _not_there(self, version: int) -> NotFoundError:
         latest, slots = self.find()[0], self._calls.info.versions
@@ -259,7 +269,7 @@ class Versions:
         )
 
     def begin(self, timeout: float, ttl: float, readers: float) -> Publication:
-        """Take the publisher's turn; see Buffer.publish for what bounds it."""
+        """Take the publisher's turn; see Buffer.publish for its limits."""
         asked, homes = self._arguments.asked("publish"), self._calls.paths.homes()
         try:
             turn = homes[0].ask(
@@ -271,7 +281,7 @@ class Versions:
             )
         except NotInTimeError as error:
             raise DeadlineError(
-                f"{asked}: another publisher, or a reader's pin, for {timeout:g} s; nothing done"
+                f"{asked}: another publisher or a reader's pin was in the way for {timeout:g} s; nothing was done"
             ) from error
         begun = Publication(self._calls, turn.a, turn.b & _VERSION_MASK, turn.b >> _VERSION_BITS, ttl)
         try:
@@ -292,13 +302,13 @@ class Versions:
             begun = self.begin(timeout, ttl, readers)
         except Error:
             raise
-        except BaseException as error:  # a signal's handler: our turn, if we had it, ends with its ttl
+        except BaseException as error:  # raised by a signal handler; if this client has the turn, it ends with its ttl
             self._nothing_done(error)
             raise
         try:
             begun.write(0, self._calls.info.nbytes, source)
         except BaseException as error:
-            if not self._calls.unversioned:  # only a slot that nobody reads was changed
+            if not self._calls.unversioned:  # only a slot without readers was changed
                 self._nothing_done(error)
             begun.give_up()
             raise
@@ -316,15 +326,15 @@ class Versions:
         failure.outcome, failure.smb_account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
 
     def read_from(self, slot: int, offset: int, count: int, sink: Any) -> None:
-        """Read elements of a slot, whatever is in it; exact."""
+        """Read elements of a slot, whichever version it holds; exact."""
         self._read(self._slot_base(slot) + offset, count, sink, 0)
 
     def _slot_base(self, slot: int) -> int:
-        """First element of a slot."""
+        """Return the first element of a slot."""
         return slot * self._calls.info.copy_stride_bytes // self._arguments.dtype.itemsize
 
     def _read(self, offset: int, count: int, sink: Any, wire: int, started: float | None = None) -> None:
-        """Read elements of the memory; of a buffer with several slots, of any."""
+        """Read elements of the memory of all slots."""
         itemsize = self._arguments.itemsize
         request = Request(Opcode.READ, offset * itemsize, count * itemsize, sink=sink, wire=wire)
         self._calls.call(request, started=started)

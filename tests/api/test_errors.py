@@ -145,31 +145,34 @@ def test_like_allows_no_contradiction(client: smb.Client) -> None:
 BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.read(-1), "from element -1"),
     (lambda w: w.read(11), "from element 11"),
-    (lambda w: w.read(0, 11), "11 elements from element 0 are not inside its 10"),
+    (lambda w: w.read(0, 11), "11 elements from element 0 are not inside the buffer's 10"),
     (lambda w: w.read(11, 0), "0 elements from element 11"),
     (lambda w: w.read(0, -1), "-1 elements"),
     (lambda w: w.read(5, 6), "6 elements from element 5"),
     (lambda w: w.read(2**70), "not inside"),
-    (lambda w: w.read(1.5), "whole numbers"),  # type: ignore[arg-type]
-    (lambda w: w.read(0, 2.0), "whole numbers"),  # type: ignore[arg-type]
-    (lambda w: w.read("0"), "whole numbers"),  # type: ignore[arg-type]
+    (lambda w: w.read(1.5), "must be integers"),  # type: ignore[arg-type]
+    (lambda w: w.read(0, 2.0), "must be integers"),  # type: ignore[arg-type]
+    (lambda w: w.read("0"), "must be integers"),  # type: ignore[arg-type]
     (lambda w: w.read(out=np.empty(9, np.float32)), "has 9 elements, but 10"),
     (
         lambda w: w.read(out=np.empty(10)),
         "read of buffer 'w': out= is float64 but the buffer is float32; pass a float32",
     ),
     (lambda w: w.read(out=np.empty(20, np.float32)[::2]), "not contiguous"),
-    (lambda w: w.write(np.ones(11, np.float32)), "the array has 11 elements, and the buffer 10; .* offset="),
-    (lambda w: w.write(np.ones(9, np.float32)), "the array has 9 elements, and the buffer 10; .* offset="),
-    (lambda w: w.accumulate([1.0]), "the array has 1 elements, and the buffer 10; .* offset="),
+    (lambda w: w.write(np.ones(11, np.float32)), "the array has 11 elements but the buffer has 10; .* offset="),
+    (lambda w: w.write(np.ones(9, np.float32)), "the array has 9 elements but the buffer has 10; .* offset="),
+    (lambda w: w.accumulate([1.0]), "the array has 1 elements but the buffer has 10; .* offset="),
     (lambda w: w.write(np.ones(11, np.float32), 0), "11 elements from element 0"),
     (
         lambda w: w.write(np.ones((2, 5), np.float32)),
-        r"the array has the shape \(2, 5\), and the buffer \(10,\); .*reshape",
+        r"the array has the shape \(2, 5\) but the buffer has \(10,\); .*reshape",
     ),
-    (lambda w: w.write(np.ones((2, 2), np.float32), 3), r"the array has the shape \(2, 2\), and the buffer \(10,\)"),
-    (lambda w: w.accumulate(np.ones((10, 1), np.float32), fetch=True), r"the shape \(10, 1\), and the buffer \(10,\)"),
-    (lambda w: w.publish(np.ones((5, 2), np.float32)), r"the shape \(5, 2\), and the buffer \(10,\)"),
+    (lambda w: w.write(np.ones((2, 2), np.float32), 3), r"the array has the shape \(2, 2\) but the buffer has \(10,\)"),
+    (
+        lambda w: w.accumulate(np.ones((10, 1), np.float32), fetch=True),
+        r"the shape \(10, 1\) but the buffer has \(10,\)",
+    ),
+    (lambda w: w.publish(np.ones((5, 2), np.float32)), r"the shape \(5, 2\) but the buffer has \(10,\)"),
     (lambda w: w.write(np.ones(2, np.float32), 9), "2 elements from element 9"),
     (lambda w: w.write([], 11), "0 elements from element 11"),
     (
@@ -186,23 +189,23 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.fill(1j), "no float32"),  # type: ignore[arg-type]
     (lambda w: w.accumulate(np.ones(10), scale=2), "float64"),
     (lambda w: w.accumulate(np.ones(11, np.float32)), "11 elements"),
-    (lambda w: w.accumulate([1], op="mean"), "no op 'mean'; there are sum"),
-    (lambda w: w.accumulate([1], scale="2"), "scale='2' is not a number"),  # type: ignore[arg-type]
-    (lambda w: w.accumulate([1], scale=np.ma.masked), "scale=masked is masked"),  # type: ignore[arg-type]
+    (lambda w: w.accumulate([1], op="mean"), "unknown op 'mean'; known are sum"),
+    (lambda w: w.accumulate([1], scale="2"), "scale must be a number, not '2'"),  # type: ignore[arg-type]
+    (lambda w: w.accumulate([1], scale=np.ma.masked), "scale is a masked value"),  # type: ignore[arg-type]
     (lambda w: w.fill(None), "None is no "),  # type: ignore[arg-type]
     (lambda w: w.fill(np.void(b"1234")), " is no "),  # type: ignore[arg-type]
-    (lambda w: w.accumulate([1], scale=1j), "not a number"),  # type: ignore[arg-type]
-    (lambda w: w.accumulate([1], scale=10**400), "not a number"),
+    (lambda w: w.accumulate([1], scale=1j), "must be a number"),  # type: ignore[arg-type]
+    (lambda w: w.accumulate([1], scale=10**400), "must be a number"),
     (lambda w: w.accumulate_from([1.0]), "opened by the same client"),  # type: ignore[arg-type]
-    (lambda w: w.accumulate_from(w, wire="int9"), "no wire 'int9'; there are exact"),
-    (lambda w: w.write(np.ones(10, np.float32), fence="x"), "fence= takes a lock made by its own lock()"),  # type: ignore[arg-type]
+    (lambda w: w.accumulate_from(w, wire="int9"), "unknown wire 'int9'; known are exact"),
+    (lambda w: w.write(np.ones(10, np.float32), fence="x"), "fence= takes a lock that this buffer's lock"),  # type: ignore[arg-type]
     (lambda w: w.accumulate_from([w, w]), "op='replace' sums 2 to 5 buffers, and asked is op='sum' of 2"),
     (lambda w: w.accumulate_from([w] * 6, op="replace"), "asked is op='replace' of 6"),
     (lambda w: w.accumulate_from([], op="replace"), "asked is op='replace' of 0"),
     (lambda w: w.accumulate_from([w, w], op="replace", scale=[1.0]), "2 buffers with 1 scales and 2 wires"),
-    (lambda w: w.accumulate_from([w, w], op="replace", scale=[1, "2"]), "scale='2' is not a number"),
-    (lambda w: w.accumulate_from([w, w], op="replace", wire=["exact", "int9"]), "no wire 'int9'"),
-    (lambda w: w.fetch_add(0, 1), "float32; counters need an int64 buffer"),
+    (lambda w: w.accumulate_from([w, w], op="replace", scale=[1, "2"]), "scale must be a number, not '2'"),
+    (lambda w: w.accumulate_from([w, w], op="replace", wire=["exact", "int9"]), "unknown wire 'int9'"),
+    (lambda w: w.fetch_add(0, 1), "counters need an int64 buffer, and this one is float32"),
     (lambda w: w.compare_swap(0, 0, 1), "counters need an int64 buffer"),
 ]
 
@@ -218,13 +221,13 @@ def test_calls_that_cannot_be(client: smb.Client, call: Callable[[smb.Buffer], A
 
 
 BAD_INTEGER_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
-    (lambda c: c.accumulate_from(c, wire="int8"), "wire='int8' is for float32 buffers, and it is int64"),
+    (lambda c: c.accumulate_from(c, wire="int8"), "wire='int8' is for float32 buffers, and this one is int64"),
     (lambda c: c.fetch_add(10, 1), "1 elements from element 10"),
     (lambda c: c.fetch_add(-1, 1), "element -1"),
-    (lambda c: c.fetch_add(0, 2**63), "does not fit 64 bits"),
-    (lambda c: c.fetch_add(0, 1.5), "whole numbers"),  # type: ignore[arg-type]
-    (lambda c: c.compare_swap(0, 0, -(2**63) - 1), "does not fit 64 bits"),
-    (lambda c: c.compare_swap(0, "0", 1), "whole numbers"),  # type: ignore[arg-type]
+    (lambda c: c.fetch_add(0, 2**63), "does not fit into 64 bits"),
+    (lambda c: c.fetch_add(0, 1.5), "must be integers"),  # type: ignore[arg-type]
+    (lambda c: c.compare_swap(0, 0, -(2**63) - 1), "does not fit into 64 bits"),
+    (lambda c: c.compare_swap(0, "0", 1), "must be integers"),  # type: ignore[arg-type]
     (lambda c: c.accumulate([1], scale=0.5), "integer buffers take integer scales"),
     (lambda c: c.accumulate([1], scale=2**63), "integer scales"),
     (lambda c: c.accumulate([1], scale=2**53 + 1), "a double holds exactly"),
@@ -250,7 +253,7 @@ def test_buffers_that_lie_apart_are_not_combined(client: smb.Client, connect: Co
     """accumulate_from refuses another placement, dtype or client, and says how to make one that fits."""
     a = client.create("a", 100_000, "float32", servers=["server-0", "server-1"])
     for name, dtype, servers in (("b", "float32", ["server-1", "server-0"]), ("c", "int32", ["server-0", "server-1"])):
-        with pytest.raises(smb.InvalidArgumentError, match="make it with like='a'"):
+        with pytest.raises(smb.InvalidArgumentError, match="create it with like='a'"):
             a.accumulate_from(client.create(name, 100_000, dtype, servers=servers))
     with pytest.raises(smb.InvalidArgumentError, match="opened by the same client"):
         a.accumulate_from(connect().open("b"))

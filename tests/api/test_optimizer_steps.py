@@ -193,19 +193,25 @@ def run_all(calls: list[Callable[[], None]]) -> None:
 
 Buffers = dict[str, smb.Buffer]
 REFUSED: list[tuple[Callable[[Buffers], Any], str]] = [
-    (lambda b: b["w"].apply("lamb", b["g"], lr=1), "no rule 'lamb'; there are sgd, momentum"),
-    (lambda b: b["w"].apply("sgd", b["g"]), "it needs lr"),
+    (lambda b: b["w"].apply("lamb", b["g"], lr=1), "unknown rule 'lamb'; known are sgd, momentum"),
+    (lambda b: b["w"].apply("sgd", b["g"]), "lr must be given"),
     (lambda b: b["w"].apply("sgd", b["g"], lr=1, mu=0.9), "rule 'sgd' takes lr, scale, weight_decay: it has no mu"),
-    (lambda b: b["w"].apply("adam", b["g"], b["m"], b["v"], lr=1), "it needs step"),
-    (lambda b: b["w"].apply("adam", b["g"], b["m"], b["v"], lr=1, step=0), "step=0: the number of this step"),
-    (lambda b: b["w"].apply("sgd", b["g"], lr=float("nan")), "a finite float32 is needed"),
+    (lambda b: b["w"].apply("adam", b["g"], b["m"], b["v"], lr=1), "step must be given"),
+    (
+        lambda b: b["w"].apply("adam", b["g"], b["m"], b["v"], lr=1, step=0),
+        "step must be an integer from 1 to .*, not 0",
+    ),
+    (lambda b: b["w"].apply("sgd", b["g"], lr=float("nan")), "must be a finite float32"),
     (lambda b: b["w"].apply("sgd", b["g"], b["m"], lr=1), "'sgd' has none as its state, but 1 were given"),
     (lambda b: b["w"].apply("momentum", b["g"], lr=1, mu=1), r"has 1 \(m\) as its state, but 0 were given"),
     (lambda b: b["w"].apply("adam", b["g"], b["m"], lr=1, step=1), r"has 2 \(m, v\) as its state, but 1 were given"),
     (lambda b: b["w"].apply("sgd", np.ones(10, np.float32), lr=1), "must be a buffer opened by the same client"),
-    (lambda b: b["w"].apply("sgd", b["apart"], lr=1), "does not lie on the same servers .* make it with like='w'"),
-    (lambda b: b["w"].apply("momentum", b["g"], b["apart"], lr=1, mu=1), "make it with like='w'"),
-    (lambda b: b["w"].apply("sgd", b["integers"], lr=1), "make it with like='w'"),
+    (
+        lambda b: b["w"].apply("sgd", b["apart"], lr=1),
+        "is not striped over the same servers .* create it with like='w'",
+    ),
+    (lambda b: b["w"].apply("momentum", b["g"], b["apart"], lr=1, mu=1), "create it with like='w'"),
+    (lambda b: b["w"].apply("sgd", b["integers"], lr=1), "create it with like='w'"),
     (lambda b: b["w"].apply("sgd", b["theirs"], lr=1), "opened by the same client"),
     (lambda b: b["w"].apply("sgd", b["w"], lr=1), "must be different buffers"),
     (lambda b: b["w"].apply("momentum", b["g"], b["g"], lr=1, mu=1), "must be different buffers"),
@@ -214,7 +220,7 @@ REFUSED: list[tuple[Callable[[Buffers], Any], str]] = [
     (lambda b: b["w"].apply("sgd", b["again"], lr=1), "must be different buffers"),
     (lambda b: b["doubles"].apply("sgd", b["doubles-g"], lr=1), "it is float64; rules are for float32 buffers"),
     (lambda b: b["two"].apply("sgd", b["two-g"], lr=1), "several copies that take turns"),
-    (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["g"].lock()), "fence= takes a lock made by its own lock"),
+    (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["g"].lock()), "fence= takes a lock that this buffer's lock"),
     (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["w"].lock()), "not taken"),
 ]
 

@@ -55,7 +55,7 @@ def test_each_operation_does_what_its_namesake_does(path: smb.Client) -> None:
         rounded = queue.write(buffer, np.full(1000, 1 + 2**-12, np.float32), wire="bfloat16")
         rounded.result(_PATIENCE_S)
         assert (buffer.read() == 1).all()
-        with pytest.raises(smb.InvalidArgumentError, match="its own lock"):
+        with pytest.raises(smb.InvalidArgumentError, match="this buffer's lock"):
             queue.write(buffer, np.zeros(2, np.float32), 0, fence=path.create("x", 1).lock()).result(_PATIENCE_S)
 
 
@@ -171,7 +171,7 @@ def test_close_beside_a_call(path: smb.Client, monkeypatch: pytest.MonkeyPatch) 
         return transfer(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(calls, "transfer", late)
-    with pytest.raises(smb.UnavailableError, match="the queue was closed meanwhile"):
+    with pytest.raises(smb.UnavailableError, match="the queue was closed before this call"):
         queue.write(buffer, np.ones(10, np.float32))
     monkeypatch.undo()
     assert calls.pending() == 0

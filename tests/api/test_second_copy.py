@@ -268,9 +268,9 @@ def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalClus
     assert [each.info.replicas for each in (buffer, like, state)] == [2, 1, 2]
     for call, told in (
         (lambda: buffer.view(), "has no view; use read"),
-        (lambda: buffer.apply("momentum", like, state, lr=0.1, mu=0.9), "make it with state_of='w'"),
-        (lambda: like.apply("sgd", buffer, lr=0.1), "has two copies .* and the weights have one"),
-        (lambda: buffer.accumulate_from(client.create("n", 1000, stripe="4KiB")), "make it with like='w'"),
+        (lambda: buffer.apply("momentum", like, state, lr=0.1, mu=0.9), "create it with state_of='w'"),
+        (lambda: like.apply("sgd", buffer, lr=0.1), "has two copies but the weights have one"),
+        (lambda: buffer.accumulate_from(client.create("n", 1000, stripe="4KiB")), "create it with like='w'"),
         (lambda: buffer.apply("sgd", buffer, lr=0.1), "must be different buffers"),
     ):
         with pytest.raises(smb.InvalidArgumentError, match=told):

@@ -365,14 +365,14 @@ def test_what_apply_refuses(client: smb.Client) -> None:
     good = client.create("m", state_of=weights)
     beside = client.create("beside", like=weights, replicas=2)
     for state, told in (
-        (beside, "does not move together with the weights .* make it with state_of='w'"),
-        (single, "has replicas=1, and the weights have replicas=2; .* make it with state_of='w'"),
+        (beside, "and the weights can move to different servers.* create it with state_of='w'"),
+        (single, "has replicas=1 but the weights have replicas=2; .* create it with state_of='w'"),
     ):
         with pytest.raises(smb.InvalidArgumentError, match=told):
             weights.apply("momentum", gradient, state, lr=1, mu=1)
-    with pytest.raises(smb.InvalidArgumentError, match="has replicas=2, and the weights have replicas=1"):
+    with pytest.raises(smb.InvalidArgumentError, match="has replicas=2 but the weights have replicas=1"):
         single.apply("momentum", client.create("h", like=single), good, lr=1, mu=1)
-    with pytest.raises(smb.InvalidArgumentError, match="does not move together"):
+    with pytest.raises(smb.InvalidArgumentError, match="the weights can move to different servers"):
         weights.apply("adam", gradient, good, beside, lr=1, step=1)
 
 

@@ -219,7 +219,7 @@ def test_a_file_replaced_while_it_is_read(client: smb.Client, connect: Connect, 
         replace(other, "w", LONGER)
         for _ in range(2):
             with pytest.raises(
-                OSError, match="buffer 'w' was deleted and made anew, or replaced; open it again"
+                OSError, match="buffer 'w' was deleted and created again, or replaced; open it again"
             ) as caught:
                 file.readall()
             assert caught.value.errno == errno.ESTALE

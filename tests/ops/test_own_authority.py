@@ -37,7 +37,7 @@ def use(cluster: smb.LocalCluster, place: Path, name: str) -> None:
     ):
         client.create(name, (1000,), servers=2).write(values)
         np.testing.assert_array_equal(reader.open(name).read(), values)
-        with pytest.raises(smb.PermissionDeniedError, match="may only read it"):
+        with pytest.raises(smb.PermissionDeniedError, match="may only read the buffer"):
             reader.open(name).write(values)
         alice.create(f"team-a/{name}", (8,))
         with pytest.raises(smb.PermissionDeniedError, match="limited to team-a/"):

@@ -30,7 +30,7 @@ def test_the_buffer_that_is_gone_is_the_one_named(cluster: smb.LocalCluster, tra
             target.accumulate_from(source)
         client.create("source", like=target).fill(2)
         with pytest.raises(
-            smb.NotFoundError, match="buffer 'source' was deleted and made anew, or replaced; open it again"
+            smb.NotFoundError, match="buffer 'source' was deleted and created again, or replaced; open it again"
         ):
             target.accumulate_from(source)
         target.accumulate_from(client.open("source"))
@@ -54,7 +54,11 @@ def test_lost_memory_of_one_of_two_condemns_neither(cluster: smb.LocalCluster) -
         target.fill(1)
         # RDMA asks for the keys of each buffer anew before the call, so it knows which.
         known = FAR == "verbs"
-        said = "buffer 'source'.*memory was lost" if known else "or the other's was lost: read both to see which"
+        said = (
+            "buffer 'source'.*memory was lost"
+            if known
+            else "memory of one of the call's buffers was lost: read each to see which"
+        )
         with pytest.raises(smb.UnavailableError, match=said) as caught:
             target.accumulate_from(source)
         assert ("delete" in str(caught.value)) == known

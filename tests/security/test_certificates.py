@@ -99,7 +99,7 @@ def test_a_readers_change_is_refused_in_plain_words(connect_as: ConnectAs, count
     array = np.ones(count, "int64")
     written = connect_as("client").create("weights", count, "int64")
     buffer = connect_as("reader").open("weights")
-    said = "buffer 'weights': memory server .* it may only read it; nothing was applied$"
+    said = "buffer 'weights': memory server .* the session may only read the buffer; nothing was applied$"
     for change in (
         lambda: buffer.write(array),
         lambda: buffer.accumulate(array),

@@ -184,7 +184,7 @@ def test_a_trainer_that_will_not_wait_leaves_a_generation_out(client: smb.Client
     follower = smb.torch.follow(connect(FAR), "w")
     with follower.pin(ttl=30) as generation:
         publisher.publish(filled(2))
-        with pytest.raises(smb.TimeoutError, match="nothing done"):
+        with pytest.raises(smb.TimeoutError, match="nothing was done"):
             publisher.publish(filled(3), timeout=0.1)
         assert value_of(generation) == 1
         assert value_of(follower.state_dict()) == follower.generation == 2

@@ -59,7 +59,7 @@ def test_tokens_give_keys(guarded: smb.LocalCluster, certificates: Path) -> None
         assert two._session.verbs.carriers()[0].one_sided_bytes == array.nbytes
         assert [right.writable for right in two._session.verbs._servers["server-0"].rights.values()] == [False]
         for change in (two.open("w").write, two.open("w").accumulate):
-            with pytest.raises(smb.PermissionDeniedError, match=r"'w'.*may only read it; nothing was applied"):
+            with pytest.raises(smb.PermissionDeniedError, match=r"'w'.*may only read the buffer; nothing was applied"):
                 change(array)
 
         tokens = one._session.coordinator.tokens
