@@ -1,1 +1,1 @@
-"""Other people's arrays as addresses, and the element types."""
+"""Addresses of other libraries' arrays, and the element types."""

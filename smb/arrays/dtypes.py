@@ -22,13 +22,13 @@ class Dtype:
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """Numpy's element type of this name (bfloat16 is ml_dtypes')."""
+        """Numpy's element type of this name; bfloat16 is that of ml_dtypes."""
         return _numpy_dtype(self.name)
 
 
 @cache
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    # Here, since daemons know the types by name only, and loading numpy is a third of their start.
+    # Imported here: daemons need only the names of types, and loading numpy takes a third of their start.
     import ml_dtypes
     import numpy as np
 
@@ -47,7 +47,7 @@ DTYPES: dict[str, Dtype] = {
         ("uint8", 7, 1),
     )
 }
-# How float32 travels between client and server; the numbers are in frames.
+# Encodings of float32 between client and server, by the numbers that frames have.
 WIRES: dict[str, int] = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 5}
 SPARSE_WIRE = 4
 _AMBIGUOUS = ("float", "int")
@@ -55,13 +55,14 @@ OPS: dict[str, int] = {"sum": 1, "min": 2, "max": 3, "prod": 4, "replace": 5, "e
 
 
 def name_of(dtype: object) -> str:
-    """Return numpy's name of an element type: of a name, a numpy dtype or type, or a torch dtype; of others their text.
+    """Return numpy's name of an element type, given as a name, a numpy dtype or type, or a torch dtype; of other
+    objects their text.
 
-    Raises InvalidArgumentError for the names "float" and "int": numpy means 64 bits by them, torch 32.
+    Raises InvalidArgumentError for the names "float" and "int": they mean 64 bits in numpy, 32 in torch.
     """
     text = str(dtype).removeprefix("torch.")
     if text in _AMBIGUOUS:
-        raise InvalidArgumentError(f"dtype {text!r} is 32 bits in torch and 64 in numpy; say {text}32 or {text}64")
+        raise InvalidArgumentError(f"dtype {text!r} means 32 bits in torch but 64 in numpy; pass {text}32 or {text}64")
     if text in DTYPES:
         return text
     import numpy as np
@@ -77,5 +78,5 @@ def dtype_of(dtype: object) -> Dtype:
     """Return the element type of a name, a numpy dtype or type, or a torch dtype. Raises InvalidArgumentError."""
     name = name_of(dtype)
     if name not in DTYPES:
-        raise InvalidArgumentError(f"there is no dtype {str(dtype)!r} here; there are {', '.join(DTYPES)}")
+        raise InvalidArgumentError(f"unsupported dtype {str(dtype)!r}; supported are {', '.join(DTYPES)}")
     return DTYPES[name]

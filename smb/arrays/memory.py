@@ -1,11 +1,11 @@
-"""Other people's arrays as plain memory: an address and a number of elements, without a hidden copy.
+"""Other libraries' arrays as plain memory: an address and a number of elements, without a hidden copy.
 
-numpy arrays are taken as they are; torch tensors by their address; JAX arrays and others through DLPack; the rest
-through the buffer protocol or __array_interface__, as numpy does. Lists and numbers become arrays of the dtype.
+numpy arrays are used as they are; torch tensors by their address; JAX arrays and others through DLPack; all other
+objects through the buffer protocol or __array_interface__, as numpy does. Lists and numbers become arrays of the dtype.
 
-The values count, not the memory. A tensor whose negative or conjugate bit is set has others than its memory, so it is
-copied first. Elements that a mask hides have no value to send, so a masked array is refused. docs/arrays.md has the
-table of all kinds.
+The values count, not the memory. The memory of a tensor whose negative or conjugate bit is set has other values than
+the tensor, so such a tensor is copied first. Masked elements have no value to send, so a masked array is refused.
+docs/arrays.md has the table of all kinds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from smb.arrays.dtypes import DTYPES, Dtype
 from smb.engine import address_of, memory_at, memory_of, unmap
 from smb.errors import InvalidArgumentError
 
-_HUGE_BYTES = 2 << 20  # of a large page
+_HUGE_BYTES = 2 << 20  # size of a large page
 _CPU_DEVICES = (1, 3)  # kDLCPU, and kDLCUDAHost: pinned memory of the host
 _ELSEWHERE = "the {} lies on a device, not in this host's memory; move it first, e.g. with .cpu()"
 _MASKED = (
@@ -37,13 +37,13 @@ _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: 
 
 
 class Memory:
-    """Memory of somebody else: `count` elements at `pointer`, alive as long as `owner` is. `shape` is the array's.
+    """Memory of another library: `count` elements at `pointer`, alive as long as `owner` is. `shape` is the array's.
 
-    `deliver` is of an array to write to whose values are not what its memory holds: `pointer` is beside it then, and a
-    call that has filled that calls `deliver`, which sets the array.
+    `deliver` is set for an array to write to whose memory does not hold its values. `pointer` is a separate buffer
+    then; a call that has filled it calls `deliver`, which sets the array.
     """
 
-    # A dataclass that is frozen takes 3 times as long to make.
+    # A frozen dataclass takes 3 times as long to make.
     __slots__ = ("count", "deliver", "owner", "pointer", "shape")
 
     def __init__(
@@ -89,11 +89,11 @@ _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def readable(array: Any, dtype: Dtype) -> Memory:
-    """Return the memory of an array to read from. One that is not contiguous is copied first, and so is a tensor
+    """Return the memory of an array to read from. An array that is not contiguous is copied first, and so is a tensor
     whose negative or conjugate bit is set.
 
-    Raises InvalidArgumentError for another dtype or byte order, for masked elements, for memory of a GPU, and for what
-    is no array at all. So do tensors that are sparse, wrap others, or are on the meta device.
+    Raises InvalidArgumentError for another dtype or byte order, for masked elements, for memory of a GPU, for sparse
+    tensors, tensors that wrap others or are on the meta device, and for objects that are not arrays.
     """
     if type(array) is np.ndarray:
         return _of_numpy(_contiguous(_same_dtype(array, dtype)))
@@ -105,14 +105,15 @@ def readable(array: Any, dtype: Dtype) -> Memory:
 
 
 def is_tensor(array: Any) -> bool:
-    """Whether it is one of torch's. torch itself is not imported."""
+    """Return True if the object is a torch tensor. Does not import torch."""
     return hasattr(array, "data_ptr") and hasattr(array, "is_conj")
 
 
 def unmasked(array: Any) -> Any:
-    """Return an array without its mask. Raises InvalidArgumentError if an element is masked, in lists of arrays, too.
+    """Return an array without its mask. Raises InvalidArgumentError if an element is masked, also in lists of arrays.
 
-    numpy drops masks where it is asked for memory or for an array, so what is given to it passes here.
+    numpy drops masks when it is asked for memory or for an array, so everything that is passed to numpy is checked
+    here.
     """
     if isinstance(array, (list, tuple)):
         for each in array:
@@ -126,7 +127,7 @@ def unmasked(array: Any) -> Any:
 
 
 class _Held:
-    """The object that numpy makes an array of. The array keeps this object, and so the memory, alive."""
+    """The object that numpy makes an array of. The array keeps this object alive, and so the memory."""
 
     def __init__(self, memory: Memory, count: int, typestr: str, read_only: bool) -> None:
         self._memory = memory
@@ -135,9 +136,9 @@ class _Held:
 
 
 def whole_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return zeros in pages of their own, large ones where there is room for them and the system has them.
+    """Return zeros in memory pages of their own; large pages if the system has them and the array fills one.
 
-    An ordinary array of some size begins 16 bytes past a page's start, where copies are slower (perf/README.md).
+    An ordinary large array begins 16 bytes past a page's start, where copies are slower (perf/README.md).
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < mmap.PAGESIZE:
@@ -145,7 +146,7 @@ def whole_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any,
     page = _HUGE_BYTES if nbytes >= _HUGE_BYTES else mmap.PAGESIZE
     mapping = mmap.mmap(-1, nbytes + page - mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if page > mmap.PAGESIZE:
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel does not support large pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapping, np.uint8)
     start = -memory.ctypes.data % page
@@ -170,32 +171,34 @@ def as_bytes(memory: Memory, itemsize: int) -> np.ndarray[Any, Any]:
 
 
 def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:
-    """Return a number as one element of the dtype; None for what is none, or no integer of an integer dtype's range."""
+    """Return a number as one element of the dtype; None for other objects, and for integers out of an integer dtype's
+    range.
+    """
     try:
-        if value is None or np.ma.is_masked(value):  # numpy makes NaN of None
+        if value is None or np.ma.is_masked(value):  # numpy would turn None into NaN
             return None
         given = np.asarray(value.item() if is_tensor(value) and value.dim() == 0 else value)
         if given.ndim != 0 or given.dtype.kind in "cmMSUV":  # numpy would take the real part, or parse the text
             return None
         with np.errstate(over="ignore", invalid="ignore"):
             element = given.astype(dtype.numpy)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch's, of the meta device
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: raised by torch for the meta device
         return None
     return None if dtype.numpy.kind in "iu" and element != given else element
 
 
 def writable(out: Any, dtype: Dtype, count: int) -> Memory:
-    """Return the memory of an array to write `count` elements to. Nothing is copied, unless it is a tensor whose
-    negative or conjugate bit is set: then the result has a `deliver`.
+    """Return the memory of an array to write `count` elements to. Nothing is copied, except for a tensor whose negative
+    or conjugate bit is set: the result has a `deliver` then.
 
-    Raises InvalidArgumentError for another dtype or number of elements, for one that is read-only, masked or not
-    contiguous.
+    Raises InvalidArgumentError for another dtype or number of elements, and for an array that is read-only, masked or
+    not contiguous.
     """
     if is_tensor(out):
         memory = _tensor_to_fill(_plain(out, dtype, out=True))
     elif hasattr(out, "__dlpack__") and not isinstance(out, np.ndarray):  # JAX arrays are immutable
         _check_device(out)
-        raise InvalidArgumentError(f"out= is a {type(out).__name__}, which can't be written to; pass a numpy array")
+        raise InvalidArgumentError(f"out= is a {type(out).__name__}, which cannot be written to; pass a numpy array")
     else:
         array = unmasked(out) if isinstance(out, np.ndarray) else _view_of(out)
         if array.dtype != dtype.numpy:
@@ -207,7 +210,7 @@ def writable(out: Any, dtype: Dtype, count: int) -> Memory:
         memory = _of_numpy(array)
     if memory.count != count:
         raise InvalidArgumentError(
-            f"out= has {memory.count} elements, but {count} are to be read; pass an array of {count}"
+            f"out= has {memory.count} elements but {count} are to be read; pass an array of {count}"
         )
     return memory
 
@@ -237,7 +240,7 @@ def _wrong_dtype(array: Any, given: str, dtype: Dtype) -> InvalidArgumentError:
 
 
 def _wrong_out(given: str, dtype: Dtype) -> InvalidArgumentError:
-    return InvalidArgumentError(f"out= is {given} but the buffer is {dtype.name}; pass a {dtype.name} one")
+    return InvalidArgumentError(f"out= is {given} but the buffer is {dtype.name}; pass an array of {dtype.name}")
 
 
 def _as_numpy(array: Any, dtype: Dtype) -> np.ndarray[Any, Any]:
@@ -247,43 +250,49 @@ def _as_numpy(array: Any, dtype: Dtype) -> np.ndarray[Any, Any]:
         return _view_of(array)
     except InvalidArgumentError:
         pass
-    refusal = f"{reprlib.repr(array)} can't be written as {dtype.name}"
+    refusal = f"{reprlib.repr(array)} cannot be converted to {dtype.name}"
     try:
         plain = np.asarray(array)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: of tensors in a list
+    # RuntimeError: raised by torch for tensors in a list
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidArgumentError(f"{refusal}: {error}") from error
     if plain.dtype.kind not in "biuf":
         raise InvalidArgumentError(refusal)
     with np.errstate(over="ignore", invalid="ignore"):
         converted = plain.astype(dtype.numpy)
-    # A list of numbers is meant as numbers of the buffer's type, as far as these can hold them.
+    # A list of numbers means numbers of the buffer's type, if the type can represent them.
     if dtype.numpy.kind in "iu" and not np.array_equal(plain, converted):
         raise InvalidArgumentError(refusal)
     return converted
 
 
 def _view_of(array: Any) -> np.ndarray[Any, Any]:
-    """Return a numpy view of what has the buffer protocol or __array_interface__."""
+    """Return a numpy view of an object with the buffer protocol or __array_interface__."""
     if hasattr(array, "__array_interface__"):
         return np.asarray(array)
     try:
         return np.asarray(memoryview(array))
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"a {type(array).__name__} has no memory to use; pass a numpy array, a CPU tensor or a buffer"
+            f"a {type(array).__name__} does not give access to its memory; pass a numpy array, a CPU tensor or a buffer"
         ) from error
 
 
 def _plain(tensor: Any, dtype: Dtype, *, out: bool) -> Any:
-    """Return a tensor as it is outside of autograd. Raises InvalidArgumentError unless it is dense memory of this host,
-    of the dtype."""
+    """Return a tensor outside of autograd. Raises InvalidArgumentError unless the tensor is dense, in this host's
+    memory and of the dtype.
+    """
     what = type(tensor).__name__
-    if hasattr(tensor, "get_mask"):  # torch.masked's
-        raise InvalidArgumentError(f"the {what} has a mask, and a buffer has none: pass tensor.to_tensor(0), say")
+    if hasattr(tensor, "get_mask"):  # a tensor of torch.masked
+        raise InvalidArgumentError(f"the {what} has a mask, which a buffer cannot hold; pass e.g. tensor.to_tensor(0)")
     if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_nested:
-        raise InvalidArgumentError(f"the {what} is sparse, nested or quantized; pass a dense one, e.g. .to_dense()")
+        raise InvalidArgumentError(
+            f"the {what} is sparse, nested or quantized; pass a dense tensor, e.g. tensor.to_dense()"
+        )
     if tensor.device.type == "meta":
-        raise InvalidArgumentError(f"the {what} is on the meta device, which holds no values; pass one with memory")
+        raise InvalidArgumentError(
+            f"the {what} is on the meta device, which holds no values; pass a tensor with memory"
+        )
     if tensor.device.type != "cpu":
         raise InvalidArgumentError(_ELSEWHERE.format(what))
     given = str(tensor.dtype).removeprefix("torch.")
@@ -297,13 +306,13 @@ def _plain(tensor: Any, dtype: Dtype, *, out: bool) -> Any:
         held = False
     if not held:
         raise InvalidArgumentError(
-            f"the {what} wraps others, and has no memory of its own; pass a plain tensor, e.g. of .to_local()"
+            f"the {what} wraps other tensors and has no memory of its own; pass a plain tensor, e.g. tensor.to_local()"
         )
     return plain
 
 
 def _resolved(tensor: Any) -> Any:
-    """Return a tensor whose memory holds its values: itself, as a rule."""
+    """Return a tensor whose memory holds its values; this is usually the tensor itself."""
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     return tensor.resolve_conj() if tensor.is_conj() else tensor
@@ -321,7 +330,8 @@ def _tensor_to_fill(tensor: Any) -> Memory:
         return _of_tensor(tensor)
 
     def deliver() -> None:
-        with sys.modules["torch"].inference_mode(tensor.is_inference()):  # it can't be changed outside of that
+        # such a tensor can only be changed inside inference mode
+        with sys.modules["torch"].inference_mode(tensor.is_inference()):
             tensor.copy_(beside)
 
     return _of_tensor(beside, deliver)
@@ -337,7 +347,7 @@ def _of_dlpack(array: Any, dtype: Dtype) -> Memory:
     try:
         capsule = array.__dlpack__()
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
-        raise InvalidArgumentError(f"the {type(array).__name__} can't be used through DLPack: {error}") from error
+        raise InvalidArgumentError(f"the {type(array).__name__} cannot be used through DLPack: {error}") from error
     address = _capsule_pointer(capsule, b"dltensor")
     tensor = _DLTensor.from_address(cast(int, address))
     bits = tensor.dtype.bits
@@ -367,7 +377,7 @@ class _MappedMemory:
     """Owns a mapping; numpy arrays on it keep it alive."""
 
     def __init__(self, address: int, nbytes: int, length: int) -> None:
-        # Not at exit: other threads may still use it then, and the process's end unmaps anyway.
+        # Not at exit: other threads may still use the mapping then, and the end of the process unmaps it anyway.
         weakref.finalize(self, unmap, address, nbytes).atexit = False
         self.__array_interface__ = {"version": 3, "shape": (length,), "typestr": "|u1", "data": (address, False)}
 
@@ -375,6 +385,8 @@ class _MappedMemory:
 def mapped_array(
     address: int, mapped: int, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the memory of `mapped` bytes at `address` as an array; unmapped when nobody has it any more."""
+    """Return the memory of `mapped` bytes at `address` as an array. It is unmapped when the last reference to it is
+    dropped.
+    """
     length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return np.asarray(_MappedMemory(address, mapped, length)).view(dtype).reshape(shape)

@@ -1,8 +1,7 @@
-"""The engine as typed Python: the only room of `smb` that touches cffi's `lib`. See csrc/smb/ for what each call does.
+"""The engine with Python types: the only part of `smb` that uses cffi's `lib`. csrc/smb/ says what each call does.
 
-Every call here releases the GIL while it runs (a direct method's only if it takes longer than handing the GIL over).
-Objects free their C side when they are collected; a buffer handle keeps the client, links and segments that it uses
-alive.
+Every call here releases the GIL while it runs; a direct method's only if it takes longer than handing over the GIL.
+Objects free their C side when they are collected. A buffer handle keeps its client, links and segments alive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pure computations of the engine: kernels, layouts, sums, sizes. No connection, no shared memory."""
+"""Pure computations of the engine: kernels, layouts, sums, sizes. They use no connection and no shared memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ def isa_names() -> list[str]:
 
 
 def check_isa() -> None:
-    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build has not.
+    """Raise InvalidArgumentError if SMB_ISA names an instruction set that this processor or this build does not have.
 
-    Callers of the kernels call it first, and not the import: commands then report it in one line.
+    Callers of the kernels call this first. It is not done at import, so that commands can report the error in one line.
     """
     wanted, names = os.environ.get("SMB_ISA"), isa_names()
     if wanted and wanted not in names:
         raise InvalidArgumentError(
-            f"SMB_ISA={wanted}: on this processor it is one of {', '.join(names)}; without SMB_ISA the fastest is taken"
+            f"SMB_ISA must be one of {', '.join(names)} on this processor, not {wanted}; without SMB_ISA the fastest "
+            "is used"
         )
 
 
 def op_accepts(dtype_number: int, op: int, scale: float) -> bool:
-    """Whether the operation is defined for the dtype with this scale."""
+    """Return True if the operation is defined for the dtype with this scale."""
     return bool(lib.smb_op_accepts(dtype_number, op, scale))
 
 
@@ -36,18 +37,20 @@ SOURCES_MAX = int(lib.SMB_SOURCES_MAX)  # of one accumulate_from
 
 
 def apply_op(dtype_number: int, op: int, target: Any, source: Any, count: int, scale: float) -> None:
-    """Combine `count` elements at `source` into those at `target`, as a server does it."""
+    """Combine `count` elements at `source` into those at `target`, as a server does."""
     check(lib.smb_kernel_apply(dtype_number, op, target, source, count, scale))
 
 
 def crc32c(data: Any, crc: int = 0) -> int:
-    """Return the CRC-32C of contiguous bytes that follow those of which `crc` is it."""
+    """Return the CRC-32C of contiguous bytes that follow bytes with the CRC `crc`."""
     memory = memoryview(data)
     return int(lib.smb_crc32c(crc, ffi.from_buffer(memory), memory.nbytes))
 
 
 def round_as_sent(wire: int, source: Any, count: int, offset: int, chunk_bytes: int, sink: Any) -> None:
-    """Write what `count` float32 elements at byte `offset` of a buffer are when they arrive."""
+    """Write to `sink` the values that `count` float32 elements at byte `offset` of a buffer have after a transfer with
+    this wire.
+    """
     check(lib.smb_kernel_round(wire, source, count, offset, chunk_bytes, sink))
 
 
@@ -55,10 +58,11 @@ DELTA_PART_MAX = int(lib.SMB_DELTA_PART_MAX)  # elements
 
 
 def delta_encode(width: int, old: int, fresh: int, count: int, first: int, to: Any) -> tuple[int, int, int] | None:
-    """Write one part of a delta into the bytes `to`: (its bytes, elements changed, what they add to the state's sum).
+    """Write one part of a delta into the bytes `to`. Returns (its bytes, elements changed, their contribution to the
+    state's sum).
 
-    `old` and `fresh` are addresses of `count` elements of `width` bytes, element `first` of the state and those that
-    follow; `old` becomes `fresh`. None if there is no room; `old` has become it all the same.
+    `old` and `fresh` are addresses of `count` elements of `width` bytes, beginning with element `first` of the state;
+    `old` becomes equal to `fresh`. Returns None if `to` is too small; `old` has become equal all the same.
     """
     delta = ffi.new("struct smb_delta *")
     room = ffi.from_buffer(to, require_writable=True)
@@ -72,7 +76,9 @@ def delta_encode(width: int, old: int, fresh: int, count: int, first: int, to: A
 
 
 def delta_apply(width: int, state: Any, delta: Any, total: int) -> int | None:
-    """Apply a delta to the bytes `state`, whose sum is `total`; return the sum by then. None if it is no delta."""
+    """Apply a delta to the bytes `state`, whose sum is `total`; return the new sum. None if the bytes are not a
+    delta.
+    """
     memory = ffi.from_buffer(state, require_writable=True)
     added, data = ffi.new("uint64_t *", total), ffi.from_buffer(delta)
     status = lib.smb_delta_apply(width, memory, len(memory) // width, data, len(data), added)
@@ -80,30 +86,32 @@ def delta_apply(width: int, state: Any, delta: Any, total: int) -> int | None:
 
 
 def state_sum(state: Any) -> int:
-    """Return the sum of a state's bytes, a multiple of 8: see csrc/memory/delta.h."""
+    """Return the sum of a state's bytes, a multiple of 8; csrc/memory/delta.h defines it."""
     memory = ffi.from_buffer(state)
     return int(lib.smb_state_sum(memory, len(memory) // 8))
 
 
 def segment_file_bytes(nbytes: int, chunk_bytes: int) -> int:
-    """Memory that a segment of `nbytes` of data takes on its server, in bytes: what counts against the capacity."""
+    """Return the memory in bytes that a segment with `nbytes` of data takes on its server; the capacity counts
+    these.
+    """
     return int(lib.smb_segment_file_bytes(nbytes, chunk_bytes))
 
 
 def believes(user: int) -> bool:
-    """Whether this process, as a client, believes that user's listener at a Unix socket: see smb_believes."""
+    """Return True if this process, as a client, trusts that user's listener at a Unix socket; see smb_believes."""
     return bool(lib.smb_believes(user))
 
 
 def segment_bytes(nbytes: int, stripe_bytes: int, chunk_bytes: int, segment_count: int, index: int) -> int:
-    """Bytes of a buffer of `nbytes` that live on segment `index`."""
+    """Return how many bytes of a buffer of `nbytes` lie on segment `index`."""
     return int(lib.smb_layout_segment_bytes(layout_of(nbytes, stripe_bytes, chunk_bytes, segment_count), index))
 
 
 def layout_piece(
     nbytes: int, stripe_bytes: int, chunk_bytes: int, segment_count: int, offset: int, bytes_max: int
 ) -> tuple[int, int, int]:
-    """(segment index, offset in the segment, length) of the piece that starts at a byte offset of the buffer."""
+    """Return (segment index, offset in the segment, length) of the piece that begins at a byte offset of the buffer."""
     piece = ffi.new("struct smb_piece *")
     layout = layout_of(nbytes, stripe_bytes, chunk_bytes, segment_count)
     check(lib.smb_layout_piece(layout, offset, bytes_max, piece))
@@ -115,7 +123,7 @@ def layout_of(nbytes: int, stripe_bytes: int, chunk_bytes: int, segment_count: i
     layout = ffi.new("struct smb_layout *", (nbytes, stripe_bytes, chunk_bytes, segment_count))
     if lib.smb_layout_check(layout) != Status.OK:
         raise InvalidArgumentError(
-            f"no layout has {nbytes} bytes in stripes of {stripe_bytes} and chunks of {chunk_bytes} "
+            f"{nbytes} bytes cannot be laid out in stripes of {stripe_bytes} and chunks of {chunk_bytes} "
             f"on {segment_count} segments"
         )
     return layout

@@ -1,4 +1,4 @@
-"""A client's async operations in the engine: their order, their windows, the thread that carries them out."""
+"""A client's async operations in the engine: their order, their windows, and the thread that does them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ _TAKEN_MAX = 64
 
 
 class AsyncEventKind(IntEnum):
-    """An operation has come so far."""
+    """What has happened to an operation."""
 
-    DONE = lib.SMB_ASYNC_DONE  # it is no more
+    DONE = lib.SMB_ASYNC_DONE  # the operation has ended and is removed
     FAILED = lib.SMB_ASYNC_FAILED  # its turn lasts until end()
-    BEGIN = lib.SMB_ASYNC_BEGIN  # a call of the caller's, likewise
-    CANCELLED = lib.SMB_ASYNC_CANCELLED  # it had not begun; end() it
+    BEGIN = lib.SMB_ASYNC_BEGIN  # the turn of a call of the caller's has begun; it lasts until end()
+    CANCELLED = lib.SMB_ASYNC_CANCELLED  # the operation had not begun; call end()
 
 
 class AsyncEvent(NamedTuple):
-    """How far the operation of a tag has come; its outcome if it failed. `operation` is to be ended, unless DONE."""
+    """An event of the operation with this tag, with its outcome if it failed. The receiver ends `operation`, unless
+    DONE.
+    """
 
     tag: int
     operation: Operation
@@ -55,10 +57,12 @@ class AsyncOperations:
         tag: int,
         status: list[int],
     ) -> None:
-        """Begin a read, write or addition in its turn; its memory, handle and window stay until its last event, at most
-        timeout_ms for each part after it began. EngineError INVALID where smb_transfer is to do or refuse it,
-        DISCONNECTED once stopped, BUSY if there are too many. Its events have its tag. Appends the engine's status to
-        `status`, also if a signal's handler raises before this function returns.
+        """Submit a read, write or addition, which begins in its turn.
+
+        Its memory, handle and window must stay until its last event. Each part of it takes at most timeout_ms after it
+        began. Its events have its tag. Raises EngineError: INVALID if smb_transfer has to do or refuse the request,
+        DISCONNECTED after stop(), BUSY if there are too many operations. Appends the engine's status to `status`, even
+        if a signal handler raises before this function returns.
         """
         raw = raw_request(request, timeout_ms)
         self._submit(status, window.pointer, handle.pointer, raw, key, priority, tag)
@@ -75,22 +79,22 @@ class AsyncOperations:
         *,
         changes: bool,
     ) -> None:
-        """Have an event BEGIN for a call of the caller's, in its turn. `status`: as `submit`."""
+        """Submit a call of the caller's: an event BEGIN comes when its turn has come. `status` is as for `submit`."""
         raw = raw_request(Request(Opcode.WRITE if changes else Opcode.READ, offset, nbytes), 0)
         self._submit(status, window.pointer, NOWHERE, raw, key, priority, tag)
 
     def _submit(self, status: list[int], *arguments: Any) -> None:
-        # The interpreter runs handlers between its steps. These are C functions that call each other: one step, so the
-        # status is noted whenever the engine has the operation.
+        # The interpreter runs signal handlers between its steps. C functions that call each other are one step, so the
+        # status is recorded whenever the engine has the operation.
         status.extend(starmap(lib.smb_async_submit, ((self.pointer, *arguments),)))
         check(status[-1])
 
     def await_event(self, timeout_ms: int) -> None:
-        """Wait until there is something to take, at most so long."""
+        """Wait until there is an event to take, at most timeout_ms."""
         lib.smb_async_await_event(self.pointer, timeout_ms)
 
     def take(self) -> list[AsyncEvent]:
-        """Return the events so far, some of them; does not block. One thread at a time."""
+        """Return events that have arrived, at most _TAKEN_MAX; does not block. One thread at a time."""
         events = self._events
         taken = []
         for index in range(lib.smb_async_take(self.pointer, events, _TAKEN_MAX)):
@@ -101,38 +105,39 @@ class AsyncOperations:
         return taken
 
     def end(self, operation: Operation) -> None:
-        """Its turn is over: one that was taken, but not as DONE."""
+        """End the turn of an operation whose event was taken, unless that was DONE."""
         lib.smb_async_end(self.pointer, operation)
 
     def cancel(self, tag: int) -> bool:
-        """Whether the operation of that tag had not begun, and is no more."""
+        """Return True if the operation of that tag had not begun, and is removed now."""
         return bool(lib.smb_async_cancel(self.pointer, tag))
 
     def wait(self, key: int, offset: int, nbytes: int, timeout_ms: int, last: Any, *, changes: bool) -> bool:
-        """Wait until no earlier operation conflicts with a call on that range; False after timeout_ms. `last` is a new
-        one of `no_last`; who waits again with it waits for the same operations.
+        """Wait until no earlier operation conflicts with a call on that range; False after timeout_ms.
+
+        `last` is a new value of `no_last`. A repeated wait with the same value waits for the same operations.
         """
         return int(lib.smb_async_wait(self.pointer, key, offset, nbytes, changes, timeout_ms, last)) == 0
 
     @staticmethod
     def no_last() -> Any:
-        """Return what `wait` notes in which operations it waits for."""
+        """Return a value in which `wait` stores the operations that it waits for."""
         return ffi.new("uint64_t *")
 
     def stop(self) -> None:
-        """Cancel what has not begun; nothing is submitted any more."""
+        """Cancel the operations that have not begun, and refuse new ones."""
         lib.smb_async_stop(self.pointer)
 
 
 class Window:
-    """How many bytes of its operations may be in flight."""
+    """The limit of the bytes that its operations have in flight."""
 
     def __init__(self, operations: AsyncOperations, credit: int, *, counts_calls: bool = False) -> None:
-        """credit: bytes, 0 for measured; with counts_calls a number of operations."""
+        """`credit` is in bytes, 0 for a measured value; with counts_calls it is a number of operations."""
         made = ffi.new("struct smb_window **")
         check(lib.smb_window_create(operations.pointer, credit, counts_calls, made))
         self.pointer = ffi.gc(made[0], lib.smb_window_destroy)
-        self.closed = False  # no operation is to be submitted any more; AsyncCalls sees to that
+        self.closed = False  # no operation may be submitted any more; AsyncCalls checks this
 
     def credit(self) -> int:
         return int(lib.smb_window_credit(self.pointer))

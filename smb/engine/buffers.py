@@ -1,4 +1,4 @@
-"""A buffer's segments as the engine reaches them, and the direct methods that go there without Python's detour."""
+"""A buffer's segments as the engine reaches them, and the direct methods, which call the engine without Python code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @cache
 def _set_up() -> None:
-    import numpy as np  # here: daemons have no use for it, and loading it is a third of their start
+    import numpy as np  # imported here: daemons do not need numpy, and loading it takes a third of their start
 
     set_up(
         int(ffi.cast("uintptr_t", ffi.addressof(lib, "smb_transfer"))),
@@ -36,8 +36,8 @@ def direct(opcode: Opcode) -> Callable[[Function], Function]:
     """Put the direct path (csrc/python/direct.c) before a method of a class whose slot `_target` has a DirectTarget.
 
     READ: (offset, count, *, out); WRITE: (array, offset); ACCUMULATE: (array, offset, *, scale); FETCH_ADD: (index,
-    value); COMPARE_SWAP: (index, expected, new). With others, or where these are not the usual ones, the method itself
-    is called.
+    value); COMPARE_SWAP: (index, expected, new). For other arguments, or unusual values of these, the method itself is
+    called.
     """
 
     _set_up()
@@ -49,8 +49,8 @@ def direct(opcode: Opcode) -> Callable[[Function], Function]:
 
 
 def _add_others(raw: Any, request: Request, others: Sequence[BufferHandle]) -> None:
-    """Put a call's other buffers into its struct: several sources, or one of them and an optimizer's states; and the
-    optimizer's numbers.
+    """Store a call's other buffers in its struct: several sources, or one source and an optimizer's states; and the
+    optimizer's parameters.
     """
     states = others
     if request.sources:
@@ -67,7 +67,9 @@ def _add_others(raw: Any, request: Request, others: Sequence[BufferHandle]) -> N
 
 
 class BufferHandle:
-    """A buffer's segments as reached by one client. Complete once every segment is set; then any thread may call it."""
+    """A buffer's segments as one client reaches them. Complete once every segment is set; after that, any thread may
+    call it.
+    """
 
     def __init__(
         self, client: EngineClient, nbytes: int, stripe_bytes: int, chunk_bytes: int, segment_count: int, dtype: int
@@ -83,7 +85,7 @@ class BufferHandle:
         check(lib.smb_buffer_set_link(self.pointer, index, segment_id, epoch, link.pointer))
 
     def set_links(self, index: int, segment_id: int, epoch: int, links: Sequence[Link]) -> None:
-        """Reach segment `index` over several links to its server: its chunks take those that have room."""
+        """Reach segment `index` over several links to its server; chunks use the links that have room."""
         self.set_link(index, segment_id, epoch, links[0])
         for link in links[1:]:
             check(lib.smb_buffer_add_lane(self.pointer, index, link.pointer))
@@ -95,10 +97,10 @@ class BufferHandle:
     def transfer(
         self, request: Request, timeout_ms: int, others: Sequence[BufferHandle] = (), attempt: Attempt | None = None
     ) -> Outcome | int:
-        """Do one call, with other buffers as its source, if it has no other one, and state. Blocks up to timeout_ms.
+        """Make one call, with other buffers as its source (if it has no other one) and state. Blocks up to timeout_ms.
 
-        Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; else 0), or the Outcome of a call that failed.
-        Both are in `attempt`, too, if this is left by what a signal's handler raises.
+        Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; 0 for other opcodes), or the Outcome of a call
+        that failed. `attempt` has both, too, even if a signal handler raises in here.
         """
         attempt = attempt or Attempt()
         outcome = attempt.begin()
@@ -120,12 +122,12 @@ class BufferHandle:
         code: str,
         timeout_ms: int,
     ) -> None:
-        """Let the target's direct methods come here: elements of the buffer protocol's format `code`."""
+        """Let the target's direct methods use this handle, for elements of the buffer protocol's format `code`."""
         buffer, size = int(ffi.cast("uintptr_t", self.pointer)), math.prod(shape)
         target.arm(self, client, quiet, buffer, shape, size, itemsize, code, timeout_ms)
 
     def map(self) -> tuple[int, int]:
-        """Map the whole buffer contiguously: (address, bytes). EngineError INVALID where a segment is not local."""
+        """Map the whole buffer contiguously; return (address, bytes). EngineError INVALID if a segment is not local."""
         address, nbytes = ffi.new("void **"), ffi.new("uint64_t *")
         check(lib.smb_buffer_map(self.pointer, address, nbytes))
         return int(ffi.cast("uintptr_t", address[0])), int(nbytes[0])

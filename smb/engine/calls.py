@@ -1,4 +1,4 @@
-"""One call of a buffer: what is asked, how it ended, and the memory that it moves."""
+"""One call of a buffer: the request, the outcome, and the memory that it transfers."""
 
 from __future__ import annotations
 
@@ -10,54 +10,58 @@ from smb._engine import ffi, lib
 from smb.engine.enums import Opcode, Status
 
 NOWHERE: Any = ffi.NULL
-_NOT_ENDED = -1  # no status of the engine's
+_NOT_ENDED = -1  # not a status of the engine
 
 
 class Request(NamedTuple):
-    """One request to the engine; csrc/smb/client.h: struct smb_request. Frozen. A tuple, as it is made for every call
-    that is not direct: a frozen dataclass takes four times as long to make.
+    """One request to the engine; csrc/smb/client.h: struct smb_request. Immutable.
 
-    Offsets and sizes are bytes of the buffer. Of APPLY, `op` is the rule, `hyper` its numbers.
+    Offsets and sizes are bytes of the buffer. For APPLY, `op` is the rule and `hyper` has its parameters. This is a
+    tuple because every call that is not direct makes one: a frozen dataclass takes four times as long to make.
     """
 
     opcode: Opcode
     offset: int
     nbytes: int
-    source: Any = NOWHERE  # of memory_of or memory_at
+    source: Any = NOWHERE  # from memory_of or memory_at
     sink: Any = NOWHERE
     op: int = 0
     scale: float = 1.0
     argument: int = 0
     expected: int = 0
-    wire: int = 0  # how elements travel
-    token: int = 0  # of a lock: refused once the lock is another's; every segment is reached over a link then
-    indices: Any = None  # int64 array of the elements, of a sparse accumulate
+    wire: int = 0  # the encoding of elements in transfer
+    # a lock's or publisher's token: the request is refused once another client holds it; every segment is reached over
+    # a link then
+    token: int = 0
+    indices: Any = None  # int64 array of element indices, for a sparse accumulate
     hyper: Mapping[str, float] | None = None
-    sources: tuple[tuple[float, int], ...] = ()  # scale and wire of each other buffer, if they are several to be summed
+    sources: tuple[tuple[float, int], ...] = ()  # scale and wire of each other buffer, if several are to be summed
 
 
 _RAW_REQUEST = ffi.typeof("struct smb_request *")
 
 
 def raw_request(request: Request, timeout_ms: int) -> Any:
-    """Return a struct smb_request of the fields that most calls have: opcode to token in one step, by position."""
+    """Return a struct smb_request. The fields that most calls have, opcode to token, are set in one step, by
+    position.
+    """
     raw = ffi.new(_RAW_REQUEST, request[:11])
     raw.timeout_ms = timeout_ms
     return raw
 
 
 class UnknownParts:
-    """Parts of a call that failed before all of it was confirmed: their outcome is unknown."""
+    """The parts of a failed call whose outcome is unknown: they were not confirmed before the failure."""
 
     def __init__(self, pointer: Any, owner: object = None) -> None:
-        """`owner`: frees them at its end."""
+        """`owner` frees the parts at its own end."""
         self.pointer = ffi.gc(pointer, lib.smb_unknown_release) if owner is None else pointer
         self._owner = owner
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call that failed ended. `segment` is the index of the first that failed."""
+    """How a failed call ended. `segment` is the index of the first segment that failed."""
 
     status: Status
     segment: int
@@ -73,8 +77,10 @@ def outcome_of(outcome: Any, owner: object = None) -> Outcome:
 
 
 class Attempt:
-    """One attempt of a call at the engine. A signal's handler may raise at any place of Python's code, also between the
-    engine's return and the place where its outcome is looked at: so it is here from the engine's return on.
+    """One attempt of a call at the engine.
+
+    A signal handler may raise at any point of Python code, also between the engine's return and the check of its
+    outcome. So the outcome is stored here when the engine returns.
     """
 
     __slots__ = ("_raw",)
@@ -83,7 +89,7 @@ class Attempt:
         self._raw: Any = None
 
     def begin(self) -> Any:
-        """Return where the engine is to put the outcome; a struct smb_outcome."""
+        """Return the struct smb_outcome into which the engine writes the outcome."""
         raw = ffi.new("struct smb_outcome *")
         raw.status = _NOT_ENDED
         self._raw = raw
@@ -91,20 +97,20 @@ class Attempt:
 
     @property
     def ended(self) -> Outcome | int | None:
-        """How it ended: the engine's number, or the Outcome of an attempt that failed. None: it did not begin."""
+        """How the attempt ended: the engine's number, or the Outcome of a failed attempt. None if it did not begin."""
         raw = self._raw
         if raw is None or raw.status == _NOT_ENDED:
             return None
         return int(raw.result) if raw.status == Status.OK else outcome_of(raw, self)
 
     def __del__(self) -> None:
-        raw = getattr(self, "_raw", None)  # a handler may have raised before it was set
+        raw = getattr(self, "_raw", None)  # a signal handler may have raised before it was set
         if raw is not None and raw.unknown:
             lib.smb_unknown_release(raw.unknown)
 
 
 def direct_call(request_address: int, outcome_address: int) -> tuple[Request, Outcome]:
-    """Return what a `direct` method asked, and how it ended, from its structs' addresses."""
+    """Return the request of a `direct` method and how it ended, from the addresses of its structs."""
     asked = ffi.cast("struct smb_request *", request_address)
     request = Request(
         Opcode(asked.opcode), int(asked.offset), int(asked.bytes), asked.source, asked.sink, int(asked.op),
@@ -114,13 +120,14 @@ def direct_call(request_address: int, outcome_address: int) -> tuple[Request, Ou
 
 
 def memory_of(array: Any) -> Any:
-    """Return where the bytes of a contiguous array lie, for a Request; keeps the array alive. TypeError, ValueError or
-    BufferError if it has no buffer protocol."""
+    """Return the address of a contiguous array's bytes, for a Request; keeps the array alive. Raises TypeError,
+    ValueError or BufferError if the array has no buffer protocol.
+    """
     return ffi.from_buffer(array)
 
 
 def address_of(memory: Any) -> int:
-    """Return the address of what memory_of or memory_at gave."""
+    """Return the address of a result of memory_of or memory_at."""
     return int(ffi.cast("uintptr_t", memory))
 
 

@@ -1,4 +1,4 @@
-"""A client's counters, as the engine keeps them."""
+"""A client's counters, which the engine keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from smb.engine.enums import KINDS, TRANSPORTS, status_name
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How many took how long: counts between the edges of metric_names.LATENCY_EDGES, and the sum of all in seconds."""
+    """A histogram of durations: counts between the edges of metric_names.LATENCY_EDGES, and the sum of all durations in
+    seconds.
+    """
 
     counts: tuple[int, ...]
     sum_s: float
@@ -20,7 +22,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class ClientCounters:
-    """A client's counters since counting began: by (transport, kind), failed calls by status."""
+    """A client's counters since counting began: by (transport, kind); failed calls by status."""
 
     operations: dict[tuple[str, str], int]
     transferred_bytes: dict[tuple[str, str], int]
@@ -31,7 +33,7 @@ class ClientCounters:
 
 
 def latencies_of(raw: Any, transports: Mapping[int, str], kinds: Mapping[int, str]) -> dict[tuple[str, str], Latency]:
-    """Read a struct smb_latencies; what never happened is left out."""
+    """Read a struct smb_latencies; entries without any event are left out."""
     width = lib.SMB_LATENCY_BUCKETS + 1
     numbers = memoryview(ffi.buffer(raw)).cast("B").cast("Q")
     found = {}
@@ -44,7 +46,7 @@ def latencies_of(raw: Any, transports: Mapping[int, str], kinds: Mapping[int, st
 
 
 def counters_of(client: Any) -> ClientCounters:
-    """Read what a struct smb_client has counted."""
+    """Read the counters of a struct smb_client."""
     raw = ffi.new("struct smb_client_counters *")
     lib.smb_client_counters(client, raw)
     cells = [(t, transport, k, kind) for t, transport in TRANSPORTS.items() for k, kind in KINDS.items()]

@@ -1,4 +1,4 @@
-"""The engine's numbers by name (csrc/smb/), and the error of a call of it that failed."""
+"""The engine's numbers by name (csrc/smb/), and the error of a failed engine call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DEFAULT_CHUNK_BYTES: int = lib.SMB_CHUNK_BYTES_DEFAULT
 PAGE_BYTES: int = lib.SMB_CHUNK_BYTES_MIN
 LANES_FURTHER_MAX: int = lib.SMB_LANES_FURTHER_MAX
 SEGMENTS_MAX: int = lib.SMB_SEGMENTS_PER_BUFFER_MAX
-RECORD_BYTES: int = lib.SMB_RECORD_BYTES  # of a request by reference
-HELLO: int = lib.SMB_HELLO  # its opcode
+RECORD_BYTES: int = lib.SMB_RECORD_BYTES  # size of a request by reference
+HELLO: int = lib.SMB_HELLO  # an opcode
 
 
 class Status(IntEnum):
@@ -44,13 +44,13 @@ class Status(IntEnum):
     SYSTEM = lib.SMB_SYSTEM
 
     @classmethod
-    def _missing_(cls, value: object) -> Status:  # noqa: ARG003 - whichever it is
-        """Any other status: the server does not speak our protocol."""
+    def _missing_(cls, value: object) -> Status:  # noqa: ARG003 - for any value
+        """Return PROTOCOL for an unknown status: the server does not speak this protocol."""
         return cls.PROTOCOL
 
 
 class Opcode(IntEnum):
-    """enum smb_opcode, as far as a buffer's calls use it."""
+    """enum smb_opcode: the values for a buffer's calls."""
 
     READ = lib.SMB_READ
     WRITE = lib.SMB_WRITE
@@ -63,8 +63,9 @@ class Opcode(IntEnum):
 
 
 class AskOpcode(IntEnum):
-    """enum smb_opcode, as far as it is asked of a segment's locks, barrier and version; csrc/memory/sync.h has the
-    meaning of the words."""
+    """enum smb_opcode: the values for a segment's locks, barrier and version. csrc/memory/sync.h has the meaning of the
+    words.
+    """
 
     LOCK = lib.SMB_LOCK
     UNLOCK = lib.SMB_UNLOCK
@@ -78,7 +79,7 @@ class AskOpcode(IntEnum):
     UNPIN = lib.SMB_UNPIN
 
 
-# Opcodes by number, as people and metrics call them.
+# Opcodes by number, under the names that messages and metrics use.
 KINDS: dict[int, str] = {
     number: name.removeprefix("SMB_").lower() for number, name in sorted(ffi.typeof("enum smb_opcode").elements.items())
 }
@@ -91,8 +92,9 @@ TRANSPORTS: dict[int, str] = {
 
 
 class Lane(IntEnum):
-    """The purpose of each link to a server. Changes of a lane are made in order; what waits has a lane of its own, so
-    that nothing waits behind it."""
+    """The purpose of each link to a server. Changes of a lane are made in order. Requests that wait have a lane of
+    their own, so that nothing waits behind them.
+    """
 
     TCP_DATA = 0
     TCP_WAITS = 1
@@ -100,14 +102,14 @@ class Lane(IntEnum):
     UNIX_WAITS = 3
     UNIX_ATTACH = 4
     VERBS_DATA = 6
-    # These carry what TCP_DATA carries, over further connections to a server that is far away.
+    # Lanes from here on carry the same as TCP_DATA, over further connections to a server with a long round trip.
     TCP_FURTHER = lib.SMB_LANE_FURTHER
-    # From here on each is of one segment that has two copies.
+    # From here on each lane belongs to one segment that has two copies.
     OF_SEGMENTS = lib.SMB_LANE_OF_SEGMENTS
 
 
 def status_name(status: int) -> str:
-    """Return the engine's word for the status, empty for a number that is none."""
+    """Return the engine's name of the status, empty for an unknown number."""
     name = lib.smb_status_name(status)
     return ffi.string(name).decode() if name else ""
 
@@ -121,8 +123,10 @@ class PartOutcome(IntEnum):
 
 
 class EngineError(Error):
-    """An engine call did not succeed; `status` says how, `errno` of which system call's failure, 0 for none. Its
-    callers turn it into an error that names what was asked."""
+    """An engine call failed. `status` says how; `errno` is that of the failed system call, 0 for none.
+
+    Callers turn this into an error that names the user's call.
+    """
 
     def __init__(self, status: int, errno: int = 0, why: str = "") -> None:
         self.status = Status(status)
@@ -140,25 +144,27 @@ _WORDS = {
     Status.TIMEOUT: "no answer in time",
     Status.DISCONNECTED: "the connection was closed",
     Status.LINK_LOST: "the connection broke",
-    Status.PROTOCOL: "it answers, but not as a memory server does",
-    Status.VERSION: "it speaks another version of the protocol",
+    Status.PROTOCOL: "the peer does not speak the protocol of a memory server",
+    Status.VERSION: "the peer speaks another version of the protocol",
     Status.UNTRUSTED: "the peer there could not prove that it is that server",
     Status.NAMESPACE: "this process is in another PID namespace than the server, where its locks do not hold",
     Status.SESSION_ENDED: "this client's session has ended there",
     Status.APART: "the source lies on another server",
 }
 
-DENIED = {  # why a token was not taken, for authorize
-    lib.SMB_DENIED_GENERATION: "it does not know the key of this token: the coordinator's clock was put forward or "
-    "back, of which it hears within 2 s, or it belongs to another coordinator",
+DENIED = {  # the reasons for which a server refuses a token, for authorize
+    lib.SMB_DENIED_GENERATION: "the server does not know the key of this token: the coordinator's clock was changed, "
+    "which the server learns within 2 s, or the server belongs to another coordinator",
     lib.SMB_DENIED_PROOF: "the token does not prove that its coordinator made it for this session and segment, or "
-    "somebody between us and the server hands the proof on",
+    "the proof was forwarded by somebody between this client and the server",
     lib.SMB_DENIED_EXPIRED: "the token has expired by the coordinator's clock",
 }
 
 
 def check(status: int, why: Any = None) -> None:
-    """Raise what an interrupt left, else EngineError, unless the status is OK. `why`: the engine's own reason."""
+    """Raise EngineError unless the status is OK; an exception that a signal handler left comes first. `why` is the
+    engine's reason.
+    """
     if status != Status.OK:
         if (interrupt := take_interrupt()) is not None:
             raise interrupt

@@ -1,4 +1,4 @@
-"""A client's side of the engine: sessions, links to servers, mapped segments, requests that may wait."""
+"""A client's side of the engine: sessions, links to servers, mapped segments, waiting requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smb.engine.counters import ClientCounters, counters_of
 from smb.engine.enums import DENIED, AskOpcode, EngineError, PartOutcome, Status, check
 from smb.errors import InvalidArgumentError, PermissionDeniedError
 
-LATEST = 2**64 - 1  # of Segment.find_version
+LATEST = 2**64 - 1  # for Segment.find_version
 
 
 class Segment:
@@ -27,17 +27,21 @@ class Segment:
         self.pointer = ffi.gc(pointer, lib.smb_segment_release)
 
     def shared(self) -> bool:
-        """Whether this process may still use it: not once its server runs in another PID namespace, once it may move
-        to another server, or once it was deleted.
+        """Return True if this process may still use the mapping.
+
+        It may not once the server runs in another PID namespace, the segment may move to another server, or the segment
+        was deleted.
         """
         return bool(lib.smb_segment_is_shared(self.pointer))
 
     def bind(self) -> bool:
-        """Have it stay on its server: a user could not follow. False: it may move already."""
+        """Bind the segment to its server, since a mapping could not follow a move. False if it may move already."""
         return bool(lib.smb_segment_bind(self.pointer) == Status.OK)
 
     def find_version(self, version: int) -> tuple[int, int]:
-        """(version published, slot in which `version` lies, -1 once it is being overwritten); LATEST: the published."""
+        """Return (published version, slot of `version`, or -1 once it is being overwritten). LATEST asks for the
+        published one.
+        """
         published = ffi.new("uint64_t *")
         slot = lib.smb_segment_find_version(self.pointer, version, published)
         return int(published[0]), int(slot)
@@ -45,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A session's rights to a segment, and until when; see csrc/base/access.h."""
+    """A session's rights to a segment, with their expiry; see csrc/base/access.h."""
 
     segment_id: int
     epoch: int
@@ -61,7 +65,7 @@ ROLES = {
     "operator": lib.SMB_ROLE_OPERATOR,
     "server": lib.SMB_ROLE_SERVER,
     "coordinator": lib.SMB_ROLE_COORDINATOR,
-}  # that a certificate may be of
+}  # roles that a certificate may have
 
 
 def _bits(roles: Iterable[str]) -> int:
@@ -69,22 +73,26 @@ def _bits(roles: Iterable[str]) -> int:
 
 
 class Tls:
-    """The parts of a connection inside TLS: an authority, a certificate of it and its key, as PEM."""
+    """The parts of a TLS connection: an authority, a certificate of that authority and its key, as PEM."""
 
     def __init__(self, ca: bytes, certificate: bytes, key: bytes) -> None:
-        """Raises InvalidArgumentError if they do not belong together."""
+        """Raises InvalidArgumentError if the parts do not belong together."""
         made, why = ffi.new("struct smb_tls **"), _room_for_why()
         status = lib.smb_tls_create(ca, certificate, key, made, why)
         if status == Status.INVALID:
-            raise InvalidArgumentError(f"credentials: they do not belong together ({ffi.string(why).decode()})")
+            raise InvalidArgumentError(
+                f"the credentials' authority, certificate and key do not belong together ({ffi.string(why).decode()})"
+            )
         check(status)
         self.pointer = ffi.gc(made[0], lib.smb_tls_release)
 
     def judge(self, chain: bytes, roles: Iterable[str], host: str = "") -> tuple[str, str]:
-        """Return (role, name) of whom a certificate is for, PEM with the peer's own first, by the rules of the engine's
-        own connections. `host`: whom we have called; empty: it has called us.
+        """Return (role, name) of the holder of a certificate chain (PEM, the peer's own first), by the rules of the
+        engine's connections.
 
-        Raises PermissionDeniedError, whose text is the end of a sentence about the peer.
+        `host` is the peer that this process has called; empty if the peer has called.
+
+        Raises PermissionDeniedError; its text is the end of a sentence about the peer.
         """
         holder, why = ffi.new("struct smb_holder *"), _room_for_why()
         status = lib.smb_tls_judge(self.pointer, chain, _bits(roles), host.encode(), holder, why)
@@ -93,10 +101,10 @@ class Tls:
         return ffi.string(holder.role).decode(), ffi.string(holder.name).decode()
 
     def meet(self, address: str, port: int, role: str, host: str, timeout_ms: int) -> tuple[bytes, str]:
-        """Look who serves the control plane at a numeric address, by a connection of its own. Blocks.
+        """Find out by a separate connection who serves the control plane at a numeric address. Blocks.
 
-        Return its certificate as PEM, empty if it is not whom we want, or nobody; and what is wrong, as the end of a
-        sentence about the peer, empty if nothing is.
+        Returns its certificate as PEM, empty if the peer is not the expected one, or nobody answers; and what is wrong,
+        as the end of a sentence about the peer, empty if nothing is.
         """
         found, why = ffi.new("char[]", lib.SMB_CERTIFICATE_BYTES), _room_for_why()
         status = lib.smb_tls_meet(
@@ -116,7 +124,7 @@ class EngineClient:
     """The links and calls of one session."""
 
     def __init__(self, session_id: int, *, checksums: bool = False, proofs: bool = False) -> None:
-        """proofs: servers must prove that they know the key of a token before they get anything else."""
+        """With `proofs`, servers must prove that they know the key of a token before they get anything else."""
         made = ffi.new("struct smb_client **")
         check_isa()
         check(lib.smb_client_create(session_id, made))
@@ -128,18 +136,18 @@ class EngineClient:
             lib.smb_client_want_proof(self.pointer)
 
     def spoilt(self) -> int:
-        """How many answers have arrived that were not what was sent; only checksums tell."""
+        """Return how many answers arrived damaged. Only checksums detect that."""
         return int(lib.smb_client_spoilt(self.pointer))
 
     def count(self) -> None:
-        """Count what is done from here on: unasked it is not done, as it costs calls in shared memory nanoseconds."""
+        """Start counting. This is off by default, since it costs calls in shared memory some nanoseconds."""
         lib.smb_client_count(self.pointer)
 
     def counters(self) -> ClientCounters:
         return counters_of(self.pointer)
 
     def close(self) -> None:
-        """Fail every call in progress over a link, and every later one. Local segments go on working."""
+        """Fail every call in progress over a link, and every later one. Local segments stay usable."""
         lib.smb_client_close(self.pointer)
 
     def connect_tcp(self, host: str, port: int, lane: int, timeout_ms: int) -> tuple[Link, int]:
@@ -147,21 +155,24 @@ class EngineClient:
         return self._connect(lib.smb_client_connect_tcp, host.encode(), port, lane, timeout_ms)
 
     def connect_unix(self, path: str, lane: int, timeout_ms: int) -> tuple[Link, int]:
-        """As connect_tcp, over a server's Unix socket."""
+        """Like connect_tcp, over a server's Unix socket."""
         return self._connect(lib.smb_client_connect_unix, os.fsencode(path), lane, timeout_ms)
 
     def connect_tls(
         self, host: str, port: int, tls: Tls, expected: str, lane: int, timeout_ms: int
     ) -> tuple[Link, int]:
-        """As connect_tcp, inside TLS, to the server whose certificate is for the name `expected`. EngineError UNTRUSTED
-        says who answers instead, or why it refuses us.
+        """Like connect_tcp, inside TLS, to the server whose certificate is for the name `expected`.
+
+        EngineError UNTRUSTED says who answers instead, or why the server refuses this client.
         """
         peer = _TlsPeer(host, port, tls, expected)
         return self._connect(lib.smb_client_connect_tls, peer.pointer, lane, timeout_ms, why=_room_for_why())
 
     def connect_reference(self, fd: int, lane: int, timeout_ms: int) -> tuple[Link, int]:
-        """As connect_tcp, on a connected stream socket, which is the engine's from here on, also if this fails;
-        requests travel by reference: the owner of the other end moves the memory that they name.
+        """Like connect_tcp, on a connected stream socket. The engine owns the socket from here on, also after a
+        failure.
+
+        Requests travel by reference: the owner of the other end transfers the memory that they name.
         """
         return self._connect(lib.smb_client_connect_reference, fd, lane, timeout_ms)
 
@@ -172,10 +183,9 @@ class EngineClient:
         return Link(self, made[0]), int(instance[0])
 
     def wait_down(self, timeout_ms: int) -> int | None:
-        """Return the id of a link that has calls but no connection, None if there is none in time. EngineError once
-        closed.
+        """Return the id of a link that has calls but no connection, None if there is none in time.
 
-        The caller resumes it or lets it go.
+        The caller resumes the link or lets it go. EngineError after close().
         """
         link_id = ffi.new("uint64_t *")
         status = lib.smb_client_wait_down(self.pointer, timeout_ms, link_id)
@@ -185,7 +195,7 @@ class EngineClient:
         return int(link_id[0])
 
     def resolve(self, unknown: UnknownParts, timeout_ms: int) -> list[tuple[int, int, PartOutcome]]:
-        """Wait until it is known what became of each part of a call: (offset, length, state), in bytes. EngineError
+        """Wait until the outcome of each part of a call is known; return (offset, length, state), in bytes. EngineError
         TIMEOUT.
         """
         status = lib.smb_unknown_resolve(self.pointer, unknown.pointer, timeout_ms)
@@ -200,7 +210,7 @@ class EngineClient:
 
 
 class Link:
-    """A lane to a server, over one connection after the other."""
+    """A lane to a server. It uses one connection after the other."""
 
     def __init__(self, client: EngineClient, pointer: Any) -> None:
         self._client = client  # the C side points to the client's
@@ -208,44 +218,49 @@ class Link:
         self.id = int(lib.smb_link_id(pointer))
 
     def beside(self, lane: int, follows: bool) -> Link:
-        """Return another lane to the same server, without a connection until a call needs one. `follows`: an earlier
-        link of the lane was closed, and calls wait until this one has a connection.
+        """Return another lane to the same server, which gets a connection when a call needs one.
+
+        `follows`: an earlier link of that lane was closed, so calls wait until this one has a connection.
         """
         made = ffi.new("struct smb_link **")
         check(lib.smb_link_beside(self.pointer, lane, follows, made))
         return Link(self._client, made[0])
 
     def round_trip_s(self) -> float:
-        """The shortest that the kernel saw while its first connection was made, in seconds; 0: it is no TCP's."""
+        """Return the shortest round trip in seconds that the kernel saw during the first connection; 0 if the link does
+        not use TCP.
+        """
         return int(lib.smb_link_round_trip_us(self.pointer)) / 1e6
 
     def alive(self) -> bool:
-        """Whether it may be used: it was not closed. It need not have a connection now."""
+        """Return True if the link may be used: it was not closed. It need not have a connection now."""
         return bool(lib.smb_link_alive(self.pointer))
 
     def connected(self) -> bool:
-        """Whether it has a connection, as far as is known."""
+        """Return True if the link has a connection, as far as is known."""
         return bool(lib.smb_link_connected(self.pointer))
 
     def wanted(self) -> bool:
-        """Whether calls wait for it to have a connection."""
+        """Return True if calls wait for the link to have a connection."""
         return bool(lib.smb_link_wanted(self.pointer))
 
     def resume_tcp(self, host: str, port: int, accept_instance: int, timeout_ms: int) -> int:
-        """Connect it again, to the same server or to the run `accept_instance` of it; return the run. EngineError."""
+        """Connect the link again, to the same run of the server or to the run `accept_instance`; return the run.
+        EngineError.
+        """
         return self._resume(lib.smb_link_resume_tcp, host.encode(), port, accept_instance, timeout_ms)
 
     def resume_unix(self, path: str, accept_instance: int, timeout_ms: int) -> int:
-        """As resume_tcp, over the server's Unix socket."""
+        """Like resume_tcp, over the server's Unix socket."""
         return self._resume(lib.smb_link_resume_unix, os.fsencode(path), accept_instance, timeout_ms)
 
     def resume_tls(self, host: str, port: int, tls: Tls, expected: str, accept_instance: int, timeout_ms: int) -> int:
-        """As resume_tcp, inside TLS; see connect_tls."""
+        """Like resume_tcp, inside TLS; see connect_tls."""
         peer = _TlsPeer(host, port, tls, expected)
         return self._resume(lib.smb_link_resume_tls, peer.pointer, accept_instance, timeout_ms, why=_room_for_why())
 
     def resume_reference(self, fd: int, accept_instance: int, timeout_ms: int) -> int:
-        """As resume_tcp, on a socket such as connect_reference takes."""
+        """Like resume_tcp, on a socket as for connect_reference."""
         return self._resume(lib.smb_link_resume_reference, fd, accept_instance, timeout_ms)
 
     def _resume(self, resume: Callable[..., int], *arguments: Any, why: Any = None) -> int:
@@ -255,25 +270,27 @@ class Link:
         return int(instance[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Of a link for one segment that has two copies: under which epoch of its roles it asks from its next
-        connection on."""
+        """Set the epoch of roles under which the link asks from its next connection on. For a segment that has two
+        copies.
+        """
         lib.smb_link_set_epoch(self.pointer, epoch)
 
     def fail(self, status: Status) -> None:
-        """End every call on it with that status, and every later one."""
+        """End every call on the link with that status, and every later one."""
         lib.smb_link_fail(self.pointer, status)
 
     def connect_once(self) -> None:
-        """Have it closed, and its calls end, once this connection breaks: nobody gives it another."""
+        """Close the link, and end its calls, when this connection breaks: it will not get another connection."""
         lib.smb_link_once(self.pointer)
 
     def let_go(self) -> None:
-        """Stop trying to connect it."""
+        """Stop trying to connect the link."""
         lib.smb_link_let_go(self.pointer)
 
     def authorize(self, token: Token, timeout_ms: int) -> None:
-        """Show a token, on the connection of now and on every later one. Blocks up to timeout_ms. EngineError DENIED
-        where the server does not take it, with the reason.
+        """Present a token, on the present connection and on every later one. Blocks up to timeout_ms.
+
+        EngineError DENIED, with the reason, if the server refuses it.
         """
         why = ffi.new("uint64_t *")
         status = lib.smb_link_authorize(self.pointer, _shown(token), timeout_ms, why)
@@ -284,7 +301,7 @@ class Link:
         check(status)
 
     def keep_token(self, token: Token) -> None:
-        """Show a token from the next connection on. EngineError OUT_OF_MEMORY."""
+        """Present a token from the next connection on. EngineError OUT_OF_MEMORY."""
         check(lib.smb_link_keep_token(self.pointer, _shown(token)))
 
     def attach(self, segment_id: int, epoch: int, timeout_ms: int) -> Segment:
@@ -294,7 +311,7 @@ class Link:
         return Segment(made[0])
 
     def ask(self, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, *words: int) -> PendingRequest:
-        """Send one request of those that may wait; the lane is one for waits."""
+        """Send a request that may wait; the link's lane is one for waiting requests."""
         return PendingRequest(self, opcode, segment_id, epoch, argument, words)
 
 
@@ -309,7 +326,7 @@ class Reply:
 
 
 class PendingRequest:
-    """One request that may wait for long. `end` it."""
+    """A request that may wait for a long time. The owner calls `end`."""
 
     def __init__(
         self, link: Link, opcode: AskOpcode, segment_id: int, epoch: int, argument: int, words: tuple[int, ...]
@@ -332,26 +349,26 @@ class PendingRequest:
         return Reply(Status(status), bool(self._reply.sent), int(self._reply.a), int(self._reply.b))
 
     def end(self) -> None:
-        """Forget it. A request without an answer is given up."""
+        """Drop the request. A request without an answer is given up."""
         pointer, self._made[0] = self._made[0], ffi.NULL
         if pointer:
             lib.smb_ask_end(pointer)
 
     def __del__(self) -> None:
-        # A signal's handler may have raised before the caller had this object. A child of fork has only a copy of it.
+        # A signal handler may have raised before the caller had this object. A child of fork has a mere copy of it.
         made = getattr(self, "_made", None)
         if made is not None and made[0] and self._pid == os.getpid():
             self.end()
 
 
 def _close_link(made_by_pid: int, pointer: Any) -> None:
-    # A child of fork shares the connection: shutting it down there would end it under its parent's calls.
+    # A child of fork shares the connection: a shutdown there would end it under its parent's calls.
     if os.getpid() == made_by_pid:
         lib.smb_link_close(pointer)
 
 
 class _TlsPeer:
-    """A struct smb_tls_peer, and the texts that it points to."""
+    """A struct smb_tls_peer, and the strings that it points to."""
 
     def __init__(self, host: str, port: int, tls: Tls, expected: str) -> None:
         self._texts = ffi.new("char[]", host.encode()), ffi.new("char[]", expected.encode())

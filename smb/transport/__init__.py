@@ -1,1 +1,1 @@
-"""How bytes reach a segment: one file a transport, `choose` decides for each segment."""
+"""How bytes reach a segment. Each transport has a file; `choose` decides which one a segment uses."""

@@ -15,34 +15,35 @@ import numpy as np
 from smb.engine import BufferHandle, Link, Segment, believes
 from smb.errors import TransportError
 
-NO_RDMA_HERE = "no RDMA here"  # begins the reason why this host has no way over verbs
+NO_RDMA_HERE = "no RDMA here"  # begins the reason why this host cannot use RDMA
 _MS_MAX = 2**31
-_AT_ONCE_MAX = 64  # threads that wait for servers far away
+_AT_ONCE_MAX = 64  # threads that wait for remote servers
 
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
 
 
 class Deadline:
-    """A point in time, `seconds` after `started` (time.monotonic(); default: now). Each blocking step takes the time
-    that is left."""
+    """A point in time, `seconds` after `started` (time.monotonic(); default: now). Each blocking step may take the time
+    that is left.
+    """
 
     def __init__(self, seconds: float, started: float | None = None) -> None:
         self._end = (time.monotonic() if started is None else started) + seconds
 
     def left(self) -> float:
-        """Seconds left, 0 when it has passed."""
+        """Seconds left; 0 after the deadline."""
         return max(0.0, self._end - time.monotonic())
 
     def left_ms(self) -> int:
-        """Milliseconds left, at least 1, as the engine takes them."""
+        """Milliseconds left for a call of the engine, at least 1."""
         ms = int((self._end - time.monotonic()) * 1000)
         return ms if 0 < ms <= _MS_MAX else 1 if ms <= 0 else _MS_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLocation:
-    """One segment of a buffer and where its server was last known to be. Sizes are bytes."""
+    """One segment of a buffer and its server's last known location. Sizes are in bytes."""
 
     id: int
     server: str
@@ -51,21 +52,21 @@ class SegmentLocation:
     unix_path: str
     instance_id: int
     control_address: str = ""
-    tls: bool = False  # what is at the address speaks TLS
-    epoch: int = 0  # of a segment whose servers have roles, with two copies or moved: of those; else 0
-    backup: str = ""  # the server of its other copy; empty: there is none now
-    buffer: tuple[str, int] = ("", 0)  # whose it is: name and id
-    copying_to: str = ""  # the server to which that copy is being made anew; empty: none
-    copied: float = 0.0  # of it, 0 to 1
-    copy_left_s: float = 0.0  # and how long it may still take; 0: not known
-    lost: bool = False  # its server came back without its memory, as the coordinator saw it
-    kind: int = 0  # pb.Kind: of a lock by itself not BUFFER
-    group: int = 0  # of the segments that it moves together with: the first one's id; 0: it moves alone
+    tls: bool = False  # the address expects TLS
+    epoch: int = 0  # the epoch of the servers' roles, if the segment has two copies or has moved; else 0
+    backup: str = ""  # the server of the other copy; empty if there is none now
+    buffer: tuple[str, int] = ("", 0)  # name and id of the buffer that owns the segment
+    copying_to: str = ""  # the server to which a new copy is being made; empty if there is none
+    copied: float = 0.0  # fraction of the segment copied so far, 0 to 1
+    copy_left_s: float = 0.0  # estimated rest of the copying; 0 if unknown
+    lost: bool = False  # the server came back without the segment's memory, as far as the coordinator knows
+    kind: int = 0  # pb.Kind; not BUFFER for a standalone lock or barrier
+    group: int = 0  # id of the first segment of the bundle that it moves with; 0 if it moves alone
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPath:
-    """How one segment is reached: over links, whose chunks take turns, or by a mapping. `why` is for the log line."""
+    """How a segment is reached: by links, whose chunks take turns, or by a mapping. `why` is for the log."""
 
     transport: str
     why: str
@@ -80,11 +81,11 @@ class SegmentPath:
 
 
 class NoPathError(TransportError):
-    """This transport does not lead to that segment; another one may."""
+    """This transport does not lead to the segment; another one may."""
 
 
 class NoAnswerError(NoPathError):
-    """It does not lead there now, but may once the server is back."""
+    """This transport does not lead to the segment now, but may do so once the server is back."""
 
 
 class Transport(Protocol):
@@ -101,13 +102,15 @@ class Transport(Protocol):
         """
 
     def gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
-        """Return the links on which changes of the segment go through its server: for those under a lock's token.
+        """Return the links on which changes of the segment go through its server, e.g. changes under a lock's token.
 
         Raises as reach does.
         """
 
     def waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
-        """Return the link for what waits at the segment's server: locks, barriers, versions. Raises as reach does."""
+        """Return the link for requests that wait at the segment's server: locks, barriers, versions. Raises as reach
+        does.
+        """
 
     def close(self) -> None: ...
 
@@ -116,28 +119,29 @@ class Registered(Protocol):
     """Memory that a network card may read and write."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """Return an array of zeros in it."""
+        """Return an array of zeros in registered memory."""
 
 
 class Rdma(Transport, Protocol):
-    """The transport over RDMA, with what it alone has: arrays are registered before they are moved."""
+    """The transport over RDMA, which also registers arrays before they are transferred."""
 
     def memory(self) -> Registered:
-        """Return the client's registered memory. Raises NoPathError if RDMA can't be used."""
+        """Return the client's registered memory. Raises NoPathError if RDMA cannot be used."""
 
     def note(self, array: Any) -> None:
-        """An array is about to be moved."""
+        """Note that an array is about to be transferred."""
 
 
 def is_here(socket_path: str) -> bool:
-    """Whether a server's Unix socket is on this host, as far as this process may look, and one of those whom it
-    believes made it. Who answers there is asked again when it is connected to.
+    """Return True if a server's Unix socket is on this host, and was made by a user whom this process trusts.
+
+    The socket's peer is checked again when a connection is made.
     """
     return not why_not_here(socket_path)
 
 
 def why_not_here(socket_path: str) -> str:
-    """Return why it is not; "" if it is."""
+    """Return why a server's socket is not here; "" if it is."""
     if not socket_path:
         return "no socket at any path on this host"
     try:
@@ -147,19 +151,20 @@ def why_not_here(socket_path: str) -> str:
     if believes(owner):
         return ""
     return (
-        f"the socket at {socket_path} was made by user {owner}, whom this process, of user {os.geteuid()}, does not "
-        f"believe: nothing is sent there"
+        f"the socket at {socket_path} was made by user {owner}, whom this process (user {os.geteuid()}) does not "
+        f"trust; nothing was sent there"
     )
 
 
 def at_once(ask: Callable[[_Asked], _Answer], of: Sequence[_Asked]) -> list[_Answer]:
-    """Return what `ask` gives for each, in order, all asked at the same time: round trips do not add up.
+    """Return `ask` of each element of `of`, in order. All are asked at the same time, so that round trips do not add
+    up.
 
-    Raises what the first one in order raises, once all have answered.
+    Waits for all answers, then raises the error of the first element that failed.
     """
     with ThreadPoolExecutor(min(len(of), _AT_ONCE_MAX), "smb-reach") as threads:
         try:
             answers = threads.map(ask, of)
-        except RuntimeError:  # no more threads: in a handler at the process's end there are none
+        except RuntimeError:  # no more threads can be started, e.g. at the process's exit
             answers = map(ask, of)
         return list(answers)

@@ -1,4 +1,4 @@
-"""Which transport for which segment: the first that leads there, and why the ones before it did not."""
+"""Chooses the transport for each segment: the first one that leads there, with the reasons against those before it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ Found = TypeVar("Found")
 # (engine, links, session's id, credentials)
 MakesRdma: TypeAlias = Callable[[EngineClient, Links, int, "Credentials | None"], Rdma]
 
-TRY_AUTO = "; transport='auto' takes what works"  # the end of an error where one transport was asked for
+TRY_AUTO = "; transport='auto' takes what works"  # ends the error of a client that asked for one transport
 
 
 def rdma_with(variables: Mapping[str, str]) -> MakesRdma:
-    """Return what makes a client's transport over RDMA with these settings (SMB_VERBS_...). Raises
-    InvalidArgumentError. The room of RDMA has no other entry in a client.
+    """Return a function that makes a client's RDMA transport with these settings (SMB_VERBS_...).
+
+    Raises InvalidArgumentError. This is the only entry of a client to the RDMA room.
     """
     settings = Settings.of(variables)
     return lambda engine, links, session_id, credentials: Verbs(engine, links, session_id, settings, credentials)
 
 
 def make_transports(choice: str, client: EngineClient, links: Links, verbs: Rdma) -> tuple[Transport, ...]:
-    """Return the transports to be tried, in this order."""
+    """Return the transports to try, in this order."""
     if choice == "shm":
         return (SharedMemory(client, links, alone=True),)
     if choice == "verbs":
@@ -53,10 +54,11 @@ def make_transports(choice: str, client: EngineClient, links: Links, verbs: Rdma
 def for_each(
     locations: Sequence[SegmentLocation], ask: Callable[[SegmentLocation], Found], far: Callable[[Found], bool]
 ) -> tuple[Found, ...]:
-    """Return what `ask` gives for each location, in order; if the first is `far`, the others are asked at one time.
+    """Return `ask` of each location, in order. If the first result is `far`, the other locations are asked
+    concurrently.
 
-    On this host a path is found sooner than a thread; over a network it takes round trips, which should not add up.
-    Raises what the first location in order does that fails, once all that were asked have answered.
+    On this host a path is found faster than a thread is started; over a network each takes round trips, which must not
+    add up. Waits for all answers, then raises the error of the first location that failed.
     """
     first = ask(locations[0])
     rest = locations[1:]
@@ -68,8 +70,8 @@ def for_each(
 def choose(transports: Sequence[Transport], location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:
     """Return the path to a segment.
 
-    Raises TransportError if none of the transports leads there, UnavailableError if that may be because the server is
-    down, and what reach raises.
+    Raises TransportError if no transport leads there, UnavailableError if the reason may be that the server is down,
+    and the errors of Transport.reach.
     """
     path, refusals = _first(transports, location, lambda transport: transport.reach(location, epoch, deadline))
     if refusals:
@@ -83,14 +85,14 @@ def choose_gated(transports: Sequence[Transport], location: SegmentLocation, dea
 
 
 def choose_waits(transports: Sequence[Transport], location: SegmentLocation, deadline: Deadline) -> Link:
-    """Return the link for what waits at the segment's server. Raises as choose does."""
+    """Return the link for requests that wait at the segment's server. Raises as choose does."""
     return _first(transports, location, lambda transport: transport.waits(location, deadline))[0]
 
 
 def _first(
     transports: Sequence[Transport], location: SegmentLocation, ask: Callable[[Transport], Found]
 ) -> tuple[Found, list[str]]:
-    """Return what the first transport that leads there gives, and why those before it do not."""
+    """Return the result of the first transport that leads there, and the reasons against those before it."""
     refusals: list[str] = []
     may_come_back = False
     for transport in transports:
@@ -107,7 +109,7 @@ def _first(
 
 
 def describe(paths: Sequence[tuple[SegmentLocation, SegmentPath]]) -> str:
-    """Return "shm to a, b (same host); tcp to c (10.0.0.2:7071 ...)": what was chosen and why, each server once."""
+    """Return the chosen paths as text, each server once: "shm to a, b (same host); tcp to c (10.0.0.2:7071 ...)"."""
     servers_by_path: dict[tuple[str, str], list[str]] = {}
     for location, path in paths:
         servers = servers_by_path.setdefault((path.transport, path.why), [])

@@ -1,4 +1,4 @@
-"""Makes TCP connections to servers, with TLS where they have it, at whichever address of a name answers."""
+"""Makes TCP connections to servers, with TLS where servers use it. Tries all addresses of a host name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is now, as the coordinator knows it."""
+    """The present location of a server, as the coordinator knows it."""
 
     address: str
     unix_path: str
@@ -35,17 +35,20 @@ class Connector:
     def __init__(self, client: EngineClient, tls: ClientTls) -> None:
         self._client = client
         self._tls = tls
-        self._answered: dict[str, str] = {}  # by a server's address, which may be a name: the numeric one that answers
+        # by a server's address, whose host may be a name: the numeric address that answered last
+        self._answered: dict[str, str] = {}
 
     def connect(self, server: str, where: ServerAddress, lane: int, deadline: Deadline) -> tuple[Link, int]:
-        """Connect to the server at the address of its name that answers. A name's other addresses may be of nobody, or
-        of another one: if none answers as the run that is wanted, the first answer is returned, or its failure raised.
+        """Connect to a server, at whichever of its numeric addresses answers.
+
+        Other addresses of the name may be unused or another server's. If none answers as the expected run, returns the
+        first answer, or raises the first failure.
         """
         found = self._addresses(server, where.address)
         other: tuple[Link, int] | None = None
         failure: EngineError | None = None
         for number, (host, port) in enumerate(found, 1):
-            # An address that is silent has a share of the time alone.
+            # An address that does not answer may use only a share of the time.
             left_ms = deadline.left_ms() if number == len(found) else min(deadline.left_ms(), ATTEMPT_MS)
             try:
                 if where.tls:
@@ -67,7 +70,7 @@ class Connector:
         raise failure
 
     def resume(self, link: Link, server: str, address: str, secured: bool, accept_instance: int) -> int:
-        """Give the link another connection, and return the server's instance. Raises EngineError, UnavailableError."""
+        """Give the link a new connection, and return the server's instance. Raises EngineError, UnavailableError."""
         failure: EngineError | None = None
         for host, port in self._addresses(server, address):
             try:
@@ -77,7 +80,7 @@ class Connector:
                 else:
                     instance_id = link.resume_tcp(host, port, accept_instance, ATTEMPT_MS)
             except EngineError as error:
-                if error.status is Status.SESSION_ENDED:  # by the server itself
+                if error.status is Status.SESSION_ENDED:  # the server itself says so
                     raise
                 failure = failure or error
             else:
@@ -87,11 +90,11 @@ class Connector:
         raise failure
 
     def _addresses(self, server: str, address: str) -> list[tuple[str, int]]:
-        """Return a server's numeric addresses, the one at which it answered last first. Raises UnavailableError."""
+        """Return a server's numeric addresses, beginning with the one that answered last. Raises UnavailableError."""
         host, port = parse_address(address)
         try:
             found = [str(where[0]) for _, where in addresses_of(host, port)]
         except OSError as error:
-            raise UnavailableError(f"memory server {server}: no address for {host!r}: {error.strerror}") from error
+            raise UnavailableError(f"memory server {server}: cannot resolve {host!r}: {error.strerror}") from error
         before = self._answered.get(address)
         return [(each, port) for each in sorted(found, key=lambda each: each != before)]

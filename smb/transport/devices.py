@@ -1,7 +1,7 @@
-"""This machine's means for verbs: pyverbs, RDMA devices with their ports and GIDs, memory that may be locked.
+"""What this machine has for verbs: pyverbs, RDMA devices with their ports and GIDs, and the limit of locked memory.
 
-The kernel's own files are read (/sys/class/infiniband), so that what is missing can be said where pyverbs is not there.
-Importing this file imports no pyverbs; `look` tries to.
+Reads the kernel's own files (/sys/class/infiniband), so that a message can name what is missing even without pyverbs.
+Importing this module does not import pyverbs; `look` tries to.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-DEBIAN = Path("/usr/lib/python3/dist-packages/pyverbs")  # where its package python3-pyverbs puts it
-_CAP_IPC_LOCK = 14  # of capabilities(7): a process that has it may lock any amount
+DEBIAN = Path("/usr/lib/python3/dist-packages/pyverbs")  # the folder of Debian's package python3-pyverbs
+_CAP_IPC_LOCK = 14  # a capability of capabilities(7): its process may lock any amount
 _MEMLOCK_WANTED = (
     64 << 20
-)  # with less not even staging and one array are sure to fit; a daemon locks all that it serves
+)  # with less, staging blocks and one array may not fit; a daemon locks all memory that it serves
 
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """One address of a port. `kind` is as the kernel says: "RoCE v2", "IB/RoCE v1"; `netdev` may be ""."""
+    """One address of a port. `kind` is the kernel's name, "RoCE v2" or "IB/RoCE v1"; `netdev` may be ""."""
 
     index: int
     address: ipaddress.IPv6Address
@@ -61,19 +61,19 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices found. Verbs can be used where `missing` is empty."""
+    """The devices found. Verbs can be used if `missing` is empty."""
 
-    pyverbs: str | None  # the version of rdma-core that it belongs to, None if it does not import
-    ports: tuple[Port, ...]  # active ones that have an address
-    memlock_bytes: int | None  # how much this process may lock; None: any amount
-    missing: tuple[str, ...]  # what is missing and how to come by it, a line each
+    pyverbs: str | None  # the version of rdma-core that it belongs to; None if it cannot be imported
+    ports: tuple[Port, ...]  # active ports that have an address
+    memlock_bytes: int | None  # how many bytes this process may lock; None: any amount
+    missing: tuple[str, ...]  # one line for each missing thing, with the way to get it
 
 
 def look(device: str = "", port: int = 0, gid_index: int | None = None, root: Path = Path("/")) -> Devices:
-    """Look at this machine; never raises, never blocks for long.
+    """Inspect this machine. Never raises, never blocks for long.
 
-    device, port, gid_index: only these, as the options say; "", 0 and None: all devices and ports, the best GID.
-    root: where sys and dev are, for tests.
+    device, port, gid_index: inspect only these; "", 0 and None stand for all devices, all ports and the best GID. root:
+    the folder with sys and dev, for tests.
     """
     missing = []
     version, why = _import_pyverbs()
@@ -91,7 +91,9 @@ def look(device: str = "", port: int = 0, gid_index: int | None = None, root: Pa
 
 
 def choose_gid(gids: list[Gid], link_layer: str) -> Gid | None:
-    """Return the address to use: over Ethernet RoCE v2 before v1, and IPv4 before global IPv6 before link-local."""
+    """Return the address to use. Over Ethernet, RoCE v2 comes before v1, and IPv4 before global IPv6 before
+    link-local.
+    """
     if link_layer == "InfiniBand":
         return gids[0] if gids else None
 
@@ -103,7 +105,7 @@ def choose_gid(gids: list[Gid], link_layer: str) -> Gid | None:
 
 
 def _import_pyverbs() -> tuple[str | None, str]:
-    """Return its version and "", or None and what to do."""
+    """Return (version of pyverbs, ""), or (None, what to do)."""
     try:
         _import_quietly("pyverbs.device")
     except ImportError as error:
@@ -112,16 +114,16 @@ def _import_pyverbs() -> tuple[str | None, str]:
         return importlib.metadata.version("pyverbs"), ""
     except (
         importlib.metadata.PackageNotFoundError
-    ):  # Debian's has no such data; it comes with the library of its version
+    ):  # Debian's package has no such metadata; its version is that of the library
         found = re.search(r"/libibverbs\.so\.1\.\d+\.(\d[\d.]*)$", Path("/proc/self/maps").read_text(), re.M)
         return found[1] if found else "unknown", ""
 
 
 def _import_quietly(name: str) -> None:
-    """Import it; the logging of the process stays as it is: pyverbs would have all of it printed, from INFO on."""
+    """Import a module without a change of the process's logging: pyverbs would print all records from INFO on."""
     root = logging.getLogger()
     level, ours = root.level, logging.NullHandler()
-    root.addHandler(ours)  # where there is a handler, basicConfig does nothing
+    root.addHandler(ours)  # basicConfig does nothing if there is a handler
     try:
         importlib.import_module(name)
     finally:
@@ -130,7 +132,7 @@ def _import_quietly(name: str) -> None:
 
 
 def _how_to_get_pyverbs(error: ImportError, debian: Path = DEBIAN) -> str:
-    if not isinstance(error, ModuleNotFoundError):  # a shared library of rdma-core, most often
+    if not isinstance(error, ModuleNotFoundError):  # most often a shared library of rdma-core is missing
         return f"pyverbs does not import ({error}): apt install libibverbs1 ibverbs-providers librdmacm1"
     built = [path.name.split(".")[1] for path in debian.glob("device.*.so")]
     if not built:
@@ -145,7 +147,7 @@ def _how_to_get_pyverbs(error: ImportError, debian: Path = DEBIAN) -> str:
 def _ports(
     device: str, port: int, gid_index: int | None, root: Path, ask: bool
 ) -> tuple[tuple[Port, ...], tuple[str, ...]]:
-    """Return the ports to use, and where there are none why."""
+    """Return the ports to use, and if there are none, the reasons."""
     found, refusals = [], []
     for entry in _sorted(root / "sys/class/infiniband"):
         if device and entry.name != device:
@@ -175,7 +177,7 @@ def _ports(
 
 
 def _port(device: str, directory: Path, gid_index: int | None, ask: bool) -> Port | str:
-    """Return the port, or why it can't be used."""
+    """Return the port, or the reason why it cannot be used."""
     number, name = int(directory.name), f"{device} port {directory.name}"
     state = _text(directory / "state").partition(": ")[2]
     if state != "ACTIVE":
@@ -194,14 +196,14 @@ def _gids(directory: Path) -> Iterator[Gid]:
     for entry in _sorted(directory / "gids"):
         text = _text(entry)
         if not text or not int(text.replace(":", ""), 16):
-            continue  # an empty place in the table
+            continue  # an empty entry of the table
         attributes = directory / "gid_attrs"
         netdev = _text(attributes / "ndevs" / entry.name)
         yield Gid(int(entry.name), ipaddress.IPv6Address(text), _text(attributes / "types" / entry.name), netdev)
 
 
 def _mtu(device: str, number: int) -> int:
-    """Return the active MTU in bytes, 0 if the device does not say: only libibverbs knows it."""
+    """Return the active MTU in bytes, 0 if the device does not say. Only libibverbs knows the MTU."""
     pyverbs = importlib.import_module("pyverbs.device")
     error = importlib.import_module("pyverbs.pyverbs_error").PyverbsError
     try:
@@ -212,7 +214,7 @@ def _mtu(device: str, number: int) -> int:
 
 
 def _no_access(device: str, root: Path) -> str:
-    """Return "" where this process may open the device."""
+    """Return "" if this process may open the device, else what to do."""
     classes = _sorted(root / "sys/class/infiniband_verbs")
     nodes = [root / "dev/infiniband" / entry.name for entry in classes if _text(entry / "ibdev") == device]
     if not nodes:
@@ -220,7 +222,8 @@ def _no_access(device: str, root: Path) -> str:
     if os.access(nodes[0], os.R_OK | os.W_OK):
         return ""
     return (
-        f"no access to {nodes[0]} of {device}: as root 'chmod 666 {nodes[0]}'; for a container --device /dev/infiniband"
+        f"no access to {nodes[0]} of {device}: run 'chmod 666 {nodes[0]}' as root; for a container --device "
+        "/dev/infiniband"
     )
 
 
@@ -233,7 +236,7 @@ def _memlock() -> int | None:
 
 
 def _sorted(directory: Path) -> list[Path]:
-    """Return a directory's entries, numbers by their value, none if there is no directory."""
+    """Return a directory's entries with numbers in numeric order; an empty list if there is no such directory."""
     try:
         return sorted(directory.iterdir(), key=lambda path: (len(path.name), path.name))
     except OSError:
@@ -241,7 +244,9 @@ def _sorted(directory: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """Return a small file's only line, "" where it can't be read: the kernel refuses empty places of its tables."""
+    """Return the only line of a small file, "" if it cannot be read: the kernel refuses reads of empty table
+    entries.
+    """
     try:
         return path.read_text().strip()
     except OSError:

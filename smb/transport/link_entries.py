@@ -1,4 +1,4 @@
-"""The entries of a client's table of links: each knows where its link leads, and how it is connected there."""
+"""The entries of a client's table of links. Each entry knows where its link leads and how to connect it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNIX = frozenset({Lane.UNIX_DATA, Lane.UNIX_WAITS})
 
 
 class Dialer(Protocol):
-    """Makes connections of a lane that are neither TCP nor Unix."""
+    """Makes the connections of a lane that uses neither TCP nor Unix sockets."""
 
     def dial(self, server: str, where: ServerAddress, lane: int, timeout_ms: int) -> tuple[Link, int]:
         """Return a link and the server's instance. Raises EngineError, NoPathError."""
@@ -34,15 +34,15 @@ class Dialer(Protocol):
     def redial(
         self, link: Link, server: str, where: ServerAddress, accept_instance: int, timeout_ms: int
     ) -> int | None:
-        """Give the link a new connection and return the server's instance; None: it should have one over TCP.
+        """Give the link a new connection and return the server's instance; None if it should use TCP from now on.
 
-        Raises EngineError, UnavailableError: not now.
+        Raises EngineError, UnavailableError if that is not possible now.
         """
 
 
 @dataclass(slots=True)
 class Means:
-    """What connections are made with; see Links."""
+    """The parts that make connections; see Links."""
 
     client: EngineClient
     connector: Connector
@@ -53,23 +53,23 @@ class Means:
 
 
 class LinkEntry(ABC):
-    level = logging.DEBUG  # at which outages are logged
+    level = logging.DEBUG  # the level at which outages are logged
 
     def __init__(self, means: Means, lane: int) -> None:
         self.lane = lane
-        self.lock = threading.Lock()  # held while it connects for the first time
-        self.unused = False  # it has never had a connection, and nobody makes one
+        self.lock = threading.Lock()  # held during the first connection
+        self.unused = False  # the link never had a connection, and nobody is making one
         self._means = means
 
     @property
     @abstractmethod
     def server(self) -> str:
-        """The server that it leads to now."""
+        """The server that the link leads to now."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where that server is, as far as is known."""
+        """The last known address of that server."""
 
     @abstractmethod
     def link(self) -> Link | None:
@@ -81,12 +81,14 @@ class LinkEntry(ABC):
 
     @abstractmethod
     def attempt(self, link: Link, *, again: bool) -> int:
-        """Try to give the link another connection; return the server's instance. `again`: another attempt has failed.
-        Raises NotFoundError if there is nothing to look for any more, EngineError, UnavailableError.
+        """Try once to give the link a new connection; return the server's instance.
+
+        `again` says that an earlier attempt has failed. Raises NotFoundError if there is nothing left to reach,
+        EngineError, UnavailableError.
         """
 
     def sent_away(self) -> bool:
-        """Whether its server has just let it in and sent it away."""
+        """Return True if the server has just accepted a connection of this link and then refused its requests."""
         return False
 
 
@@ -98,9 +100,9 @@ class ServerEntry(LinkEntry):
         self._server = server
         self.where = where
         self.held: Link | None = None
-        self.further = 0  # connections for data beside this one
-        self.beside: Link | None = None  # the first, of one of those
-        self._known = 0  # the run of the server that the coordinator has named in this outage
+        self.further = 0  # number of further connections for data
+        self.beside: Link | None = None  # the first link that uses a further connection
+        self._known = 0  # the run that the coordinator has named in this outage
 
     @property
     def server(self) -> str:
@@ -108,7 +110,7 @@ class ServerEntry(LinkEntry):
 
     @property
     def address(self) -> str:
-        """Where it was last."""
+        """The server's last address."""
         return self.where.address
 
     def link(self) -> Link | None:
@@ -131,7 +133,7 @@ class ServerEntry(LinkEntry):
         return link
 
     def attempt(self, link: Link, *, again: bool) -> int:
-        """Try at the last address, and then where the coordinator says."""
+        """Try the last address, and after a failure the address that the coordinator gives."""
         if not again:
             self._known = 0
         elif (found := self._means.locate(self._server)) is not None:
@@ -147,23 +149,23 @@ class ServerEntry(LinkEntry):
 
 
 class SegmentEntry(LinkEntry):
-    """The link to a segment that has two copies: to whichever server has the primary."""
+    """The link to a segment that has two copies. It leads to whichever server has the primary."""
 
     def __init__(self, means: Means, location: SegmentLocation, lane: int, may_be_local: bool) -> None:
         super().__init__(means, lane)
         self.location = location
         self._may_be_local = may_be_local
-        self._held: weakref.ref[Link] | None = None  # the buffers that use it keep it
+        self._held: weakref.ref[Link] | None = None  # weak: the buffers that use the link keep it alive
         self._resumed_at = 0.0
 
     @property
     def server(self) -> str:
-        """The server of the primary, where it was found last."""
+        """The server on which the primary was found last."""
         return self.location.server
 
     @property
     def address(self) -> str:
-        """Where that server is."""
+        """The address of that server."""
         return self.location.address
 
     def link(self) -> Link | None:
@@ -171,11 +173,11 @@ class SegmentEntry(LinkEntry):
         return self._held() if self._held is not None else None
 
     def abandoned(self) -> bool:
-        """Whether it had a link, and nobody uses that any more."""
+        """Return True if there was a link, and it is no longer used."""
         return self._held is not None and self._held() is None
 
     def unix_path(self, location: SegmentLocation) -> str:
-        """Return the socket by which its server is reached on this host; "" if it is not."""
+        """Return the Unix socket of the segment's server if it is on this host, else ""."""
         return location.unix_path if self._may_be_local and is_here(location.unix_path) else ""
 
     def connect(self, location: SegmentLocation, deadline: Deadline) -> Link:
@@ -192,15 +194,15 @@ class SegmentEntry(LinkEntry):
         except EngineError as error:
             if not path or error.status is not Status.UNTRUSTED:
                 raise
-            self._may_be_local = False  # another user listens there
+            self._may_be_local = False  # another user listens at that socket
             return self.connect(location, deadline)
         _check_run(location.server, path or location.address, instance_id, location.instance_id)
         link.set_epoch(location.epoch)
         self._held = weakref.ref(link)
         return link
 
-    def attempt(self, link: Link, *, again: bool) -> int:  # noqa: ARG002 - it asks each time
-        """Go to where the coordinator says that the primary is."""
+    def attempt(self, link: Link, *, again: bool) -> int:  # noqa: ARG002 - each attempt asks
+        """Connect to the server that has the primary now, by the coordinator's answer."""
         return self.go_to(link, self._means.locate_copies(self.location) or self.location)
 
     def go_to(self, link: Link, found: SegmentLocation) -> int:
@@ -214,8 +216,8 @@ class SegmentEntry(LinkEntry):
             except EngineError as error:
                 if error.status is not Status.UNTRUSTED:
                     raise
-                self._may_be_local = False  # the next attempt is over TCP
-                raise UnavailableError(f"another user listens at {path}") from error
+                self._may_be_local = False  # the next attempt uses TCP
+                raise UnavailableError(f"another user's process listens at {path}") from error
         else:
             connector = self._means.connector
             instance_id = connector.resume(link, found.server, found.address, found.tls, found.instance_id)
@@ -223,8 +225,10 @@ class SegmentEntry(LinkEntry):
         return instance_id
 
     def show(self, link: Link, deadline: Deadline, closing: threading.Event) -> None:
-        """Show the token of the segment to the server of its primary; another one, that had it, denies it. Raises
-        EngineError.
+        """Present the segment's token to the server of its primary. Raises EngineError.
+
+        Repeats this until the deadline if the server denies the token: another server may have had the primary just
+        before.
         """
         backoff = Backoff(PAUSE_FIRST_S, PAUSE_MAX_S, deadline.left)
         while True:
@@ -241,18 +245,20 @@ class SegmentEntry(LinkEntry):
                 return
 
     def sent_away(self) -> bool:
-        """Whether it was: a server that does not know its role yet lets us in first."""
+        """Return True if that is so: a server that does not know its role yet accepts the connection first."""
         return time.monotonic() - self._resumed_at <= SENT_AWAY_S
 
 
 def whereabouts(location: SegmentLocation) -> ServerAddress:
-    """Return where the server of a segment is."""
+    """Return the server's location from that of a segment."""
     return ServerAddress(
         location.address, location.unix_path, location.instance_id, location.control_address, location.tls
     )
 
 
 def _check_run(server: str, at: str, answered: int, known: int) -> None:
-    """Raise UnavailableError if it was restarted, or another one has its address: the coordinator will know."""
+    """Raise UnavailableError if another run or another server answers there; the coordinator will know the new
+    address.
+    """
     if answered != known:
-        raise UnavailableError(f"at {at} answers another run than the memory server {server} known")
+        raise UnavailableError(f"the process that answers at {at} is not the known run of memory server {server}")

@@ -1,10 +1,10 @@
-"""The client's links to servers, and the threads that give them a new connection when theirs broke.
+"""The client's links to servers, and the threads that reconnect broken ones.
 
-A link is a lane of the session to a server (csrc/client/link.h): the calls on it stay in progress while it has no
-connection. One table has them all: a server's links for data and for what waits, and the links of segments that have
-two copies, which lead to whichever server has the primary. One thread waits until some link has calls but no
-connection. For each such link a thread looks for the server, at its last address and where the coordinator says. It
-ends when the server answers or nobody waits for the link any more.
+A link is a lane of the session to a server (csrc/client/link.h). Calls on a link without a connection stay in progress.
+One table has all links: the links to each server for data and for waiting requests, and the links of segments that have
+two copies, which lead to whichever server has the primary. One thread waits for links that have calls but no
+connection. For each of them it starts a thread, which looks for the server at its last address and where the
+coordinator says. That thread ends when the server answers or when no call waits for the link any more.
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ from smb.transport.link_entries import (
 )
 from smb.transport.tls import ClientTls
 
-_WATCH_MS = 2000  # and as often it is asked where the primaries of segments of two copies are
+_WATCH_MS = 2000  # also how often the coordinator is asked for the primaries of segments with two copies
 _JOIN_S = 10.0
-_LANE_MAX = 65_534  # 65 535 is the one between servers
-_MOVING_S = 1.0  # so long a segment's server may deny us what another one has by now, or is about to have
-# The kernel has some 3 MB on its way over one connection at most (net.ipv4.tcp_rmem, tcp_wmem). One connection for each
-# 10 ms of round trip, with 2 MiB on its way (csrc/client/send.c), is 1.6 Gbit/s.
+_LANE_MAX = 65_534  # lane 65 535 is used between servers
+_MOVING_S = 1.0  # for this long a segment's server may deny what another server already allows, or is about to allow
+# The kernel keeps at most some 3 MB in flight on one connection (net.ipv4.tcp_rmem, tcp_wmem). One connection for each
+# 10 ms of round trip, with 2 MiB in flight each (csrc/client/send.c), carries 1.6 Gbit/s.
 _ROUND_TRIP_EACH_S = 0.01
-_FURTHER_MAX = 8 * LANES_FURTHER_MAX  # of a client: so many servers fill its link anyway, and descriptors are few
+# for all servers of a client: so many servers fill the network anyway, and file descriptors are limited
+_FURTHER_MAX = 8 * LANES_FURTHER_MAX
 
-_UNTRUSTED = "memory server %s at %s is not whom it should be, or does not take us: %s"
+_UNTRUSTED = "the peer at memory server %s's address %s was not accepted, or did not accept this client: %s"
 
 _log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True, slots=True)
 class Outages:
-    """Connections that broke while they were needed: how many, and how long those that ended took, as counts between
-    metric_names.OUTAGE_EDGES and their sum in seconds."""
+    """Connections that broke while they were needed: their number, the durations of those that ended, as counts between
+    metric_names.OUTAGE_EDGES, and the sum of the durations in seconds.
+    """
 
     begun: int
     counts: tuple[int, ...]
@@ -68,8 +70,9 @@ _Found = TypeVar("_Found", bound=LinkEntry)
 
 
 class Links:
-    """All resumable links of a client: one for each server and lane, and one for each segment that has two copies. A
-    server that is far away has several lanes for data."""
+    """All resumable links of a client: one for each server and lane, and one for each segment with two copies. A server
+    with a long round trip has several lanes for data.
+    """
 
     def __init__(
         self,
@@ -79,24 +82,25 @@ class Links:
         tls: ClientTls,
         locate_copies: Callable[[SegmentLocation], SegmentLocation | None] = lambda location: location,
     ) -> None:
-        """`locate` asks the coordinator for a server by name: None if it does not answer; NotFoundError if there is
-        nothing to look for on that server.
-        `locate_copies` asks where the primary of a segment is now; NotFoundError if it is gone, or its memory lost.
+        """`locate` asks the coordinator for a server by name: None without an answer, NotFoundError if no segment is
+        left on that server. `locate_copies` asks where the primary of a segment is now: NotFoundError if the segment
+        was deleted, or its memory is lost.
         """
         self.tokens = tokens
         self._client = client
         self._means = Means(client, Connector(client, tls), tokens, locate, locate_copies)
         self._lock = threading.Lock()
-        # By server and lane; by segment, and whether for what waits.
+        # Keys are (server, lane), and (segment id, whether the link is for waiting requests).
         self._table: dict[tuple[str | int, int], LinkEntry] = {}
         self._last_lane = int(Lane.OF_SEGMENTS) - 1
-        self._threads: set[threading.Thread] = set()  # `smb-links`, once something is reached, and each `smb-resume`
+        # `smb-links`, which starts with the first link, and each `smb-resume`
+        self._threads: set[threading.Thread] = set()
         self._closing = event()
-        self._untrusted: dict[str, str] = {}  # by server: who answered there instead, the last time
+        self._untrusted: dict[str, str] = {}  # by server: the last reason why its peer was not trusted
         self._outages = Outages(0, (0,) * (len(OUTAGE_EDGES) + 1), 0.0)
 
     def outages(self) -> Outages:
-        """Return what broke, and for how long."""
+        """Return the outages so far."""
         return self._outages
 
     def why_untrusted(self, server: str) -> str:
@@ -104,11 +108,11 @@ class Links:
         return self._untrusted.get(server, "")
 
     def dial(self, lane: Lane, dialer: Dialer) -> None:
-        """Have links of that lane connected by `dialer`."""
+        """Let `dialer` make the connections of that lane."""
         self._means.dialers[lane] = dialer
 
     def _entry(self, key: tuple[str | int, int], kind: type[_Found], make: Callable[[], _Found]) -> _Found:
-        """Return an entry of the table, made if there is none, and have somebody look after its link."""
+        """Return an entry of the table, made if it is missing, and make sure that its link is looked after."""
         with self._lock:
             entry = self._table.get(key)
             if entry is None:
@@ -123,17 +127,17 @@ class Links:
         return [entry for entry in self._table.values() if isinstance(entry, kind)]
 
     def reach(self, location: SegmentLocation, lane: Lane, deadline: Deadline) -> Link:
-        """Return the link of this lane to the segment's server, connecting it if there is none.
+        """Return the link of this lane to the segment's server, connected if it is new.
 
-        It may be used for that segment. Raises EngineError if nobody answers or we are refused, UnavailableError
-        if it is another server, or another run of it.
+        The link may be used for that segment. Raises EngineError if nobody answers or this client is refused,
+        UnavailableError if another server answers, or another run of the server.
         """
         entry = self._entry(
             (location.server, lane),
             ServerEntry,
             lambda: ServerEntry(self._means, location.server, lane, whereabouts(location)),
         )
-        with entry.lock:  # one connects, the others wait for its link
+        with entry.lock:  # one thread connects, the others wait for its link
             link = entry.link()
             if link is None or not link.alive():
                 link = entry.connect(location, deadline)
@@ -142,14 +146,15 @@ class Links:
                     if lane == Lane.TCP_DATA:
                         others = sum(each.further for each in self._of(ServerEntry)) - entry.further
                         wanted = connections_for(link.round_trip_s()) - 1
-                        # Never fewer than before: something may be on its way over them.
+                        # Never fewer than before: requests may be in flight over them.
                         entry.further = max(entry.further, min(_FURTHER_MAX - others, wanted))
         self.tokens.show(link, location.id, deadline.left_ms())
         return link
 
     def reach_data(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
-        """Return the links for data to the segment's server: more of them the longer its round trip. All but the first
-        get a connection when a call first needs them. Raises as `reach` does.
+        """Return the links for data to the segment's server; there are more of them the longer its round trip is.
+
+        All but the first get a connection when a call first needs one. Raises as `reach` does.
         """
         first = self.reach(location, Lane.TCP_DATA, deadline)
         further = self._beside(location, first)
@@ -159,13 +164,13 @@ class Links:
         return (first, *further)
 
     def _beside(self, location: SegmentLocation, first: Link) -> list[Link]:
-        """Return the links beside the first one to a server. Those without a connection yet will show the token of the
-        segment.
+        """Return the further links to a server. Those without a connection will present the segment's token once they
+        have one.
         """
         links: list[Link] = []
         with self._lock:
             begun = self._table.get((location.server, Lane.TCP_DATA))
-            # Else all is closed, or the first has failed: a call notices.
+            # Otherwise the client was closed, or the first link has failed; a call will notice that.
             if not isinstance(begun, ServerEntry) or begun.held is not first:
                 return links
             for lane in range(Lane.TCP_FURTHER, Lane.TCP_FURTHER + begun.further):
@@ -173,7 +178,8 @@ class Links:
                 link = entry.link() if entry is not None else None
                 if not isinstance(entry, ServerEntry) or not (link and link.alive()) or entry.beside is not first:
                     if link is not None and link.alive():
-                        link.fail(Status.LINK_LOST)  # the first was closed, and what was under way there is given up
+                        # the first link was closed, so requests in flight on this one are given up
+                        link.fail(Status.LINK_LOST)
                     link = first.beside(lane, follows=link is not None)
                     entry = ServerEntry(self._means, location.server, lane, begun.where)
                     entry.held, entry.beside, entry.unused = link, first, True
@@ -186,8 +192,10 @@ class Links:
     def reach_copies(
         self, location: SegmentLocation, deadline: Deadline, *, may_be_local: bool, waits: bool = False
     ) -> tuple[Link, bool]:
-        """Return the link to a segment that has two copies, connecting it if there is none, and whether its server was
-        on this host. Its calls go to whichever server has the primary. `waits`: the one for what waits there. Raises as
+        """Return the link to a segment that has two copies, connected if it is new, and whether its server was on this
+        host.
+
+        Its calls go to whichever server has the primary. `waits` selects the link for waiting requests. Raises as
         `reach` does.
         """
         entry = self._entry(
@@ -203,20 +211,26 @@ class Links:
         return link, bool(entry.unix_path(entry.location))
 
     def server_of(self, location: SegmentLocation) -> str:
-        """Return the server of a segment: of one that has two copies, where its link found the primary last."""
+        """Return the server of a segment; for a segment with two copies, the one where its link found the primary
+        last.
+        """
         entry = self._table.get((location.id, False))
         return location.server if entry is None else entry.server
 
     def _free_lane(self) -> int:
-        """Return a lane that no other segment has; one lane has one connection to a server. Links that nobody uses any
-        more go. The caller holds the lock.
+        """Return a lane that no other segment uses; a server accepts one connection for each lane.
+
+        Removes links that are no longer used. The caller holds the lock.
         """
         for key, entry in [*self._table.items()]:
             if isinstance(entry, SegmentEntry) and entry.abandoned():
                 del self._table[key]
         taken = {each.lane for each in self._of(SegmentEntry)}
         if len(taken) > _LANE_MAX - Lane.OF_SEGMENTS:
-            raise UnavailableError(f"this client uses {len(taken)} segments of two copies: no client uses more")
+            raise UnavailableError(
+                f"this client uses {len(taken)} segments with two copies, which is the most that a client can use; "
+                "close some buffers"
+            )
         while True:
             self._last_lane += 1
             if self._last_lane > _LANE_MAX:
@@ -225,38 +239,45 @@ class Links:
                 return self._last_lane
 
     def look_after_copies(self) -> None:
-        """A host that is silent breaks no connection: where another server has the primary by now, links go there."""
+        """Move links to servers that have become the primary. A host that stops answering breaks no connection by
+        itself.
+        """
         with self._lock:
             entries = self._of(SegmentEntry)
         for entry in entries:
             if entry.link() is None:
-                continue  # nobody uses it any more
+                continue  # no longer used
             try:
-                found = self._means.locate_copies(entry.location)  # takes a while: no link is kept from ending
+                # this takes a while, so no reference to a link is held
+                found = self._means.locate_copies(entry.location)
             except Error:
                 continue
             if found is None:
-                return  # nobody says: each of the others would take as long, and this thread mends what breaks
+                # the coordinator does not answer: each other question would take as long, and this thread also repairs
+                # links
+                return
             if found.epoch > entry.location.epoch:
                 self._begin_move(entry)
 
     def _begin_move(self, entry: SegmentEntry) -> None:
         link = entry.link()
         if link is not None and link.connected():
-            with self._lock, contextlib.suppress(RuntimeError):  # without a thread to be had: at the next look
+            with self._lock, contextlib.suppress(RuntimeError):  # no thread can be started: the next round tries again
                 if not self._closing.is_set():
                     self._start(_move, (entry, link), "smb-resume")
 
     def close(self) -> None:
-        """Close all of them, once the engine's client is closed: no new connection is looked for from here on."""
+        """Close all links after the engine's client was closed. No new connection is made from here on."""
         self._closing.set()
         with self._lock:
             self._table.clear()
-            self._means.dialers.clear()  # they have these links themselves, and who is in a circle goes late
+            self._means.dialers.clear()  # dialers refer to these links: breaking the cycle frees them early
 
     def join(self) -> None:
-        """Wait until no thread here is at work any more, after `close`, and after all that they wait for was closed.
-        One that still looks a name up after 10 s is left to itself: what it finds is closed.
+        """Wait until no thread here is at work. Call this after `close`, and after everything that the threads wait for
+        was closed.
+
+        After 10 s, a thread that still resolves a name is left behind; a connection that it makes is closed.
         """
         deadline = Deadline(_JOIN_S)
         with self._lock:
@@ -265,28 +286,28 @@ class Links:
             thread.join(deadline.left())
 
     def _start(self, target: Callable[..., None], given: tuple[object, ...], name: str) -> None:
-        """Start a thread that `join` waits for. With the lock."""
+        """Start a thread that `join` waits for. The caller holds the lock."""
         thread = threading.Thread(target=target, args=given, name=name, daemon=True)
         thread.start()
         self._threads.add(thread)
 
     def begin_resume(self, link_id: int) -> None:
-        """Have a thread give that link a new connection."""
+        """Start a thread that gives that link a new connection."""
         try:
             with self._lock:
                 self._threads = {thread for thread in self._threads if thread.is_alive()}
                 if not self._closing.is_set():
                     self._start(self.resume, (link_id,), "smb-resume")
-        except RuntimeError as error:  # this process may have no more threads: other links wait for this one
-            _log.warning("a connection is made again without a thread of its own: %s", error)
+        except RuntimeError as error:  # no more threads can be started: other links wait until this one is done
+            _log.warning("cannot start a thread to reconnect a link (%s): other links wait for this one", error)
             self.resume(link_id)
 
     def resume(self, link_id: int) -> None:
-        """Give that link a new connection; blocks until it has one, or nobody wants it any more."""
+        """Give that link a new connection. Blocks until it has one, or no call waits for the link any more."""
         with self._lock:
             found = self._find(link_id)
             if found is None:
-                return  # it was closed meanwhile
+                return  # the link was closed in the meantime
             entry, link = found
             first_time, entry.unused = entry.unused, False
         try:
@@ -297,7 +318,7 @@ class Links:
             link.let_go()
 
     def _find(self, link_id: int) -> tuple[LinkEntry, Link] | None:
-        """Return a link and its entry. No other link is kept from its end. The caller holds the lock."""
+        """Return a link and its entry. References to other links are dropped. The caller holds the lock."""
         for entry in self._table.values():
             link = entry.link()
             if link is not None and link.id == link_id:
@@ -305,7 +326,7 @@ class Links:
         return None
 
     def _resume(self, entry: LinkEntry, link: Link, first_time: bool) -> bool:
-        """Return whether it has a connection now."""
+        """Return True if the link has a connection now."""
         begun = time.monotonic()
         if first_time:
             _log.debug("one more connection to memory server %s", entry.server)
@@ -320,7 +341,7 @@ class Links:
         while not self._closing.is_set() and link.alive() and link.wanted():
             try:
                 instance_id = entry.attempt(link, again=again)
-            except NotFoundError as error:  # all that it led to was deleted, is lost, or has moved
+            except NotFoundError as error:  # everything behind this link was deleted, lost or moved
                 _log.debug("memory server %s: %s", entry.server, error)
                 link.fail(Status.NOT_FOUND)
                 return False
@@ -339,7 +360,7 @@ class Links:
         return False
 
     def _goes_on(self, entry: LinkEntry, error: Error) -> bool:
-        """Take note of an attempt that failed; return whether there is sense in another one."""
+        """Record a failed attempt; return whether another attempt makes sense."""
         status = error.status if isinstance(error, EngineError) else None
         if status is Status.SESSION_ENDED:
             _log.warning("memory server %s: %s", entry.server, error)
@@ -360,7 +381,9 @@ class Links:
 
 
 def _move(entry: SegmentEntry, link: Link) -> None:
-    """Give a link that has a connection another one, to the primary of now. If that fails it is tried again."""
+    """Connect a link that has a connection to the present primary instead. After a failure the next round tries
+    again.
+    """
     try:
         entry.attempt(link, again=False)
     except Error as error:
@@ -373,13 +396,13 @@ def connections_for(round_trip_s: float) -> int:
 
 
 def refused(location: SegmentLocation, error: EngineError) -> Error:
-    """Return what to raise where a server's TCP address does not let us in."""
+    """Return the exception for a server whose TCP address does not accept this client."""
     text = f"memory server {location.server} at {location.address} can't be reached: {error}"
     if error.status is Status.UNTRUSTED:
         text = _UNTRUSTED % (location.server, location.address, error)
-    if error.status is Status.DENIED:  # nobody gets in with the same token later
+    if error.status is Status.DENIED:  # a retry with the same token would be denied as well
         return PermissionDeniedError(
-            f"memory server {location.server} at {location.address} does not let this session in: {error}"
+            f"memory server {location.server} at {location.address} denies this session access: {error}"
         )
     if error.status in (Status.VERSION, Status.PROTOCOL):
         return TransportError(text)
@@ -387,7 +410,7 @@ def refused(location: SegmentLocation, error: EngineError) -> Error:
 
 
 def _watch(client: EngineClient, links: weakref.ref[Links]) -> None:
-    """Wait for links without a connection, until the client is closed or forgotten."""
+    """Wait for links without a connection, until the client is closed or garbage-collected."""
     while True:
         try:
             link_id = client.wait_down(_WATCH_MS)

@@ -1,7 +1,7 @@
-"""Shared memory: the server's Unix socket hands out the segment's file descriptor, the segment is mapped.
+"""Shared memory: the server's Unix socket passes the segment's file descriptor, and the segment is mapped.
 
-Whether a server is on this host is not guessed from names: its socket is there, answers, and says the instance id that
-the coordinator knows. A mapping stays good when the server dies; operations on it need no server.
+Whether a server is on this host is not guessed from names: its socket must be here, answer, and give the instance id
+that the coordinator knows. A mapping stays valid when the server dies; operations on it need no server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smb.errors import NotFoundError, UnavailableError
 from smb.transport.base import Deadline, NoAnswerError, NoPathError, SegmentLocation, SegmentPath, why_not_here
 from smb.transport.reconnect import Links
 
-# Statuses of an attaching link if its server dies, or does not answer.
+# Statuses of an attaching link whose server died or does not answer.
 _GONE = (Status.LINK_LOST, Status.DISCONNECTED, Status.TIMEOUT)
 
 
@@ -25,13 +25,11 @@ class SharedMemory:
     name = "shm"
 
     def __init__(self, client: EngineClient, links: Links, *, alone: bool = False) -> None:
-        """`alone`: the client takes no other transport, so what it has mapped must not move."""
+        """`alone`: the client uses no other transport, so memory that it has mapped must not move."""
         self._client = client
         self._alone = alone
         self._resumable = links
-        self._lock = (
-            threading.Lock()
-        )  # held while a socket is asked: attaching is rare, and one link takes one at a time
+        self._lock = threading.Lock()  # held during an attach: attaching is rare, and a link does one at a time
         self._links: dict[int, Link] = {}  # for attaching, by the server's instance
         self._mapped: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 
@@ -40,21 +38,23 @@ class SharedMemory:
             segment = self._mapped.get(location.id)
             if segment is None or not segment.shared():
                 if self._resumable.tokens.read_only(location.id):
-                    raise NoPathError("who may only read is not given the memory itself")
+                    raise NoPathError("this session may only read the segment, and a mapping could be written to")
                 link = self._link(location, deadline)
                 try:
                     self._resumable.tokens.show(link, location.id, deadline.left_ms())
                     segment = link.attach(location.id, epoch, deadline.left_ms())
                 except EngineError as error:
                     if error.status is Status.STALE_EPOCH:
-                        raise UnavailableError(f"memory server {location.server} has been told to move it") from error
+                        raise UnavailableError(
+                            f"memory server {location.server} was told to move the segment"
+                        ) from error
                     if error.status is Status.NOT_FOUND:
                         raise NotFoundError(f"memory server {location.server} has no such segment") from error
                     self._links.pop(location.instance_id, None)
                     refusal = NoAnswerError if error.status in _GONE else NoPathError
-                    raise refusal(f"{location.unix_path} did not hand out the segment: {error}") from error
+                    raise refusal(f"the socket at {location.unix_path} did not pass the segment: {error}") from error
                 if self._alone and not segment.bind():
-                    raise NoPathError("its server was asked to be drained, so it may move to another one")
+                    raise NoPathError("its server is being drained, so the segment may move to another server")
                 self._mapped[location.id] = segment
         return SegmentPath(self.name, "same host", segment=segment)
 
@@ -75,8 +75,8 @@ class SharedMemory:
         with self._pending(location):
             link, instance_id = self._client.connect_unix(location.unix_path, Lane.UNIX_ATTACH, deadline.left_ms())
         if instance_id != location.instance_id:
-            # It was restarted, and the coordinator will know; or it belongs to another server.
-            raise NoAnswerError(f"at the socket {location.unix_path} answers another run, or another server")
+            # The server was restarted, and the coordinator will know; or the socket belongs to another server.
+            raise NoAnswerError(f"another run, or another server, answers at the socket {location.unix_path}")
         link.connect_once()
         self._links = {run: kept for run, kept in self._links.items() if kept.alive()} | {instance_id: link}
         return link
@@ -90,15 +90,15 @@ class SharedMemory:
 
     @contextlib.contextmanager
     def _pending(self, location: SegmentLocation) -> Iterator[None]:
-        """Say why a socket does not let us in."""
+        """Translate the failure of a connection to a server's Unix socket."""
         if why := why_not_here(location.unix_path):
             raise NoPathError(why)
         try:
             yield
         except EngineError as error:
-            # A killed server leaves a socket without a listener, or a connection that nobody accepts; a stopped one
+            # A killed server leaves a socket without a listener, or connections that nobody accepts; a stopped server
             # leaves a full queue.
             transient = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EAGAIN)
             if error.status is Status.TIMEOUT or error.errno in transient:
                 raise NoAnswerError(f"nobody answers at the socket {location.unix_path}: {error}") from error
-            raise NoPathError(f"the socket at {location.unix_path} does not let us in: {error}") from error
+            raise NoPathError(f"the socket at {location.unix_path} refuses this process: {error}") from error

@@ -1,5 +1,6 @@
-"""TCP: a link to each server for data, several where it is far away, and one for what waits. All buffers and threads of
-a client share them."""
+"""TCP: each server has a link for data (several if its round trip is long) and a link for waiting requests. All buffers
+and threads of a client share these links.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Tcp:
     def __init__(self, links: Links) -> None:
         self._links = links
 
-    def reach(self, location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:  # noqa: ARG002 - frames carry it
+    def reach(self, location: SegmentLocation, epoch: int, deadline: Deadline) -> SegmentPath:  # noqa: ARG002 - in frames
         links = self.gated(location, deadline)
         many = f", {len(links)} connections for {1000 * links[0].round_trip_s():.0f} ms" if len(links) > 1 else ""
         return SegmentPath(self.name, location.address + many, links)

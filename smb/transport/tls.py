@@ -1,4 +1,4 @@
-"""TLS on a client's side: the certificates of now, as the engine takes them."""
+"""TLS on a client's side: the current certificates in the engine's form."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from smb.security.credentials import Credentials, Current, tls_of
 
 
 class ClientTls:
-    """The credentials of connections to memory servers. Files that change count from the next connection on."""
+    """The credentials of connections to memory servers. Changed files take effect at the next connection."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self._current = Current(credentials) if credentials is not None else None
 
     def now(self, server: str) -> Tls:
-        """Return it, for a connection to that server. Raises UnavailableError if there are no credentials."""
+        """Return the TLS settings for a connection to that server. Raises UnavailableError if there are no
+        credentials.
+        """
         if self._current is None:
-            raise UnavailableError(f"memory server {server} speaks TLS, and this client has no credentials")
+            raise UnavailableError(f"memory server {server} requires TLS, but this client has no credentials")
         return tls_of(self._current.now())

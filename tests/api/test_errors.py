@@ -86,8 +86,8 @@ BAD_CREATIONS: list[tuple[dict[str, Any], str]] = [
     ({"shape": "ab"}, "shape"),
     ({"shape": (2**60,)}, "shape"),
     ({"shape": (1,) * 40}, "extents"),
-    ({"dtype": "complex64"}, "there are float16"),
-    ({"dtype": object()}, "there are float16"),
+    ({"dtype": "complex64"}, "supported are float16"),
+    ({"dtype": object()}, "supported are float16"),
     ({"stripe": 5000}, "multiple of 4096"),
     ({"stripe": 0}, "stripe"),
     ({"stripe": -4096}, "size"),
@@ -153,10 +153,10 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.read(1.5), "must be integers"),  # type: ignore[arg-type]
     (lambda w: w.read(0, 2.0), "must be integers"),  # type: ignore[arg-type]
     (lambda w: w.read("0"), "must be integers"),  # type: ignore[arg-type]
-    (lambda w: w.read(out=np.empty(9, np.float32)), "has 9 elements, but 10"),
+    (lambda w: w.read(out=np.empty(9, np.float32)), "has 9 elements but 10"),
     (
         lambda w: w.read(out=np.empty(10)),
-        "read of buffer 'w': out= is float64 but the buffer is float32; pass a float32",
+        "read of buffer 'w': out= is float64 but the buffer is float32; pass an array of float32",
     ),
     (lambda w: w.read(out=np.empty(20, np.float32)[::2]), "not contiguous"),
     (lambda w: w.write(np.ones(11, np.float32)), "the array has 11 elements but the buffer has 10; .* offset="),

@@ -195,7 +195,7 @@ Buffers = dict[str, smb.Buffer]
 REFUSED: list[tuple[Callable[[Buffers], Any], str]] = [
     (lambda b: b["w"].apply("lamb", b["g"], lr=1), "unknown rule 'lamb'; known are sgd, momentum"),
     (lambda b: b["w"].apply("sgd", b["g"]), "lr must be given"),
-    (lambda b: b["w"].apply("sgd", b["g"], lr=1, mu=0.9), "rule 'sgd' takes lr, scale, weight_decay: it has no mu"),
+    (lambda b: b["w"].apply("sgd", b["g"], lr=1, mu=0.9), "rule 'sgd' takes lr, scale, weight_decay: mu is unknown"),
     (lambda b: b["w"].apply("adam", b["g"], b["m"], b["v"], lr=1), "step must be given"),
     (
         lambda b: b["w"].apply("adam", b["g"], b["m"], b["v"], lr=1, step=0),

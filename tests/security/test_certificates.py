@@ -80,7 +80,7 @@ def test_a_reader_only_reads(connect_as: ConnectAs) -> None:
     ):
         with pytest.raises(smb.PermissionDeniedError):
             change()
-    with pytest.raises(smb.TransportError, match="may only read is not given the memory"):
+    with pytest.raises(smb.TransportError, match="may only read the segment"):
         connect_as("reader", "shm").open("plain").read()
     assert writer.open("plain").read().sum() == 32
 

@@ -249,7 +249,7 @@ def test_nobody_between(places: Places, kind: str) -> None:
 def test_a_proof_that_is_handed_on(places: Places, front: str, back: str) -> None:
     """By one who has the server's own certificate, and for the server that of a client: he passes every handshake."""
     with relayed(places, front, back) as where, connected(places, front, where) as (link, session):
-        with pytest.raises(EngineError, match="hands the proof on") as refused:
+        with pytest.raises(EngineError, match="the proof was forwarded") as refused:
             prove(link, session)
         assert refused.value.status is Status.DENIED
 
@@ -290,7 +290,7 @@ def test_between_processes(places: Places, lies: str) -> None:
         assert relay.stdout is not None
         assert relay.stdout.readline() == "ready\n"
         with connected(places, "unix", where) as (link, session):
-            with pytest.raises(EngineError, match="hands the proof on") as refused:
+            with pytest.raises(EngineError, match="the proof was forwarded") as refused:
                 prove(link, session)
             assert refused.value.status is Status.DENIED
         relay.terminate()

@@ -397,7 +397,7 @@ def test_a_refusal_says_why(place: Place) -> None:
 
     show()
     for fields, why in (
-        ({"generation": GENERATION + 30}, "does not know the key of this token: the coordinator's clock was put"),
+        ({"generation": GENERATION + 30}, "does not know the key of this token: the coordinator's clock was changed"),
         ({"expires_ms": NOW_MS}, "has expired by the coordinator's clock"),
         ({"session": session + 1}, "does not prove that its coordinator made it for this session"),
     ):

@@ -62,5 +62,5 @@ def test_ranges_outside_are_refused(offset: int, count: int) -> None:
 def test_layouts_that_cannot_be() -> None:
     """A stripe that is no whole number of chunks, or no segment at all, is refused by the engine's own check."""
     for layout in (Layout(1, PAGE, 4, PAGE + 4, PAGE, make(1).segments), make(PAGE, segments=0)):
-        with pytest.raises(InvalidArgumentError, match="no layout has 4096 bytes"):
+        with pytest.raises(InvalidArgumentError, match="4096 bytes cannot be laid out"):
             list(layout.pieces(0, 1))

@@ -1,5 +1,7 @@
-"""The room of RDMA: one-sided reads and writes, and requests by reference. It is a transport: it uses the engine and
-what smb.transport has for every transport. smb.transport.choose imports it for a client; its other half, in a memory
-server, is memserver/rdma_target.py, which the daemon imports. It needs pyverbs, which Linux distributions have and PyPI
-has not, so there is no extra; smb/transport/devices.py says what is missing without it.
+"""The RDMA room: one-sided reads and writes, and requests by reference.
+
+This transport uses the engine and what smb.transport offers to every transport. smb.transport.choose imports it for a
+client. Its other half, in a memory server, is memserver/rdma_target.py, which the daemon imports. It needs pyverbs,
+which is a package of Linux distributions but not of PyPI, so there is no extra; smb/transport/devices.py names what is
+missing.
 """

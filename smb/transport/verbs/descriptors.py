@@ -1,4 +1,4 @@
-"""Requests by reference as arrays of numpy: csrc/base/frame.h has the frame and the record. Pure."""
+"""Requests by reference as numpy arrays. csrc/base/frame.h describes the frame and the record. Pure code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Records = np.ndarray[Any, Any]
 
 
 def answers(records: Records) -> bytes:
-    """Return the frames that say of each request that it was done; READs with their data."""
+    """Return the reply frames of requests that were done, with the data of reads."""
     replies = np.zeros(len(records), HEADER)
     for name in ("magic", "version", "opcode", "dtype", "op", "lane", "epoch", "session", "sequence", "segment"):
         replies[name] = records[name]
@@ -39,7 +39,7 @@ def answers(records: Records) -> bytes:
 
 
 def runs(records: Records, most_bytes: int, kinds: Records) -> list[tuple[int, int]]:
-    """Cut records into [first, end) of one kind that lie side by side, in the segment and in the caller's memory."""
+    """Cut records into ranges [first, end) of one kind that are adjacent in the segment and in the caller's memory."""
     if len(records) == 0:
         return []
     here = np.where(records["opcode"] == Opcode.READ, records["sink"], records["source"])
@@ -53,6 +53,6 @@ def runs(records: Records, most_bytes: int, kinds: Records) -> list[tuple[int, i
     starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(records)]
     cut = []
     for first, end in itertools.pairwise(starts):
-        each = max(1, most_bytes // max(1, int(np.max(length[first:end]))))  # a token, a question have no range
+        each = max(1, most_bytes // max(1, int(np.max(length[first:end]))))  # a token and a question have no range
         cut += [(at, min(at + each, end)) for at in range(first, end, each)]
     return cut

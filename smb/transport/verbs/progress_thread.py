@@ -1,10 +1,10 @@
-"""The thread that moves what RDMA needs moved: one in a client, one in a daemon, and none if verbs is not used.
+"""The thread that drives RDMA: one in a client, one in a daemon, and none if verbs is not used.
 
-It polls for a short while after something happened, as a wake-up costs more than a poll. Then it sleeps until a
-descriptor is ready: an idle process uses no processor time. It gives the GIL up after each round.
+After an event it polls for a short while, since a wake-up costs more than a poll. Then it sleeps until a descriptor is
+ready, so an idle process uses no processor time. It releases the GIL after each round.
 
-A card says that its peer is gone only if it has something to send. So who waits for a peer's answer and nothing else
-has the card ask, once a second: else a server that dies between a request and its answer would be waited for for ever.
+A card notices the loss of its peer only when it sends something. So a side that waits for an answer lets the card probe
+the peer once a second; otherwise it would wait for ever for a server that died between request and answer.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ _log = logging.getLogger("smb")
 
 
 class RelayTask(Protocol):
-    """The relays that are moved. All of it is called by the progress thread, until `closed`."""
+    """A relay that the progress thread drives. Only that thread calls these methods, until `closed`."""
 
     closed: bool
 
     def queue_fd(self) -> int:
-        """Return the descriptor that is readable once a completion came after `arm`."""
+        """Return the descriptor that becomes readable when a completion arrives after `arm`."""
 
     def socket_fd(self) -> int:
         """Return the descriptor of the engine's socket."""
 
     def hang_up(self) -> None:
-        """Called when the engine has shut its direction of the socket."""
+        """Called after the engine has shut down its direction of the socket."""
 
     def wants_socket(self) -> bool:
-        """Return whether it would read from the socket now."""
+        """Return True if the relay would read from the socket now."""
 
     def turn(self) -> bool:
-        """Move what can be moved, without waiting; return whether anything was."""
+        """Move what can be moved without waiting; return True if anything was moved."""
 
     def arm(self) -> None:
-        """Have the next completion make queue_fd readable."""
+        """Make queue_fd readable at the next completion."""
 
     def take_event(self) -> None:
         """Called when queue_fd is readable."""
 
     def short(self) -> bool:
-        """Return whether its last turn ended for want of what other relays have in use."""
+        """Return True if the last turn stopped because other relays use all of a shared resource."""
 
     def awaits(self) -> bool:
-        """Return whether the peer owes an answer."""
+        """Return True if the peer owes an answer."""
 
     def probe(self) -> None:
-        """Have the card find out whether the peer is still there; the queue pair fails if not."""
+        """Let the card check that the peer is still there; the queue pair fails if it is not."""
 
     def close(self) -> None:
-        """Let go of everything; `closed` from here on."""
+        """Release everything; `closed` is true from here on."""
 
 
 class ProgressThread:
-    """The thread, and what it moves."""
+    """The thread and the relays that it drives."""
 
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
         self._relays: dict[int, RelayTask] = {}  # by both descriptors
-        self._active: dict[RelayTask, float] = {}  # and when it last moved something
+        self._active: dict[RelayTask, float] = {}  # with the time of the last progress
         self._reading: dict[RelayTask, bool] = {}
-        self._short: set[RelayTask] = set()  # asleep, until another one moves something
+        self._short: set[RelayTask] = set()  # asleep until another relay makes progress
         self._probe_at = 0.0
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -88,11 +88,13 @@ class ProgressThread:
             raise
 
     def add(self, relay: RelayTask) -> None:
-        """Move this one too, from now on; once all are closed, close it."""
+        """Drive this relay from now on; close it if the thread has been closed."""
         self._call(lambda: self._take(relay))
 
     def close_relay(self, relay: RelayTask, timeout: float = 10.0) -> None:
-        """Close it, and return when it is: its memory is not touched any more. Not by the thread itself."""
+        """Close the relay and wait for that; its memory is not accessed after the return. Do not call this on the
+        thread itself.
+        """
         done = threading.Event()
 
         def close() -> None:
@@ -103,10 +105,10 @@ class ProgressThread:
         done.wait(timeout)
 
     def close(self) -> None:
-        """Close all of them, and end the thread."""
+        """Close all relays and end the thread."""
         with self._lock:
             self._stopping = True
-            if not self._ended:  # else the descriptor is closed, and its number may be somebody else's
+            if not self._ended:  # otherwise the descriptor is closed, and its number may belong to another file
                 os.eventfd_write(self._wake, 1)
         self._thread.join()
 
@@ -116,7 +118,7 @@ class ProgressThread:
                 self._calls.append(call)
                 os.eventfd_write(self._wake, 1)
                 return
-        call()  # nobody else touches anything any more
+        call()  # the thread has ended, so no one else uses the relays
 
     def _take(self, relay: RelayTask) -> None:
         if self._ended:
@@ -132,7 +134,7 @@ class ProgressThread:
     def _drop(self, relay: RelayTask) -> None:
         for fd in [fd for fd, owner in self._relays.items() if owner is relay]:
             del self._relays[fd]
-            with contextlib.suppress(OSError):  # one that has closed itself is out of it already
+            with contextlib.suppress(OSError):  # a relay that closed itself is not registered any more
                 self._epoll.unregister(fd)
         self._active.pop(relay, None)
         self._reading.pop(relay, None)
@@ -166,7 +168,7 @@ class ProgressThread:
                     call()
                 continue
             relay = self._relays.get(fd)
-            if relay is not None and relay.closed:  # by what came before in this round
+            if relay is not None and relay.closed:  # closed by an earlier event of this round
                 self._drop(relay)
             elif relay is not None:
                 if fd == relay.queue_fd():
@@ -184,7 +186,7 @@ class ProgressThread:
                 self._drop(relay)
             elif now - since > _SPIN_S:
                 relay.arm()
-                if not self._turn(relay):  # what came before it was armed
+                if not self._turn(relay):  # completions that came before it was armed
                     self._active.pop(relay, None)
                     if relay.short():
                         self._short.add(relay)
@@ -194,14 +196,16 @@ class ProgressThread:
             time.sleep(0)
 
     def _wake_short(self) -> None:
-        """One relay may give back what others wait for, and no event of their own would wake them."""
+        """Wake the relays that lack a resource: another relay may have released it, which causes no event of their
+        own.
+        """
         now = time.monotonic()
         for relay in self._short:
             self._active[relay] = now
         self._short.clear()
 
     def _patience(self) -> float:
-        """Return how long to sleep at most, in seconds; -1: until something happens."""
+        """Return the longest time to sleep, in seconds; -1: until something happens."""
         if not any(relay.awaits() for relay in self._relays.values()):
             return -1
         return max(0.0, self._probe_at - time.monotonic())
@@ -218,8 +222,8 @@ class ProgressThread:
             return False
         try:
             moved = relay.turn()
-        except Exception:  # noqa: BLE001 - a fault of ours must not stop the others
-            _log.exception("an RDMA connection is closed after a fault")
+        except Exception:  # noqa: BLE001 - an error in one relay must not stop the others
+            _log.exception("closing an RDMA connection after an internal error")
             relay.close()
             return False
         if moved:

@@ -1,13 +1,13 @@
-"""RDMA queue pairs on pyverbs: the only file that uses it, for clients and for the daemon.
+"""RDMA queue pairs on pyverbs, for clients and for the daemon. No other file uses pyverbs.
 
-pyverbs is imported when a device is opened, not before. None of its calls releases the GIL, so none that may wait is
-made: who waits polls the descriptor of the completion channel. Its work requests are not freed when they are collected
-(version 44). So one scatter-gather element is used again and again, and receive requests are kept.
+pyverbs is imported when a device is opened, not before. Its calls do not release the GIL, so no call that may wait is
+made: waiting is polling the descriptor of the completion channel. Version 44 does not free work requests when they are
+collected, so one scatter-gather element is used again and again, and receive requests are kept.
 
-A queue pair completes its work in order. Only some of it is signalled: the completion of one says that all before it
-are complete too. Of a queue pair that failed nothing completes any more; the peer's card stops with it.
+A queue pair completes its work in order. Only some work is signalled: its completion says that all earlier work is
+complete, too. A failed queue pair completes nothing any more, and the peer's card stops with it.
 
-Threads: `Device` and `Domain` are for any; a queue pair belongs to one thread, but for its making.
+Threads: `Device` and `Domain` may be used by any thread. A queue pair belongs to one thread, except for its creation.
 """
 
 from __future__ import annotations
@@ -32,37 +32,39 @@ from smb.errors import InvalidArgumentError, TransportError
 from smb.transport import devices
 
 FRAME_BYTES = 64  # csrc/base/frame.h
-MESSAGE_BYTES = 1920  # of a SEND at most: ten records, or thirty answers
-MESSAGES = 128  # receives posted on each side, and so the most that are under way
-WORKS_MAX = 1024  # in the send queue
+MESSAGE_BYTES = 1920  # limit of a SEND: ten records, or thirty answers
+MESSAGES = 128  # receives posted on each side, and so the limit of messages in flight
+WORKS_MAX = 1024  # length of the send queue
 _SIGNAL_EVERY = 64
 _POLLED = 32
 _READS_MAX = 16
-_RECEIVED = 1 << 62  # of a work's number: it is the receive with this index
-# 4.096 us x 2^14 = 67 ms, 6 times again: a peer that is gone is known after half a second (cards round up).
-# A lost packet costs 67 ms.
-# Not 7: soft RoCE takes 7 for "for ever", and a request to a peer that is gone never ends.
+_RECEIVED = 1 << 62  # added to a work's number: it is the receive with this index
+# The timeout is 4.096 us x 2^14 = 67 ms, tried 6 more times: a lost peer is noticed after half a second (cards round
+# up), and a lost packet costs 67 ms. Not 7 tries: soft RoCE takes 7 for "for ever", and a request to a lost peer would
+# never end.
 _TIMEOUT, _RETRIES, _NOT_READY_RETRIES, _NOT_READY_TIMER = 14, 6, 7, 12
 _MTUS = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
 
 _CHANNEL_TRIES = 100
-_LAST_USER_S = 30.0  # all that a user of a domain waits for ends sooner
+_LAST_USER_S = 30.0  # every wait of a domain's user ends sooner than this
 
 _fd_lock = threading.Lock()
 _log = logging.getLogger("smb")
 
 
 class NoDeviceError(TransportError):
-    """This process can't use RDMA; the text says what is missing."""
+    """This process cannot use RDMA; the message says what is missing."""
 
 
 class BrokenQueueError(TransportError):
-    """The queue pair failed: the peer is gone, or refused an access."""
+    """The queue pair failed: the peer is gone, or has refused an access."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Which device and how. Empty, 0 and None: choose. `mtu` is in bytes; service_level is 0 to 15."""
+    """Which device to use, and how. Empty, 0 and None stand for an automatic choice. `mtu` is in bytes; service_level
+    is 0 to 15.
+    """
 
     device: str = ""
     port: int = 0
@@ -72,7 +74,9 @@ class Settings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Settings:
-        """Return what SMB_VERBS_DEVICE, _PORT, _GID_INDEX, _MTU and _SERVICE_LEVEL say. Raises InvalidArgumentError."""
+        """Return the settings of SMB_VERBS_DEVICE, _PORT, _GID_INDEX, _MTU and _SERVICE_LEVEL. Raises
+        InvalidArgumentError.
+        """
 
         def number(name: str, allowed: Sequence[int] | range) -> int | None:
             text = environment.get(f"SMB_VERBS_{name}", "")
@@ -80,8 +84,9 @@ class Settings:
                 return None
             if not text.isascii() or not text.isdigit() or int(text) not in allowed:
                 raise InvalidArgumentError(
-                    f"SMB_VERBS_{name}={text}: use "
-                    + (f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed)))
+                    f"SMB_VERBS_{name} must be "
+                    + (f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else f"one of {list(allowed)}")
+                    + f", not {text}"
                 )
             return int(text)
 
@@ -96,7 +101,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The description of a queue pair that a peer needs to connect to it. `mtu` is in bytes."""
+    """What a peer needs to know of a queue pair to connect to it. `mtu` is in bytes."""
 
     number: int
     gid: bytes
@@ -106,7 +111,7 @@ class End:
     reads: int
 
     def check(self) -> End:
-        """Return itself. Raises InvalidArgumentError for what no device could have said."""
+        """Return this object. Raises InvalidArgumentError for values that no device can have."""
         sound = (
             0 < self.number < 1 << 24
             and len(self.gid) == 16
@@ -116,7 +121,7 @@ class End:
             and 0 < self.reads <= 255
         )
         if not sound:
-            raise InvalidArgumentError(f"{self} is no end of a queue pair")
+            raise InvalidArgumentError(f"{self} does not describe a queue pair")
         return self
 
 
@@ -149,7 +154,7 @@ class Device:
             state = self.context.query_port(self.port.number)
             limits = self.context.query_device()
         except self.errors as error:
-            raise NoDeviceError(f"{self.port.device} can't be opened: {error}") from error
+            raise NoDeviceError(f"cannot open {self.port.device}: {error}") from error
         self.lid = int(state.lid)
         self.mtu = min(settings.mtu or 4096, 128 << int(state.active_mtu))
         self.reads = max(1, min(_READS_MAX, int(limits.max_qp_rd_atom)))
@@ -159,7 +164,7 @@ class Device:
 
 
 class Region:
-    """Memory that a card may reach. The maker keeps the memory alive until `close`."""
+    """Memory that a card may access. The owner keeps the memory alive until `close`."""
 
     __slots__ = ("_mr", "address", "local_key", "nbytes", "remote_key")
 
@@ -171,14 +176,14 @@ class Region:
         self.remote_key = int(mr.rkey)
 
     def close(self) -> None:
-        """No card reaches it from here on. Twice does nothing."""
+        """End the card's access to the memory. A second call does nothing."""
         if self._mr is not None:
             self._mr.close()
             self._mr = None
 
 
 class Users:
-    """Counts who uses what is to be freed, so that it is freed after the last of them. For any thread."""
+    """Counts the users of a resource, so that it is freed after the last one. For any thread."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -187,14 +192,14 @@ class Users:
         self._ending = False
 
     def enter(self) -> None:
-        """Begin to use it. Raises TransportError once it is to be freed."""
+        """Begin to use the resource. Raises TransportError after `end`."""
         with self._changed:
             if self._ending:
                 raise TransportError(f"{self._what} is closed")
             self._count += 1
 
     def leave(self) -> None:
-        """Use it no more; as often as it was entered."""
+        """Stop using the resource; call it once for each `enter`."""
         with self._changed:
             self._count -= 1
             self._changed.notify_all()
@@ -208,15 +213,16 @@ class Users:
             self.leave()
 
     def end(self, timeout: float) -> bool:
-        """Let nobody in any more, and wait until all have left; False if somebody has not in time."""
+        """Refuse new users, and wait until all have left. False if some have not left in time."""
         with self._changed:
             self._ending = True
             return self._changed.wait_for(lambda: self._count == 0, timeout)
 
 
 class Domain:
-    """A protection domain: what is registered in it is reached by its own queue pairs alone. Its users are those who
-    make queue pairs, for as long as they have them, and who register memory, while they do: pyverbs has no counts.
+    """A protection domain: only its own queue pairs access the memory that is registered in it.
+
+    Its users are the owners of queue pairs, and threads while they register memory: pyverbs does not count them.
     """
 
     def __init__(self, device: Device) -> None:
@@ -227,10 +233,12 @@ class Domain:
         try:
             self.pd = importlib.import_module("pyverbs.pd").PD(device.context)
         except device.errors as error:
-            raise NoDeviceError(f"{device}: no protection domain: {error}") from error
+            raise NoDeviceError(f"{device}: cannot make a protection domain: {error}") from error
 
     def register(self, address: int, nbytes: int, *, read: bool = False, write: bool = False) -> Region:
-        """Pin memory and let the card reach it; `read`, `write`: for the peer. Blocks. Raises TransportError."""
+        """Pin memory and let the card access it; `read` and `write` allow that to the peer, too. Blocks. Raises
+        TransportError.
+        """
         e = self.device.enums
         access = e.IBV_ACCESS_LOCAL_WRITE
         access |= e.IBV_ACCESS_REMOTE_READ if read else 0
@@ -240,22 +248,25 @@ class Domain:
                 return Region(self._make_mr(self.pd, nbytes, access, address=address), address, nbytes)
         except self.device.errors as error:
             raise TransportError(
-                f"{nbytes} bytes can't be registered with {self.device.port.device}: {error}; "
-                "how much memory may be locked? (ulimit -l)"
+                f"cannot register {nbytes} bytes with {self.device.port.device}: {error}; "
+                "check how much memory may be locked (ulimit -l)"
             ) from error
 
     def close(self) -> None:
-        """After all that is registered in it. Waits until its queue pairs are closed, also those that another thread is
-        making. Twice does nothing.
+        """Free the domain, after all memory that is registered in it was closed. A second call does nothing.
+
+        Waits until the domain's queue pairs are closed, also those that another thread is making.
         """
         if self.users.end(_LAST_USER_S):
             self.pd.close()
-        else:  # a domain that stays until the process ends is better than one that is freed under its user
-            _log.error("%s: a queue pair is in use %g s after it was to be closed", self.device, _LAST_USER_S)
+        else:  # keeping the domain until the process ends is better than freeing it while it is in use
+            _log.error(
+                "%s: a queue pair is still in use %g s after it should have been closed", self.device, _LAST_USER_S
+            )
 
 
 class BlockPool:
-    """Registered memory of ours, in equal blocks. For one thread."""
+    """Registered memory of this process, in equal blocks. For one thread."""
 
     def __init__(self, domain: Domain, block_bytes: int, count: int) -> None:
         """Raises TransportError."""
@@ -277,7 +288,7 @@ class BlockPool:
         self._free.append((address - self.address) // self.block_bytes)
 
     def close(self) -> None:
-        """Once no work uses it."""
+        """Free the memory. No work may use it any more."""
         self.region.close()
         del self._view
         self.memory.close()
@@ -289,11 +300,11 @@ class QueuePair:
     def __init__(self, domain: Domain) -> None:
         """Raises NoDeviceError."""
         self.device = domain.device
-        self.failed = ""  # why it can't be used any more
+        self.failed = ""  # the reason why it cannot be used any more
         self.on_message: Callable[[bytes], None] = lambda _message: None
         self._posted = self._completed = self._unsignalled = 0
         self._finishing: deque[tuple[int, Callable[[], None]]] = deque()
-        self._sends: deque[int] = deque()  # numbers of those that hold a place of the ring
+        self._sends: deque[int] = deque()  # numbers of sends that occupy a slot of the ring
         self._sent = 0
         self._sequence = secrets.randbits(24)
         domain.users.enter()
@@ -302,7 +313,7 @@ class QueuePair:
             try:
                 self._make(domain)
             except BaseException:
-                # Now, and not when they are collected: nobody waits for them from here on.
+                # Close the parts now, not when they are collected: no one waits for them from here on.
                 for part in ("_qp", "_cq", "_channel"):
                     if hasattr(self, part):
                         getattr(self, part).close()
@@ -311,9 +322,9 @@ class QueuePair:
         except BaseException as error:
             domain.users.leave()
             if isinstance(error, self.device.errors):
-                raise NoDeviceError(f"{self.device}: no queue pair: {error}") from error
+                raise NoDeviceError(f"{self.device}: cannot make a queue pair: {error}") from error
             raise
-        self._leave = weakref.finalize(self, domain.users.leave)  # with close, or with the last that knows of it
+        self._leave = weakref.finalize(self, domain.users.leave)  # runs at close, or when the object is collected
         self._leave.atexit = False
 
     def _make(self, domain: Domain) -> None:
@@ -331,12 +342,12 @@ class QueuePair:
         try:
             self._qp = pairs.QPEx(context, extended)
             self._extended = True
-        except self.device.errors:  # older providers have the older calls alone
+        except self.device.errors:  # older providers have the older calls only
             plain = pairs.QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap)
             self._qp = pairs.QP(domain.pd, plain)
             self._extended = False
         attributes = pairs.QPAttr(port_num=self.device.port.number)
-        # The peer's rights are those of the regions of this domain.
+        # The peer's rights are those of the regions in this domain.
         attributes.qp_access_flags = e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_WRITE
         self._qp.to_init(attributes)
         self._attributes = attributes
@@ -357,7 +368,7 @@ class QueuePair:
         return End(int(self._qp.qp_num), gid, device.lid, self._sequence, device.mtu, device.reads)
 
     def connect(self, peer: End) -> None:
-        """Connect to the peer's end, which may not be connected to ours yet. Raises BrokenQueueError."""
+        """Connect to the peer's queue pair, which may not be connected to this one yet. Raises BrokenQueueError."""
         addresses, e = importlib.import_module("pyverbs.addr"), self.device.enums
         port, attributes = self.device.port, self._attributes
         gid = addresses.GID(ipaddress.IPv6Address(peer.gid).exploded)
@@ -380,7 +391,7 @@ class QueuePair:
         except self.device.errors as error:
             gid_text = ipaddress.IPv6Address(peer.gid)
             raise BrokenQueueError(
-                f"{self.device} can't connect to {gid_text.ipv4_mapped or gid_text}: {error}"
+                f"{self.device} cannot connect to {gid_text.ipv4_mapped or gid_text}: {error}"
             ) from error
 
     def room(self) -> int:
@@ -388,11 +399,13 @@ class QueuePair:
         return WORKS_MAX - (self._posted - self._completed)
 
     def may_send(self) -> bool:
-        """Return whether a message may be sent now."""
+        """Return True if a message may be sent now."""
         return len(self._sends) < MESSAGES and self.room() > 0
 
     def send(self, message: bytes | bytearray | memoryview) -> None:
-        """Send at most MESSAGE_BYTES, once may_send. The peer has them after what was posted before has arrived."""
+        """Send at most MESSAGE_BYTES; call only if may_send(). The peer receives the message after all work posted
+        before has arrived.
+        """
         address = self._rings.address + self._sent % MESSAGES * MESSAGE_BYTES
         ctypes.memmove(address, bytes(message), len(message))
         self._sent += 1
@@ -400,11 +413,11 @@ class QueuePair:
         self._sends.append(self._posted)
 
     def post(self, works: Sequence[Work], finished: Callable[[], None] | None = None) -> None:
-        """Post works, as many as there is room for; `finished` is called when all are complete, not if it fails."""
+        """Post works, at most room() of them. `finished` is called when all are complete, but not after a failure."""
         self._post(works, finished, message=False)
 
     def probe(self) -> None:
-        """Write no bytes to the peer, whose card answers that all the same: if it does not, the queue pair fails."""
+        """Write zero bytes to the peer. Its card answers that all the same; if it does not, the queue pair fails."""
         if self.room() > 0:
             self._post((Work(True, self._rings.address, self._rings.region.local_key, 0, 0, 0),), None, message=False)
 
@@ -461,7 +474,7 @@ class QueuePair:
             sge.close()
 
     def poll(self) -> int:
-        """Take completions: call what waits for them. Return how many; afterwards look at `failed`."""
+        """Take completions and call the functions that wait for them. Returns how many; look at `failed` afterwards."""
         if self.failed:
             return 0
         try:
@@ -492,14 +505,16 @@ class QueuePair:
             self._finishing.popleft()[1]()
 
     def arm(self) -> None:
-        """Make `fd` readable at the next completion; poll once more after it."""
+        """Make `fd` readable at the next completion; poll once more after this call."""
         if not self.failed:
             self._cq.req_notify()
 
     def take_event(self) -> None:
-        """Once `fd` is readable. Waits for nothing, also if it is not: another one may have had this descriptor."""
+        """Take the event once `fd` is readable. Never waits, even if there is no event: the descriptor may have been
+        another file's.
+        """
         if self._rings is None:
-            return  # closed: there is nothing behind the objects any more
+            return  # closed: the objects are empty
         try:
             self._channel.get_cq_event(self._cq)
         except self.device.errors:
@@ -507,7 +522,9 @@ class QueuePair:
         self._cq.ack_events(1)
 
     def close(self) -> None:
-        """Nothing of ours is reached through it any more when this returns. Twice does nothing."""
+        """Free the queue pair: the peer cannot access this process's memory after the return. A second call does
+        nothing.
+        """
         self.failed = self.failed or "closed"
         self._finishing.clear()
         self._qp.close()
@@ -532,8 +549,10 @@ def _status_name(status: int) -> str:
 
 
 def _completion_channel(make: Callable[[Any], Any], context: Any) -> tuple[Any, int]:
-    """Return a completion channel and its descriptor, as pyverbs tells it; older ones do not: what is new among those
-    of such channels, where that is exactly one (docs/decisions.md, 0020).
+    """Return a completion channel and its descriptor.
+
+    Older versions of pyverbs do not tell the descriptor. It is then the only new descriptor of a completion channel
+    (docs/decisions.md, 0020).
     """
     for _ in range(_CHANNEL_TRIES):
         with _fd_lock:
@@ -543,8 +562,12 @@ def _completion_channel(make: Callable[[Any], Any], context: Any) -> tuple[Any, 
             new = {descriptor} if isinstance(descriptor, int) else _event_fds() - before
         if len(new) == 1:
             return channel, new.pop()
-        channel.close()  # another library made or closed one meanwhile: ours may be any of them
-    raise NoDeviceError("completion channels come and go: ours can't be told from another library's")
+        # another library made or closed a channel at the same time, so the new descriptor is not known for sure
+        channel.close()
+    raise NoDeviceError(
+        "cannot find the descriptor of the completion channel, since another library makes and closes channels at the "
+        "same time; try again"
+    )
 
 
 def _event_fds() -> set[int]:
@@ -555,5 +578,5 @@ def _event_fds() -> set[int]:
             if str(entry.readlink()) == "anon_inode:[infinibandevent]":
                 found.add(int(entry.name))
         except OSError:
-            continue  # closed meanwhile, or the listing itself
+            continue  # closed in the meantime, or the listing's own descriptor
     return found

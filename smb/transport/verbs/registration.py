@@ -1,10 +1,11 @@
-"""The client's memory as RDMA needs it: what is registered, and blocks to stage the rest in.
+"""The client's memory for RDMA: registered arrays, and blocks to stage all other memory.
 
-An array that owns its memory is registered when it is used for the second time, and until it is collected: registering
-pins pages, which pays for what is used again and again, and not for what is read once. No registration is looked up by
-address alone: memory that was freed and mapped anew has the old address, and the card would go on using the old pages.
-So each belongs to an object that is alive, owns that memory, and still has it there. All else is copied through blocks
-that are registered once. There is a bound to what is registered; past it arrays are staged.
+An array that owns its memory is registered when it is used for the second time, until it is collected. Registering pins
+pages, which pays off only for memory that is used repeatedly. A registration is never looked up by address alone:
+memory that was freed and mapped again has the old address, but the card would go on using the old pages. So each
+registration belongs to an object that is alive, owns the memory, and still has it at that address. All other memory is
+copied through blocks that are registered once. The total of registered memory is limited; past the limit, arrays are
+staged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _log = logging.getLogger("smb")
 
 
 class _Entry:
-    """Registered memory, of `owner` as long as it lives; of ours where owner is None."""
+    """Registered memory. It belongs to `owner` as long as that lives; owner is None for memory made here."""
 
     __slots__ = ("__weakref__", "address", "end", "owner", "region")
 
@@ -41,7 +42,7 @@ class _Entry:
         self.owner = owner
 
     def is_there(self) -> bool:
-        """Return whether the memory still is the owner's, and where it was."""
+        """Return True if the owner still has the memory, at the same address."""
         if self.region is None:
             return False
         if self.owner is None:
@@ -51,7 +52,7 @@ class _Entry:
 
 
 class _Held:
-    """Memory of `empty`: numpy arrays keep it alive, and with it the registration."""
+    """Memory of `empty`: numpy arrays keep this object alive, and with it the registration."""
 
     def __init__(self, mapping: mmap.mmap, address: int, nbytes: int) -> None:
         self._mapping = mapping
@@ -59,8 +60,7 @@ class _Held:
 
 
 class ClientMemory:
-    """All of a client, in its one protection domain: nothing in it may be reached by a peer. Thread-safe, but for
-    blocks."""
+    """All memory of a client, in one protection domain: no peer may access it. Thread-safe, except for blocks."""
 
     def __init__(self, domain: Domain, registered_bytes_max: int = REGISTERED_BYTES_MAX) -> None:
         """Raises TransportError."""
@@ -78,10 +78,10 @@ class ClientMemory:
         self._taken: dict[object, set[int]] = {}
         self._closed = False
 
-    # ---- callers
+    # ---- called by the client's threads
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """Return an array of registered memory, of zeros as it happens. Raises TransportError."""
+        """Return an array of zeros in registered memory. Raises TransportError."""
         nbytes = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         mapping = mmap.mmap(-1, whole)
@@ -98,7 +98,7 @@ class ClientMemory:
         return np.asarray(held)[: nbytes if 0 not in shape else 0].view(dtype).reshape(shape)
 
     def note(self, array: Any) -> None:
-        """An array is about to be read from or written to: have it registered if that pays."""
+        """Register an array that is about to be read from or written to, if that pays off."""
         owner = array
         while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
             owner = owner.base
@@ -115,7 +115,7 @@ class ClientMemory:
 
     def _register(self, owner: np.ndarray[Any, Any], known: _Entry | None) -> None:
         key = id(owner)
-        if known is not None:  # it was resized
+        if known is not None:  # the array was resized
             self._forget(known, key)
         elif key not in self._seen:
             self._seen[key] = weakref.ref(owner, lambda _: self._seen.pop(key, None))
@@ -125,11 +125,12 @@ class ClientMemory:
         try:
             region = self.domain.register(_address(owner), owner.nbytes)
         except TransportError as error:
-            _log.warning("%s; it is copied instead", error)
-            self._most = self.registered_bytes  # not tried again for each array
+            _log.warning("%s; the array is copied instead", error)
+            self._most = self.registered_bytes  # do not try again for each array
             return
         entry = _Entry(region, None)
-        # Called when the owner is collected, before its memory is freed. Takes no lock: it may come at any time.
+        # Called when the owner is collected, before its memory is freed. This takes no lock, since it may run at any
+        # time.
         entry.owner = weakref.ref(owner, lambda _: self._forget(entry, key))
         self._known[key] = entry
         self._insert(entry)
@@ -138,7 +139,7 @@ class ClientMemory:
         live = [(a, e) for a, e in zip(self._addresses, self._entries, strict=True) if e.region is not None]
         at = bisect.bisect([a for a, _ in live], entry.address)
         live.insert(at, (entry.address, entry))
-        # One assignment each, addresses last: who looks something up without the lock checks what it finds.
+        # Each assignment is atomic, addresses last: a reader without the lock checks what it finds.
         self._entries = [e for _, e in live]
         self._addresses = [a for a, _ in live]
         self.registered_bytes += entry.end - entry.address
@@ -154,7 +155,7 @@ class ClientMemory:
         if not self._closed:
             region.close()
 
-    # ---- the progress thread
+    # ---- called by the progress thread
 
     def key_of(self, address: int, nbytes: int) -> int | None:
         """Return the local key for that memory, None if it is not registered."""
@@ -173,7 +174,7 @@ class ClientMemory:
         return self._blocks().region.local_key
 
     def take_block(self, taker: object) -> int | None:
-        """Return the address of a block to stage in, None if all are in use. Raises TransportError."""
+        """Return the address of a block to stage data in, None if all are in use. Raises TransportError."""
         pool = self._blocks()
         if len(pool) == 0:
             return None
@@ -186,7 +187,7 @@ class ClientMemory:
         self._blocks().give(address)
 
     def give_back(self, taker: object) -> None:
-        """Take back all blocks of one whose works are over."""
+        """Take back all blocks of a user that has no work left."""
         for address in self._taken.pop(taker, set()):
             self._blocks().give(address)
 
@@ -196,7 +197,9 @@ class ClientMemory:
         return self._pool
 
     def close(self) -> None:
-        """Once no queue pair of the domain is left. Arrays of `empty` go on as plain memory."""
+        """Free the memory after the last queue pair of the domain was closed. Arrays of `empty` go on as plain
+        memory.
+        """
         with self._lock:
             self._closed = True
             for entry in self._entries:

@@ -1,14 +1,15 @@
-"""The client's end of an RDMA connection: takes requests by reference from the engine and has the card carry them out.
+"""The client's end of an RDMA connection: takes requests by reference from the engine and lets the card do them.
 
-Plain reads and writes are one-sided, adjoining ones in one go. A read looks at the states of its chunks before and
-after the data, each begun when the one before it is complete: a card's reads may overtake each other on their way to
-memory. A work's fence flag would do the same, but soft RoCE of Linux 6.1 at times stops after one. Chunks that changed
-meanwhile are read again, and after a few losses through the server. A write is one RDMA WRITE. Everything else, and
-what the segment's keys do not cover, goes through the server's gate: the payload is written into a slot at the server,
-a message of the record follows; data of the answer is read from the slot. Requests leave in the order in which the
-engine gave them: that the server has a later message of the lane says that earlier writes have arrived.
+Plain reads and writes are one-sided, and adjacent ones are combined. A read looks at the states of its chunks before
+and after the data. Each step begins when the one before it is complete, since a card's reads may overtake each other on
+their way to memory. A work's fence flag would do the same, but soft RoCE of Linux 6.1 sometimes stops after a fenced
+work. Chunks that changed in the meantime are read again, and after a few failures through the server. A write is one
+RDMA WRITE. All other requests, and ranges that the segment's keys do not cover, go through the server's gate: the
+payload is written into a slot at the server, and a message with the record follows; data of the answer is read from the
+slot. Requests leave in the order in which the engine gave them. So if the server has a later message of the lane,
+earlier writes have arrived.
 
-The engine's socket is closed when the queue pair is: not before the card has let go of all memory (csrc/smb/client.h).
+The engine's socket is closed after the queue pair, when the card has released all memory (csrc/smb/client.h).
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from smb.transport.verbs.descriptors import NO_SLOT, RECORD, RECORD_BYTES, RETRY
 from smb.transport.verbs.queue_pair import FRAME_BYTES, MESSAGE_BYTES, MESSAGES, BlockPool, QueuePair, Work
 from smb.transport.verbs.registration import ClientMemory
 
-RUN_BYTES = 4 << 20  # of one RDMA READ or WRITE at most
-_JOB_BYTES = 8 << 20  # between two looks at the chunks' states: half a window, the other half is on its way
+RUN_BYTES = 4 << 20  # limit of one RDMA READ or WRITE
+_JOB_BYTES = 8 << 20  # between two looks at the chunks' states: half a window, so that the other half can be in flight
 _STATE_BYTES = 64
 _RUN_CHUNKS = 64
-_LOOKS = 32  # reads under way
+_LOOKS = 32  # reads in progress
 _ATTEMPTS = 4
-_ROOM = 256  # works that are left for what goes on: reads' data and second looks, answers' data
+_ROOM = 256  # works reserved for what is in progress: data and second looks of reads, data of answers
 _IN_BYTES = 64 * RECORD_BYTES
-_UNANSWERED_MAX = MESSAGES - 16  # a message each at worst, and the server has posted MESSAGES receives
+_UNANSWERED_MAX = MESSAGES - 16  # each takes at most one message, and the server has posted MESSAGES receives
 _GATE, _READ, _WRITE = 0, 1, 2
 _ANSWER = struct.Struct("<3xB20xQ20xI8x")  # opcode, sequence, payload
 
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """One-sided access to a segment: the rights, and where it lies at its server."""
+    """One-sided access to a segment: the rights, and the segment's address at its server."""
 
     epoch: int
     dtype: int
@@ -59,7 +60,7 @@ class Right:
 
 
 class RemoteSlot(NamedTuple):
-    """Memory at the server: one slot."""
+    """One slot: memory at the server."""
 
     address: int
     key: int
@@ -69,7 +70,7 @@ class RemoteSlot(NamedTuple):
 class _Run(NamedTuple):
     records: Records
     right: Right
-    address: int  # that the card uses: the caller's, or a block of ours
+    address: int  # for the card: the caller's memory, or a staging block
     local_key: int
     staged: bool
     attempts: int
@@ -93,20 +94,20 @@ class _Pending(NamedTuple):
     slot: int
     sink: int
     sink_bytes: int
-    block: int  # of ours, 0: none
+    block: int  # the staging block, 0 for none
 
 
 class Carrier:
-    """A progress.Relay."""
+    """The RelayTask of one connection."""
 
     def __init__(
         self, queue: QueuePair, slots: Sequence[RemoteSlot], rights: dict[int, Right], memory: ClientMemory
     ) -> None:
-        """`rights`, by segment, may be added to while it runs. Raises TransportError."""
+        """`rights`, by segment, may be extended while the carrier runs. Raises TransportError."""
         self.closed = False
         self.why = ""
-        self.one_sided_bytes = 0  # read and written past the server
-        self.lost_looks = 0  # reads done again, as the chunk changed
+        self.one_sided_bytes = 0  # read and written without the server's help
+        self.lost_looks = 0  # reads repeated because a chunk changed
         self._queue = queue
         self._slots = slots
         self._rights = rights
@@ -120,13 +121,13 @@ class Carrier:
         self._in = bytearray()
         self._items: deque[_Item] = deque()
         self._pending: dict[int, _Pending] = {}
-        self._outgoing = bytearray()  # records that wait for a message
+        self._outgoing = bytearray()  # records to be sent in the next message
         self._answers = bytearray()
         self._unanswered = 0
         self._short = False
         queue.on_message = self._take_message
 
-    # ---- progress.Relay
+    # ---- RelayTask
 
     def queue_fd(self) -> int:
         return self._queue.fd
@@ -135,7 +136,7 @@ class Carrier:
         return self._socket.fileno()
 
     def hang_up(self) -> None:
-        """See Relay: the engine wants its memory back."""
+        """See RelayTask: the engine wants its memory back."""
         self.close()
 
     def wants_socket(self) -> bool:
@@ -148,7 +149,7 @@ class Carrier:
         self._queue.take_event()
 
     def short(self) -> bool:
-        """See Relay: of blocks, which all carriers of a client share."""
+        """See RelayTask. The shared resource is the blocks, which all carriers of a client share."""
         return self._short
 
     def awaits(self) -> bool:
@@ -198,7 +199,7 @@ class Carrier:
             self.close()
             return True
         self._in += data
-        if not self._greeted and len(self._in) >= FRAME_BYTES:  # HELLO is a frame alone
+        if not self._greeted and len(self._in) >= FRAME_BYTES:  # HELLO is a frame without a record
             self._greeted = True
             self._queue.send(self._in[:FRAME_BYTES])
             del self._in[:FRAME_BYTES]
@@ -209,7 +210,7 @@ class Carrier:
         return True
 
     def _sort(self, records: Records) -> None:
-        """Cut what the engine gave into what is done in one go."""
+        """Group the engine's records into items that are done in one step."""
         plain = (records["flags"] & ~np.uint16(RETRY)) == 0
         opcodes = records["opcode"]
         reads, writes = plain & (opcodes == Opcode.READ) & (records["sink"] != 0), plain & (opcodes == Opcode.WRITE)
@@ -220,7 +221,7 @@ class Carrier:
     # ---- to the card
 
     def _start(self) -> None:
-        """Begin what can be begun, in order."""
+        """Begin the items that can be begun, in order."""
         while self._items:
             kind = self._items[0].kind
             if kind != _GATE and self._right(self._items[0]) is None:
@@ -258,7 +259,9 @@ class Carrier:
         return taken
 
     def _with_memory(self, item: _Item, right: Right) -> _Run | None:
-        """Return the queue's first item, or a part of it, with memory that the card can use; None: none is free."""
+        """Return the first item of the queue, or a part of it, with memory that the card can use; None if no memory is
+        free.
+        """
         records = item.records
         here = int(records["sink" if item.kind == _READ else "source"][0])
         most = min(len(records), _RUN_CHUNKS) if item.kind == _READ else len(records)  # a record never leaves its chunk
@@ -409,7 +412,7 @@ class Carrier:
             del self._outgoing[: len(message)]
 
     def _take_message(self, message: bytes) -> None:
-        """Answers of the server."""
+        """Process answers of the server."""
         for at in range(0, len(message) - FRAME_BYTES + 1, FRAME_BYTES):
             frame = message[at : at + FRAME_BYTES]
             opcode, sequence, payload = _ANSWER.unpack(frame)
@@ -445,7 +448,7 @@ class Carrier:
             try:
                 sent = self._socket.send(self._answers)
             except BlockingIOError:
-                return  # it reads what it asked for: soon
+                return  # the engine is busy with its own sends, and will read soon
             except OSError:
                 self.close()
                 return

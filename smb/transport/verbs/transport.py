@@ -1,8 +1,8 @@
-"""RDMA: one queue pair to each server for data; what waits has a TCP link of its own.
+"""RDMA: one queue pair to each server for data; waiting requests use a TCP link.
 
-The control service of a memory server makes its end of the queue pair and gives the keys; that both ends reach each
-other is seen by the HELLO that crosses it. The link is a lane as any (csrc/client/link.h). If the queue pair breaks,
-the lane goes on over another one. If none can be made, it goes on over TCP until that breaks.
+The control service of a memory server makes its end of the queue pair and gives the keys. A HELLO across the queue pair
+shows that both ends reach each other. The link is a lane like any other (csrc/client/link.h). If the queue pair breaks,
+the lane continues over a new one. If none can be made, it continues over TCP until the TCP connection breaks.
 
 Nothing of RDMA is imported, opened or started before the first segment is reached by it.
 """
@@ -34,29 +34,29 @@ from smb.transport.verbs.registration import ClientMemory
 from smb.transport.verbs.requester import Carrier, RemoteSlot, Right
 
 _HELLO_MS = 4000  # a queue pair gives up after 0.5 s or, on some cards, 4 s
-_TRIES = 2  # to make another queue pair, before the lane goes on over TCP
-_REFUSED_S = 60.0  # so long a server that can't be reached is not asked again
+_TRIES = 2  # attempts to make a new queue pair, before the lane continues over TCP
+_REFUSED_S = 60.0  # a server that could not be reached is not tried again for this long
 
 _log = logging.getLogger("smb")
 
 
 class _NotConnectedError(NoAnswerError):
-    """A server that is there, and has no connection of this session's."""
+    """The server runs, but has no connection of this session."""
 
 
 @dataclass(slots=True)
 class _Server:
-    """One memory server, as this client uses it over RDMA. `lock`: while it is asked for keys."""
+    """One memory server, as this client uses it over RDMA. `lock` is held while the server is asked for keys."""
 
     name: str
     channel_address: str = ""
-    credentials: Credentials | None = None  # those of the channel
+    credentials: Credentials | None = None  # the channel's
     channel: Any = None
     stub: Any = None
     carrier: Carrier | None = None
-    rights: dict[int, Right] = field(default_factory=dict)  # the carrier's, by segment
-    opened: dict[int, int] = field(default_factory=dict)  # segments that were asked for, and their epochs
-    reached: dict[int, None] = field(default_factory=dict)  # segments there that we want, the newest last
+    rights: dict[int, Right] = field(default_factory=dict)  # the carrier's rights, by segment
+    opened: dict[int, int] = field(default_factory=dict)  # segments whose keys were requested, with their epochs
+    reached: dict[int, None] = field(default_factory=dict)  # segments in use on this server, the newest last
     refusal: str = ""
     refused_until: float = 0.0
     failures: int = 0
@@ -64,17 +64,19 @@ class _Server:
 
 
 class _Parts:
-    """Things to close, also if the user never does."""
+    """Resources to close, even if the user never closes the client."""
 
     def __init__(self) -> None:
-        self.closed = False  # nothing more is made
+        self.closed = False  # nothing is made any more
         self.lock = threading.Lock()
         self.memory: ClientMemory | None = None
         self.progress: ProgressThread | None = None
-        self.channels: list[Any] = []  # of control services
+        self.channels: list[Any] = []  # to control services
 
     def close(self) -> None:
-        """Close all of it, after what other threads are making: what these wait for is broken off."""
+        """Close everything. What other threads are making at the time is closed as well; their waits are
+        interrupted.
+        """
         with self.lock:
             self.closed = True
             channels, self.channels = self.channels, []
@@ -109,7 +111,7 @@ class Verbs:
         self._why_not = ""
         self._parts = _Parts()
         self._lock = self._parts.lock
-        # Also at the process's end: before Python takes the parts of pyverbs apart in an order of its own.
+        # Runs at the process's exit, too, before Python takes the parts of pyverbs apart in an arbitrary order.
         weakref.finalize(self, self._parts.close)
         links.dial(Lane.VERBS_DATA, self)
         links.tokens.follow(self._renewed)
@@ -122,14 +124,14 @@ class Verbs:
         if server.refused_until > time.monotonic():
             raise NoPathError(server.refusal)
         if not location.control_address:
-            raise NoPathError(f"the coordinator does not say where {location.server}'s control service is")
+            raise NoPathError(f"the coordinator does not know the control address of {location.server}")
         link = self._link(location, deadline)
         if not self._over_tcp(server):
             self._open_segment(server, location, epoch, deadline)
         return SegmentPath(self.name, f"by {device}", (link,))
 
     def gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
-        """See Transport. The same link: what is fenced passes the server's gate."""
+        """See Transport. The same link: fenced requests pass the server's gate."""
         self._open_device()
         server = self._server(location.server)
         if server.refused_until > time.monotonic():
@@ -137,7 +139,7 @@ class Verbs:
         return (self._link(location, deadline),)
 
     def waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
-        """See Transport. Over TCP: a wait is no matter of speed."""
+        """See Transport. Uses TCP: waiting does not need speed."""
         try:
             return self._links.reach(location, Lane.TCP_WAITS, deadline)
         except EngineError as error:
@@ -149,7 +151,7 @@ class Verbs:
     # ---- for the client
 
     def memory(self) -> ClientMemory:
-        """Return the client's registered memory. Raises NoPathError if RDMA can't be used."""
+        """Return the client's registered memory. Raises NoPathError if RDMA cannot be used."""
         device = self._open_device()
         with self._lock:
             if self._parts.closed:
@@ -162,17 +164,17 @@ class Verbs:
             return self._parts.memory
 
     def note(self, array: Any) -> None:
-        """An array is about to be moved."""
+        """Register an array that is about to be transferred, if that pays off."""
         memory = self._parts.memory
         if memory is not None:
             memory.note(array)
 
     def carriers(self) -> list[Carrier]:
-        """Return the connections there are, for tests and measurements."""
+        """Return the open connections, for tests and measurements."""
         with self._lock:
             return [s.carrier for s in self._servers.values() if s.carrier is not None and not s.carrier.closed]
 
-    # ---- links.Dialer
+    # ---- link_entries.Dialer
 
     def dial(self, server: str, where: ServerAddress, lane: int, timeout_ms: int) -> tuple[Link, int]:
         return self._carry(
@@ -182,7 +184,7 @@ class Verbs:
     def redial(
         self, link: Link, server: str, where: ServerAddress, accept_instance: int, timeout_ms: int
     ) -> int | None:
-        """Give the link another queue pair; None: it should go on over TCP."""
+        """Give the link another queue pair; None if it should continue over TCP."""
         known = self._server(server)
         if known.failures < _TRIES:
             try:
@@ -198,9 +200,9 @@ class Verbs:
             self._open_again(known, where)
             return instance_id
         known.failures = 0
-        # Nothing that the old queue pair sent may arrive once the lane speaks over TCP.
+        # Data that the old queue pair sent must not arrive after the lane uses TCP.
         self._tell_closed(known, where.control_address)
-        _log.warning("memory server %s: no RDMA any more; going on over TCP", server)
+        _log.warning("memory server %s can no longer be reached over RDMA; going on over TCP", server)
         return None
 
     # ---- inside
@@ -209,7 +211,9 @@ class Verbs:
         with self._lock:
             if self._device is None and not self._why_not:
                 if self._client.checksums:
-                    self._why_not = "checksums are asked for, which RDMA has its own of"
+                    self._why_not = (
+                        "checksum=True was passed, which RDMA does not support (it has checksums of its own)"
+                    )
                 else:
                     try:
                         self._device = Device(self._settings)
@@ -241,7 +245,7 @@ class Verbs:
     def _carry(
         self, server: _Server, where: ServerAddress, timeout_ms: int, greet: Callable[[int, int], tuple[Any, int]]
     ) -> tuple[Any, int]:
-        """Make a queue pair and a carrier over it; `greet` gets the engine's end of its socket."""
+        """Make a queue pair and a carrier on it; `greet` gets the engine's end of the socket."""
         memory = self.memory()
         queue = self._make_queue(memory)
         try:
@@ -250,7 +254,7 @@ class Verbs:
             peer = reply.server
             queue.connect(End(peer.number, peer.gid, peer.lid, peer.packet_sequence, peer.mtu, peer.reads).check())
             slots = [RemoteSlot(slot.address, slot.key, slot.nbytes) for slot in reply.slots]
-            server.rights = {}  # the other connection's keys may be another run's
+            server.rights = {}  # keys of the other connection may belong to another run
             carrier = Carrier(queue, slots, server.rights, memory)
         except BaseException as error:
             queue.close()
@@ -269,11 +273,11 @@ class Verbs:
         except EngineError as error:
             self._tell_closed(server, where.control_address)
             if carrier.why:
-                raise NoPathError(f"no path by RDMA to memory server {server.name}: {carrier.why}") from error
+                raise NoPathError(f"memory server {server.name} cannot be reached over RDMA: {carrier.why}") from error
             if error.status in (Status.TIMEOUT, Status.DISCONNECTED):
                 raise NoPathError(f"memory server {server.name} did not answer over RDMA: {error}") from error
             raise
-        except BaseException:  # as Ctrl-C: the engine's end may stay open, and nobody else would close ours
+        except BaseException:  # e.g. Ctrl-C: the engine's end may stay open, and no other code would close this end
             progress.close_relay(carrier)
             self._tell_closed(server, where.control_address)
             raise
@@ -284,12 +288,14 @@ class Verbs:
             self._ask(server, address, "CloseVerbs", request, self._reached(server))
 
     def _reached(self, server: _Server) -> list[int]:
-        """Return the segments there of which we may have a token, the last that we got first."""
+        """Return the segments on this server whose tokens the session may have, newest first."""
         with self._lock:
             return list(reversed(server.reached))
 
     def _renewed(self, segment_id: int) -> None:
-        """The segment has another token, or none: its keys last as long as what they were given for."""
+        """Renew the keys of a segment whose token was renewed or dropped: keys live as long as the token they were
+        given for.
+        """
         with self._lock:
             servers = [server for server in self._servers.values() if segment_id in server.opened]
         for server in servers:
@@ -330,14 +336,17 @@ class Verbs:
                     server, location.control_address, location.id, epoch, deadline
                 )
             except _NotConnectedError:
-                # It was restarted while nothing was under way: the queue pair does not know, and would never be remade.
+                # The server was restarted while nothing was in flight. The queue pair cannot know that, and would never
+                # be made anew.
                 if carrier is not None:
                     self._moving().close_relay(carrier)
                 raise
             server.opened[location.id] = epoch
 
     def _open_again(self, server: _Server, where: ServerAddress) -> None:
-        """After another connection. Until a segment is opened, and where that fails, the server's gate does."""
+        """Request the rights again after a new connection. Until a segment is opened, and if that fails, its calls go
+        through the server's gate.
+        """
         rights = server.rights
         for segment_id, epoch in list(server.opened.items()):
             deadline = Deadline(_HELLO_MS / 1000)
@@ -360,7 +369,7 @@ class Verbs:
         )  # fmt: skip
 
     def _stub(self, server: _Server, address: str) -> tuple[Any, bytes]:
-        """Return it, and the certificate that it shows, in PEM; empty: none."""
+        """Return the stub, and the server's certificate in PEM (empty if it has none)."""
         with self._lock:
             if self._parts.closed:
                 raise NoPathError("the client is closed")
@@ -385,9 +394,9 @@ class Verbs:
         proved: Sequence[int],
         deadline: Deadline | None = None,
     ) -> Any:
-        """`proved`: the call shows the token of the first of these segments of which we have one."""
+        """`proved`: the call presents the token of the first of these segments whose token the session has."""
         if not address:
-            raise NoPathError(f"the coordinator does not say where {server.name}'s control service is")
+            raise NoPathError(f"the coordinator does not know the control address of {server.name}")
         timeout = min(_HELLO_MS / 1000, deadline.left()) if deadline is not None else _HELLO_MS / 1000
         try:
             stub, shown = self._stub(server, address)
@@ -402,8 +411,8 @@ class Verbs:
             if code is grpc.StatusCode.NOT_FOUND:
                 raise NotFoundError(text) from None
             if code is grpc.StatusCode.UNIMPLEMENTED:
-                raise NoPathError(f"memory server {server.name} knows no RDMA") from None
-            # It was restarted, and has not heard of us, or of our queue pair's successor, yet; or it is slow.
+                raise NoPathError(f"memory server {server.name} does not support RDMA") from None
+            # The server was restarted and does not know this session yet, or the queue pair's successor; or it is slow.
             if code is grpc.StatusCode.FAILED_PRECONDITION:
                 raise _NotConnectedError(text) from None
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -411,7 +420,7 @@ class Verbs:
             if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
                 raise NoAnswerError(text) from None
             raise NoPathError(text) from None
-        except ValueError as error:  # a closed channel
+        except ValueError as error:  # raised by a closed channel
             raise NoPathError("the client is closed") from error
 
 

@@ -150,7 +150,7 @@ def test_another_dtype_is_refused_by_both_names() -> None:
             readable(tensor, INT64)
     for out in (values, torch.zeros(3, dtype=torch.float64)):
         with pytest.raises(
-            InvalidArgumentError, match=r"^out= is float64 but the buffer is float32; pass a float32 one"
+            InvalidArgumentError, match=r"^out= is float64 but the buffer is float32; pass an array of float32"
         ):
             writable(out, FLOAT32, 3)
 
@@ -162,7 +162,7 @@ def test_out_must_be_writable_and_fit() -> None:
     for given, told in (
         (frozen, "read-only"),
         (memoryview(frozen), "read-only"),
-        (np.zeros(4, np.float32), "has 4 elements, but 3"),
+        (np.zeros(4, np.float32), "has 4 elements but 3"),
         (torch.zeros(2), "has 2 elements, but 3"),
         ([0.0, 0.0, 0.0], "a list has no memory"),
         (None, "has no memory"),

@@ -153,5 +153,5 @@ def test_the_engine_refuses_them_too(rule: str) -> None:
 def test_there_is_no_such_rule() -> None:
     """A name that is none is refused with those that are."""
     for name in ("", "SGD", "lamb", None):
-        with pytest.raises(smb.InvalidArgumentError, match=r"no rule .*; there are sgd, momentum, nesterov, adam"):
+        with pytest.raises(smb.InvalidArgumentError, match=r"unknown rule .*; known are sgd, momentum, nesterov, adam"):
             rule_of(name, "apply of w")  # type: ignore[arg-type]

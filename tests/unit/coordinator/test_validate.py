@@ -49,7 +49,7 @@ def test_locks_and_barriers_have_their_form_and_one_server() -> None:
     [
         ({"shape": (3, -1)}, "negative extent"),
         ({"shape": (1,) * 33}, "at most 32"),
-        ({"dtype": "complex64"}, 'no dtype "complex64"; there are float16'),
+        ({"dtype": "complex64"}, 'no dtype "complex64"; supported are float16'),
         ({"dtype": ""}, "no dtype"),
         ({"stripe_bytes": 5000}, "multiple of 4096"),
         ({"server_names": ("a", "a")}, "each may be named once"),

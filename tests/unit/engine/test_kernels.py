@@ -222,7 +222,7 @@ def test_smb_isa_chooses_the_instruction_set() -> None:
     for name in ("avx9", "AVX2", "generic "):
         refused = run_with_isa(name)
         assert refused.returncode != 0
-        assert f"SMB_ISA={name}: on this processor it is one of {', '.join(ISAS)}" in refused.stderr
+        assert f"SMB_ISA must be one of {', '.join(ISAS)} on this processor, not {name};" in refused.stderr
 
 
 def test_a_daemon_with_an_unknown_smb_isa_ends_with_one_line(tmp_path: Path) -> None:
@@ -234,13 +234,13 @@ def test_a_daemon_with_an_unknown_smb_isa_ends_with_one_line(tmp_path: Path) -> 
     )  # fmt: skip
     assert refused.returncode == 1
     assert "Traceback" not in refused.stderr
-    assert "ERROR memserver: SMB_ISA=avx9: on this processor it is one of generic" in refused.stderr.splitlines()[-1]
+    assert "ERROR memserver: SMB_ISA must be one of generic" in refused.stderr.splitlines()[-1]
 
 
 def test_a_client_with_an_unknown_smb_isa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By an error of ours, which commands print as one line, not by the import."""
     monkeypatch.setenv("SMB_ISA", "avx9")
-    with pytest.raises(InvalidArgumentError, match="SMB_ISA=avx9"):
+    with pytest.raises(InvalidArgumentError, match="SMB_ISA must be one of .*, not avx9"):
         EngineClient(1)
 
 

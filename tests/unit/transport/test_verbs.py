@@ -40,7 +40,7 @@ def test_settings_come_from_the_environment() -> None:
     assert Settings.of({f"SMB_VERBS_{name}": text for name, text in given.items()}) == Settings("mlx5_1", 2, 0, 2048, 3)
     assert Settings.of({}) == Settings()
     for name, text in (("PORT", "0"), ("GID_INDEX", "-1"), ("MTU", "1500"), ("SERVICE_LEVEL", "16"), ("PORT", "x")):
-        with pytest.raises(InvalidArgumentError, match=f"SMB_VERBS_{name}={text}"):
+        with pytest.raises(InvalidArgumentError, match=f"SMB_VERBS_{name} must be .*, not {text}"):
             Settings.of({f"SMB_VERBS_{name}": text})
 
 
@@ -52,7 +52,7 @@ def test_ends_are_checked() -> None:
         ("number", 0), ("number", 1 << 24), ("gid", b""), ("lid", 1 << 16), ("packet_sequence", 1 << 24), ("mtu", 1500),
         ("reads", 0), ("reads", 256),
     ):  # fmt: skip
-        with pytest.raises(InvalidArgumentError, match="no end of a queue pair"):
+        with pytest.raises(InvalidArgumentError, match="does not describe a queue pair"):
             End(**good | {name: value}).check()  # type: ignore[arg-type]
 
 
@@ -352,7 +352,7 @@ def test_what_a_server_answers_says_whether_waiting_helps(
     )
     monkeypatch.setattr(verbs, "_stub", lambda *_: (Stub(), b""))
     server: Any = SimpleNamespace(name="a")
-    with pytest.raises(refusal, match=r"a at 10\.0\.0\.2:7072: for a reason|knows no RDMA") as caught:
+    with pytest.raises(refusal, match=r"a at 10\.0\.0\.2:7072: for a reason|does not support RDMA") as caught:
         verbs._ask(server, "10.0.0.2:7072", "OpenSegmentVerbs", None, ())
     assert isinstance(caught.value, NoAnswerError) == issubclass(refusal, NoAnswerError)
     verbs.close()
