@@ -20,7 +20,8 @@
 struct wanted {
     /* bits of enum smb_role; a peer with SMB_ROLE_SERVER that calls us must also have a name */
     uint32_t roles;
-    /* we have called the peer: its certificate must be for `host` (if NULL, for any name) */
+    /* true: we have called the peer, whose certificate must be for `host`; false: it has called us,
+     * and may have any name */
     bool serves;
     char host[SMB_HOST_BYTES];
 };

@@ -35,8 +35,8 @@ struct client_stats {
     _Atomic uint64_t failed[SMB_STATUS_COUNT];
     _Atomic uint64_t repeated;
 };
-/* one in so many of the calls that complete at once is timed: reading the clock twice takes a fifth
- * as long as such a call */
+/* One in this many of the calls that complete at once is timed, because reading the clock twice
+ * takes a fifth as long as such a call. */
 enum { CALLS_PER_TIMED = 64 };
 
 /* Counts of one event loop. Only the loop's thread writes them. */

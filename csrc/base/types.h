@@ -5,7 +5,7 @@
 
 #include "smb/types.h"
 
-/* of the wire format int4: a scale and the block's elements */
+/* block of the wire format int4: a scale and the block's elements */
 enum { INT4_BLOCK_BYTES = 4 + SMB_WIRE_INT4_BLOCK / 2 };
 
 #endif

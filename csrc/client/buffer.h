@@ -9,7 +9,7 @@
 struct path {
     uint64_t segment_id;
     uint32_t epoch;
-    struct smb_link *link; /* one of the two is set */
+    struct smb_link *link; /* either link or segment is set */
     struct smb_segment *segment;
     /* more links to the same server: chunks use whichever lanes have room */
     uint32_t further_count;

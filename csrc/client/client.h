@@ -28,7 +28,7 @@ struct smb_client {
     _Atomic uint32_t references;
     uint64_t session;
     bool checksums;   /* set before the first link is made */
-    bool wants_proof; /* likewise */
+    bool wants_proof; /* set before the first link is made */
     _Atomic uint64_t spoilt;
     pthread_mutex_t mutex;
     pthread_cond_t link_wanted;

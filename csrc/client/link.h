@@ -43,9 +43,9 @@ struct smb_link {
      * connects */
     _Atomic uint32_t features;
     _Atomic uint32_t references;
-    _Atomic bool closing;            /* its owner wants it closed; the progress thread does that */
+    _Atomic bool closing; /* the owner wants the link closed; the progress thread closes it */
     struct channel *_Atomic fresh;   /* a new connection that was handed over; NULL: none */
-    _Atomic bool fresh_by_reference; /* its kind; stored before `fresh` */
+    _Atomic bool fresh_by_reference; /* the kind of that connection; stored before `fresh` */
     _Atomic bool once;               /* the link is not connected again */
     _Atomic int state; /* enum link_state; written by the progress thread, read by anyone */
     /* status of calls on a closed link; written before `closing` by the thread that connects the
@@ -65,10 +65,10 @@ struct smb_link {
     /* a caller left with frames on their way, and no newer connection has ended them: set when that
      * happens, cleared by the next connection, or when the link is closed */
     _Atomic bool given_up;
-    struct channel channel; /* its connection */
+    struct channel channel; /* the present connection */
     bool by_reference;      /* requests are sent as records, see base/frame.h */
     uint16_t lane;
-    /* not 0: the link is for one segment with two copies, and this is the epoch of its roles */
+    /* for a link to one segment with two copies: the epoch of its roles; 0 for other links */
     _Atomic uint32_t epoch;
     _Atomic bool local; /* leads to a server of this host, over its Unix socket */
     uint32_t window;
@@ -87,7 +87,7 @@ struct smb_link {
     /* the answer coming in */
     struct inflight *reading; /* the request whose answer's payload is being received, or NULL */
     uint32_t reading_have;
-    uint32_t crc; /* of the answer's header and the received part of its payload */
+    uint32_t crc; /* covers the answer's header and the received part of its payload */
     uint32_t in_start, in_end;
     uint8_t in[LINK_IN_BYTES];
     /* headers of the answers that are received in one call; not used between calls */

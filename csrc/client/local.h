@@ -14,7 +14,7 @@ struct local_work {
     uint64_t deadline_ns;
     /* size of the whole request of which this one is a part; 0: it is not a part */
     uint64_t whole_bytes;
-    uint32_t index; /* of the segment */
+    uint32_t index; /* the segment's index */
     bool walking;
     struct smb_cursor cursor;
     uint64_t bytes_here; /* done on this segment */

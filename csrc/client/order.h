@@ -25,7 +25,7 @@ struct smb_operation {
     struct smb_operation *next_event;
     struct smb_operation *next_raised; /* used while urgencies are raised */
     struct smb_window *window;
-    struct heap *heap;         /* that of its window */
+    struct heap *heap;         /* its window's heap */
     struct smb_buffer *buffer; /* NULL: a call of the library */
     struct smb_request request;
     uint64_t tag;    /* its submitter's number for it */

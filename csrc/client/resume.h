@@ -8,7 +8,7 @@
 /* How far a segment has come, asked when a link resumes. */
 struct watermark {
     uint64_t segment_id;
-    uint64_t sequence; /* of the WATERMARK request */
+    uint64_t sequence; /* number of the WATERMARK request */
     uint64_t value;
     /* some changes up to this number were refused, so for them the value alone says nothing */
     uint64_t refused;

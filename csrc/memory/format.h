@@ -44,7 +44,7 @@ enum segment_state {
  * it does not map them. */
 enum segment_binding {
     BINDING_NONE = 0,
-    BINDING_STAYS = 1, /* it has a user that could not follow a move */
+    BINDING_STAYS = 1, /* the segment has a user that could not follow a move */
     BINDING_MOVES = 2  /* nobody may use it in such a way any more */
 };
 

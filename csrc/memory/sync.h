@@ -188,7 +188,7 @@ struct sync_status {
     struct {
         uint64_t waiting, session, token, left_ms;
     } locks[SYNC_LOCKS];
-    uint64_t barrier_waiting, arrived, parties; /* of the present round */
+    uint64_t barrier_waiting, arrived, parties; /* the present round's */
     uint64_t versions_waiting;
 };
 void sync_status(struct sync *sync, uint64_t now_ns, struct sync_status *status);

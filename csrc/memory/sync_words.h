@@ -34,7 +34,7 @@ struct sync_words {
     _Atomic uint64_t writing;
     /* the barrier's round number << 24 | number of parties that arrived */
     _Atomic uint64_t round;
-    _Atomic uint64_t parties; /* of the present round */
+    _Atomic uint64_t parties; /* number of parties of the present round */
     _Atomic uint64_t broken;  /* bit (round mod 64): that round broke */
     /* SYNC_RETIRED: requests are refused for good; any other value means nothing */
     _Atomic uint64_t retired;

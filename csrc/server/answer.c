@@ -186,7 +186,8 @@ static enum step answer_sync(struct connection *connection)
 
 void answer_put_late(struct connection *connection)
 {
-    /* Not between a header and its data, nor before an answer that passes a descriptor. */
+    /* Nothing may come between a header and its data, or before an answer that passes a
+     * descriptor. */
     if (connection->tail_end > 0 || connection->pass_fd >= 0)
         return;
     while (connection->answered && connection->out_end <= OUT_BYTES - SMALL_REPLY_BYTES) {

@@ -33,7 +33,7 @@ enum {
     IN_BYTES = 4096,          /* headers arrive in bursts of up to 64 */
     OUT_BYTES = 4096,         /* small replies are collected as well, each of at most this size: */
     SMALL_REPLY_BYTES = SMB_FRAME_BYTES + SMB_CHECKSUM_BYTES,
-    FRAMES_PER_TURN = 32, /* then the next connection of the loop has its turn */
+    FRAMES_PER_TURN = 32, /* after this many the loop's next connection has its turn */
     BULK_BYTES = 32768,   /* from this size on a request is worth a system call for its answer */
     REPLIES_HELD_MAX = 4  /* answers of such requests are sent at the latest when this many wait */
 };
@@ -69,7 +69,7 @@ struct connection {
     /* the request in hand was executed and its answer's data is in `tail`; the answer waits until
      * this order is confirmed */
     uint64_t awaits;
-    bool copied;    /* likewise, for a read */
+    bool copied;    /* the request in hand is such a read */
     bool checksums; /* HELLO had a checksum, so every frame must have one */
     uint64_t session;
     uint16_t lane;
@@ -85,7 +85,7 @@ struct connection {
     struct connection *lane_next; /* in the server's list of connections that have said HELLO */
     uint64_t opened_ns;
     struct smb_tally done;
-    uint64_t backlog_bytes; /* its part of the loop's backlog_bytes */
+    uint64_t backlog_bytes; /* this connection's part of the loop's backlog_bytes */
 
     /* the request in hand */
     bool have_request;
@@ -94,7 +94,7 @@ struct connection {
     int admitted;
     struct gate_request request;
     uint32_t payload_have;
-    uint32_t crc; /* of the received part of the request, if it has a checksum */
+    uint32_t crc; /* covers the received part of the request, if it has a checksum */
     uint8_t checksum[SMB_CHECKSUM_BYTES];
 
     uint32_t in_start, in_end;   /* received, not yet parsed */

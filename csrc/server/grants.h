@@ -10,7 +10,7 @@
 #include "base/access.h"
 
 enum {
-    ACCESS_KEYS = SMB_KEYS_MAX, /* of the previous generation, the present and the next */
+    ACCESS_KEYS = SMB_KEYS_MAX, /* the previous generation, the present and the next */
     /* for one connection: the coordinator made each of its tokens for a segment of this server */
     GRANTS_MAX = 1 << 20
 };

@@ -63,7 +63,7 @@ int gate_refused(struct smb_server *server, const struct gate_request *refused)
     struct gate_request request = {.frame = *frame, .peer = refused->peer, .segment = segment};
     struct replica *replica = replica_at(segment);
     int status = replica && replica_is_behind(replica, frame->epoch) ? SMB_STALE_EPOCH : SMB_OK;
-    /* Of two copies only the primary may refuse for good; clients of another one ask elsewhere. */
+    /* Only the primary of two copies may refuse for good; clients of the backup ask elsewhere. */
     if (!replica || (!refused->peer->fed && replica_serves(replica, frame->epoch, false)))
         status = note_refused(&request, replica);
     smb_segment_release(segment);

@@ -48,7 +48,7 @@ static void batch_admit(struct connection *connection, struct batch *batch)
         struct smb_frame frame;
         *request = (struct gate_request){
             .peer = &connection->peer,
-            .tries.begun_ns = UINT64_MAX, /* it came after the read in hand */
+            .tries.begun_ns = UINT64_MAX, /* this read came after the one in hand */
         };
         if (!is_plain_read(connection, connection->in + at, &frame) ||
             gate_admit(connection->loop->server, &frame, request) != SMB_OK)

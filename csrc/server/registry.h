@@ -12,7 +12,7 @@
 struct replica;
 struct smb_server;
 
-struct entry { /* of the registry, which is a chained hash table */
+struct entry { /* an entry of the registry, which is a chained hash table */
     struct entry *next;
     struct smb_segment *segment;
     char *path;

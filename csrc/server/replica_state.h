@@ -19,8 +19,8 @@ struct copy {
     bool failed;
     bool whole;        /* the coordinator was told that it is complete */
     bool given_up;     /* in this epoch */
-    uint64_t sequence; /* of its last frame */
-    uint64_t order;    /* of its last frame */
+    uint64_t sequence; /* the last frame's */
+    uint64_t order;    /* the last frame's */
     uint64_t chunks_done;
     bool counted; /* the count of evicted records was sent, after all other parts */
 };

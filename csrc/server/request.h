@@ -16,7 +16,7 @@ struct smb_server;
 struct gate_peer {
     struct grants grants; /* shown tokens; used only if the server is guarded */
     uint32_t record_hint;
-    /* of segments with two copies (replica.h) */
+    /* for segments with two copies (replica.h) */
     bool fed; /* this is a primary's connection for its backup here */
     /* the bundle whose primary the peer is, with frames of many sessions; else NULL */
     struct segment_bundle *feeds;
@@ -40,8 +40,8 @@ struct gate_request {
     struct smb_segment *segment; /* a reference while the request is in hand */
     /* references, too. ACCUMULATE_FROM: the sources; APPLY: gradient, then state */
     struct smb_segment *others[SMB_SOURCES_MAX];
-    struct record *record; /* of the change's lane, while it is executed */
-    /* of a segment with two copies (replica.h) */
+    struct record *record; /* the lane's record, while the change is executed */
+    /* for a segment with two copies (replica.h) */
     /* when the request began, the segment had one copy and was not gated */
     bool alone;
     struct forward *forward; /* the frame for the backup */

@@ -81,7 +81,7 @@ struct smb_server {
     _Atomic uint64_t deferred_total;
     _Atomic uint64_t waits_now;
     _Atomic uint64_t replayed_total;
-    struct sync_counters waited; /* of all segments */
+    struct sync_counters waited; /* summed over all segments */
     pthread_mutex_t lanes_lock;  /* taken before a connection's `turn` */
     struct connection *lanes;
     struct past *pasts; /* under lanes_lock */

@@ -1,6 +1,6 @@
 /* client.h: the functions of the engine that a client calls: links to servers, calls on buffers,
- * asynchronous operations. Functions that take timeout_ms block at most so long; all others do not
- * wait for a server. Conventions: smb/types.h. */
+ * asynchronous operations. Functions with a timeout_ms, also in their request, block at most so
+ * long; other functions do not wait for a server. Conventions: smb/types.h. */
 #ifndef SMB_PUBLIC_CLIENT_H
 #define SMB_PUBLIC_CLIENT_H
 
@@ -164,7 +164,8 @@ struct smb_pending;
  * *pending with smb_ask_end. SMB_UNTRUSTED as smb_buffer_set_link, except for AUTHORIZE. */
 int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_pending **pending);
 int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_reply *reply);
-/* Frees the request. If it is not answered yet, its answer is ignored. */
+/* Frees the request. If it is not answered yet it is given up, and a lock that its answer brings is
+ * released at once. */
 void smb_ask_end(struct smb_pending *pending);
 
 /* The outcomes of the parts of a failed call. Reference counted. */
@@ -313,7 +314,7 @@ int smb_async_submit(struct smb_async *async, struct smb_window *window, struct 
 enum smb_async_event_kind {
     SMB_ASYNC_DONE = 0,   /* the operation is finished and freed */
     SMB_ASYNC_FAILED = 1, /* the caller may continue it by other means; then smb_async_end */
-    SMB_ASYNC_BEGIN = 2,  /* it is the turn of a call that the caller makes; then smb_async_end */
+    SMB_ASYNC_BEGIN = 2,  /* the caller may make its own call now; then smb_async_end */
     /* smb_async_stop cancelled it before it began; then smb_async_end */
     SMB_ASYNC_CANCELLED = 3
 };

@@ -74,7 +74,7 @@ void smb_segment_mark_deleted(struct smb_segment *segment);
 void smb_segment_counters(const struct smb_segment *segment, uint64_t *operations, uint64_t *bytes);
 /* Whether a segment has all data that its other copy has. */
 enum smb_copy {
-    SMB_COPY_BEGUN = 0, /* it is being copied from another copy, or was meant to be */
+    SMB_COPY_BEGUN = 0, /* the data is being copied from another copy, or was meant to be */
     SMB_COPY_WHOLE = 1,
     SMB_COPY_UNKNOWN =
         2 /* the file is of an earlier version, or its daemon was killed right after creating it */

@@ -1,6 +1,6 @@
-/* server.h: the functions of the engine that a memory server's daemon calls. They may be called
- * from any thread, and do not wait for peers unless their comment says so. Conventions:
- * smb/types.h. */
+/* server.h: the functions of the engine that a memory server's daemon calls, from its control
+ * threads. A function does not wait for clients or other servers unless its comment says so.
+ * Conventions: smb/types.h. */
 #ifndef SMB_PUBLIC_SERVER_H
 #define SMB_PUBLIC_SERVER_H
 
@@ -36,7 +36,7 @@ struct smb_server_counters {
     /* repeated changes that had been applied already, and were answered without being applied
      * again */
     uint64_t replayed_total;
-    uint64_t backlog_bytes; /* of answers that their peers have not read yet */
+    uint64_t backlog_bytes; /* in answers that their peers have not read yet */
     uint64_t backlog_total; /* how often a connection had to wait until its peer read */
     uint64_t journal_slots; /* in use: each connection that has changed something holds one */
     uint64_t journal_slots_most;
@@ -210,7 +210,8 @@ int smb_server_holds(struct smb_server *server, uint64_t id, struct smb_held *he
 /* Describes at most `most` segments; returns how many there are. */
 uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,
                              uint64_t most);
-/* Marks the segment deleted, unlinks its file and stops serving it. SMB_NOT_FOUND. */
+/* Marks the segment deleted, stops serving it and unlinks its file. If the segment has a backup,
+ * blocks, at most a second, until the backup has every change that may name it. SMB_NOT_FOUND. */
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
 /* Ends the segment's service as a home of locks, barriers and versions, also after a restart:
  * requests that may wait then get SMB_NOT_FOUND. SMB_BUSY unless the segment is idle
