@@ -1,9 +1,9 @@
 #!/bin/sh
-# Is all here that building takes? Says everything that is missing, a line each, with its package, and makes nothing.
+# Checks that everything that the build needs is installed. Prints one line for each missing thing, with its package. Builds nothing.
 #
-#   csrc/check-build-needs.sh PYTHON        0 and silent, or 1; $CC is the compiler, if set, as for setuptools
+#   csrc/check-build-needs.sh PYTHON        exits with 0 and prints nothing, or exits with 1; uses $CC if set, as setuptools does
 #
-# `make` calls it before it makes the virtual environment. What the build looks for later is in build_engine.py.
+# `make` calls this before it makes the virtual environment. build_engine.py checks the compiler's flags later.
 set -u
 required=$(sed -n 's/^requires-python = ">=\([0-9.]*\)"$/\1/p' "$(dirname "$0")/../pyproject.toml")
 work=$(mktemp -d) || exit 1
@@ -18,16 +18,16 @@ missing() {
     debian="$debian${3:+ $3}" fedora="$fedora${4:+ $4}"
 }
 
-# The compiler's message: the first line that reports an error.
+# Prints the first line of the compiler's output that reports an error.
 said() { { grep -E 'error|cannot' "$work/said" || cat "$work/said"; } | sed "s|$work/||g; q"; }
 
-# header FILE WHY DEBIAN'S FEDORA'S [FOLDER...]: one more header that the build needs is one more line below.
+# header FILE WHY DEBIAN'S-PACKAGE FEDORA'S-PACKAGE [FOLDER...]: checks a header; add a line below for each further one.
 header() {
     file=$1 why=$2 for_debian=$3 for_fedora=$4 found=''
     shift 4
     if [ -n "$compiler" ]; then
         for folder in "$@"; do set -- "$@" "-I$folder"; shift; done
-        printf '#if !__has_include(<%s>)\n#error it is not here\n#endif\n' "$file" >"$work/header.c"
+        printf '#if !__has_include(<%s>)\n#error the header is missing\n#endif\n' "$file" >"$work/header.c"
         $compiler "$@" -E -o "$work/header.i" "$work/header.c" >"$work/said" 2>&1 && found=1
     else
         for folder in "$@" /usr/include; do [ -e "$folder/$file" ] && found=1; done
@@ -35,8 +35,9 @@ header() {
     [ -n "$found" ] || missing "$file" "$why" "$for_debian" "$for_fedora"
 }
 
-# Of any Python, Python 2 too: version, whether it is old, free-threaded, what keeps it from making environments and from
-# fetching packages, its compiler, where its headers are, the start of its packages' names ("" where it is no package).
+# Works with any Python, also Python 2. Prints: version; whether it is too old; whether it is free-threaded; why it cannot make
+# environments; why it cannot fetch packages; its compiler; where its headers are; the prefix of its packages' names ("" if it
+# was not installed from a package).
 facts=$("$@" -c '
 import os, sys, sysconfig
 def refusal(*modules):
@@ -78,23 +79,23 @@ if [ $runs != 0 ]; then
     version='' cc=${CC:-cc}
     case $1 in */*) package='' ;; *) package=$1 ;; esac
     if command -v "$1" >/dev/null 2>&1; then why="$* does not run: $(tail -n 1 "$work/said")"; else why="there is no $1"; fi
-    missing "Python $required or newer" "which everything runs in: $why" "$package" "$package"
-    missing "its venv" "which packages are installed into" "${package:+$package-venv}"
+    missing "Python $required or newer" "needed to run everything: $why" "$package" "$package"
+    missing "its venv" "needed to install packages" "${package:+$package-venv}"
 elif [ -n "$old" ]; then
-    missing "Python $required or newer" "which everything runs in: $* is $version; name a newer one with make PYTHON=..."
+    missing "Python $required or newer" "needed to run everything: $* is $version; name a newer Python with make PYTHON=..."
 elif [ -n "$free_threaded" ]; then
     missing "an ordinary Python" "$* is free-threaded, which is not supported yet: its headers refuse the limited API,\
- which the engine's module is compiled for; name another with make PYTHON=..."
+ for which the engine's module is compiled; name another Python with make PYTHON=..."
 else
-    [ -z "$no_venv" ] || missing "venv of $*" "which packages are installed into: $no_venv" "${package:+$package-venv}"
-    [ -z "$no_ssl" ] || missing "ssl of $*" "as packages come over TLS: $no_ssl; that Python was built without libssl's headers"
+    [ -z "$no_venv" ] || missing "venv of $*" "needed to install packages: $no_venv" "${package:+$package-venv}"
+    [ -z "$no_ssl" ] || missing "ssl of $*" "needed to fetch packages over TLS: $no_ssl; that Python was built without libssl's headers"
 fi
 
 # Words of $cc are split on purpose: it may be "gcc -pthread".
 if ! command -v "${cc%% *}" >/dev/null 2>&1; then
     hint=''
-    [ "${cc%% *}" = cc ] || ! command -v cc >/dev/null 2>&1 || hint='; make CC=cc takes the one that is here'
-    missing "C compiler ${cc%% *}" "which the engine is compiled with$hint" gcc gcc
+    [ "${cc%% *}" = cc ] || ! command -v cc >/dev/null 2>&1 || hint='; make CC=cc uses the compiler that is installed'
+    missing "C compiler ${cc%% *}" "needed to compile the engine$hint" gcc gcc
 elif : >"$work/empty.c"; ! $cc -E -o "$work/empty.i" "$work/empty.c" >"$work/said" 2>&1; then
     missing "C compiler ${cc%% *}" "which does not work here: $(said)" gcc gcc
 else
@@ -107,12 +108,12 @@ if [ -z "$version" ]; then
     missing Python.h "of its headers, for the engine's module" "${package:+$package-dev}" "${package:+$package-devel}"
 elif [ -z "$old$free_threaded" ]; then
     whose=''
-    [ -n "$package" ] || whose=": it belongs into $include"
+    [ -n "$package" ] || whose=": it must lie in $include"
     header Python.h "of the headers of $* ($version), for the engine's module$whose" "${package:+$package-dev}" "${package:+$package-devel}" \
         "$include" "$platinclude"
 fi
 
-# All there: do they work together?
+# Nothing is missing: check that a module can be compiled and linked.
 if [ -z "$lines" ]; then
     printf '%s\n' '#include <Python.h>' '#include <openssl/ssl.h>' '#if OPENSSL_VERSION_NUMBER < 0x30000000L' '#error OpenSSL 3 is needed' \
         '#endif' 'int smb_probe(void) { return PY_MAJOR_VERSION + (TLS_method() != 0); }' >"$work/probe.c"

@@ -106,11 +106,11 @@ DEFAULT = SYSTEM.replace("p == sys.executable", "p in (sys.executable, '/usr/bin
     [
         (
             "sys.version_info = (3, 9, 2)",
-            "missing: Python 3.10 or newer, which everything runs in: python3 is 3.9",
+            "missing: Python 3.10 or newer, needed to run everything: python3 is 3.9",
             "",
         ),
-        ("sys.modules['ensurepip'] = None", "missing: venv of python3, which packages are installed into: ", ""),
-        ("sys.modules['ssl'] = None", "missing: ssl of python3, as packages come over TLS: ", ""),
+        ("sys.modules['ensurepip'] = None", "missing: venv of python3, needed to install packages: ", ""),
+        ("sys.modules['ssl'] = None", "missing: ssl of python3, needed to fetch packages over TLS: ", ""),
         ("sysconfig.get_path = lambda n: '/no/headers'", "missing: Python.h, of the headers of python3", ""),
         (f"{DEFAULT}; sys.modules['ensurepip'] = None", "venv of python3", "python3-venv"),
         (f"{DEFAULT}; sysconfig.get_path = lambda n: '/no/headers'", "missing: Python.h", "python3-dev"),
