@@ -1,16 +1,16 @@
-"""The C tests built for aarch64, on a machine that is not: under qemu's user mode, and in a virtual machine.
+"""Runs the C tests for aarch64 on a machine of another kind: under qemu's user mode, and in a virtual machine.
 
     python -m tests.engine.c.aarch64 COMMAND
 
-    setup [--vm]            install what it needs (Debian; as root or with sudo)
-    emulate PROGRAM...      run test programs under qemu-aarch64; what it can't do is named (NOT_EMULATED)
-    machine PROGRAM...      run them all under Debian's arm64 kernel, emulated whole: no KVM, no rights
+    setup [--vm]            install the needed packages (Debian; as root or with sudo)
+    emulate PROGRAM...      run test programs under qemu-aarch64; NOT_EMULATED names the tests that it cannot run
+    machine PROGRAM...      run them under Debian's arm64 kernel in a full emulator; needs neither KVM nor root
 
-The tests in NOT_EMULATED are tried all the same: one that passes is an error of the list.
+The tests in NOT_EMULATED are tried nevertheless: if one passes, the list is wrong, which is an error.
 
-Neither shows what weaker order of memory does: on x86 the emulator's loads and stores are ordered as x86's are.
+Neither shows the effects of weaker memory order: on x86 the emulator's loads and stores have x86's order.
 
-Exit status: 0 if every test passed that can, 127 if something is missing.
+Exit status: 0 if every test passed that can pass, 127 if a program or package is missing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from pathlib import Path
 from tests.support.packages import PackagesError, install
 
 HERE = Path(__file__).resolve().parent
-# The Makefile has the same.
+# The Makefile has the same path.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "soft-memory-box/aarch64"
 PACKAGES = ("gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross", "qemu-user-static")
 VM_PACKAGES = ("qemu-system-arm",)
 VM_LIMIT_S = 1800.0  # all tests: 5 minutes on two cores shared with others, 10 on very busy ones
 VM_SLOWNESS = 5  # check.c's time limits, multiplied: killed_at_every_point takes a minute on busy cores
 
-# Under qemu's user mode, by what it lacks (version 7.2, Debian 12). All of them pass in the virtual machine.
+# Tests that cannot pass under qemu's user mode, by the feature that it lacks (version 7.2, Debian 12). All of them
+# pass in the virtual machine.
 NOT_EMULATED: dict[str, dict[str, tuple[str, ...]]] = {
     "it has no robust futexes (set_robust_list is ENOSYS): the lock of a process that died stays locked": {
         "test_atomic.c": ("killed_while_adding", "death_wakes_who_waits"),
@@ -57,7 +58,7 @@ NOT_EMULATED: dict[str, dict[str, tuple[str, ...]]] = {
     "its madvise(MADV_COLLAPSE) does nothing, and says that it did": {"test_segment.c": ("large_pages",)},
 }
 
-# The guest's first process. run.sh is what runs the tests everywhere else.
+# The guest's first process. It runs the tests by run.sh, as everywhere.
 GUEST_INIT = f"""#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/bin SMB_TEST_SLOWNESS={VM_SLOWNESS} JOBS=1
@@ -72,8 +73,8 @@ echo "aarch64-vm: status $?"
 poweroff -f
 """
 
-# Packages of arm64. Unpacked, not installed, with apt's lists in a folder of their own: this machine stays of one
-# architecture. --kernel stands for the newest small kernel.
+# Unpacks packages of arm64 without installing them, with apt's lists in a separate folder, so that this machine keeps
+# one architecture. --kernel stands for the newest small kernel.
 UNPACK = r"""
 mkdir -p apt/state/lists/partial apt/cache/archives/partial
 touch apt/status
@@ -98,17 +99,19 @@ echo "aarch64: unpacked $*" >&2
 
 
 class MissingError(Exception):
-    """Something is not here, and can't be had."""
+    """A needed program or file is missing and cannot be fetched."""
 
 
 def fetch(made: dict[Path, str], *packages: str) -> None:
-    """Have these files and folders, each from its place in Debian's packages for arm64, unpacked the first time."""
+    """Make these files and folders, each from its place in Debian's packages for arm64, unless they exist already."""
     if all(path.exists() for path in made):
         return
     with tempfile.TemporaryDirectory(prefix="aarch64-") as name:
         command = ["bash", "-euo", "pipefail", "-c", UNPACK, "bash", *packages]
         if subprocess.run(command, cwd=name, check=False).returncode:
-            raise MissingError("Debian's packages for arm64 can't be had: apt-get and a package mirror are needed")
+            raise MissingError(
+                "Debian's packages for arm64 could not be downloaded: apt-get and a package mirror are needed"
+            )
         CACHE.mkdir(parents=True, exist_ok=True)
         for path, pattern in made.items():
             (found,) = (Path(name) / "root").glob(pattern)
@@ -123,7 +126,7 @@ def emulate(programs: list[Path]) -> int:
     """Run the programs under qemu's user mode, one after the other."""
     qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if not qemu:
-        raise MissingError("there is no qemu-aarch64-static: python -m tests.engine.c.aarch64 setup")
+        raise MissingError("qemu-aarch64-static is missing; install it: python -m tests.engine.c.aarch64 setup")
     all_passed, all_failed, all_named, stale = 0, 0, 0, []
     for program in programs:
         file = f"{program.name}.c"
@@ -152,7 +155,7 @@ def emulate(programs: list[Path]) -> int:
             if Path(file).stem in names:
                 print(f"not run under emulation: {file}: {', '.join(listed)}: {reason}")
     for test in stale:
-        print(f"{test} is in NOT_EMULATED (aarch64.py), but passes, or is no more")
+        print(f"{test} is in NOT_EMULATED (aarch64.py), but passes or does not exist any more")
     print(
         f"{all_passed} passed, {all_failed} failed, {all_named} not run under emulation (tried: they can't pass)",
         flush=True,
@@ -183,15 +186,15 @@ def initial_files(programs: list[Path]) -> bytes:
 
 
 def machine(programs: list[Path]) -> int:
-    """Run the programs in a virtual machine; its console is what it says, and its last line how it went."""
+    """Run the programs in a virtual machine and print its console, whose last line has the exit status."""
     if not shutil.which("qemu-system-aarch64") or not (CACHE / "vmlinuz").exists():
         raise MissingError(
-            "there is no qemu-system-aarch64, or no kernel for it: python -m tests.engine.c.aarch64 setup --vm"
+            "qemu-system-aarch64 or its kernel is missing; install them: python -m tests.engine.c.aarch64 setup --vm"
         )
     with tempfile.TemporaryDirectory(prefix="aarch64-vm-") as name:
         (Path(name) / "initrd").write_bytes(initial_files(programs))
         command = ["setpriv", "--pdeathsig", "KILL", "qemu-system-aarch64", "-machine", "virt", "-smp", "2"]
-        # pauth-impdef: pointers signed by qemu's own hash; the architecture's takes two thirds of all time.
+        # pauth-impdef: signs pointers with qemu's own hash; the architecture's hash takes two thirds of all time.
         command += ["-cpu", "max,pauth-impdef=on", "-accel", "tcg,thread=multi", "-m", "2048", "-nodefaults"]
         command += ["-nographic", "-no-reboot", "-serial", "stdio"]
         command += ["-kernel", f"{CACHE / 'vmlinuz'}", "-initrd", f"{name}/initrd"]
@@ -224,12 +227,12 @@ def main() -> int:
     for name in ("emulate", "machine"):
         commands.add_parser(name).add_argument("programs", metavar="PROGRAM", type=Path, nargs="+")
     given = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # in order: qemu and the folder go too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # exit in order, so that qemu and the folder are removed, too
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     try:
         if given.command != "setup":
             return {"emulate": emulate, "machine": machine}[given.command](given.programs)
-        if platform.machine() != "aarch64":  # there it is no other architecture
+        if platform.machine() != "aarch64":  # nothing to install on aarch64 itself
             install(PACKAGES + (VM_PACKAGES if given.vm else ()))
             fetch({CACHE / "openssl": "usr"}, "libssl-dev")
             if given.vm:

@@ -13,7 +13,8 @@ static char directory[] = "/dev/shm/smb-c-test-XXXXXX";
 
 void check_failed(const char *file, int line, const char *what, long long found, long long expected)
 {
-    fprintf(stderr, "%s:%d: not so: %s (%lld, %lld)\n", file, line, what, found, expected);
+    fprintf(stderr, "%s:%d: check failed: %s (found %lld, expected %lld)\n", file, line, what,
+            found, expected);
     _exit(1);
 }
 

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Runs the test programs given, all of them, and ends with one line for all. Exit code 0 only if every test of every one passed.
-# Three at once on two processors: most of them wait for sockets and for processes that they kill. JOBS=1: one after the other.
+# Runs all given test programs and prints one line with the totals. Exits with 0 only if every test of every program passed.
+# Runs three programs at once on two processors, because most of them wait for sockets and for processes that they kill. JOBS=1:
+# one after the other.
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 # shellcheck disable=SC2016 # the inner shell expands these
