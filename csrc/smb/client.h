@@ -17,6 +17,8 @@ struct smb_tls;
 struct smb_client;
 struct smb_link;
 
+/* Creates a client of that session, without a link. SMB_OUT_OF_MEMORY, SMB_SYSTEM (errno). Free
+ * with smb_client_destroy. */
 int smb_client_create(uint64_t session, struct smb_client **client);
 /* Puts a checksum on every frame of every link, in both directions. Call it before the first link
  * is made. */
@@ -97,7 +99,10 @@ int smb_link_keep_token(struct smb_link *link, const struct smb_token *token);
 int smb_link_alive(struct smb_link *link);
 /* 1 while the link has a connection, as far as this process knows. */
 int smb_link_connected(struct smb_link *link);
+/* The number by which smb_client_wait_down names the link. */
 uint64_t smb_link_id(struct smb_link *link);
+/* Closes the link, without waiting for that, and drops the caller's reference. Its calls end as
+ * lost. Buffers keep their own references. */
 void smb_link_close(struct smb_link *link);
 /* Blocks until a link has calls but no connection, and gives the caller charge of that link: the
  * caller must resume the link (smb_link_resume_*) or let it go (smb_link_let_go). SMB_TIMEOUT.
@@ -135,6 +140,7 @@ int smb_link_let_go(struct smb_link *link);
 void smb_link_set_epoch(struct smb_link *link, uint32_t epoch);
 /* Ends every call on the link with `status`, and every later call. */
 void smb_link_fail(struct smb_link *link, int status);
+/* 1 while the link has something to send but no connection. */
 int smb_link_wanted(struct smb_link *link);
 /* Wakes and fails every call in progress, with SMB_LINK_LOST if it had in-flight requests, and
  * every later call with SMB_DISCONNECTED. Connection attempts end in the same way, within 0.1 s.
@@ -189,6 +195,8 @@ void smb_unknown_release(struct smb_unknown *unknown);
 
 struct smb_buffer;
 
+/* Creates a buffer whose segments are not reachable yet. SMB_INVALID: the layout or the dtype is
+ * invalid, or they do not fit each other. SMB_OUT_OF_MEMORY. Free with smb_buffer_destroy. */
 int smb_buffer_create(struct smb_client *client, const struct smb_layout *layout, int dtype,
                       struct smb_buffer **buffer);
 /* Sets how segment `index` is reached: over a link, or through a local mapping (which takes a
@@ -203,6 +211,7 @@ int smb_buffer_set_link(struct smb_buffer *buffer, uint32_t index, uint64_t segm
  * one. SMB_INVALID past 1 + SMB_LANES_FURTHER_MAX links; SMB_UNTRUSTED as smb_buffer_set_link. */
 int smb_buffer_add_lane(struct smb_buffer *buffer, uint32_t index, struct smb_link *link);
 int smb_buffer_set_local(struct smb_buffer *buffer, uint32_t index, struct smb_segment *segment);
+/* Frees the buffer and drops its references. No call may use it. */
 void smb_buffer_destroy(struct smb_buffer *buffer);
 
 /* One call. The caller owns it and fills it in once; the engine reads it until the call is over,
@@ -291,6 +300,7 @@ struct smb_async;
 struct smb_window;
 struct smb_operation;
 
+/* Does not start the async thread yet. SMB_OUT_OF_MEMORY. Free with smb_async_destroy. */
 int smb_async_create(struct smb_client *client, struct smb_async **async);
 /* Waits for the async thread and frees everything; no window or operation may be left. Does nothing
  * in a child of fork. */
@@ -299,6 +309,7 @@ void smb_async_destroy(struct smb_async *async);
  * value. */
 int smb_window_create(struct smb_async *async, uint64_t credit, bool counts_calls,
                       struct smb_window **window);
+/* The present credit, measured or as given. */
 uint64_t smb_window_credit(struct smb_window *window);
 /* The window must have no operation left. */
 void smb_window_destroy(struct smb_window *window);

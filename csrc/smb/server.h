@@ -52,11 +52,12 @@ struct smb_server_counters {
 };
 
 /* Creates a server and starts loops >= 1 event-loop threads. `instance` identifies this run of the
- * daemon in answers to HELLO. */
+ * daemon in answers to HELLO. SMB_INVALID: the number of loops. SMB_OUT_OF_MEMORY, SMB_SYSTEM. Free
+ * with smb_server_destroy. */
 int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
                       struct smb_server **server);
 /* Listens on a numeric IPv4 or IPv6 address. Port 0 picks a free port; *bound_port becomes the
- * port. */
+ * port. SMB_INVALID: not such an address. SMB_SYSTEM (errno). */
 int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port,
                           uint16_t *bound_port);
 /* Requires TLS on TCP connections from here on. A peer must show a certificate of that authority,
@@ -109,7 +110,8 @@ int smb_server_check_proof(struct smb_server *server, uint64_t session,
  * exceeded; no file is left behind. */
 int smb_server_create_segment(struct smb_server *server, const char *path, uint64_t id,
                               uint32_t epoch, int dtype, uint64_t data_bytes, uint32_t chunk_bytes);
-/* Serves a file left by an earlier run. */
+/* Serves a file left by an earlier run. SMB_NOT_FOUND: the segment was deleted. SMB_EXISTS,
+ * SMB_OUT_OF_MEMORY (capacity), and the errors of smb_segment_open. */
 int smb_server_adopt_segment(struct smb_server *server, const char *path,
                              struct smb_segment_info *info);
 /* Journals additions from here on in the file at path (created if missing), so that a kill does not

@@ -275,6 +275,7 @@ struct smb_token {
     uint8_t secret[32];
 };
 
+/* A static string such as "not_found"; NULL for an unknown status. */
 const char *smb_status_name(int status);
 
 /* HMAC-SHA-256 (RFC 2104). */
@@ -311,6 +312,7 @@ struct smb_piece {
     uint64_t bytes;
 };
 
+/* SMB_OK, or SMB_INVALID for a layout that breaks these rules or a limit. */
 int smb_layout_check(const struct smb_layout *layout);
 /* Bytes of the buffer that lie on one segment. */
 uint64_t smb_layout_segment_bytes(const struct smb_layout *layout, uint32_t segment);
