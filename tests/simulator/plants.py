@@ -212,7 +212,7 @@ def former_primary_serves() -> Replaced:
 @plant
 def pair_without_a_member() -> Replaced:
     """A pair that is taken up goes on as one, though its backup lacks what moves together with it."""
-    yield unexplained, "_with_all_members", lambda *_: lambda *_: True
+    yield unexplained, "_members_held", lambda *_: lambda *_: frozenset()
 
 
 @plant

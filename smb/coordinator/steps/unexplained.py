@@ -102,7 +102,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         claims = {server: held for server, held in claims.items() if is_newer(held, record, segment)}
         if not claims:
             continue
-        taken = _as_claimed(segment, claims, _with_all_members(state, record, segment))
+        taken = _as_claimed(segment, claims, _members_held(state, record, segment))
         judged = replace(record, segments=tuple(taken if each.id == segment_id else each for each in record.segments))
         changed = (judged, *Bundles(state.buffers.values()).followers(judged))
         left -= len(changed)
@@ -136,38 +136,40 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
     return state, tuple(effects)
 
 
-def _with_all_members(state: State, record: BufferRecord, segment: SegmentRecord) -> Callable[[str, int], bool]:
-    """Return whether a server holds, in an epoch, all of every segment that moves together with this one."""
+def _members_held(state: State, record: BufferRecord, segment: SegmentRecord) -> Callable[[str, int], frozenset[int]]:
+    """Return which of the segments that move together with this one a server holds, whole and in an epoch."""
     members = [each.id for _, each in Bundles(state.buffers.values()).members(record, segment)]
 
-    def has_all(server: str, epoch: int) -> bool:
+    def held_by(server: str, epoch: int) -> frozenset[int]:
         held, missing = state.unexplained.get(server, {}), state.missing.get(server, frozenset())
         had = server in (segment.server, segment.backup)
-        return all(
-            (held[each].whole and held[each].epoch == epoch) if each in held else had and each not in missing
+        return frozenset(
+            each
             for each in members
+            if ((held[each].whole and held[each].epoch == epoch) if each in held else had and each not in missing)
         )
 
-    return has_all
+    return held_by
 
 
 def _as_claimed(
-    segment: SegmentRecord, claims: Mapping[str, Held], has_all_members: Callable[[str, int], bool]
+    segment: SegmentRecord, claims: Mapping[str, Held], members_held: Callable[[str, int], frozenset[int]]
 ) -> SegmentRecord:
     """Return the segment where its newest whole copies are. Of two the pair goes on if both know their roles, in the
-    same epoch, and hold every segment that moves together with it: one may have been made since. Otherwise one of the
-    two goes on, in the next epoch: what the other one has not forwarded is not known.
+    same epoch, and hold the same segments of the bundle: one segment may have been made since. Otherwise one of the two
+    goes on, in the next epoch: what the other one has not forwarded is not known.
     """
     newest = max(held.epoch for held in claims.values())
     at = {server: held for server, held in sorted(claims.items()) if held.epoch == newest}
     primary = next((server for server, held in at.items() if held.primary), "")
     backup = next((server for server, held in at.items() if held.backup), "")
-    if primary and backup and has_all_members(primary, newest) and has_all_members(backup, newest):
+    if primary and backup and members_held(primary, newest) == members_held(backup, newest):
         roles = replace(segment, server=primary, backup=backup, epoch=newest, backup_made=newest)
     else:
         usual = (segment.server, segment.backup)
-        alone = min(
-            at, key=lambda server: (not has_all_members(server, newest), server != primary, server not in usual)
+        alone = max(
+            sorted(at, key=lambda server: (server != primary, server not in usual)),
+            key=lambda server: len(members_held(server, newest)),
         )
         roles = replace(segment, server=alone, backup="", epoch=newest + 1, backup_made=0)
     return replace(roles, copying_to="", made=newest)

@@ -388,6 +388,23 @@ def test_a_pair_that_lacks_what_moves_with_it_does_not_go_on(cluster: Cluster) -
         )
 
 
+def test_a_pair_goes_on_without_a_member_that_neither_holds(cluster: Cluster) -> None:
+    """The restored records have a buffer that was deleted since. The pair of another buffer, with which it moved, is
+    taken up as a pair all the same.
+    """
+    cluster.create("m", like="w", joins=True, replicas=0)
+    older, number = cluster.state, segment(cluster).id
+    cluster.do(BufferDeleted("m", False))
+    moved_to_c(cluster)  # on a and c, in epoch 4
+    told = (cluster.state.lineage.stamp,)
+    cluster = again(cluster, older)
+    back(cluster, "a", frozenset({number}), as_held=Held(4, primary=True), stamps=told)
+    back(cluster, "b", run=2)
+    back(cluster, "c", frozenset({number}), as_held=Held(4, backup=True), stamps=told)
+    judge(cluster)
+    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("a", "c", 4)
+
+
 def test_a_deletion_takes_what_is_kept_beside_the_records_too(cluster: Cluster) -> None:
     """It is acknowledged, and no copy of it is wanted any more."""
     number = segment(cluster).id
