@@ -1,7 +1,8 @@
-"""Elastic averaging: EASGD, EAMSGD whose local steps have Nesterov's momentum, SEASGD whose sending hides.
+"""Elastic averaging: EASGD; EAMSGD, with Nesterov's momentum in the local steps; SEASGD, which sends in the background.
 
-They share the force (exchange/elastic_force.py) and differ in when a worker takes its half of a difference: EASGD and
-EAMSGD after the next local step, SEASGD at once, with the shared model's half sent while the worker computes.
+All three share exchange/elastic_force.py and differ in when a worker applies its half of a difference. EASGD and EAMSGD
+apply the half after the next local step. SEASGD applies it at once, and sends the shared model's half while the worker
+computes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EASGD(Scheme):
-    """Elastic averaging: every `every` (tau) local steps the worker and the shared model pull at each other.
+    """Elastic averaging: every `every` (tau) local steps the worker and the shared model move towards each other.
 
     With W the shared model and w the worker's values:
 
@@ -33,18 +34,18 @@ class EASGD(Scheme):
     d is taken before a local step and applied after it, as in Algorithm 1 of Zhang, Choromanska, LeCun (Deep learning
     with elastic averaging SGD, 2015). The gradient is that of w when d was taken. alpha=None means 0.9 / p, where p is
     the number of workers at that exchange, so the force adapts to joins and deaths. (The authors start with alpha =
-    beta / p, beta = 0.9; in their terms alpha = eta * rho.) Any local optimizer.
+    beta / p, beta = 0.9; in their terms alpha = eta * rho.) Any local optimizer works.
 
     Taxonomy: data parallel; central (one shared model, on the memory servers); asynchronous; each worker with the
     centre, never with each other: one read and one accumulate of n floats every tau steps.
 
     Staleness: unbounded; nobody waits for anybody. d rests on a read made in the same call, so only additions made
-    during one read and one accumulate can come in between. They are counted (`status`). Guards(staleness_max=) refuses
-    to send if there are more, as far as this is known before sending. The centre moves by at most alpha of the way in
-    any case.
+    during one read and one accumulate can come in between. These additions are counted (`staleness` in the status).
+    Guards(staleness_max=) refuses a contribution if there are more of them, as far as this is known before sending. The
+    centre moves by at most alpha of the way in any case.
 
-    Blocks for one read and one accumulate. A contribution of a step() that raised counts once: the next call finishes
-    it.
+    Blocks for one read and one accumulate. A contribution whose step() raised counts once: the next call of step()
+    finishes it.
     """
 
     NAME: ClassVar[str] = "easgd"
@@ -70,16 +71,16 @@ class EAMSGD(Scheme):
 
         d = alpha * (w - W);  W += d;  v = mu*v;  w += v;  g = grad(w);  w -= eta*g;  v -= eta*g;  w -= d
 
-    (Zhang, Choromanska, LeCun 2015, Algorithm 2.) d is of w before the look-ahead `w += v`, and never enters v.
-    Everything from `v = mu*v` to `v -= eta*g` is the local step, which the user makes: nesterov_step() does it on numpy
-    arrays, with momentum= of the group's scheme. alpha as in EASGD.
+    (Zhang, Choromanska, LeCun 2015, Algorithm 2.) d is computed from w before the look-ahead `w += v`, and never enters
+    v. Everything from `v = mu*v` to `v -= eta*g` is the local step, which the user's program takes: nesterov_step()
+    takes it on numpy arrays, with momentum= of the group's scheme. alpha is as in EASGD.
 
     It also works with another optimizer with Nesterov momentum (torch.optim.SGD(nesterov=True), and most that fold the
     look-ahead into the parameters), with one difference. Their parameters are the look-ahead point theta = w + `mu*v`;
     their buffer is -v/eta. Both forms take the same steps on theta as long as eta is constant. The elastic difference
     is then `alpha * (theta - W)`: it pulls the look-ahead point to the shared model, by `alpha*mu*v` more than the rule
     above, and the shared model is an average of look-ahead points. Use nesterov_step if that matters. With an optimizer
-    without momentum this scheme is EASGD.
+    that has no momentum this scheme is EASGD.
 
     Taxonomy, staleness and blocking: as EASGD.
     """
@@ -94,7 +95,7 @@ class EAMSGD(Scheme):
         check_settings(self.NAME, self.alpha, self.every)
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
             raise InvalidArgumentError(
-                f"scheme {self.NAME!r}: momentum={self.momentum!r} is no momentum; it is at least 0 and less than 1"
+                f"scheme {self.NAME!r}: momentum must be a number from 0 to below 1, not {self.momentum!r}"
             )
 
     def run(self, group: Group, parameters: Parameters) -> Exchange:
@@ -104,7 +105,7 @@ class EAMSGD(Scheme):
 
 @dataclass(frozen=True)
 class SEASGD(Scheme):
-    """EASGD whose addition to the shared model is hidden behind the next local steps, every `every` (tau) of them.
+    """EASGD that adds to the shared model in the background, while the next local steps run, every `every` (tau) steps.
 
     With W the shared model and w the worker's values:
 
@@ -116,16 +117,17 @@ class SEASGD(Scheme):
 
         iteration = max(T_compute, T_write + T_accumulate) + T_read + T_local      (T_local: d, and w -= d)
 
-    The next exchange first waits for the last one's addition, so a worker reads what it sent. An error of the
-    background call is handled there: what can be settled and sent again is; otherwise step() raises and has done
-    nothing. Called again it goes on, with each element counted once. Any local optimizer.
+    The next exchange first waits for the last one's addition, so a worker reads a model that contains its own addition.
+    That exchange also handles an error of the background call: it settles the call and sends again if it can; otherwise
+    step() raises without having done anything. The next call of step() goes on, and each element counts once. Any local
+    optimizer works.
 
     Taxonomy: data parallel; central (one shared model, on the memory servers); asynchronous; each worker with the
     centre, never with each other: one read and one accumulate of n floats every tau steps.
 
     Staleness: unbounded; nobody waits for anybody. d rests on W as it was read one hidden addition before d arrives.
-    The additions of others meanwhile are its staleness, about p - 1 for p workers of equal speed. It is counted
-    (`status`); Guards(staleness_max=) as in EASGD.
+    The number of additions of others in that time is its staleness, about p - 1 for p workers of equal speed. The
+    status has it; Guards(staleness_max=) works as in EASGD.
     """
 
     NAME: ClassVar[str] = "seasgd"
@@ -146,23 +148,24 @@ class SEASGD(Scheme):
 
 
 class ElasticExchange(Exchange):
-    """One worker's side. Every so many steps it blocks for a read and, unless the addition is hidden, for that; where
-    it is hidden, for the end of the last one.
+    """One worker's side. Every `every` steps it blocks for a read. Then it blocks for its addition to the shared model,
+    or, if additions are hidden, for the end of the last one.
     """
 
     def __init__(self, group: Group, parameters: Parameters, alpha: float | None, every: int, *, hidden: bool) -> None:
-        parameters.keep_exact()  # what a worker gives is less than fewer bits can show
+        parameters.keep_exact()  # a contribution is smaller than values of fewer bits can show
         self._elastic = Elastic(group, alpha, parameters)
         self._every = every
         self._hidden = hidden
         self._steps = 0
         self._samples = 0
-        self._owed = False  # the worker's half of the last difference: after the local step under way
+        # The worker has not applied its half of the last difference, which is due after this local step.
+        self._owed = False
 
     def step(self, samples: int) -> None:
-        """Every so many steps draw the values and the shared model to each other."""
+        """Every `every` steps move the values and the shared model towards each other."""
         if not self._hidden:
-            if self._elastic.under_way:  # the last call failed in the middle: this is its repetition
+            if self._elastic.under_way:  # the last call failed half-way, and this call repeats it
                 self._elastic.finish()
                 self._done()
                 return
@@ -184,24 +187,24 @@ class ElasticExchange(Exchange):
         self._done()
 
     def restart(self) -> None:
-        """Take over the shared model, and begin to count anew: nothing is owed."""
+        """Set the values to the shared model, drop a half that is due, and count steps from 0 again."""
         self._elastic.finish()
         self._elastic.restart()
         self._owed = False
         self._steps = self._samples = 0
 
     def flush(self) -> None:
-        """Finish what is under way, and apply the worker's half."""
+        """Finish an exchange in progress, and apply the worker's half."""
         self._elastic.finish()
         self._pay()
 
     def close(self) -> None:
-        """Flush, and let go of the memory of the model's size."""
+        """Flush, and release the arrays of the model's size."""
         self.flush()
         self._elastic.release()
 
     def abandon(self) -> None:
-        """Wait until nothing is under way, and leave the values alone from then on."""
+        """Wait until no exchange is in progress; from then on the values are not changed."""
         self._owed = False
         self._elastic.abandon()
 

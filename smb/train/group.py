@@ -1,17 +1,17 @@
-"""A group: the buffers that workers of one training share, and what every scheme needs of them.
+"""A group: the buffers that the workers of one training share, and the operations on them that every scheme needs.
 
     NAME           the shared weights, float32 (n,); the group's settings are its metadata
     NAME/members   the table (member_table.py)
-    NAME/tick      published to wake all that wait for anything
-    NAME/...       the scheme's own, made with like=NAME, so that servers can combine them
+    NAME/tick      published to wake all members that wait
+    NAME/...       buffers of the scheme, made with like=NAME, so that servers can combine them
 
-The first to join makes them. All that a training has is made under the lock NAME/setup, by joiners and by those that
-come back, too, and a deletion holds it. So nothing is made after a deletion has listed the buffers. Buffers are deleted
-by name, so who deletes asks right before whether it holds that lock still: if not, another may have made the group anew
-by now.
+The first worker that joins makes these buffers. Every buffer of a training is made under the lock NAME/setup, also by
+workers that join again, and a deletion holds the same lock. So no buffer is made after a deletion has listed the
+buffers. Buffers are deleted by name. A process that deletes therefore checks right before each deletion that it still
+holds the lock: if it lost the lock, another process may have made the group anew.
 
-A group is there once its word READY says so. If there is none, but parts of one, then its maker or deleter died: these
-parts go before another one is made (`leftovers`).
+A group exists once the word READY of its table says so. If only parts of a group exist, its maker or deleter died:
+these parts are deleted before a new group is made (`leftovers`).
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ from smb.train.scheme import Json, Scheme, Span, Values, scheme_of
 
 METADATA = "smb.train"
 LEASE_S = 10.0
-BUILT, ATTEMPT = 1, 2  # of the group's word ROUND
+BUILT, ATTEMPT = 1, 2  # flags in the table's word ROUND
 _PLACEMENT = {"servers", "stripe", "wire", "replicas"}
 _SETUP_S = 30.0
 _HOLDER_S = 3.0
-_NAMED = 4  # buffers, in a line of the log
-WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}  # of an element
+_NAMED = 4  # buffers that a line of the log names at most
+# Bytes of an element.
+WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}
 
-# Under a group's name, what a scheme, smb.torch.join and the group make. Work units have names that their users choose.
+# Names below a group's name that belong to its scheme, to smb.torch.join and to the group. Work units are not among
+# them, because users choose their names.
 _PARTS = ("members", "tick", "next", "outer", "inbox", "host", "state")
 
 _log = logging.getLogger("smb")
@@ -68,16 +70,18 @@ Made = TypeVar("Made")
 
 
 class GivenUpError(Error):
-    """A step in the background was given up, as its worker was closed. Nobody but the worker sees it."""
+    """A step in the background was given up because its worker was closed. Users never see this error."""
 
 
 class Group:
-    """A worker's view of its group. Made by `enter`. For the thread of the Exchange that it is for, and for one that an
-    Exchange starts: guards are the former's, `wait` is the latter's as long as it runs.
+    """A worker's view of its group, made by `enter`.
 
-    weights: the shared weights. table: who is there. member: our slot. scheme, guards, lease: the group's settings.
-    patience: seconds to wait before one looks whether others are dead. sent_bytes: of a contribution, as it travels;
-    what is read of the model is exact, whatever the wire.
+    It is used by the thread of its Exchange, and by one thread that an Exchange may start. Only the former uses the
+    guards. Only the latter calls `wait` as long as it runs.
+
+    weights: the shared weights. table: the table of members. member: this worker's slot. scheme, guards, lease: the
+    group's settings. patience: seconds to wait before looking for dead members. sent_bytes: size of a contribution as
+    it is sent. The model is always read exactly, whatever the wire.
     """
 
     def __init__(self, client: Client, name: str, weights: Buffer, settings: dict[str, Json]) -> None:
@@ -88,39 +92,40 @@ class Group:
             self.scheme = scheme_of(settings["scheme"], settings["settings"])
             self.guards = Guards(**settings["guards"])
             self.lease = float(settings["lease"])
-        except (KeyError, TypeError, ValueError) as error:  # other programs may store anything there
+        except (KeyError, TypeError, ValueError) as error:  # other programs may store any metadata
             raise InvalidArgumentError(
-                f"buffer {name!r} is no group of this version of smb.train: its settings can't be read: {error!r}; "
+                f"buffer {name!r} is not a group of this version of smb.train: its settings can't be read: {error!r}; "
                 f"choose another name"
             ) from error
         self.table = t.Table(client.open(f"{name}/members"))
         self.tick = client.open(f"{name}/tick")
         self.member: Member
-        self.made = False  # by this worker
-        self.samples_known = False  # step got the number of its samples; else none are counted
+        self.made = False  # whether this worker made the group
+        self.samples_known = False  # whether step() got the number of samples; otherwise no samples are counted
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
-        self.unneeded: list[str] = []  # buffers that nobody needs once we have left
-        self._names: set[str] = set()  # names of buffers
+        self.unneeded: list[str] = []  # buffers to delete after this worker has left
+        self._names: set[str] = set()  # names of the scheme's buffers that this worker opened or made
         self._guard = WorkerGuards(self.guards)
-        self.guard_fired = ""  # what the last refusal said
-        self._seen = 0  # the tick's version, as far as we have looked
+        self.guard_fired = ""  # text of the last refusal
+        self._seen = 0  # the last version of the tick that this worker has seen
         self.given_up = False  # written by the thread that closes the worker, read by the one that exchanges
         self._rejoins = 0
-        self._former: Member | None = None  # whom `return_` goes on for, until it has succeeded
+        # The member whose statistics `return_` carries over, until return_ has succeeded.
+        self._former: Member | None = None
         self.patience = max(0.05, self.lease / 4)
         self.sent_bytes = round(weights.size * WIRE_BYTES[weights.wire])
 
     # ---- membership
 
     def admit(self, own: int = -1) -> None:
-        """Take a slot, `own` if it can be: `member` is this worker's from now on."""
+        """Take a slot, if possible the slot `own`. Afterwards `member` is this worker's."""
         self._seen = self.tick.version
         self.member = members.admit(self.client, self.name, self.table, self.lease, self.scheme.first_clock, own)
         self.member.set(t.REJOINS, self._rejoins)
         self.wake()
 
     def rejoin(self) -> None:
-        """Take a slot again, after MembershipLostError; counted and logged."""
+        """Take a slot again after MembershipLostError. Rejoins are counted and logged."""
         if self._former is None:
             self._rejoins += 1
         self.member.leave()
@@ -131,23 +136,25 @@ class Group:
         )
 
     def return_(self) -> None:
-        """Take a slot again, with the statistics so far. Call it again where it fails."""
-        # An earlier call may have taken a slot before it failed: the statistics are with the member before that.
+        """Take a slot again, and keep the statistics. If this fails, call it again."""
+        # An earlier call may have taken a slot before it failed. The statistics are those of the member before that
+        # slot.
         former = self._former = self._former or self.member
         self.admit(former.slot)
         for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
             self.member.set(column, former.get(column))
         self.member.set(t.STEPS, max(former.get(t.STEPS), self.member.get(t.STEPS)))
-        self.member.add(t.SAMPLES_BEFORE, -former.reported_samples)  # they are in the former row, or ours, already
+        # The former row, or this worker's new row, has these samples already.
+        self.member.add(t.SAMPLES_BEFORE, -former.reported_samples)
         self.member.report()
         if self.member.slot != former.slot:
             former.forward()
         self._former = None
 
     def leave(self) -> None:
-        """Give the slot back and wake those who wait for it; then delete what is not needed any more.
+        """Free the slot, wake the members that wait, and delete the buffers that are not needed any more.
 
-        If that fails, as the coordinator is away, who takes the slot next deletes the inbox.
+        If a deletion fails because the coordinator is away, the next member in this slot deletes the inbox.
         """
         self.member.leave()
         self.wake()
@@ -156,35 +163,38 @@ class Group:
             for name in unneeded:
                 self.client.delete(name, missing_ok=True)
         except Error as error:
-            _log.warning("training %r: could not leave it tidily: %s", self.name, error)
+            _log.warning("training %r: left it, but some of its buffers could not be deleted: %s", self.name, error)
 
     def withdraw(self) -> bool:
-        """Leave after a join that failed, and take away what it made: all of the group, where nobody else has come.
+        """Leave after a failed join, and delete what the join made. If no other worker has come, that is the whole
+        group.
 
-        Returns whether the group is gone. Failures here are only logged: the reason of the failed join matters more.
+        Returns True if the group is gone. Failures here are only logged, because the reason of the failed join matters
+        more.
         """
         if self.nested is not None:
             self.nested.withdraw()
         try:
-            with contextlib.suppress(InvalidArgumentError):  # left already
+            with contextlib.suppress(InvalidArgumentError):  # this worker has left already
                 self.leave()
             if self.made:
                 with setup_lock(self.client, self.name, self.weights.info.replicas) as setup:
                     if self.table.get(0, t.INCARNATIONS) == 1:
                         return _undo(self.client, self.name, setup, sorted(self._names))
         except Error as error:
-            _log.warning("training %r: could not take away what a join that failed has made: %s", self.name, error)
+            _log.warning("training %r: could not delete what a failed join has made: %s", self.name, error)
         return False
 
     def undo(self, setup: Lock) -> None:
-        """Take away what `enter` has made, and the slot, as taking it failed. Under the setup lock: nobody else has
-        come. Failures are only logged, as in withdraw.
+        """Delete what `enter` made, after taking a slot has failed. The caller holds the setup lock, so no other worker
+        has come. Failures are only logged, as in withdraw.
         """
-        if hasattr(self, "member"):  # but the others could not be woken; they look by themselves, after a while
+        # The slot was taken, but waking the others failed; they look by themselves after a while.
+        if hasattr(self, "member"):
             try:
                 self.member.leave()
             except Error as error:
-                _log.warning("training %r: could not leave after a join that failed: %s", self.name, error)
+                _log.warning("training %r: could not leave it after a failed join: %s", self.name, error)
         if self.made:
             _undo(self.client, self.name, setup)
 
@@ -193,7 +203,9 @@ class Group:
         return list(members.live(rows))
 
     def reap(self, slots: Iterable[int]) -> list[int]:
-        """Free the slots, of these, whose holders are dead, and wake all if there are any. Asks about each one."""
+        """Free those of these slots whose holders are dead, and wake all members if there are any. Makes a call for
+        each slot.
+        """
         dead = members.reap(
             self.client, self.name, self.table, self.lease, (slot for slot in slots if slot != self.member.slot)
         )
@@ -203,9 +215,10 @@ class Group:
 
     @contextlib.contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Make buffers of the group in the block: it is not deleted meanwhile. Blocks while others join or delete it.
+        """Keep the group from being deleted while the block makes buffers. Blocks while others join or delete the
+        group.
 
-        Raises NotFoundError if it was deleted, TimeoutError.
+        Raises TimeoutError, and NotFoundError if the group was deleted.
         """
         with keeping(setup_lock(self.client, self.name, self.weights.info.replicas)):
             if self.deleted():
@@ -213,7 +226,7 @@ class Group:
             yield
 
     def deleted(self) -> bool:
-        """Whether the group was deleted, or somebody is at it. One small read."""
+        """Return True if the group was deleted or is being deleted. One small read."""
         try:
             return self.table.get(0, t.READY) == t.DELETED
         except NotFoundError:
@@ -222,17 +235,18 @@ class Group:
     # ---- waking and waiting
 
     def wake(self) -> None:
-        """Wake every member that waits. Look at the table before you wait yourself."""
+        """Wake every member that waits. Before this worker waits itself, it must look at the table."""
         new = wake(self.tick, self.lease)
-        # Another thread of ours may wait. A wake of others, which came before, stays news to it.
+        # Another thread of this process may be waiting. A wake that others sent before this one must still end its
+        # wait.
         if self._seen == new - 1:
             self._seen = new
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until somebody calls wake(); False after `timeout` seconds (default: a quarter of the lease).
+        """Wait until a member calls wake(). Returns False after `timeout` seconds (default: a quarter of the lease).
 
-        A wake() since the last wait counts: look at the table, then wait, and nothing is missed. On False look for dead
-        members: reap(). Raises GivenUpError.
+        A wake() since the last wait counts: a caller that looks at the table and then waits misses nothing. After
+        False, call reap() to look for dead members. Raises GivenUpError.
         """
         self.go_on()
         try:
@@ -244,24 +258,25 @@ class Group:
     def go_on(self) -> None:
         """Raise GivenUpError if this worker's step in the background was given up."""
         if self.given_up:
-            raise GivenUpError(f"training {self.name!r}: the exchange under way was given up: the worker is closed")
+            raise GivenUpError(f"training {self.name!r}: the exchange was given up because its worker was closed")
 
     # ---- weights
 
     @property
     def round(self) -> int:
-        """The group's open round; 0 for ever in schemes without rounds."""
+        """The number of the group's open round; always 0 in schemes without rounds."""
         return self.table.get(0, t.ROUND) >> t.ROUND_SHIFT
 
     def read(self, out: Values) -> int:
-        """Read the shared weights into `out`, exact, never a mix of two rounds; return the round."""
+        """Read the shared weights exactly into `out`, never a mix of two rounds. Return the round."""
         return self.read_by(lambda weights: weights.read(out=out, wire="exact"))
 
     def read_by(self, read: Callable[[Buffer], object], *, known: int | None = None, needs_us: bool = False) -> int:
-        """Call `read` with the weights, again while rounds are closed meanwhile; return the round that it has read.
+        """Call `read` with the weights, and repeat the call if a round was closed meanwhile. Return the round that was
+        read.
 
-        `known` is the word ROUND, if it was read just before. needs_us: the round that is open is closed only with our
-        mark, as long as we hold our slot: then nobody need look afterwards.
+        `known` is the word ROUND if the caller has just read it. `needs_us` means that the open round can't be closed
+        without this worker's mark while it holds its slot; then the round need not be checked after the read.
         """
         while True:
             before = self.table.get(0, t.ROUND) if known is None else known
@@ -278,10 +293,11 @@ class Group:
                 return before >> t.ROUND_SHIFT
 
     def read_from(self, read: Callable[[Buffer], object], *, known: int | None = None) -> int:
-        """Call `read` with the weights once; return the round that they were of when it began. `known`: as in read_by.
+        """Call `read` with the weights once. Return the round that was open when the read began. `known` is as in
+        read_by.
 
-        A round that is closed meanwhile makes it a mix. For those whose contribution to the former round is dropped
-        then.
+        If a round is closed meanwhile, the values are a mix of two rounds. Callers accept that when their contribution
+        to the former round is dropped in this case.
         """
         before = self.table.get(0, t.ROUND) if known is None else known
         while before & BUILT:
@@ -298,16 +314,18 @@ class Group:
 
     @functools.cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The parts of the weights that are exchanged at times of their own; one where all are exchanged together."""
+        """The parts of the weights that are exchanged at times of their own, or one part if all
+        are exchanged together.
+        """
         return self.scheme.spans(self.weights)
 
     def span(self, number: int) -> Span:
-        """Return the part that a round is of."""
+        """Return the part of the weights that this round exchanges."""
         return self.spans[number % len(self.spans)]
 
     def replace(self, following: Buffer, claim: int, fence: Lock) -> bool:
-        """Do the second half of closing a round (rounds.py): these are the weights, and the round's number says so.
-        False: another one has claimed it.
+        """Do the second half of closing a round (rounds.py): replace the weights and advance the round's number.
+        Returns False if another worker has claimed the round.
         """
         offset, count = self.span(claim >> t.ROUND_SHIFT)
         self.weights.accumulate_from(following, op="replace", offset=offset, count=count, fence=fence)
@@ -317,12 +335,12 @@ class Group:
         return found == claim
 
     def _finish_round(self) -> None:
-        """Do that half for a closer that died, if it did: there may be no member left who would."""
+        """Do the second half of closing for a worker that died in the middle of it: perhaps no other member is left."""
         lock = self.weights.lock(ttl=self.lease, timeout=0.0)
         try:
             lock.acquire()
         except DeadlineError:
-            return  # somebody is at it
+            return  # another worker is closing the round
         with contextlib.suppress(LockLostError):
             try:
                 word = self.table.get(0, t.ROUND)
@@ -334,7 +352,7 @@ class Group:
             self.wake()
 
     def buffer(self, suffix: str) -> Buffer:
-        """Open the group's buffer NAME/suffix, or make it like the weights. Under the setup lock."""
+        """Open the group's buffer NAME/suffix, or make it like the weights. The caller holds the setup lock."""
         self._names.add(f"{self.name}/{suffix}")
         name, replicas = f"{self.name}/{suffix}", self.weights.info.replicas
         return self.client.create(name, like=self.weights, replicas=replicas, exist_ok=True)
@@ -342,11 +360,11 @@ class Group:
     # ---- contributions
 
     def check(self, contribution: Norm, staleness: int = 0, *, whole: bool = True) -> None:
-        """Call it before a contribution counts: looks at the guards and at our membership. If the lease looks run out
-        it asks the server; else no call, but to tell that a guard has refused.
+        """Check a contribution before it counts, against the guards and this worker's membership. Makes a call only if
+        the lease may have run out, or to report that a guard has refused.
 
-        Without `whole` before a part of it does, with all parts so far: what is sent keeps to the guards.
-        Raises RefusedContributionError (counted), MembershipLostError, UnavailableError.
+        With whole=False, check all parts so far before the next part is sent, so that every part sent keeps to the
+        guards. Raises RefusedContributionError (counted), MembershipLostError, UnavailableError.
         """
         self.member.check()
         try:
@@ -363,20 +381,20 @@ class Group:
         self.member.set(t.STALENESS_MAX, max(staleness, self.member.get(t.STALENESS_MAX)))
 
     def count_samples(self, samples: int) -> None:
-        """Count a contribution's samples, if `step` got their number. No call."""
+        """Count a contribution's samples if `step` got their number. Makes no call."""
         if self.samples_known:
             self.member.add(t.SAMPLES, samples)
 
     def count(self, samples: int, nbytes: int, contributions: int = 1) -> None:
-        """Call it once a contribution was sent: counts it, in the table too. One small call."""
+        """Count a contribution that was sent, in the table too. One small call."""
         self.member.add(t.CONTRIBUTIONS, contributions)
         self.count_samples(samples)
         self.member.add(t.BYTES, nbytes)
         self.report()
 
     def report(self) -> None:
-        """Write the member's statistics into the table. Where that fails the next report has them: what was sent, or
-        refused, is not to be done again for that. One small call.
+        """Write the member's statistics into the table. A failure is not raised, since the contribution that was sent
+        or refused must not be repeated; the next report has the statistics. One small call.
         """
         try:
             self.member.report()
@@ -385,10 +403,11 @@ class Group:
 
 
 def wake(tick: Buffer, lease: float) -> int:
-    """Wake all who wait for the next version of a tick; return that. One killed in the middle holds up the next for a
-    lease, as in all else."""
+    """Wake all members that wait for the next version of a tick. Return that version. If a process is killed in the
+    middle of this call, the next one waits until the dead process's lease ends.
+    """
     while True:
-        with contextlib.suppress(LockLostError):  # we were stopped for so long; nobody was woken
+        with contextlib.suppress(LockLostError):  # this process was stopped for longer than the lease, and woke nobody
             return tick.publish(np.zeros(tick.size, np.int64), ttl=lease)
 
 
@@ -402,11 +421,12 @@ def enter(
     run: Callable[[Group], Made],
     **placement: Any,
 ) -> Made:
-    """Take a slot in the group of that name, made first, with the present values, if there is none. Return what `run`
-    makes of it, under the setup lock: all buffers that the member needs.
+    """Take a slot in the group of that name, which is made from the present values if it does not exist. Return what
+    `run` returns for the group; run() is called under the setup lock and makes or opens all buffers that the member
+    needs.
 
-    None adopts what the group has. The values stay as they are. Raises InvalidArgumentError, NotFoundError,
-    OutOfMemoryError; after an error nothing of this join stays.
+    scheme=None adopts the group's settings. The values stay as they are. Raises InvalidArgumentError, NotFoundError,
+    OutOfMemoryError; after an error nothing of this join remains.
     """
     _check_scheme(name, scheme)
     replicas: int | None = placement.get("replicas")
@@ -427,8 +447,8 @@ def enter(
                 _compare(group, scheme, guards, lease, replicas, placement.get("wire"))
             if group.weights.size != parameters.size:
                 raise InvalidArgumentError(
-                    f"join of training {name!r}: {parameters.size} values, and the shared model has "
-                    f"{group.weights.size}"
+                    f"join of training {name!r}: this worker has {parameters.size} values, and the shared model "
+                    f"has {group.weights.size}; join with a model of that size, or take another name"
                 )
             group.scheme.check(name, parameters)
             try:
@@ -436,7 +456,8 @@ def enter(
             except BaseException:
                 group.undo(setup)
                 raise
-            on_failure.callback(group.withdraw)  # after the lock is given back: it takes that
+            # Called after the setup lock is released, because withdraw takes that lock.
+            on_failure.callback(group.withdraw)
             made = run(group)
         on_failure.pop_all()
     return made
@@ -444,9 +465,10 @@ def enter(
 
 @contextlib.contextmanager
 def keeping(lock: Lock) -> Iterator[Lock]:
-    """Hold a lock of joining while the block runs. If it was lost, or can't be given back, that is only logged.
+    """Hold a lock of joining while the block runs. If the lock was lost, or can't be released, that is only logged.
 
-    The block is done then, and counts: members' locks keep their slots, and the lease of this one ends it.
+    The block's work is done by then and counts: slots are kept by the members' own locks, and this lock ends with its
+    lease.
     """
     lock.acquire()
     with _giving_back(lock, "joining"):
@@ -461,22 +483,23 @@ def _giving_back(lock: Lock, doing: str) -> Iterator[None]:
         try:
             lock.release()
         except Error as error:
-            _log.warning("%s: %s", doing, error)
+            _log.warning("%s: could not release its lock, which ends with its lease: %s", doing, error)
 
 
 def setup_lock(client: Client, name: str, copies: int | None) -> Lock:
-    """Return the lock under which what is called `name` is made, joined and deleted. It is not waited for without
-    end.
+    """Return the lock under which the training or work units `name` are made, joined and deleted. Acquiring it has a
+    timeout.
     """
     return client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies or 1)
 
 
 @contextlib.contextmanager
 def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], object]]:
-    """Keep those away who would make, or join, what is called `name` while the block deletes it. Gives what to call
-    right before each deletion by name: it raises LockLostError if others may have made it anew by now.
+    """Keep other processes from making or joining the training or work units `name` while the block deletes them.
 
-    Raises TimeoutError, which says who holds the lock, if it can't be had: nothing was deleted.
+    Yields a function to call right before each deletion by name: it raises LockLostError if another process may have
+    made them anew. Raises TimeoutError, which names the holder of the lock, if the lock can't be acquired: nothing was
+    deleted.
     """
     setup = setup_lock(client, name, copies_of(client, name, None))
     with contextlib.ExitStack() as last:
@@ -485,37 +508,37 @@ def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], obj
             setup.acquire()
         except DeadlineError as error:
             raise DeadlineError(
-                f"{asked}: nothing was deleted: {_holder(client, f'{name}/setup')} makes, joins or deletes it at this "
-                f"moment ({error}); try again"
+                f"{asked}: nothing was deleted: {_holder(client, f'{name}/setup')} is making, joining or deleting it "
+                f"({error}); try again"
             ) from error
         except UnavailableError as error:
-            # A training with a part on a server that is gone for good must be deleted all the same. Joiners need this
-            # lock, too, and get it no more than we do.
-            _log.warning("%s: going on without its lock, whose server is away: %s", asked, error)
+            # A training with a part on a server that is gone for good must still be deletable. Joiners need the same
+            # lock, and can't get it either.
+            _log.warning("%s: deleting without its lock, because the lock's server is away: %s", asked, error)
             check = _nothing_to_ask
         else:
             last.enter_context(_giving_back(setup, asked))
         try:
             yield check
         except LockLostError as error:
-            raise LockLostError(f"{asked} was broken off; call it again: {error}") from error
+            raise LockLostError(f"{asked} stopped half-way; call it again if it still exists: {error}") from error
 
 
 def _nothing_to_ask() -> None:
-    """The check where there is no lock."""
+    """The check of a deletion that has no lock."""
 
 
 def _holder(client: Client, lock: str) -> str:
-    """Return who holds a lock, HOST:PID, as far as the coordinator knows."""
+    """Return the holder of a lock, HOST:PID, as far as the coordinator knows."""
     holder = ""
-    with contextlib.suppress(Error):  # it is away, or of a release that does not tell
+    with contextlib.suppress(Error):  # the coordinator is away, or its release does not tell
         holder = session_of(client).coordinator.lock_holder(lock, _HOLDER_S)
     return holder or "another client"
 
 
 @contextlib.contextmanager
 def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
-    """If servers have no room for the buffers made in the block, say how much memory the scheme takes."""
+    """If servers have no room for buffers that the block makes, the error says how much memory the scheme takes."""
     try:
         yield
     except OutOfMemoryError as error:
@@ -526,8 +549,8 @@ def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
 
 
 def view(client: Client, name: str, *, deleted: bool = False) -> Group:
-    """Return a group to look at, without joining. Raises NotFoundError; with `deleted` not for one whose deletion was
-    begun, as long as enough of it is there.
+    """Return a group to look at, without joining it. Raises NotFoundError. With deleted=True a group whose deletion has
+    begun is returned too, as long as enough of it exists.
     """
     group, ready = _found(client, name)
     if group is None or not ready or (ready == t.DELETED and not deleted):
@@ -536,13 +559,13 @@ def view(client: Client, name: str, *, deleted: bool = False) -> Group:
 
 
 def _none(name: str) -> NotFoundError:
-    return NotFoundError(f"there is no training {name!r}; see what there is with: smb train ls")
+    return NotFoundError(f"there is no training {name!r}; list the trainings with: smb train ls")
 
 
 def shared(client: Client, name: str, out: Values | None = None) -> Values:
     """Return the present shared model of a group, float32 (n,), in `out` if given, without joining.
 
-    The model is of one round in schemes with rounds. Blocks for a few calls. Raises NotFoundError,
+    In schemes with rounds the model is that of one round. Blocks for a few calls. Raises NotFoundError,
     InvalidArgumentError.
     """
     group = view(client, name)
@@ -559,7 +582,7 @@ def delete(client: Client, name: str) -> None:
     a process is joining. Raises NotFoundError and TimeoutError. Raises LockLostError if this process was stopped for so
     long that another one may have made the training anew: call it again.
     """
-    if not leftovers(client, name):  # no lock is made for what is not there
+    if not leftovers(client, name):  # nothing exists, so no lock is made
         view(client, name)
     with deleting(client, f"delete of training {name!r}", name) as check:
         group, ready = _found(client, name)
@@ -570,9 +593,10 @@ def delete(client: Client, name: str) -> None:
 
 
 def _delete(client: Client, group: Group, check: Callable[[], object]) -> None:
-    """Delete a group. Under the setup lock, which `check` asks about."""
+    """Delete a group. The caller holds the setup lock; `check` raises if it was lost."""
     check()
-    group.table.write(0, t.READY, np.array([t.DELETED]))  # so that the error about a missing buffer says why
+    # So that later errors about a missing buffer say that the training was deleted.
+    group.table.write(0, t.READY, np.array([t.DELETED]))
     for each in _all_of(client, group.name):
         check()
         client.delete(each, missing_ok=True)
@@ -583,8 +607,8 @@ def _own(name: str) -> list[str]:
 
 
 def _all_of(client: Client, name: str) -> list[str]:
-    """Return a group's buffers in the order in which they are deleted: the group's own last, as they say that there is
-    something to be deleted, if this breaks off.
+    """Return a group's buffers in the order in which they are deleted. The group's own buffers come last: if the
+    deletion stops half-way, they show that there is something to delete.
     """
     own = _own(name)
     return [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own] + own
@@ -598,13 +622,16 @@ def clear(
     lease: float | None,
     replicas: int | None = None,
 ) -> None:
-    """Delete a group in which nobody is alive any more, if there is one; the rest is what it is to be begun anew with.
+    """Delete a group whose members are all dead, if it exists. The arguments are those with which it will be made anew.
 
-    Raises AlreadyExistsError if somebody is alive, or died so recently that nobody can tell, and InvalidArgumentError
-    if it could not be begun so.
+    Raises AlreadyExistsError if a member is alive, or died too recently to tell, and InvalidArgumentError if the group
+    could not be made anew with these arguments. Then nothing was deleted.
     """
     if scheme is None:
-        raise InvalidArgumentError(f"join of training {name!r} with fresh=True: say which scheme; nothing was deleted")
+        raise InvalidArgumentError(
+            f"join of training {name!r} with fresh=True needs a scheme; pass one, such as smb.train.DiLoCo(every=500); "
+            f"nothing was deleted"
+        )
     _check_scheme(name, scheme)
     scheme.check(name, parameters)
     check_lease(f"join of training {name!r}", lease)
@@ -626,8 +653,9 @@ def clear(
 
 
 def copies_of(client: Client, name: str, asked: int | None) -> int | None:
-    """Return how many copies a group's buffers and locks have, or are to have; None if there is no group, and nobody
-    says. Locks that were idle are made anew, by the next one that asks: they must not have fewer then.
+    """Return how many copies a group's buffers and locks have or are to have; None if there is no group and the caller
+    does not say. A lock that was idle is made anew by the next process that acquires it, and must then have as many
+    copies.
     """
     if asked is not None:
         return asked
@@ -638,17 +666,17 @@ def copies_of(client: Client, name: str, asked: int | None) -> int | None:
 
 
 def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]:
-    """Return what a group keeps as metadata."""
+    """Return a group's settings as its metadata has them."""
     return {"scheme": scheme.NAME, "settings": scheme.settings(), "guards": guards.settings(), "lease": lease}
 
 
 def leftovers(client: Client, name: str) -> list[str]:
-    """Return the buffers of a training of which no group is ready, in the order in which they are deleted: its maker,
-    loader or deleter died. [] if there is nothing of it. Where a group is ready it is not asked for.
+    """Return the buffers that remain of a training whose maker, loader or deleter died, in the order of their deletion;
+    [] if there are none. Call it only if no group of this name is ready.
 
-    If the group's own are there, at least in part, all that is under its name goes with them, as when a training is
-    deleted; but for other trainings that have names under it. If they are not, there may never have been a training:
-    then these are only the buffers with names that a training's have.
+    If the group's own buffers exist, at least in part, all buffers below its name are returned, as when a training is
+    deleted, except those of other trainings below that name. If none of them exists, there may never have been a
+    training: then only buffers with the names of a training's parts are returned.
     """
     names = {info.name for info in client.list()}
     own = [each for each in _own(name) if each in names]
@@ -671,13 +699,14 @@ def _may_be_group(client: Client, name: str) -> bool:
         return METADATA in client.open(name).metadata
     except NotFoundError:
         return False
-    except Error:  # nobody knows, so it stays
+    except Error:  # unknown, so the buffer is kept
         return True
 
 
 def remove_leftovers(client: Client, name: str, check: Callable[[], object]) -> int:
-    """Delete what is left of a training of which no group is ready; return how many buffers. Under the setup lock,
-    which `check` asks about: who was stopped since it looked must not delete what another has made.
+    """Delete what remains of a training of which no group is ready. Return the number of buffers. The caller holds the
+    setup lock. `check` raises if it was lost, because a process that was stopped meanwhile must not delete another's
+    new buffers.
     """
     left = leftovers(client, name)
     for each in left:
@@ -685,7 +714,7 @@ def remove_leftovers(client: Client, name: str, check: Callable[[], object]) -> 
         client.delete(each, missing_ok=True)
     if left:
         _log.warning(
-            "training %r: %d buffers of one that was not made, loaded or deleted to the end are deleted: %s",
+            "training %r: deleted %d buffers of a training whose creation, load or deletion was interrupted: %s",
             name,
             len(left),
             ", ".join(left[:_NAMED]) + (", ..." if len(left) > _NAMED else ""),
@@ -694,20 +723,20 @@ def remove_leftovers(client: Client, name: str, check: Callable[[], object]) -> 
 
 
 def _opened(client: Client, name: str) -> Group | None:
-    """Return the group, None if there is none, or who made or deleted it died half-way."""
+    """Return the group. None if there is none, or if the process that made or deleted it died half-way."""
     group, ready = _found(client, name)
     return group if ready != t.DELETED and ready else None
 
 
 def _found(client: Client, name: str) -> tuple[Group | None, int]:
-    """Return the group, if all of its own buffers are there, and its word READY."""
+    """Return the group if all of its own buffers exist, and its word READY."""
     try:
         weights = client.open(name)
     except NotFoundError:
         return None, 0
     settings = weights.metadata.get(METADATA)
     if not isinstance(settings, dict):
-        raise InvalidArgumentError(f"buffer {name!r} is no group of smb.train; choose another name")
+        raise InvalidArgumentError(f"buffer {name!r} is not a group of smb.train; choose another name")
     try:
         group = Group(client, name, weights, settings)
         return group, group.table.get(0, t.READY)
@@ -718,17 +747,18 @@ def _found(client: Client, name: str) -> tuple[Group | None, int]:
 def _check_scheme(name: str, scheme: object) -> None:
     if scheme is not None and not isinstance(scheme, Scheme):
         raise InvalidArgumentError(
-            f"join of training {name!r}: {scheme!r} is no scheme: pass one with its settings, such as "
-            f"smb.train.DiLoCo(every=500); smb.torch.join also takes a name"
+            f"join of training {name!r}: scheme must be an object with its settings, such as "
+            f"smb.train.DiLoCo(every=500), not {scheme!r}; only smb.torch.join also takes a name"
         )
 
 
 def check_placement(asked: str, placement: dict[str, Any]) -> None:
-    """Raise InvalidArgumentError for what says nothing of where a training's buffers lie."""
+    """Raise InvalidArgumentError for an option that does not say where a training's buffers lie."""
     if foreign := placement.keys() - _PLACEMENT:
-        hint = "; overlap= is smb.torch.join's" if "overlap" in foreign else ""
+        hint = "; overlap= is an option of smb.torch.join" if "overlap" in foreign else ""
         raise InvalidArgumentError(
-            f"{asked}: there is no {', '.join(sorted(foreign))}=; there are {', '.join(sorted(_PLACEMENT))}{hint}"
+            f"{asked}: unknown option {', '.join(sorted(foreign))}=; the options are "
+            f"{', '.join(sorted(_PLACEMENT))}{hint}"
         )
     check_replicas(asked, placement.get("replicas"))
 
@@ -736,13 +766,15 @@ def check_placement(asked: str, placement: dict[str, Any]) -> None:
 def check_lease(asked: str, lease: float | None) -> None:
     """Raise InvalidArgumentError for a lease that is too short to be renewed, or too long to wait for."""
     if lease is not None and not (math.isfinite(lease) and 0.05 <= lease <= 3600):
-        raise InvalidArgumentError(f"{asked}: lease={lease!r} s is not in 0.05 to 3600")
+        raise InvalidArgumentError(f"{asked}: lease must be from 0.05 to 3600 seconds, not {lease!r}")
 
 
 def _made(
     client: Client, name: str, parameters: Parameters, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
 ) -> Group:
-    """Make the group. Under the setup lock, so what there is of it was left by one that died."""
+    """Make the group. The caller holds the setup lock, so existing parts of the group were left
+    by a process that died.
+    """
     remove_leftovers(client, name, setup.check)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}
     scheme = scheme_of(settings["scheme"], settings["settings"])
@@ -762,24 +794,25 @@ def _made(
 
 
 def _undo(client: Client, name: str, setup: Lock, others: Iterable[str] = ()) -> bool:
-    """Delete what a join that fails has made; return whether it is gone. Under the setup lock: if that was lost, what
-    is there may be another's. A group without its table is taken for half-made, in which a scheme left nothing: so the
-    scheme's buffers go first.
+    """Delete what a failed join made. Return True if it is gone. The caller holds the setup lock: if that was lost, the
+    buffers may be another process's. A group without its table counts as half-made and without buffers of a scheme, so
+    the scheme's buffers are deleted first.
     """
     try:
         for each in (*others, *_own(name)):
             setup.check()
             client.delete(each, missing_ok=True)
     except Error as error:
-        _log.debug("training %r: what a join that failed has made may be there still: %s", name, error)
+        _log.debug("training %r: what a failed join has made may still be there: %s", name, error)
         return False
     return True
 
 
 def _nobody(name: str) -> NotFoundError:
     return NotFoundError(
-        f"join of training {name!r}: there is none; who joins first says which scheme, as smb.train.DiLoCo(every=500), "
-        f'or scheme="diloco", every=500 for smb.torch.join; those that there are: smb train ls'
+        f"join of training {name!r}: there is no such training; the first worker must pass a scheme, as "
+        f'smb.train.DiLoCo(every=500), or scheme="diloco", every=500 for smb.torch.join; list the trainings with: '
+        f"smb train ls"
     )
 
 
@@ -791,7 +824,7 @@ def _compare(
     replicas: int | None,
     wire: str | None,
 ) -> None:
-    """Raise InvalidArgumentError if a joiner wants other settings than the group has."""
+    """Raise InvalidArgumentError if a joiner asks for other settings than the group has."""
     wanted: dict[str, Json] = {}
     if scheme is not None:
         wanted |= {"scheme": scheme.NAME} | {f"{scheme.NAME}.{key}": value for key, value in scheme.settings().items()}

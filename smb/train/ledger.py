@@ -1,16 +1,20 @@
-"""The books of a worker's vector: what was done, what of it is on its way, what counts. Each element counts once.
+"""The books of a worker's vector: which changes were made, which are on their way, which count. Each element counts
+once.
 
-    base      what the parameters were filled with last, and what was noted since: the difference is to be noted
-    due       what was noted and does not count yet, with what rounding has left of earlier contributions
-    rest      that alone, where the next contribution is noted before it is known whether this one counts; else in due
-    landing   what was read, or came back, and is not taken over yet
-    left      runs of `due` that are to be added; failed: those whose call failed, and whose outcome was not asked for
-    written   blocks of `due` that count once `count` is called: less what rounding leaves of them
+    base      the values with which the parameters were filled last, plus the changes noted since; parameters - base is
+              not noted yet
+    due       changes that were noted and do not count yet, with what rounding left of earlier contributions
+    rest      only what rounding left, if the next contribution is noted before it is known whether this one counts;
+              otherwise `due` has it
+    landing   values that were read, or came back from an addition, and are not taken over yet
+    left      runs of `due` that are still to be added
+    failed    runs whose call failed with an unknown outcome
+    written   blocks of `due` that count once `count` is called, less what rounding leaves of them
 
-Invariant, for each element: all that was done = what arrived + due (or rest) + (parameters - base).
+Invariant, for each element: all changes = what arrived + due (or rest) + (parameters - base).
 
-It is for one thread at a time, and makes no calls but those that it is given. Ctrl-C comes between calls: each step
-changes the books in one go, or can be repeated.
+A ledger is used by one thread at a time, and makes no calls except through functions that it is given. Ctrl-C may come
+between calls: each step changes the books in one go, or can be repeated.
 """
 
 from __future__ import annotations
@@ -30,13 +34,13 @@ if TYPE_CHECKING:
 
 Values: TypeAlias = NDArray[np.float32]
 
-BLOCK_ELEMENTS = 1 << 22  # 16 MiB: a call's fixed costs do not count, and two of them are little beside a model
+BLOCK_ELEMENTS = 1 << 22  # 16 MiB: a call's fixed costs do not matter, and two blocks are small beside a model
 NOTHING: Values = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` elements that follow each other in a process's vector from `here` on, and in the group's from `there`."""
+    """`count` consecutive elements: from `here` on in a process's vector, from `there` on in the group's."""
 
     here: int
     there: int
@@ -44,11 +48,13 @@ class Run:
 
     @property
     def indices(self) -> slice:
-        """Where it is in the process's vector."""
+        """The run's place in the process's vector."""
         return slice(self.here, self.here + self.count)
 
     def cut(self) -> Iterator[Run]:
-        """Yield its blocks. They end where chunks of the group's buffers do: each is rounded as in a call of all."""
+        """Yield the run's blocks. They end where chunks of the group's buffers end, so each block is rounded as in a
+        call of the whole run.
+        """
         here, there, end = self.here, self.there, self.there + self.count
         while there < end:
             count = min(end, (there // BLOCK_ELEMENTS + 1) * BLOCK_ELEMENTS) - there
@@ -57,9 +63,11 @@ class Run:
 
 
 class Ledger:
-    """See above. Arrays are float32 (n,); one that a way of exchanging does not need is not there.
+    """See the module's docstring. Arrays are float32 (n,); arrays that a way of exchanging does not need are empty or
+    None.
 
-    Without `due` a contribution is made anew from the base until it counts: what does not count is what was done since.
+    Without `due` a contribution is computed from the base again until it counts, so changes that do not count yet are
+    still in parameters - base.
     """
 
     def __init__(self, base: Values = NOTHING, due: Values | None = None, rest: Values | None = None) -> None:
@@ -71,19 +79,19 @@ class Ledger:
         self.failed: deque[tuple[Run, BaseException]] = deque()
         self.written: deque[tuple[Buffer, Run]] = deque()
 
-    # ---- what was done
+    # ---- changes
 
     def note(self, begin: int, done: Values) -> Values:
-        """Move what was done to the elements from `begin` on to what is due; return what is to be sent of them."""
+        """Move changes of the elements from `begin` on to `due`. Return what is to be sent for these elements."""
         if self.due is None:
             return done
         base, due = self.base[begin : begin + done.size], self.due[begin : begin + done.size]
-        base += done  # whatever fails from here on, it is counted there
+        base += done  # whatever fails from here on, the change is noted
         due += done
         return due
 
     def noted(self, run: Run, before: Values | None) -> Values:
-        """Note what was done to a run where `due` has it already, in place of `before`, which was due (None: 0)."""
+        """Note the changes of a run that `due` has already, in place of `before`, the amount that was due (None: 0)."""
         assert self.due is not None
         due, base = self.due[run.indices], self.base[run.indices]
         base += due
@@ -92,7 +100,7 @@ class Ledger:
         return due
 
     def draw(self, begin: int, done: Values, out: Values) -> Values:
-        """Put what is to be sent of the elements from `begin` on into `out`, without moving anything: see `keep`."""
+        """Put what is to be sent for the elements from `begin` on into `out`. Moves nothing: see `keep`."""
         if self.due is None:
             out[:] = done
         else:
@@ -100,19 +108,19 @@ class Ledger:
         return out
 
     def keep(self, drawn: Values, buffer: Buffer, there: int) -> None:
-        """After `draw` of all elements, which were written: keep what rounding has left. Again it changes nothing."""
+        """After `draw` of all elements, and their write, keep what rounding left. May be repeated without effect."""
         if self.due is not None:
             np.subtract(drawn, as_sent(buffer, drawn, there), out=self.due)
 
-    # ---- what is on its way
+    # ---- sending
 
     @property
     def under_way(self) -> bool:
-        """Whether something was to be added that is not known to count, or is not counted yet."""
+        """True if something was to be added that may not have arrived or is not counted yet."""
         return bool(self.left or self.failed or self.written)
 
     def begin(self, runs: Iterable[Run], buffer: Buffer | None = None) -> None:
-        """Have these runs to be added; with a buffer `count` counts them."""
+        """Register runs to be added. With a buffer, `count` counts them."""
         left, failed = deque(runs), deque[tuple[Run, BaseException]]()
         written = deque[tuple["Buffer", Run]]()
         if buffer is not None:
@@ -120,7 +128,9 @@ class Ledger:
         self.left, self.failed, self.written = left, failed, written
 
     def add(self, add: Callable[[Run], None]) -> None:
-        """Add what is left. A run whose call raises is `failed`; the error is raised, and the others stay."""
+        """Add the runs that are left. A run whose call raises moves to `failed`; the error is raised, and the others
+        stay.
+        """
         while self.left:
             run = self.left[0]
             try:
@@ -132,15 +142,17 @@ class Ledger:
             self.left.popleft()
 
     def ask(self, missed: Callable[[Run, BaseException], list[Run]]) -> None:
-        """Find out what the failed calls have missed: that is left. `missed` may raise; call it again then."""
+        """Find out which parts of the failed runs did not arrive; they are left again. `missed`
+        may raise; then repeat.
+        """
         while self.failed:
             left, failed = deque([*missed(*self.failed[0]), *self.left]), deque([*self.failed][1:])
             self.left, self.failed = left, failed
 
     def count(self) -> None:
-        """All that was written counts: what rounding leaves of it is due. May be called again where it was broken off.
+        """Count all that was written: what rounding leaves of it becomes due. May be repeated if it was interrupted.
 
-        The blocks go one by one: Ctrl-C in between takes nothing off twice.
+        Blocks are counted one by one, so after Ctrl-C no block is subtracted twice.
         """
         while self.written:
             buffer, run = self.written[-1]
@@ -159,9 +171,9 @@ class Ledger:
             if array is not None:
                 array[:] = 0
 
-    # ---- what came
+    # ---- arrived values
 
     def take_over(self) -> None:
-        """Make what landed the base."""
+        """Make the values that arrived the base."""
         assert self.landing is not None
         self.base, self.landing = self.landing, None

@@ -1,8 +1,9 @@
-"""The table of a group: one row for the group, one for each member. Data before code: all that members tell each other.
+"""The table of a group: one row for the group and one for each member. Members tell each other everything through it.
 
-An int64 buffer, (1 + SLOTS) x FIELDS, small enough for one chunk, so that one read shows everything. Words that decide
-something are changed by compare_swap alone, and carry the incarnation of their owner. So a member that was stopped for
-long, and whose slot has another owner now, changes nothing. Words that only inform are written plainly by their owner.
+The table is an int64 buffer, (1 + SLOTS) x FIELDS, small enough for one chunk, so that one read shows everything. Words
+that decide something are changed by compare_swap alone, and contain the incarnation of their owner. So a member that
+was stopped for long, and whose slot has another owner now, changes nothing. Words that only inform are written plainly
+by their owner.
 """
 
 from __future__ import annotations
@@ -14,43 +15,43 @@ from numpy.typing import NDArray
 
 from smb.buffer import Buffer
 
-SLOTS = 48  # members at a time: a set of them and 16 bits of round fit one word
+SLOTS = 48  # members at a time; a set of slots and 16 bits of a round's number fit one word
 FIELDS = 32
 ROUND_SHIFT = 24
 
 # ---- the group's row, by column
-ROUND = 0  # round << ROUND_SHIFT | attempt << 1 | built (rounds.py); 0 for ever in schemes without rounds
-INCARNATIONS = 1  # given out so far
-READY = 2  # 1 once the group is complete, DELETED once somebody deletes it
+ROUND = 0  # round << ROUND_SHIFT | attempt << 1 | built (rounds.py); always 0 in schemes without rounds
+INCARNATIONS = 1  # number of incarnations given out so far
+READY = 2  # 1 once the group is complete, DELETED once its deletion has begun
 DELETED = 2
-GROUP_EXTRA = 3  # to 15: the scheme's own
+GROUP_EXTRA = 3  # 3 to 15 belong to the scheme
 GROUP_EXTRA_END = 16
-DECIDED = 16  # to 31: rounds.py, who counts in round r, in column DECIDED + r % DECIDED_KEPT
+DECIDED = 16  # 16 to 31 (rounds.py): the members that count in round r, in column DECIDED + r % DECIDED_KEPT
 DECIDED_KEPT = 16
 
 # ---- a member's row
 INCARNATION = 0  # 0: the slot is free
-MARK = 1  # incarnation << 32 | clock: how far this incarnation has come; in rounds: those contributed to lie below
-WEIGHT = 2  # incarnation << 32 | bits of a float32: what the contribution marked last weighs
-STATS = 3  # from here to HOST - 1: written by the owner alone
+MARK = 1  # incarnation << 32 | clock: how far it has come; in rounds, it has contributed to all below its clock
+WEIGHT = 2  # incarnation << 32 | bits of a float32: the weight of the contribution marked last
+STATS = 3  # columns 3 to 15 are written by the owner alone
 CONTRIBUTIONS = 3
 REFUSED = 4
-STALENESS = 5  # of the last contribution
+STALENESS = 5  # staleness of the last contribution
 STALENESS_MAX = 6
-NORM = 7  # of the last contribution: bits of a float64
+NORM = 7  # norm of the last contribution: bits of a float64
 SAMPLES = 8
-BYTES = 9  # sent and received as contributions and models
+BYTES = 9  # bytes sent and received as contributions and models
 REJOINS = 10
-JOINED_US = 11  # microseconds since 1970, by the member's clock; shown, compared with nothing
-PID = 12  # negative once it has left by itself, 0 once it goes on in another slot, with its statistics
-DROPPED = 13  # contributions that are in no round, or of which nobody knows
-STEPS = 14  # optimizer steps of a member that was there from the start: who joins goes on from the greatest
-SAMPLES_BEFORE = 15  # of those who had the slot before
+JOINED_US = 11  # microseconds since 1970 by the member's clock; only shown, never compared
+PID = 12  # negative once the member has left by itself; 0 once it goes on in another slot, with its statistics
+DROPPED = 13  # contributions that are in no round, or whose outcome is unknown
+STEPS = 14  # optimizer steps of a member that was there from the start; a joiner goes on from the largest number
+SAMPLES_BEFORE = 15  # samples of earlier members in this slot
 STATS_END = 16
 HOST = 16  # to 23: the host's name in UTF-8, zero-padded
 HOST_END = 24
-EXTRA = 24  # to 30: the scheme's own
-RANKS = 31  # processes that are this member together; 0 or 1: one. Each but the speaker holds a lock (members.py)
+EXTRA = 24  # 24 to 30 belong to the scheme
+RANKS = 31  # processes that are this member together (0 or 1: one); each except the speaker holds a lock (members.py)
 EXTRA_END = 32
 
 CLOCK_BITS = 32
@@ -60,21 +61,21 @@ Rows = NDArray[np.int64]
 
 
 class Table:
-    """The table's buffer, by row and column. `read` is one small read; the others one small call each."""
+    """The table's buffer, by row and column. `read` is one small read; each other method is one small call."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
 
     def read(self) -> Rows:
-        """Return all rows, (1 + SLOTS, FIELDS), in memory of their own: row 0 is the group's, 1 + slot a member's."""
+        """Return a new array of all rows, (1 + SLOTS, FIELDS): row 0 is the group's, row 1 + slot a member's."""
         rows: Rows = np.empty(self.buffer.shape, np.int64)
         self.buffer.read(out=rows)
         return rows
 
     def raise_to(self, row: int, column: int, value: int) -> Rows:
-        """Set one element to the larger of it and `value`, and return all rows as they are then. One call.
+        """Set one element to the larger of its value and `value`, and return all rows as they are afterwards. One call.
 
-        For words that only grow, whatever their writer.
+        For words that only grow, whoever writes them.
         """
         least = np.full(self.buffer.shape, np.iinfo(np.int64).min, np.int64)
         least[row, column] = value
@@ -82,7 +83,7 @@ class Table:
         return rows
 
     def raise_all(self, rows: Sequence[int], column: int, value: int) -> None:
-        """Set one element of each of these rows to the larger of it and `value`. One small call."""
+        """Set one element of each of these rows to the larger of its value and `value`. One small call."""
         first = min(rows) * FIELDS + column
         least = np.full(max(rows) * FIELDS + column + 1 - first, np.iinfo(np.int64).min, np.int64)
         least[np.array(rows) * FIELDS + column - first] = value
@@ -92,20 +93,20 @@ class Table:
         return int(self.buffer.read(row * FIELDS + column, 1)[0])
 
     def swap(self, row: int, column: int, expected: int, new: int) -> int:
-        """Set one element if it is as expected; return what it was."""
+        """Set one element if it is as expected. Return its former value."""
         return self.buffer.compare_swap(row * FIELDS + column, expected, new)
 
     def add(self, row: int, column: int, value: int) -> int:
-        """Add to one element; return what it was."""
+        """Add to one element. Return its former value."""
         return self.buffer.fetch_add(row * FIELDS + column, value)
 
     def write(self, row: int, column: int, values: NDArray[np.int64]) -> None:
-        """Replace elements of one row, from a column on."""
+        """Replace elements of one row, beginning at a column."""
         self.buffer.write(values, row * FIELDS + column)
 
 
 def mark(incarnation: int, clock: int) -> int:
-    """Return the word that says so."""
+    """Return the word that marks this clock of this incarnation."""
     return incarnation << CLOCK_BITS | clock & CLOCK_MASK
 
 
@@ -114,5 +115,5 @@ def clock_of(word: int) -> int:
 
 
 def incarnation_of(word: int) -> int:
-    """Return whose mark, or weight, a word is."""
+    """Return the incarnation in a mark or a weight."""
     return int(word) >> CLOCK_BITS

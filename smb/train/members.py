@@ -4,9 +4,9 @@ A member holds the lock "GROUP/member/SLOT"; the client library renews it in the
 one tries its lock. If it gets the lock, the member is dead or was stopped for longer than its lease, and the slot is
 freed. No clocks of different hosts are compared.
 
-Each joining gets an incarnation, a number never given before. The incarnation is part of every word by which a member
-changes anything for others. A member may be stopped, and go on after its slot was freed. It is then either still alone
-in its slot, and its words are true, or it changes nothing.
+Each time a member joins, it gets an incarnation, a number that was never given before. Every word by which a member
+changes anything for others contains its incarnation. A member may be stopped and continue after its slot was freed.
+Then either no other member has taken the slot and its words are still true, or it changes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _GOING_ON = "going on without it"
 
 
 class MembershipLostError(Error):
-    """This worker's lease ended, for example because its process was stopped, and the group went on without it.
+    """This worker's lease ended, for example because its process was stopped, and the group went on without this
+    worker.
 
     A Worker joins again by itself.
     """
@@ -55,16 +56,16 @@ class Member:
     def __init__(self, table: t.Table, slot: int, incarnation: int, former: int, lock: Lock, clock: int) -> None:
         self.slot = slot
         self.incarnation = incarnation
-        self.former = former  # who had the slot before; 0 for nobody
+        self.former = former  # incarnation of the former holder of the slot; 0 if there was none
         self.row = 1 + slot
         self.stats = np.zeros(t.STATS_END - t.STATS, np.int64)
         self.mark = t.mark(incarnation, clock)
-        self.reported_samples = 0  # as they stand in the table
+        self.reported_samples = 0  # number of samples that the table has
         self._table = table
         self._lock = lock
 
     def set(self, column: int, value: int) -> None:
-        """Set one statistic, by its column in the table; `report` writes it."""
+        """Set one statistic, given by its column in the table; `report` writes it."""
         self.stats[column - t.STATS] = value
 
     def add(self, column: int, value: int) -> None:
@@ -76,37 +77,37 @@ class Member:
         return int(self.stats[column - t.STATS])
 
     def report(self) -> None:
-        """Write the statistics. One small call."""
+        """Write the statistics into the table. One small call."""
         self._table.write(self.row, t.STATS, self.stats)
         self.reported_samples = self.get(t.SAMPLES)
 
     @property
     def clock(self) -> int:
-        """Where `advance` came to last."""
+        """The clock that the last `advance` wrote."""
         return t.clock_of(self.mark)
 
     @property
     def held(self) -> bool:
-        """Whether nobody can have freed the slot so far, as far as can be known without asking."""
+        """True if the slot can't have been freed yet, as far as this is known without a call."""
         return self._lock.held
 
     def check(self) -> None:
-        """Raise MembershipLostError if the slot was lost. Asks the server only if the lease looks run out."""
+        """Raise MembershipLostError if the slot was lost. Makes a call only if the lease may have run out."""
         if self._lock.held:
             return
         try:
-            self._lock.check()  # a server that was away has renewed nothing, and may have us all the same
-        except (LockLostError, InvalidArgumentError) as error:  # the latter: we have left
+            self._lock.check()  # while its server was away the lock was not renewed, but may still be ours
+        except (LockLostError, InvalidArgumentError) as error:  # InvalidArgumentError: this member has left
             raise self.lost() from error
         except UnavailableError as error:
             raise UnavailableError(
                 f"member {self.slot} of training {self._table.buffer.name.removesuffix('/members')!r} can't renew its "
-                f"lease: {error}. Start that server again, with the same --name, and go on; where it comes back by "
-                f"itself, smb.connect(timeout=) says how long to wait for it"
+                f"lease: {error}. Start that server again with the same --name, and repeat the call; if the server "
+                f"comes back by itself, smb.connect(timeout=) says how long to wait for it"
             ) from error
 
     def advance(self, clock: int) -> None:
-        """Tell all that this member has come to a clock. One small call. Raises MembershipLostError."""
+        """Write into the table that this member has come to a clock. One small call. Raises MembershipLostError."""
         new = t.mark(self.incarnation, clock)
         found = self._table.swap(self.row, t.MARK, self.mark, new)
         if found not in (self.mark, new):
@@ -114,9 +115,10 @@ class Member:
         self.mark = new
 
     def advance_and_look(self, clock: int) -> t.Rows:
-        """As advance, and return all rows as they are then: one small call for both.
+        """Advance as `advance` does, and return all rows as they are afterwards: one small call for both.
 
-        Marks only grow: with the clock, and, as the incarnation is above it, from one owner of the slot to the next.
+        Marks only grow: with the clock, and from one owner of the slot to the next because the incarnation is in the
+        high bits.
         """
         new = t.mark(self.incarnation, clock)
         rows = self._table.raise_to(self.row, t.MARK, new)
@@ -126,27 +128,29 @@ class Member:
         return rows
 
     def lost(self) -> MembershipLostError:
-        """Return the error that says so."""
+        """Return the error for a lost membership."""
         return MembershipLostError(
-            f"member {self.slot} (incarnation {self.incarnation}) of the group lost its lease; join again"
+            f"member {self.slot} (incarnation {self.incarnation}) lost its lease, for example because its process was "
+            f"stopped, and the group went on without it; a worker joins again by itself"
         )
 
     def leave(self) -> None:
-        """Free the slot, and say that we did. Marks stay. Twice does nothing."""
+        """Free the slot, and record that this member left by itself. Marks stay. A second call does nothing."""
         try:
             if self._table.swap(self.row, t.INCARNATION, self.incarnation, 0) == self.incarnation:
                 self._table.swap(self.row, t.PID, self.get(t.PID), -self.get(t.PID))
         finally:
-            self.release()  # else it would be renewed for ever, and the others wait for us
+            # Otherwise the client would renew the lock for ever, and the others would wait for this member.
+            self.release()
 
     def forward(self) -> None:
-        """After leaving: this member goes on in another slot, so the row of this one is not shown any more."""
+        """After leaving, when this member goes on in another slot: the row of this slot is not shown any more."""
         if t.incarnation_of(self._table.get(self.row, t.MARK)) == self.incarnation:
             self._table.swap(self.row, t.PID, -self.get(t.PID), 0)
-            self._table.swap(self.row, t.PID, self.get(t.PID), 0)  # its lease was lost
+            self._table.swap(self.row, t.PID, self.get(t.PID), 0)  # after a lost lease the sign was not changed
 
     def release(self) -> None:
-        """Give the lock back, if it is still ours."""
+        """Release the lock, if this member still holds it."""
         try:
             self._lock.release()
         except (LockLostError, InvalidArgumentError):
@@ -159,7 +163,7 @@ def lock_name(group: str, slot: int) -> str:
 
 
 def lock_of(client: Client, group: str, slot: int, lease: float, replicas: int) -> Lock:
-    """Return the lock that the holder of a slot holds, for one try. It has as many copies as the group's buffers."""
+    """Return the lock of a slot's holder, with no waiting time. It has as many copies as the group's buffers."""
     return client.lock(lock_name(group, slot), ttl=lease, timeout=0.0, replicas=replicas)
 
 
@@ -171,16 +175,15 @@ def live(rows: t.Rows) -> Iterator[int]:
 def admit(
     client: Client, group: str, table: t.Table, lease: float, first_clock: Callable[[t.Rows], int], own: int = -1
 ) -> Member:
-    """Take a slot, whose mark begins at `first_clock` of the table. Blocks nobody.
+    """Take a slot. Its mark begins at `first_clock` of the table. Blocks no other member.
 
-    Rather the slot `own`, which who comes back had before, than another one. Raises OutOfMemoryError if all slots are
-    taken.
+    Prefers the slot `own`, for a member that comes back. Raises OutOfMemoryError if all slots are taken.
     """
     seen = table.read().copy()
     now = int(seen[0, t.ROUND]) >> t.ROUND_SHIFT
     taken = list(live(seen))
     free = [slot for slot in range(t.SLOTS) if slot not in taken]
-    # Last, one whose former holder's contribution to the open round may still count.
+    # A slot whose former holder's contribution to the open round may still count is taken last.
     free.sort(key=lambda slot: (_may_count(seen[1 + slot], now), slot != own, slot))
     for slot in free + taken:
         lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
@@ -192,7 +195,8 @@ def admit(
         try:
             member = _seated(table, slot, holder, lock, first_clock)
         except BaseException:
-            # As long as somebody keeps the error the lock would be renewed, and the slot be nobody's.
+            # Otherwise the client would renew the lock as long as the error object lives, and the slot would stay
+            # unusable.
             with contextlib.suppress(Error):
                 lock.release()
             raise
@@ -201,12 +205,14 @@ def admit(
         with contextlib.suppress(LockLostError):
             lock.release()
     raise OutOfMemoryError(
-        f"join of training {group!r}: all of its {t.SLOTS} slots are taken; let a member leave first"
+        f"join of training {group!r}: all of its {t.SLOTS} slots are taken; try again when a member has left"
     )
 
 
 def _may_count(row: NDArray[np.int64], number: int) -> bool:
-    """Whether a member has contributed to the open round. One that joined in it has its mark, and no weight."""
+    """True if a member has contributed to the open round. A member that joined in this round has its mark, but no
+    weight.
+    """
     word, weight = int(row[t.MARK]), int(row[t.WEIGHT])
     return t.clock_of(word) == number + 1 and weight >> 32 == t.incarnation_of(word)
 
@@ -214,23 +220,25 @@ def _may_count(row: NDArray[np.int64], number: int) -> bool:
 def reap(
     client: Client, group: str, table: t.Table, lease: float, slots: Iterable[int], level: int = logging.WARNING
 ) -> list[int]:
-    """Free the slots whose holders are dead; return them. Asks about each one: for suspects only. Logged at `level`.
+    """Free the slots whose holders are dead, and return these slots. Makes a call for each slot, so pass suspects only.
+    Deaths are logged at `level`.
 
-    While the coordinator is away a lock that was never asked for can't be found. Its holder counts as alive then.
+    While the coordinator is away, a lock that this client never used can't be found. Its holder counts as alive then.
     """
     dead = []
-    # Those first that are found without the coordinator: while it is away we stop at the first that is not.
+    # First the locks that are found without the coordinator: while it is away, the loop ends at the first other one.
     for slot in sorted(slots, key=lambda slot: not is_located(client, lock_name(group, slot))):
         row = 1 + slot
         incarnation = table.get(row, t.INCARNATION)
         try:
             lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
         except (UnavailableError, DeadlineError) as error:
-            _log.warning("training %r: whether worker %s lives is not known now: %s", group, _who(table, slot), error)
+            _log.warning("training %r: it is unknown whether worker %s is alive: %s", group, _who(table, slot), error)
             break
         try:
             lock.acquire()
-        except DeadlineError:  # alive, or another asks at this moment; but it is dead as one of its ranks is
+        # Alive, or another process tries the lock at this moment; but it is dead if one of its ranks is.
+        except DeadlineError:
             gone = incarnation and _rank_is_dead(client, group, table, slot, incarnation, lease)
             if gone and table.swap(row, t.INCARNATION, incarnation, 0) == incarnation:
                 _log.log(
@@ -251,17 +259,17 @@ def reap(
 
 
 def lapsed(client: Client, group: str, lease: float, slots: Iterable[int], replicas: int) -> set[int]:
-    """Return the slots whose holders are dead. Frees none: for those who look on, who may be readers alone.
+    """Return the slots whose holders are dead, without freeing them, for processes that may be readers alone.
 
-    None is dead whose lock can't be asked for.
+    A holder whose lock can't be reached does not count as dead.
     """
     dead = set()
     for slot in slots:
         try:
             lock = lock_of(client, group, slot, lease, replicas)
             free = taken(lock)
-        except Error as error:  # TimeoutError too: the coordinator hangs
-            _log.debug("nobody knows who of training %r is alive: %s", group, error)
+        except Error as error:  # also TimeoutError: the coordinator hangs
+            _log.debug("it is not known which workers of training %r are alive: %s", group, error)
             break
         if free:
             dead.add(slot)
@@ -271,7 +279,7 @@ def lapsed(client: Client, group: str, lease: float, slots: Iterable[int], repli
 
 
 def taken(lock: Lock) -> bool:
-    """Take a lock that is for one try, if nobody has it. Return whether it is ours."""
+    """Try to take a lock that has no waiting time. Return True if it is ours now."""
     try:
         lock.acquire()
     except DeadlineError:
@@ -280,12 +288,14 @@ def taken(lock: Lock) -> bool:
 
 
 def rank_lock(client: Client, member: str, rank: int, lease: float, replicas: int, patience: float = 0.0) -> Lock:
-    """Return the lock that a rank of a member (`member_name`) holds, other than the one that speaks, for one try."""
+    """Return the lock of a rank of a member (`member_name`), with no waiting time. The rank that speaks has no such
+    lock.
+    """
     return client.lock(f"{member}/{rank}", ttl=lease, timeout=patience, replicas=replicas)
 
 
 def member_name(group: str, slot: int, incarnation: int) -> str:
-    """Return the name below which the locks of a member's ranks are."""
+    """Return the name below which the locks of a member's ranks lie."""
     return f"{group}/member/{slot}/{incarnation}"
 
 
@@ -322,9 +332,9 @@ def _host() -> NDArray[np.int64]:
 
 
 def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Callable[[t.Rows], int]) -> Member | None:
-    """Return the member that has taken a slot whose lock it holds, and whose holder (0: none), whom nobody missed, is
-    gone from here on. None if we were stopped for so long that the slot is another's by now: we change nothing of
-    it.
+    """Take a slot whose lock the caller holds, and return the new member. `holder` is the incarnation that had the slot
+    (0: none); it is dead, and not a member from here on. Returns None, without changing anything for others, if this
+    process was stopped for so long that the slot belongs to another member.
     """
     row = 1 + slot
     incarnation = table.add(0, t.INCARNATIONS, 1) + 1
@@ -335,7 +345,7 @@ def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Cal
         return None
     former = int(rows[row, t.MARK])
     member = Member(table, slot, incarnation, t.incarnation_of(former), lock, first_clock(rows))
-    # The mark before the incarnation: who is seen is seen with its own mark.
+    # The mark before the incarnation: members that see the incarnation see its own mark.
     if table.swap(row, t.MARK, former, member.mark) != former:
         return None
     member.set(t.STEPS, int(np.max(rows[1:, t.STEPS])))

@@ -1,4 +1,4 @@
-"""How a worker joins its training, what the coordinator is told of it, and how it leaves."""
+"""How a worker joins its training, what it reports to the coordinator, and how it leaves."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from smb.train.steps import Steps, there
 
 _log = logging.getLogger("smb")
 _news = logging.getLogger(TRAINING)
-_open: weakref.WeakSet[Membership] = weakref.WeakSet()  # left at the interpreter's exit; their sessions keep them alive
-_EXIT_S = 1.0  # for each call, at the interpreter's exit
+# Left at the interpreter's exit; the reports of their sessions keep them alive.
+_open: weakref.WeakSet[Membership] = weakref.WeakSet()
+_EXIT_S = 1.0  # timeout of each call at the interpreter's exit
 _GUARD_MAX = 255  # characters of the guard's text in a report
 
 
 class Membership:
-    """One worker's membership. After its construction: `begin`, or `withdraw` if the worker can't take part after all.
+    """One worker's membership. After its construction, call `begin`, or `withdraw` if the worker can't take part.
 
-    Calls come from the worker's thread, but reports are read by the session's.
+    Calls come from the worker's thread, but the session's thread reads the reports.
     """
 
     def __init__(self, group: Group, parameters: Parameters, steps: Steps) -> None:
@@ -43,13 +44,15 @@ class Membership:
     def check_open(self) -> None:
         """Raise InvalidArgumentError if the worker has left."""
         if self.closed:
-            raise InvalidArgumentError(f"the worker has left training {self._group.name!r}; join again")
+            raise InvalidArgumentError(
+                f"this worker has left training {self._group.name!r}; call smb.train.join or smb.torch.join again"
+            )
 
     # ---- joining
 
     def begin(self) -> None:
-        """Make the parameters the shared model: the last part of joining. If it raises, they are unchanged; call
-        `withdraw` then.
+        """Make the parameters the shared model: the last part of joining. If this raises, the parameters are unchanged;
+        call `withdraw` then.
         """
         self._steps.exchange.restart()
 
@@ -57,11 +60,12 @@ class Membership:
         """Log what joining did. One small read; if the read fails, that is logged instead."""
         try:
             _news.info("%s", self.arrival())
-        except Error as error:  # the join is done, and the values are the shared model's: a line is no reason to leave
-            _log.warning("joined training %r; how many train there is not known now: %s", self._group.name, error)
+        # The join is done and the values are the shared model's: a line of the log is no reason to leave.
+        except Error as error:
+            _log.warning("joined training %r; the number of its workers is not known now: %s", self._group.name, error)
 
     def arrival(self) -> str:
-        """Return what joining did, in a line. One small read."""
+        """Return a line that says what joining did. One small read."""
         group = self._group
         rows = group.table.read()
         if group.made:
@@ -75,18 +79,18 @@ class Membership:
         )
 
     def withdraw(self) -> bool:
-        """Leave right after joining, for a worker that can't take part after all. If this worker made the group, and
-        nobody else has joined it, the group is deleted. Returns whether the group is gone.
+        """Leave right after joining, for a worker that can't take part. If this worker made the group and no other has
+        joined it, the group is deleted. Returns True if the group is gone.
         """
         self.forget()
         try:
             self._steps.exchange.close()
         except Error as error:
-            _log.warning("training %r: %s", self._group.name, error)
+            _log.warning("training %r: could not end the exchange of a failed join: %s", self._group.name, error)
         return self._group.withdraw()
 
     def forget(self) -> None:
-        """Report nothing any more, and do nothing at the interpreter's exit."""
+        """Stop the reports, and do nothing at the interpreter's exit."""
         self.closed = True
         _open.discard(self)
         session_of(self._group.client).reports.pop(id(self), None)
@@ -94,8 +98,8 @@ class Membership:
     # ---- leaving
 
     def finish(self) -> None:
-        """Finish what is under way, and contribute the remaining local steps as far as the scheme can: the first part
-        of leaving. Raises as Worker.flush; if the remaining steps can't be sent, that is a warning.
+        """Finish exchanges in progress, and contribute the remaining local steps if the scheme can: the first part of
+        leaving. Raises as Worker.flush; if the remaining steps can't be sent, that is logged as a warning.
         """
         self.check_open()
         self._steps.flush()
@@ -105,7 +109,7 @@ class Membership:
             raise
         except Error as error:
             _log.warning(
-                "training %r: the local steps since the last exchange are not in it: %s", self._group.name, error
+                "training %r: the local steps since the last exchange were not contributed: %s", self._group.name, error
             )
 
     def close(self, *, load: bool) -> None:
@@ -132,7 +136,7 @@ class Membership:
                     self._steps.exchange.restart()
             self._tidy(self._steps.exchange.close)
             if load and not together:
-                del self._steps.exchange  # its memory has the model's size
+                del self._steps.exchange  # frees its arrays of the model's size
                 shared: Values = np.empty(self._group.weights.size, np.float32)
                 with there(self._group):
                     self._group.read(shared)
@@ -146,7 +150,7 @@ class Membership:
             self._tidy(self._group.leave)
 
     def _left_out(self) -> str:
-        """Return which steps are in no exchange, in a line."""
+        """Return a line that says which steps are in no exchange."""
         scheme, unsent = self._group.scheme, self._steps.unsent
         most, of = ("up to ", "each fragment's") if len(self._group.spans) > 1 else ("", "the")
         steps = f"{most}{unsent} local step{' is' if unsent == 1 else 's are'}"
@@ -161,10 +165,10 @@ class Membership:
         except NotFoundError as error:
             _log.debug("training %r: %s", self._group.name, error)
         except Error as error:
-            _log.warning("training %r: could not leave it tidily: %s", self._group.name, error)
+            _log.warning("training %r: left it, but a part of leaving failed: %s", self._group.name, error)
 
     def _report(self) -> pb.TrainingReport:
-        """Return the coordinator's report of this worker, for people. Makes no call. Any thread."""
+        """Return this worker's report for the coordinator. Makes no call. Any thread may call it."""
         member = self._group.member
         return pb.TrainingReport(
             name=self._group.name,
@@ -178,17 +182,17 @@ class Membership:
         )
 
     def leave_at_exit(self) -> None:
-        """Leave as the interpreter ends: each call takes at most _EXIT_S seconds. May raise Error."""
+        """Leave as the interpreter ends. Each call takes at most _EXIT_S seconds. May raise Error."""
         session_of(self._group.client).hurry(_EXIT_S)
         self.abandon()
 
 
 @atexit.register
 def _leave_all() -> None:
-    """Leave trainings before the clients are closed (smb.client), so that the others wait for nobody.
+    """Leave all trainings before the clients are closed (smb.client), so that the others need not wait.
 
-    Waits for no other worker: what was not sent stays so.
+    Does not wait for other workers, and sends nothing more.
     """
     for membership in list(_open):
-        with contextlib.suppress(Error):  # also raised in a child of fork
+        with contextlib.suppress(Error):  # in a child of fork every call raises
             membership.leave_at_exit()

@@ -1,4 +1,4 @@
-"""A training's metrics for Prometheus, read from its table at each scrape: by any process that has a client.
+"""A training's metrics for Prometheus. Any process with a client can read them; each scrape reads the table.
 
 >>> from prometheus_client import REGISTRY, start_http_server
 >>> REGISTRY.register(smb.train.Collector(client, "run"))
@@ -40,8 +40,8 @@ _OF_WORKER: tuple[tuple[str, Callable[[WorkerStatus], float]], ...] = (
 
 
 class Collector:
-    """A Prometheus collector of one group's metrics, for REGISTRY.register: smb_training_..., by worker (slot and
-    host).
+    """A Prometheus collector of one group's metrics, for REGISTRY.register. Their names begin with smb_training_; the
+    labels are slot and host.
     """
 
     def __init__(self, client: Client, name: str) -> None:
@@ -49,11 +49,11 @@ class Collector:
         self._name = name
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand: the group need not be there yet."""
+        """Return no metrics, since the group need not exist yet."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; none if the group is not there, or not reached (which is logged)."""
+        """Yield the metrics. Yields none if the group does not exist or can't be reached; that is logged."""
         try:
             found = status(self._client, self._name)
         except Error as error:

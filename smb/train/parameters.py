@@ -1,6 +1,6 @@
-"""A worker's trained values, wherever they are: n float32 values that schemes move by blocks, and never hold.
+"""A worker's trained values, wherever they are stored: n float32 values that schemes move block by block.
 
-A scheme keeps what it needs of them in host memory of its own (smb/train/exchange/). The blocks make up the group's
+A scheme keeps the arrays that it needs in host memory of its own (smb/train/exchange/). The blocks make up the group's
 vector: all trained values, in one order, float32.
 """
 
@@ -31,62 +31,67 @@ class Parameters(ABC):
 
     size: int
     origin: int = 0
-    table: TensorTable | None = None  # the tensors that they are, where that is known
-    in_ranks: ClassVar[bool] = False  # several processes, which are one worker, have them; this one speaks for all
+    table: TensorTable | None = None  # their tensors, if they are known
+    # Whether several processes, which are one worker, have the values; this process speaks for all.
+    in_ranks: ClassVar[bool] = False
 
     @abstractmethod
     def blocks(self) -> Iterator[tuple[int, Values]]:
-        """Yield (begin, values from there on), in order. Leave them alone; they are good until the next is asked for.
-
-        As exact as they are kept: see keep_exact.
+        """Yield (begin, values from there on), in order. Do not change the values. A block is valid until the next one
+        is asked for. The values are as exact as they are kept: see keep_exact.
         """
 
     @abstractmethod
     def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
-        """Yield (begin, what was done from there on), in order, since the values were filled with `base`, (n,).
+        """Yield (begin, changes from there on), in order, since the values were filled with `base`, (n,).
 
-        A block is the caller's until the next but one is asked for: one can be sent while the next is made.
+        A block is the caller's until the next but one is asked for, so one block can be sent while the next is
+        computed.
         """
 
     @abstractmethod
     def fill(self, values: Values) -> None:
-        """Set all to `values`, (n,), rounded where they are kept in fewer bits."""
+        """Set all values to `values`, (n,), rounded if they are kept in fewer bits."""
 
     @abstractmethod
     def subtract(self, difference: Values) -> None:
-        """Take `difference`, (n,), from the values."""
+        """Subtract `difference`, (n,), from the values."""
 
     @abstractmethod
     def keep_exact(self) -> None:
-        """Keep beside values of fewer bits what rounding leaves out of fill and subtract, from now on."""
+        """From now on, if the values have fewer bits, keep beside them what rounding leaves out
+        in fill and subtract.
+        """
 
     def hold(self, values: Values) -> None:  # noqa: ARG002 - a subclass's to use
-        """Take note that this array, (n,), will be given to fill, deltas or subtract time and again."""
+        """Take note that this array, (n,), will be given to fill, deltas or subtract again and again."""
         return
 
     def give_up(self) -> None:
-        """Have an exchange in another thread wait for no further part: its worker is closed."""
+        """Let an exchange in another thread wait for no further part, because its worker is closed."""
         return
 
-    # ---- their place in the group's buffers: all of them, in this order, unless a subclass says otherwise
+    # ---- their place in the group's buffers: the whole buffer in this order, unless a subclass says otherwise
 
     def store(self, weights: Buffer) -> None:
-        """Write the present values, exact. Raises InvalidArgumentError if they are not finite."""
+        """Write the present values exactly. Raises InvalidArgumentError if they are not finite."""
         for begin, block in self.blocks():
             if not np.isfinite(block).all():
-                raise InvalidArgumentError(f"join of training {weights.name!r}: the first values are not finite")
+                raise InvalidArgumentError(
+                    f"join of training {weights.name!r}: the initial values must be finite; some are NaN or infinite"
+                )
             weights.write(block, self.origin + begin, wire="exact")
 
     def read(self, buffer: Buffer, out: Values) -> None:
-        """Read what is theirs of a buffer, exact, into `out`, (n,)."""
+        """Read these values' part of a buffer exactly into `out`, (n,)."""
         buffer.read(self.origin, self.size, out=out, wire="exact")
 
     def write(self, buffer: Buffer, block: Values, begin: int) -> list[Future[Any]]:
-        """Begin to write what is this process's to write of a block, by the buffer's wire."""
+        """Begin to write the part of a block that this process writes, by the buffer's wire."""
         return [buffer.write_async(part, run.there) for part, run in self.parts(block, begin)]
 
     def parts(self, block: Values, begin: int) -> Iterator[tuple[Values, Run]]:
-        """Yield what is this process's to write of a block, and where that is."""
+        """Yield the parts of a block that this process writes, with their places."""
         yield block, Run(begin, self.origin + begin, block.size)
 
     @property
@@ -96,17 +101,22 @@ class Parameters(ABC):
 
     @property
     def all_runs(self) -> Sequence[Run]:
-        """The ranges that this process has; some of them another one may write."""
+        """The ranges that this process has; another process may write some of them."""
         return self.runs
 
     def part(self, offset: int, count: int) -> Parameters:
-        """Return the values in `count` elements of the group's vector from `offset` on, as parameters by themselves:
-        the same values, not copies. For the thread that has these. Raises InvalidArgumentError if they can't be cut.
+        """Return the values at `count` elements of the group's vector from `offset` on, as parameters of their own,
+        which share memory with these. For the same thread. Raises InvalidArgumentError if the values can't be cut
+        there.
         """
-        raise InvalidArgumentError(f"{type(self).__name__} can't be cut into parts ({count} elements from {offset} on)")
+        raise InvalidArgumentError(
+            f"{type(self).__name__} can't be cut into parts ({count} elements from {offset} on); use fragments=1"
+        )
 
     def mover(self, group: Group, way: str, arrived: Callable[[], object] | None) -> Mover | None:  # noqa: ARG002
-        """Return what moves them between the worker and the group's buffers; None: what moves an array (mover.py)."""
+        """Return an object that moves the values between the worker and the group's buffers. None: use the one for
+        arrays (mover.py).
+        """
         return None
 
     def seated(self, group: Group) -> None:  # noqa: ARG002 - a subclass's to use
@@ -121,7 +131,7 @@ class ArrayParameters(Parameters):
         if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.ndim != 1 or not values.size:
             raise InvalidArgumentError(f"{asked}: values must be a numpy array, float32, of one dimension, not empty")
         if isinstance(values, np.ma.MaskedArray):
-            raise InvalidArgumentError(f"{asked}: values must be without a mask: hidden ones are trained, too")
+            raise InvalidArgumentError(f"{asked}: values must be without a mask: masked values would be trained, too")
         if not (values.flags.c_contiguous and values.flags.writeable):
             raise InvalidArgumentError(f"{asked}: values must be contiguous and writable: they are changed in place")
         self.size = values.size
@@ -159,5 +169,5 @@ class ArrayParameters(Parameters):
 
 
 def scratch(size: int) -> list[Values]:
-    """Return memory for blocks that take turns: two, or one where there is but one block."""
+    """Return memory for blocks that are used in turn: two blocks, or one if all values fit one block."""
     return [np.zeros(min(size, BLOCK_ELEMENTS), np.float32) for _ in range(2 if size > BLOCK_ELEMENTS else 1)]

@@ -1,10 +1,10 @@
-"""Plans how the exchange of a model hides behind computing. Pure: seconds and bytes in, a plan out.
+"""Plans how the exchange of a model is hidden behind the computation. Pure: seconds and bytes in, a plan out.
 
 Layers are numbered 1 to L in the order of the forward pass. Layer l has n_l bytes, takes f_l to compute forward and b_l
-backward. A message takes a to start, then its bytes at W a second; c_l = n_l / W. Messages go one after the other, and
-each is a run of whole layers. Then there are two problems, each with an exact answer (the problems are those of Wang et
-al. 2021, "Overlapping communication with computation in parameter server for scalable DL training", iPart, which solves
-them by a greedy search; the recurrences are this project's):
+backward. A message takes a seconds to start, then sends its bytes at W per second; c_l = n_l / W. Messages are sent one
+after the other, and each is a run of whole layers. This gives two problems, each with an exact answer (the problems are
+those of Wang et al. 2021, "Overlapping communication with computation in parameter server for scalable DL training",
+iPart, which solves them by a greedy search; the recurrences are this project's):
 
     forward    parameters arrive in the order of the layers; C_i = c_1 + ... + c_i
                F[k][i] = min_j max(F[k-1][j], k a + C_i) + f(j+1..i)
@@ -13,15 +13,16 @@ them by a greedy search; the recurrences are this project's):
                G[i] = min_j max(G[j], R_i) + a + c(j+1..i)
                G[i]: when their gradients are sent
 
-Both keep the earliest end of a prefix only. That is exact, because nothing that follows gets earlier by a later one.
+Both recurrences keep only the earliest end of a prefix. This is exact, because a later end of a prefix never makes
+anything after it earlier.
 
-Slices are not runs of layers: each layer is cut by size, the earliest layer that waits goes first (P3: Jayarajan et al.
-2019), and up to `credit_bytes` are under way (ByteScheduler: Peng et al. 2019). Here that is played through, as there
-is no formula. Under way, start-ups pass side by side, except `gap_s` of each (g in LogGP: Alexandrov et al. 1995).
+Slices are not runs of layers: each layer is cut by size, the earliest waiting layer is sent first (P3: Jayarajan et al.
+2019), and up to `credit_bytes` are in flight (ByteScheduler: Peng et al. 2019). There is no formula for slices, so they
+are simulated. The start-ups of slices in flight overlap, except `gap_s` of each (g in LogGP: Alexandrov et al. 1995).
 
 An exchange is one of two kinds. FUSED: a message brings the new values back in the same round trip (Buffer.accumulate
-with fetch: ASP, SSP, R2SP). Pushing and pulling share a link of two directions, so the slower direction counts. ROUNDS:
-nobody pulls before all have pushed and the round is closed (BSP, local SGD, DiLoCo).
+with fetch: ASP, SSP, R2SP). Pushing and pulling use the two directions of one link at once, so the slower direction
+counts. ROUNDS: no worker pulls before all have pushed and the round is closed (BSP, local SGD, DiLoCo).
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ import numpy as np
 from smb.errors import InvalidArgumentError
 from smb.train.traits import FUSED, ROUNDS
 
-# Of smb.torch.join: the exchange behind nothing, behind the forward pass, behind both passes.
+# overlap= of smb.torch.join: hide nothing, hide the exchange behind the forward pass, or behind both passes.
 OVERLAPS = ("none", "forward", "both")
-_SLICES_MAX = 2048  # that a prediction plays through; larger models are looked at in larger slices
+_SLICES_MAX = 2048  # slices that a prediction simulates; larger models are simulated with larger slices
 _SLICE_BYTES = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)
-_CREDITS = (1, 2, 4, 16)  # slices under way
-MOVED = 0.2  # share by which a measurement may move before a plan is outdated
+_CREDITS = (1, 2, 4, 16)  # slices in flight
+MOVED = 0.2  # a plan is outdated if a measurement changes by more than this share
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, measured: bytes of its parameters, seconds of computing."""
+    """A measured layer: bytes of its parameters, seconds of its computation."""
 
     nbytes: int
     forward_s: float
@@ -57,11 +58,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Channel:
-    """The way to the servers, measured.
+    """The measured link to the servers.
 
-    push_per_s, pull_per_s: bytes of parameters that leave and arrive in a second; with wire="int8" four times what the
-    link carries. start_s: a message of a few bytes, there and back, alone. gap_s: the part of it that passes for each
-    message even if many are under way.
+    push_per_s, pull_per_s: bytes of parameters sent and received per second; with wire="int8" four times what the link
+    carries. start_s: seconds for a message of a few bytes, there and back, alone. gap_s: the part of start_s that each
+    message takes even if many are in flight.
     """
 
     push_per_s: float
@@ -72,17 +73,19 @@ class Channel:
     def __post_init__(self) -> None:
         rates = (self.push_per_s, self.pull_per_s)
         if not all(rate > 0 for rate in rates) or not 0 <= self.gap_s <= self.start_s < math.inf:
-            raise InvalidArgumentError(f"{self}: rates are more than 0, and 0 <= gap_s <= start_s")
+            raise InvalidArgumentError(f"{self}: rates must be above 0, and 0 <= gap_s <= start_s")
 
     @property
     def fused_per_s(self) -> float:
-        """Bytes in a second of messages that bring the new values back."""
+        """Bytes per second in messages that bring the new values back."""
         return min(self.push_per_s, self.pull_per_s)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """How layers are divided into messages: the sum of `sizes` is L; backward, the first run has the last layers."""
+    """How layers are divided into messages. The sum of `sizes` is L; in the backward pass the first run has the last
+    layers.
+    """
 
     seconds: float
     sizes: tuple[int, ...]
@@ -90,11 +93,12 @@ class Runs:
 
 @dataclass(frozen=True)
 class Prediction:
-    """An iteration under one schedule.
+    """The predicted iteration under one schedule.
 
-    schedule: "none" (all is pushed, then pulled, after computing), "one message" (the same in one round trip), "layer
-    by layer", "planned" or "slices". pushes, pulls: layers of each message in the order of sending, where the schedule
-    is of runs; slice_bytes, credit_bytes where it is of slices. exposed_s: what the exchange adds to computing.
+    schedule: "none" (after computing, all is pushed, then pulled), "one message" (the same in one round trip), "layer
+    by layer", "planned" or "slices". pushes, pulls: the number of layers in each message in the order of sending, for
+    schedules of runs. slice_bytes, credit_bytes: for schedules of slices. exposed_s: the time that the exchange adds to
+    computing.
     """
 
     overlap: str
@@ -111,7 +115,7 @@ class Prediction:
 
 
 def forward_seconds(layers: Sequence[Layer], channel: Channel, sizes: Iterable[int]) -> float:
-    """Return when the forward pass ends, from its first message on."""
+    """Return when the forward pass ends, in seconds since its first message began."""
     arrived = computed = 0.0
     rest = iter(layers)
     for run in _runs(rest, sizes):
@@ -121,7 +125,7 @@ def forward_seconds(layers: Sequence[Layer], channel: Channel, sizes: Iterable[i
 
 
 def backward_seconds(layers: Sequence[Layer], channel: Channel, sizes: Iterable[int]) -> float:
-    """Return when the last gradient is sent, from the backward pass's begin on."""
+    """Return when the last gradient is sent, in seconds since the backward pass began."""
     computed = sent = 0.0
     rest = iter(reversed(layers))
     for run in _runs(rest, sizes):
@@ -131,7 +135,7 @@ def backward_seconds(layers: Sequence[Layer], channel: Channel, sizes: Iterable[
 
 
 def plan_forward(layers: Sequence[Layer], channel: Channel) -> Runs:
-    """Return the runs by which the forward pass ends earliest. Exact. O(L^3) at most; less if start-ups are long."""
+    """Return the runs with which the forward pass ends earliest. Exact. O(L^3) at most; less if start-ups are long."""
     count = len(layers)
     arrived = np.cumsum([0.0, *(layer.nbytes / channel.pull_per_s for layer in layers)])
     passed = np.cumsum([0.0, *(layer.forward_s for layer in layers)])
@@ -141,8 +145,8 @@ def plan_forward(layers: Sequence[Layer], channel: Channel) -> Runs:
     choices: list[np.ndarray[tuple[int], np.dtype[np.intp]]] = []
     triangle = np.tri(count + 1, k=-1, dtype=bool)  # j < i
     for messages in range(1, count + 1):
-        # The last layers cannot be there earlier: more messages end no plan that is better than the best so far.
-        # Nor can computing end before it is all done, after the first layer came.
+        # The last layers cannot arrive earlier than this, so a plan of more messages can't beat the best plan so far.
+        # Nor can computing end before the first layer has arrived and all layers are computed.
         least = max(
             messages * channel.start_s + arrived[-1] + layers[-1].forward_s,
             channel.start_s + arrived[1] + passed[-1],
@@ -166,7 +170,7 @@ def plan_forward(layers: Sequence[Layer], channel: Channel) -> Runs:
 
 
 def plan_backward(layers: Sequence[Layer], channel: Channel) -> Runs:
-    """Return the runs by which the last gradient is sent earliest. Exact. O(L^2)."""
+    """Return the runs with which the last gradient is sent earliest. Exact. O(L^2)."""
     count = len(layers)
     ready = np.cumsum([0.0, *(layer.backward_s for layer in reversed(layers))])
     moved = np.cumsum([0.0, *(layer.nbytes / channel.push_per_s for layer in reversed(layers))])
@@ -198,14 +202,15 @@ def sliced_seconds(
     slice_bytes: int,
     credit_bytes: int,
 ) -> list[float]:
-    """Return when each layer is there, if all are cut into slices and the earliest layer that waits goes first.
+    """Return when each layer has arrived, if all layers are cut into slices and the earliest waiting layer is sent
+    first.
 
-    per_s: bytes in a second; the channel's start-up counts. ready_s: from when on each layer may be sent.
+    per_s: bytes per second. The channel's start-up counts. ready_s: the time from which on each layer may be sent.
     """
     many = max(1, credit_bytes // slice_bytes)
     coming = sorted((ready, at) for at, ready in enumerate(ready_s))
     left = [layer.nbytes for layer in layers]
-    there = list(ready_s)  # of a layer without bytes
+    there = list(ready_s)  # a layer without bytes has arrived as soon as it is ready
     waiting: list[int] = []
     under_way: deque[float] = deque()
     now, link, next_up = 0.0, 0.0, 0
@@ -222,7 +227,7 @@ def sliced_seconds(
             left[at] -= nbytes
             if not left[at]:
                 heapq.heappop(waiting)
-            # It lines up behind those that are under way: a large credit lets urgent slices wait.
+            # The slice queues behind those in flight, so a large credit lets urgent slices wait.
             link = max(link, now) + channel.gap_s + nbytes / per_s
             there[at] = link + channel.start_s - channel.gap_s
             under_way.append(there[at])
@@ -234,7 +239,7 @@ def sliced_seconds(
 
 
 def _computed(layers: Sequence[Layer], there_s: Sequence[float], begin_s: float) -> float:
-    """When the forward pass ends, if each layer waits for its values."""
+    """Return when the forward pass ends if each layer waits for its values."""
     now = begin_s
     for layer, there in zip(layers, there_s, strict=True):
         now = max(now, there) + layer.forward_s
@@ -242,7 +247,7 @@ def _computed(layers: Sequence[Layer], there_s: Sequence[float], begin_s: float)
 
 
 def _ready(layers: Sequence[Layer]) -> list[float]:
-    """When the gradient of each layer is there, from the backward pass's begin on."""
+    """Return when each layer's gradient is ready, in seconds since the backward pass began."""
     return list(itertools.accumulate(layer.backward_s for layer in reversed(layers)))[::-1]
 
 
@@ -252,24 +257,26 @@ def _ready(layers: Sequence[Layer]) -> list[float]:
 def predict(
     layers: Sequence[Layer], channel: Channel, exchange: str = FUSED, closing_s: float = 0.0
 ) -> list[Prediction]:
-    """Return an iteration's time under each schedule, by overlap. closing_s: from the last push of a round to the first
-    pull.
+    """Return an iteration's predicted time under each schedule. closing_s: seconds from the last push of a round to the
+    first pull.
 
-    An iteration begins with the backward pass and ends with the next forward pass. The last layer of that needs all
-    values, so nothing of an exchange is left over when an iteration ends. Raises InvalidArgumentError.
+    An iteration begins with the backward pass and ends with the next forward pass. The last layer of the forward pass
+    needs all values, so no part of an exchange is left over when an iteration ends. Raises InvalidArgumentError.
     """
     _check(layers, exchange, closing_s)
     return _fused(layers, channel) if exchange == FUSED else _rounds(layers, channel, closing_s)
 
 
 def pick(predictions: Sequence[Prediction], overlap: str = "both") -> Prediction:
-    """Return the fastest prediction with at most this overlap; of equal ones the first, which is the simplest."""
+    """Return the fastest prediction with at most this overlap; of equally fast ones the first,
+    which is the simplest.
+    """
     allowed = OVERLAPS[: OVERLAPS.index(overlap) + 1]
     return min((each for each in predictions if each.overlap in allowed), key=lambda each: each.iteration_s)
 
 
 def bound_s(layers: Sequence[Layer], channel: Channel, exchange: str = FUSED) -> float:
-    """Return what no schedule goes below: computing, or the transfer with its start-up."""
+    """Return a lower bound of all schedules: the computation, or the transfer with its start-up."""
     computing = _passes(layers)
     total = _bytes(layers)
     start = channel.start_s if total else 0.0
@@ -280,9 +287,11 @@ def bound_s(layers: Sequence[Layer], channel: Channel, exchange: str = FUSED) ->
 
 
 def outdated(layers: Sequence[Layer], channel: Channel, now: Sequence[Layer], now_channel: Channel) -> bool:
-    """Whether what was measured has moved by more than MOVED since it was planned with: then plan anew.
+    """Return True if a measurement has changed by more than MOVED since the plan was made, so that a new plan is
+    needed.
 
-    Looked at: the passes, the rates, the start-up. Of a start-up, a change below a thousandth of an iteration is none.
+    Compares the passes, the rates and the start-up. A change of the start-up by less than a thousandth of an iteration
+    does not count.
     """
     if len(layers) != len(now):
         return True
@@ -297,10 +306,10 @@ def _check(layers: Sequence[Layer], exchange: str, closing_s: float) -> None:
     if not layers:
         raise InvalidArgumentError("a plan needs at least one layer")
     if exchange not in (FUSED, ROUNDS):
-        raise InvalidArgumentError(f"exchange={exchange!r} is neither {FUSED!r} nor {ROUNDS!r}")
+        raise InvalidArgumentError(f"exchange must be {FUSED!r} or {ROUNDS!r}, not {exchange!r}")
     values = [value for layer in layers for value in (layer.nbytes, layer.forward_s, layer.backward_s)]
     if not all(0 <= value < math.inf for value in (*values, closing_s)):
-        raise InvalidArgumentError("bytes and seconds are numbers from 0 on")
+        raise InvalidArgumentError("bytes and seconds must be finite numbers from 0 on")
 
 
 def _passes(layers: Sequence[Layer]) -> tuple[float, float]:
@@ -321,13 +330,14 @@ def _fused(layers: Sequence[Layer], channel: Channel) -> list[Prediction]:
         _made("none", "none", computing, computing + apart),
         _made("none", "one message", computing, computing + start + total / channel.push_per_s),
     ]
-    # Behind the forward pass: all changes are there when the optimizer has stepped.
+    # Behind the forward pass: all changes are complete when the optimizer has stepped.
     planned = plan_forward(layers, channel)
     by_layer = backward + forward_seconds(layers, channel, each)
     found.append(_made("forward", "layer by layer", computing, by_layer, pulls=each))
     found.append(_made("forward", "planned", computing, backward + planned.seconds, pulls=planned.sizes))
     found.append(_best_slices("forward", layers, channel, [backward] * len(layers)))
-    # Behind both: in backward order the first layer's values come last, so that the forward pass has to wait for all.
+    # Behind both passes: in backward order the first layer's values arrive last, so the forward pass waits for all
+    # values.
     planned = plan_backward(layers, channel)
     by_layer = backward_seconds(layers, channel, each) + forward
     found.append(_made("both", "layer by layer", computing, by_layer, pushes=each))
@@ -370,7 +380,9 @@ def _rounds(layers: Sequence[Layer], channel: Channel, closing_s: float) -> list
 
 
 def _slices_of_rounds(layers: Sequence[Layer], channel: Channel) -> tuple[float, float, int, int]:
-    """When all is pushed, how long the pull and the forward pass take, and the slices by which the sum is least."""
+    """Return when all is pushed, the time of the pull and the forward pass, and the sizes of slice and credit for which
+    the sum is least.
+    """
 
     def seconds(slice_bytes: int, credit_bytes: int) -> tuple[float, float]:
         cut = (slice_bytes, credit_bytes)
@@ -383,7 +395,7 @@ def _slices_of_rounds(layers: Sequence[Layer], channel: Channel) -> tuple[float,
 
 
 def _cuts(layers: Sequence[Layer]) -> list[tuple[int, int]]:
-    """Sizes of slices and credits to try, in bytes."""
+    """Return the sizes of slices and credits to try, in bytes."""
     least = -(-_bytes(layers) // _SLICES_MAX)
     sizes = [size for size in _SLICE_BYTES if size >= least] or [least]
     return [(size, size * many) for size in sizes for many in _CREDITS]

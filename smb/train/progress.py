@@ -37,7 +37,7 @@ class Progress:
 
     - `steps`: optimizer steps of a member that was there from the start. A member that joins late begins where the
       others are.
-    - `samples`: of all members, also of those that have left.
+    - `samples`: the samples of all members, including members that have left.
     """
 
     steps: int
@@ -63,11 +63,13 @@ class ExchangeListeners:
         self._listeners: list[Callable[[ExchangeEvent], object]] = []
 
     def add(self, listener: Callable[[ExchangeEvent], object]) -> None:
-        """Call `listener` from the next exchange on."""
+        """Call `listener` after each exchange from now on."""
         self._listeners.append(listener)
 
     def tell(self, moved: int, seconds: float) -> None:
-        """Call all listeners after a step of `seconds` that moved so many bytes. One small read, if there are any."""
+        """Call all listeners after a step that moved `moved` bytes in `seconds`. One small read if there are any
+        listeners.
+        """
         if not self._listeners:
             return
         member, progress = self._group.member, self._progress()

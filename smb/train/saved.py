@@ -1,10 +1,10 @@
-"""A training in a file: weights, outer state, round, settings and metadata, exact; made while it goes on.
+"""A training in a file: weights, outer state, round, settings and metadata, exact. It is saved while the training goes
+on.
 
-The file is a .safetensors whatever its name is. Its tensors are the group's, by their names (a group of smb.train.join
-has one, "values"), running statistics too; the outer optimizer's momentum, if there is one, is "smb.outer.0", and its
-latest step, if workers read that, "smb.step".
-The rest of the group stands in its __metadata__, with a SHA-256 of all that follows the header. A file that is torn, or
-was changed, is not loaded.
+The file is a .safetensors file whatever its name is. It has the group's tensors, by their names (a group of
+smb.train.join has one, "values"), including running statistics. The outer optimizer's momentum, if there is one, is the
+tensor "smb.outer.0"; its latest step, if workers read that, is "smb.step". The rest of the group stands in
+__metadata__, with a SHA-256 of all bytes after the header. A file that is torn or was changed is not loaded.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from smb.train.parameters import BLOCK_ELEMENTS
 from smb.train.progress import progress_of
 from smb.train.scheme import Scheme, Values, is_number, is_whole, scheme_of
 
-STATISTICS = "state"  # of smb.torch.join: NAME/state
+STATISTICS = "state"  # NAME/state, made by smb.torch.join
 _KEY = "smb.train"
-_OUTER = {"smb.outer.0": momentum_name, "smb.step": step_name}  # two copies each, which take turns
+_OUTER = {"smb.outer.0": momentum_name, "smb.step": step_name}  # each has two slots that are used in turn
 _WHOLE = "values"
 _FORMAT_VERSION = 1
-_ROUNDS_MAX = 1 << (62 - t.ROUND_SHIFT)  # a word of the table has them
-_COUNT_MAX = 1 << 62  # of steps and samples, likewise: these are added to
-_TRIES = 3  # without keeping rounds from being closed
+_ROUNDS_MAX = 1 << (62 - t.ROUND_SHIFT)  # a word of the table holds a round
+_COUNT_MAX = 1 << 62  # limit of steps and samples, which the table adds to
+_TRIES = 3  # attempts without a lock that keeps rounds from being closed
 _LOCK_S = 60.0
 
 _log = logging.getLogger("smb")
@@ -56,8 +56,9 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True)
 class _Source:
-    """Tensors that go into the file, under these names. `ranges` make up the vector that they lie in, in order, each
-    with the float32 buffer in which it is good.
+    """Tensors of the file, and the buffers that they come from. `names` maps each tensor to its name in the file.
+    `ranges` are the parts of the vector in which the tensors lie, in order, each with the float32 buffer that has its
+    valid values.
     """
 
     ranges: tuple[tuple[Buffer, Span], ...]
@@ -67,8 +68,8 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Head:
-    """What a file says before its tensors, checked. `extents`: of each tensor in the file, its first byte and its
-    elements; `nbytes`: of the whole file.
+    """The checked header of a file. `extents` has each tensor's first byte in the file and its number of elements;
+    `nbytes` is the size of the whole file.
     """
 
     fields: dict[str, Any]
@@ -93,7 +94,7 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
     Raises NotFoundError, InvalidArgumentError (no group), OSError.
     """
     group, target = groups.view(client, name), Path(path)
-    if not target.parent.is_dir():  # else the error would name the file that is written first
+    if not target.parent.is_dir():  # otherwise the error would name the temporary file
         raise FileNotFoundError(errno.ENOENT, "no such directory", str(target.parent))
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "this is a directory", str(target))
@@ -103,27 +104,27 @@ def save(client: Client, name: str, path: str | os.PathLike[str]) -> int:
             with _still(group) if attempt >= _TRIES else contextlib.nullcontext():
                 before = group.table.get(0, t.ROUND)
                 if not before & groups.BUILT:
-                    part.unlink(missing_ok=True)  # of the attempt before
+                    part.unlink(missing_ok=True)  # left by an earlier attempt
                     _write(group, before >> t.ROUND_SHIFT, part)
                     after = group.table.get(0, t.ROUND)
-                    # BUILT: the weights are being replaced, of the round that is still open.
+                    # BUILT: the weights of the round that is still open are being replaced.
                     if after >> t.ROUND_SHIFT == before >> t.ROUND_SHIFT and not after & groups.BUILT:
                         part.replace(target)
                         _sync(target.parent)
                         return before >> t.ROUND_SHIFT
-            group.read_by(lambda _: None)  # until no round is being closed; does what a dead closer left
+            group.read_by(lambda _: None)  # waits until no round is being closed, and finishes a dead worker's closing
     finally:
         part.unlink(missing_ok=True)
-    raise Error(f"save of training {name!r}: its rounds were closed while it was read; try again")
+    raise Error(f"save of training {name!r}: rounds were closed during each of {2 * _TRIES} attempts; try again")
 
 
 def load(client: Client, name: str, path: str | os.PathLike[str], **placement: Any) -> int:
-    """Make a training from a file, in any cluster, under any name. Return its round. Workers that join go on from
+    """Make a training from a file, in any cluster, under any name. Return its round. Workers that join continue from
     there.
 
     `placement` is servers=, stripe=, wire= and replicas= of Client.create; wire and replicas default to the saved
     training's. Raises AlreadyExistsError if there is a training of that name (smb.train.delete), InvalidArgumentError
-    for a file that is incomplete or no training, OSError.
+    if the file is incomplete or not a saved training, OSError.
     """
     groups.check_placement(f"load of {path}", placement)
     with os.fdopen(open_regular(path), "rb") as file:
@@ -133,7 +134,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
         _check_room(client, head, str(path))
         if before[0] != head.nbytes or _digest(file, head.start) != fields["sha256"]:
             raise InvalidArgumentError(
-                f"load of {path}: its bytes are not those that were saved: it is torn, or changed"
+                f"load of {path}: the file is incomplete or was changed: its bytes do not match its checksum"
             )
         settings = groups.settings_of(head.scheme, head.guards, float(fields["lease"]))
         metadata = {**fields["metadata"], groups.METADATA: settings}
@@ -156,16 +157,16 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
             except BaseException:
                 try:
                     for each in reversed(made):
-                        setup.check()  # who was stopped meanwhile must not delete what another has made
+                        setup.check()  # a process that was stopped meanwhile must not delete another's new buffers
                         _drop(client, each)
                 except Error as error:
-                    _log.warning("load of %s: what it has made of training %r is left alone: %s", path, name, error)
+                    _log.warning("load of %s: could not delete what it made of training %r: %s", path, name, error)
                 raise
     return number
 
 
 def _drop(client: Client, made: Buffer) -> None:
-    """Delete what was made in vain. If that fails it is logged: what failed before is told."""
+    """Delete a buffer of a failed load. A failure is only logged, because the caller raises the earlier error."""
     try:
         client.delete(made, missing_ok=True)
     except Error as error:
@@ -176,7 +177,7 @@ def _drop(client: Client, made: Buffer) -> None:
 
 
 def _write(group: groups.Group, number: int, part: Path) -> None:
-    """Write the file as of a round that is open, and stays so."""
+    """Write the file as of a round that is open and stays open."""
     weights = group.weights
     table = weights.table or _whole(weights.size)
     sources = [_Source(_all(weights), table, {each: each for each in table})]
@@ -201,7 +202,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
         head_fields["statistics"] = {"size": statistics.size, "metadata": statistics.metadata}
     if group.scheme.traits.outer:
         for stored, name_of in _OUTER.items():
-            with contextlib.suppress(NotFoundError):  # nobody has trained yet, or the scheme has none
+            with contextlib.suppress(NotFoundError):  # no step was made yet, or the scheme has no such state
                 slots = [group.client.open(f"{group.name}/{name_of(slot)}") for slot in (0, 1)]
                 ranges = tuple((slots[slot], span) for slot, span in _good_states(group.spans, number))
                 sources.append(_Source(ranges, _whole(weights.size), {_WHOLE: stored}))
@@ -209,7 +210,7 @@ def _write(group: groups.Group, number: int, part: Path) -> None:
     for source in sources:
         for each, stored in source.names.items():
             if stored in forms:
-                raise InvalidArgumentError(f"save of training {group.name!r}: it has two tensors {stored!r}")
+                raise InvalidArgumentError(f"save of training {group.name!r}: two tensors have the name {stored!r}")
             forms[stored] = source.table[each].shape, "float32"
     placed = TensorTable.of(forms, "save")
     with part.open("xb") as file:
@@ -236,7 +237,9 @@ def _all(buffer: Buffer) -> tuple[tuple[Buffer, Span], ...]:
 
 
 def _good_states(spans: tuple[Span, ...], number: int) -> Iterator[tuple[int, Span]]:
-    """Yield which slot of the outer state is good in round `number`, by fragment: the one that its next round reads."""
+    """Yield for each fragment the slot of the outer state that is valid in round `number`: the one that the fragment's
+    next round reads.
+    """
     for index, span in enumerate(spans):
         yield state_slot(number + (index - number) % len(spans), len(spans)), span
 
@@ -251,7 +254,7 @@ def _read(ranges: tuple[tuple[Buffer, Span], ...], info: TensorInfo) -> Iterator
 
 @contextlib.contextmanager
 def _still(group: groups.Group) -> Iterator[None]:
-    """Keep rounds from being closed."""
+    """Keep rounds from being closed while the block runs."""
     with group.weights.lock(ttl=group.lease, timeout=_LOCK_S):
         yield
 
@@ -272,34 +275,35 @@ def _sync(directory: Path) -> None:
 
 
 def _head(file: IO[bytes], path: str) -> _Head:
-    """Read and check what comes before the tensors: nothing is made of a file that says anything else than a saved
-    training does. Raises InvalidArgumentError.
-    """
+    """Read and check the header. Raises InvalidArgumentError for a header that smb.train.save would not write."""
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= TRAINING_HEADER_BYTES_MAX:
         raise InvalidArgumentError(
-            f"load of {path}: this is not a saved training: a header of {size} bytes is not in 1 to "
-            f"{TRAINING_HEADER_BYTES_MAX}"
+            f"load of {path}: this is not a saved training: its header must have 1 to "
+            f"{TRAINING_HEADER_BYTES_MAX} bytes, not {size}"
         )
     file.seek(0)
     start = file.read(8 + size)
     if len(start) < 8 + size:
-        raise InvalidArgumentError(f"load of {path}: the file ends within its header: it is torn")
+        raise InvalidArgumentError(f"load of {path}: the file is incomplete: it ends within its header")
     try:
         table, metadata, ranges = parse_safetensors(start, TRAINING_HEADER_BYTES_MAX, TRAINING_HEADER_PARTS_MAX)
         if metadata is None or _KEY not in metadata:
-            raise ValueError("it says nothing of a training")
+            raise ValueError("its metadata has no training")
         fields = parse_json(metadata[_KEY], TRAINING_HEADER_PARTS_MAX)
         if not isinstance(fields, dict) or not is_whole(fields.get("version"), 0):
-            raise ValueError("it says nothing of a training")
+            raise ValueError("its metadata has no training")
         if fields["version"] != _FORMAT_VERSION:
-            raise ValueError(f"it is of version {quoted(fields['version'])}, and this is smb for {_FORMAT_VERSION}")
+            raise ValueError(
+                f"its format has version {quoted(fields['version'])}, and this release of smb reads {_FORMAT_VERSION}"
+            )
         if any(info.dtype != np.float32 for info in table.values()):
-            raise ValueError("a tensor is not of float32")
+            raise ValueError("all tensors must be float32")
         extents = {each: (8 + size + first, table[each].size) for each, (first, _) in zip(table, ranges, strict=True)}
         scheme, guards = _checked(fields)
         _check_tensors(fields, extents)
-    except (Error, ValueError, TypeError, KeyError, OverflowError) as error:  # the latter of settings of other types
+    # Settings of other types raise the latter three.
+    except (Error, ValueError, TypeError, KeyError, OverflowError) as error:
         raise InvalidArgumentError(
             f"load of {path}: this is not a saved training: it was not written by smb.train.save ({shortened(error)})"
         ) from None
@@ -307,7 +311,9 @@ def _head(file: IO[bytes], path: str) -> _Head:
 
 
 def _checked(fields: dict[str, Any]) -> tuple[Scheme, Guards]:
-    """Return the scheme and the guards. Raises ValueError; for settings of other types also TypeError and the like."""
+    """Return the scheme and the guards. Raises ValueError; settings of wrong types may also raise TypeError and the
+    like.
+    """
     shapes: dict[str, bool] = {
         "scheme": isinstance(fields.get("scheme"), str),
         "settings": isinstance(fields.get("settings"), dict),
@@ -330,7 +336,9 @@ def _checked(fields: dict[str, Any]) -> tuple[Scheme, Guards]:
 
 
 def _check_tensors(fields: dict[str, Any], extents: dict[str, tuple[int, int]]) -> None:
-    """Raise Error or ValueError unless the file has each tensor that is to be filled, with as many elements."""
+    """Raise Error or ValueError unless the file has each tensor that must be filled, with the
+    right number of elements.
+    """
     size = fields["size"]
     table = TensorTable.from_metadata(fields["metadata"], np.dtype(np.float32), 4 * size) or _whole(size)
     wanted = {each: info.size for each, info in table.items()} | {each: size for each in _OUTER if each in extents}
@@ -338,7 +346,7 @@ def _check_tensors(fields: dict[str, Any], extents: dict[str, tuple[int, int]]) 
         if not isinstance(kept, dict) or not isinstance(kept.get("metadata"), dict):
             raise ValueError("its statistics are not those of a training")
         if not is_whole(kept.get("size"), 1, BYTES_MAX // 4):
-            raise ValueError(f"its statistics have the size {quoted(kept.get('size'))}")
+            raise ValueError(f"the size of its statistics is {quoted(kept.get('size'))}")
         statistics = TensorTable.from_metadata(kept["metadata"], np.dtype(np.float32), 4 * kept["size"])
         if statistics.nbytes != 4 * kept["size"]:
             raise ValueError("its statistics are not those of a training")
@@ -347,12 +355,12 @@ def _check_tensors(fields: dict[str, Any], extents: dict[str, tuple[int, int]]) 
         if each not in extents:
             raise ValueError(f"the file has no tensor {quoted(each)}")
         if extents[each][1] != count:
-            raise ValueError(f"tensor {quoted(each)} has {extents[each][1]} elements, and the training {count}")
+            raise ValueError(f"tensor {quoted(each)} has {extents[each][1]} elements, not {count}")
 
 
 def _check_room(client: Client, head: _Head, path: str) -> None:
-    """Raise OutOfMemoryError for a training that no server of the cluster could ever hold: to look through a sparse
-    file that says that it is one would take for ever.
+    """Raise OutOfMemoryError for a training that the cluster's servers could never hold. Otherwise reading a sparse
+    file that claims such a size would take for ever.
     """
     there = sum(server.capacity for server in client.servers())
     if (wanted := 4 * head.fields["size"]) > there:
@@ -363,7 +371,7 @@ def _check_room(client: Client, head: _Head, path: str) -> None:
 
 
 def _stamp(file: IO[bytes]) -> tuple[int, int, int]:
-    """Return the size of a file, and what changes with its bytes."""
+    """Return a file's size and times, which change with its bytes."""
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -386,8 +394,9 @@ def _make(
     made: list[Buffer],
     setup: Lock,
 ) -> t.Table:
-    """Make the group's buffers, and return the table, which is to say that the group is ready. Under the setup lock.
-    The table comes first: so buffers that a killed load leaves are known as parts of a training that is not ready.
+    """Make the group's buffers, and return the table, in which the caller marks the group as ready. The caller holds
+    the setup lock. The table is made first, so that buffers left by a killed load are known as parts of a training that
+    is not ready.
     """
     fields, where = head.fields, head.extents
     groups.remove_leftovers(client, name, setup.check)
@@ -417,7 +426,7 @@ def _make(
             values[info.offset // 4 :][:count] = _next(file, count)
         statistics.publish(values)
     members.swap(0, t.ROUND, 0, fields["round"] << t.ROUND_SHIFT)
-    # As if a former member of the first slot had done all of it.
+    # The counts are entered as if a former member in the first slot had done all of it.
     members.add(1, t.STEPS, fields["steps"])
     members.add(1, t.SAMPLES_BEFORE, fields["samples"])
     return members

@@ -1,10 +1,10 @@
-"""Schemes: the settings, and one worker's side.
+"""Schemes: their settings, and one worker's side of an exchange.
 
-A scheme is a frozen dataclass of settings that a whole group shares; all values are JSON's (numbers, strings, booleans,
-None). It does no I/O. The work for one worker is done by its Exchange, made by run().
+A scheme is a frozen dataclass of settings that a whole group shares; all values are JSON values (numbers, strings,
+booleans, None). It does no I/O. An Exchange, made by run(), does the work for one worker.
 
-All schemes exchange changes of values, never gradients: delta = values - base, with base the values that the worker
-last took over from the group (as Petuum's SSP: Ho et al. 2013). So any optimizer may run between two exchanges. For
+All schemes exchange changes of values, never gradients: delta = values - base, where base is the values that the worker
+last took over from the group (as in Petuum's SSP: Ho et al. 2013). So any optimizer may run between two exchanges. For
 SGD, with momentum too, the mean of the workers' deltas equals one step on all their samples: the rule is linear in the
 gradient.
 """
@@ -44,7 +44,7 @@ __all__ = [
     "scheme_of",
 ]
 
-WHOLE_MAX = (1 << 63) - 1  # of a setting: what a word of the group's table can have
+WHOLE_MAX = (1 << 63) - 1  # largest value of a setting that a word of the group's table can hold
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every scheme by its name."""
@@ -57,7 +57,7 @@ class Exchange(ABC):
     again and makes a new exchange) and RefusedContributionError (the Worker calls restart).
     """
 
-    EACH_STEP: ClassVar[bool] = False  # whether each step is a contribution: then the Worker counts one that is lost
+    EACH_STEP: ClassVar[bool] = False  # whether each step is a contribution; then the Worker counts a lost one
 
     @property
     def batch_size(self) -> int | None:
@@ -71,44 +71,46 @@ class Exchange(ABC):
 
     @abstractmethod
     def step(self, samples: int) -> None:
-        """Note one local step over so many samples, and exchange when the scheme says so.
+        """Count one local step over this many samples, and exchange when the scheme says so.
 
-        If no exchange is due, it takes no time that grows with the model.
+        If no exchange is due, the time does not grow with the size of the model.
         """
 
     @abstractmethod
     def restart(self) -> None:
-        """Set the parameters to the shared model, and forget local changes. If it raises, the parameters
-        are unchanged.
+        """Set the parameters to the shared model, and drop local changes. If this raises, the
+        parameters are unchanged.
         """
 
     def flush(self) -> None:
-        """Finish exchanges in the background; afterwards nothing of this worker is outstanding."""
+        """Finish exchanges in the background; afterwards no contribution of this worker is in flight."""
         return
 
     @property
     def rests_count(self) -> bool:
-        """True if contribute_rest contributes to a round that waits for all who are present."""
+        """True if contribute_rest contributes to a round that waits for all present members."""
         return False
 
     def contribute_rest(self) -> int:
         """Contribute the local steps since the last exchange, if the scheme can do so without waiting for others.
 
-        Returns the number of such steps that it could not contribute, as far as the scheme counts them.
+        Returns the number of these steps that were not contributed, as far as the scheme counts them.
         """
         return 0
 
     def close(self) -> None:
-        """Flush, and leave nothing behind. Afterwards the Worker gives its slot back."""
+        """Flush, and remove this worker's traces. Afterwards the Worker frees its slot."""
         self.flush()
 
     def abandon(self) -> None:
-        """The membership was lost: work in progress no longer counts, and must not change `values`."""
+        """End after a lost membership: work in progress no longer counts, and must not change `values`."""
         return
 
 
 class Footprint(NamedTuple):
-    """How many copies of the model a scheme keeps on the memory servers: of the group, and for each worker and host."""
+    """The number of copies of the model that a scheme keeps on the memory servers: for the group, each worker, each
+    host.
+    """
 
     group: int = 1
     worker: int = 0
@@ -121,16 +123,16 @@ class Footprint(NamedTuple):
 
 
 class Scheme(ABC):
-    """A rule of exchange and its settings: a frozen dataclass with a NAME, and with TRAITS that others ask.
+    """A rule of exchange and its settings: a frozen dataclass with a NAME and TRAITS.
 
-    A scheme is one file: what a list, a plan or overlap= needs to know of it stands in its traits.
+    A scheme is one file. Its traits say everything that lists, plans and overlap= need to know of it.
     """
 
     NAME: ClassVar[str]
     TRAITS: ClassVar[Traits] = Traits(way=FUSED)
 
     def __init_subclass__(cls) -> None:
-        """Make it known by its name."""
+        """Register the scheme under its name."""
         if "NAME" in cls.__dict__:
             SCHEMES[cls.NAME] = cls
 
@@ -149,47 +151,51 @@ class Scheme(ABC):
         fields = dataclasses.fields(cast(Any, cls))
         takes = f"it takes {', '.join(field.name for field in fields)}" if fields else "it has no settings"
         if foreign := settings.keys() - {field.name for field in fields}:
-            raise InvalidArgumentError(f"scheme {cls.NAME!r} has no {', '.join(sorted(foreign))}; {takes}")
+            raise InvalidArgumentError(f"scheme {cls.NAME!r} has no setting {', '.join(sorted(foreign))}; {takes}")
         needed = {field.name for field in fields if field.default is dataclasses.MISSING}
         if missing := needed - settings.keys():
-            raise InvalidArgumentError(f"scheme {cls.NAME!r} needs {', '.join(sorted(missing))}=, which has no default")
+            raise InvalidArgumentError(
+                f"scheme {cls.NAME!r} needs {', '.join(f'{key}=' for key in sorted(missing))}, which has no default"
+            )
         return cls(**settings)
 
     def interval(self) -> int:
-        """Return after how many local steps a worker may have something to exchange. Steps between may be reported
-        then, all at once.
+        """Return after how many local steps a worker may have something to exchange. The steps between may then be
+        reported all at once.
         """
         return 1
 
     def footprint(self) -> Footprint:
-        """Return how many copies of the model it keeps on the memory servers."""
+        """Return the number of copies of the model that the scheme keeps on the memory servers."""
         return Footprint()
 
     def check(self, name: str, parameters: Parameters) -> None:  # noqa: B027 - most schemes train whatever there is
-        """Raise InvalidArgumentError where a worker with such parameters can't take part in the training `name`."""
+        """Raise InvalidArgumentError if a worker with these parameters can't take part in the training `name`."""
 
     def spans(self, weights: Buffer) -> tuple[Span, ...]:
-        """Return the parts of the shared weights that are exchanged at times of their own: round r is of part r modulo
-        their number. Raises InvalidArgumentError where the weights can't be cut so.
+        """Return the parts of the shared weights that are exchanged at times of their own: round r exchanges part r
+        modulo their number. Raises InvalidArgumentError if the weights can't be cut into these parts.
         """
         return (Span(0, weights.size),)
 
     def first_clock(self, rows: Rows) -> int:
-        """Return the clock that a joiner begins with, from the table: nobody may be held up by it."""
+        """Return the clock with which a joiner begins, from the table. It must not hold up other members."""
         return int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
 
     @abstractmethod
     def run(self, group: Group, parameters: Parameters) -> Exchange:
-        """Return this worker's exchange. May create buffers; leaves the parameters alone."""
+        """Return this worker's exchange. May create buffers. Does not change the parameters."""
 
 
 def is_whole(value: object, least: int, most: int = WHOLE_MAX) -> bool:
-    """Whether a setting is a whole number in that range. True and 2.0 are none: who wrote them meant something else."""
+    """Return True if a setting is a whole number in this range. True and 2.0 do not count, since they are likely
+    mistakes.
+    """
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_number(value: object) -> bool:
-    """Whether a setting is a finite number; True is none."""
+    """Return True if a setting is a finite number. True does not count."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an int that is larger than any float
@@ -204,5 +210,5 @@ def by_traits() -> list[tuple[str, type[Scheme]]]:
 def scheme_of(name: str, settings: dict[str, Json]) -> Scheme:
     """Return the scheme of that name with these settings. Does not block. Raises InvalidArgumentError."""
     if name not in SCHEMES:
-        raise InvalidArgumentError(f"there is no scheme {name!r}; there are {', '.join(sorted(SCHEMES))}")
+        raise InvalidArgumentError(f"there is no scheme {name!r}; the schemes are {', '.join(sorted(SCHEMES))}")
     return SCHEMES[name].from_settings(settings)

@@ -1,28 +1,29 @@
-"""SSP(s), stale synchronous: a worker may be ahead of the slowest one by s clocks, and waits there. ASP has no bound.
+"""SSP(s), stale synchronous: a worker may be ahead of the slowest one by s clocks, and waits at this bound. ASP has no
+bound.
 
     W_global += W_local - base;  clock += 1        after every local step
     wait until clock - min(clocks of all) <= s;  W_local = base = W_global
 
 Source: Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server". With s = 0 it
 is lock-step as in bulk synchronous training, with one exception: a worker may read a model to which a faster one has
-already added its next update. Without a bound it is ASP, totally asynchronous: every worker adds what it did when it
-has done it, and waits for nobody (Dean et al. 2012, "Large scale distributed deep networks", Downpour SGD).
+already added its next update. Without a bound the scheme is ASP, totally asynchronous: every worker adds each change at
+once and waits for nobody (Dean et al. 2012, "Large scale distributed deep networks", Downpour SGD).
 
-In one call the servers add, and the sums come back in the same round trip.
+One call adds on the servers, and the sums come back in the same round trip.
 
 Taxonomy: data parallel; central (a parameter server); bounded asynchronous, clocks seen by all, or asynchronous; each
 worker with the servers alone.
 
 Staleness of SSP: a read at clock c contains every update up to clock c - s, of every live worker, and all of the
-reader's own. So no worker is ever more than s clocks ahead. This holds as a worker writes its clock after its
-contribution was acknowledged, and reads after it saw the clocks. The staleness in the status is how far the slowest was
-behind at the read. A worker that dies, or is stopped for longer than its lease, is found by its lock, and the others go
-on; one that joins begins at the slowest one's clock. Tested with a stopped worker, on what every read was seen to
-contain.
+reader's own updates. So no worker is ever more than s clocks ahead. This holds because a worker writes its clock after
+its contribution was acknowledged, and reads after it saw the clocks. The staleness in the status is how many clocks the
+slowest worker was behind at the read. If a worker dies, or is stopped for longer than its lease, the others notice it
+by its lock and go on. A worker that joins begins at the slowest worker's clock. A test with a stopped worker checks the
+contents of every read.
 
 Staleness of ASP: how many contributions of others were acknowledged between a worker's read and its next contribution.
-No bound is promised, but the group's guards may set one (staleness_max): a contribution beyond it is refused. Nobody's
-contribution is lost, and each counts once: the workers' own records of what they saw show it.
+The scheme promises no bound, but the group's guards may set one (staleness_max): a contribution beyond it is refused.
+No contribution is lost, and each counts once; the test checks this against the workers' own records.
 
 A worker that is killed while it sends may leave a part of its last contribution, whole chunks of it, in the model.
 tests/train/test_asp_and_ssp.py, judged by tests/support/training_judges.py.
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from smb.train.group import Group
 
 
-_ARRIVED = t.GROUP_EXTRA  # of ASP: contributions acknowledged so far
+_ARRIVED = t.GROUP_EXTRA  # ASP's column: number of contributions acknowledged so far
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class ASP(Scheme):
 
 @dataclass(frozen=True)
 class SSP(Scheme):
-    """Stale synchronous updates: a worker may be at most `staleness` steps ahead of the slowest one, and
-    waits there.
+    """Stale synchronous updates: a worker may be at most `staleness` steps ahead of the slowest
+    one, and waits there.
     """
 
     NAME: ClassVar[str] = "ssp"
@@ -74,10 +75,14 @@ class SSP(Scheme):
 
     def __post_init__(self) -> None:
         if not is_whole(self.staleness, 0):
-            raise InvalidArgumentError(f"scheme 'ssp': staleness={self.staleness!r} is no number of clocks, from 0 on")
+            raise InvalidArgumentError(
+                f"scheme 'ssp': staleness must be a whole number of clocks from 0 on, not {self.staleness!r}"
+            )
 
     def first_clock(self, rows: t.Rows) -> int:
-        """Return the slowest one's clock: nobody is held up by a newcomer, and it may be as far ahead as others."""
+        """Return the slowest member's clock: a newcomer holds up nobody, and may be as far ahead
+        as any other member.
+        """
         return min(clocks_of(rows).values(), default=0)
 
     def run(self, group: Group, parameters: Parameters) -> Exchange:
@@ -91,20 +96,20 @@ def clocks_of(rows: t.Rows) -> dict[int, int]:
 
 
 def lag(clock: int, others: Mapping[int, int]) -> int:
-    """Return how many clocks the slowest of the others is behind; 0 if nobody is."""
+    """Return how many clocks the slowest of the others is behind; 0 if no member is behind."""
     return max(0, clock - min(others.values(), default=clock))
 
 
 def must_wake(clock: int, others: Mapping[int, int], bound: int) -> bool:
-    """Whether somebody may wait for a member's step to `clock`, just written: it was the last one below, and another is
-    so far ahead that it waited.
+    """Return True if a member may be waiting for this worker's step to `clock`, which was just written: this worker was
+    the last one below `clock`, and another one is so far ahead that it waited.
     """
     return min(others.values(), default=0) >= clock and max(others.values(), default=0) - (clock - 1) > bound
 
 
 class StaleSynchronous(Exchange):
-    """One worker's side. A step blocks for one accumulate and a few small calls, and with a bound while the worker is
-    too far ahead; then for one read more. Without a bound no clocks are told.
+    """One worker's side. A step blocks for one accumulate and a few small calls. With a bound it also blocks while the
+    worker is too far ahead, and then for one more read. Without a bound no clocks are written.
     """
 
     EACH_STEP = True
@@ -115,13 +120,15 @@ class StaleSynchronous(Exchange):
         self._mover = mover_of(group, parameters, FUSED)
         self._clock = group.member.clock
         self._lag = 0  # at the last read
-        self._arrived = 0  # contributions, ours among them, when the read began that the next one builds on
+        # Contributions, including ours, at the beginning of the read on which the next contribution builds.
+        self._arrived = 0
         self._unsent_samples = 0
 
     def step(self, samples: int) -> None:
-        """Add the delta, and take over the shared model; with a bound tell the clock, and wait where others are behind.
+        """Add the delta, and take over the shared model. With a bound, write the clock and wait while others are
+        behind.
 
-        With a bound a refused delta is a clock too: what is wrong with one worker holds up nobody.
+        With a bound a refused delta advances the clock too, so that a faulty worker holds up nobody.
         """
         self.flush()
         self._unsent_samples = samples
@@ -139,7 +146,7 @@ class StaleSynchronous(Exchange):
             self._arrived = self._group.table.get(0, _ARRIVED)
 
     def flush(self) -> None:
-        """Send what a failed call left unsent, and the clock that was not written."""
+        """Send what a failed call left unsent, and the clock if it was not written."""
         if self._mover.finish():
             self._count()
             self._clock += 1
@@ -149,7 +156,8 @@ class StaleSynchronous(Exchange):
 
     def _step_within(self, bound: int) -> None:
         group, refused = self._group, None
-        # The others only go on: if none is too far behind now, the sums that come back contain all they must.
+        # Clocks only grow, so if no member is too far behind now, the sums that come back contain every update they
+        # must.
         behind = lag(self._clock + 1, self._others())
         try:
             self._add(self._lag, fetch=behind <= bound)
@@ -179,7 +187,7 @@ class StaleSynchronous(Exchange):
         self._group.count(self._unsent_samples, self._mover.moved_bytes())
 
     def _tell(self, bound: int) -> dict[int, int]:
-        """Tell the clock, wake who may have waited for it, and return the others' clocks."""
+        """Write the clock, wake members that may have waited for it, and return the others' clocks."""
         self._group.member.advance(self._clock)
         others = self._others()
         if must_wake(self._clock, others, bound):

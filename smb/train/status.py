@@ -21,11 +21,12 @@ from smb.train.worker_status import WorkerStatus, worker_status
 
 @dataclass(frozen=True, slots=True)
 class GroupStatus:
-    """A training: its scheme and settings, the open round (0 without rounds), and everyone who is or was in a slot.
+    """A training: its scheme and settings, the open round (0 without rounds), and every worker that is or was in a
+    slot.
 
-    - `samples`: of all who ever took part, also of those whose slots others have now.
+    - `samples`: the samples of all workers that ever took part, including those whose slots are now used by others.
     - `epochs`: how many epochs of Shared.batches are done; None without batches().
-    - `done`: nobody has a batch of a further epoch, and a worker that asked for one found none.
+    - `done`: no worker has a batch of a further epoch, and a worker that asked for one got none.
     - `wire`: how contributions travel.
     - `gone_bytes`: servers' memory, second copies included, for workers that are gone: inboxes, and in HSGD the models
       of hosts without workers. It is used again, or freed, as others join and train.
@@ -47,7 +48,7 @@ class GroupStatus:
 
 
 def _taken(rows: t.Rows) -> list[int]:
-    """Return the slots that somebody is or was in, but for those whose holder goes on in another one."""
+    """Return the slots that have or had a holder, except slots whose holder goes on in another one."""
     return [slot for slot in range(t.SLOTS) if rows[1 + slot, t.MARK] and rows[1 + slot, t.PID]]
 
 
@@ -55,13 +56,15 @@ def status(client: Client, name: str) -> GroupStatus:
     """Return what is known of a training, without changing it. Raises NotFoundError, InvalidArgumentError
     (no group).
     """
-    group = groups.view(client, name, deleted=True)  # `smb train rm` asks before it deletes the rest of one
+    # `smb train rm` asks before it deletes the rest of a deleted training.
+    group = groups.view(client, name, deleted=True)
     before = group.table.read()[:, t.INCARNATION].copy()
     slots = (int(slot) for slot in np.flatnonzero(before[1:]))
     lapsed = members.lapsed(client, name, group.lease, slots, group.weights.info.replicas)
     rows = group.table.read()
     epochs, done = epochs_of(client, f"{name}/units")
-    dead = {slot for slot in lapsed if rows[1 + slot, t.INCARNATION] == before[1 + slot]}  # the others have left
+    # Other members have left in the meantime.
+    dead = {slot for slot in lapsed if rows[1 + slot, t.INCARNATION] == before[1 + slot]}
     return GroupStatus(
         name=name,
         size=group.weights.size,

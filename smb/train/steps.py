@@ -1,8 +1,8 @@
-"""A worker's steps: in the caller's thread or in one of their own, how each ended, and how the worker goes on.
+"""A worker's steps: in the caller's thread or in a background thread, how each step ends, and how the worker goes on.
 
-A step ends in one of four ways. It is done. Or the membership was lost: the worker joins again, and its values are the
-shared model's. Or a guard refused the contribution: the shared model is taken over, and that is said. Or a call failed:
-the step is called again, and goes on from there.
+A step ends in one of four ways. It succeeds. Or the membership was lost: the worker joins again, and its values are the
+shared model's. Or a guard refused the contribution: the worker takes over the shared model, and the refusal is raised.
+Or a call failed: the caller repeats the step, which goes on from there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _log = logging.getLogger("smb")
 
 @dataclass
 class _Job:
-    """A step: how many samples it is of, when it began (time.perf_counter), and how it ended. `moved` and
-    `contributions` are bytes and contributions that had been sent before it.
+    """A step: its number of samples, when it began (time.perf_counter), and how it ended. `moved` and `contributions`
+    are the bytes and contributions that had been sent before it.
     """
 
     samples: int
@@ -42,25 +42,28 @@ class _Job:
 
 
 class Steps:
-    """One worker's. Calls come from one thread."""
+    """The steps of one worker. Calls come from one thread."""
 
     def __init__(self, group: Group, parameters: Parameters, exchanged: Callable[[int, float], object]) -> None:
-        """Under the group's setup lock. `exchanged` is called after a step that moved bytes: how many, in how long."""
+        """The caller holds the group's setup lock. `exchanged` is called after a step that moved bytes, with the number
+        of bytes and the seconds.
+        """
         self._group = group
         self._parameters = parameters
         self._exchanged = exchanged
-        self.away = False  # joining again was begun, and is not done
+        self.away = False  # joining again has begun and is not done
         self.unsent = 0  # local steps that the last contribute_rest() could not send
-        self._seated = False  # away, but we have a slot again
+        self._seated = False  # `away`, but this worker has a slot again
         self._job: _Job | None = None  # a step in the background
-        self._failed = False  # the last step in the background did, and may have left something unsent
-        self._refusal: RefusedContributionError | None = None  # after it the shared model is not taken over yet
+        self._failed = False  # the last background step failed, and may have left something unsent
+        # A refusal after which the shared model is not taken over yet.
+        self._refusal: RefusedContributionError | None = None
         parameters.seated(group)
         with room(group.name, group.scheme, 4 * parameters.size):
             self.exchange: Exchange = group.scheme.run(group, parameters)
 
     def step(self, samples: int | None) -> None:
-        """Do one in the caller's thread: see Worker.step."""
+        """Take one step in the caller's thread: see Worker.step."""
         _check_samples(self._group.name, samples)
         with there(self._group):
             if self.away:
@@ -72,7 +75,7 @@ class Steps:
             self._ended(job)
 
     def flush(self) -> None:
-        """Finish what is under way in the background, and wait for it."""
+        """Finish the exchanges in the background, and wait for them."""
         self.finish()
         if self.away:
             return
@@ -83,7 +86,7 @@ class Steps:
                 self._lost_it(error)
 
     def contribute_rest(self) -> None:
-        """Contribute the local steps since the last exchange, as far as the scheme can."""
+        """Contribute the local steps since the last exchange, if the scheme can."""
         if self.away or self._failed or self._job is not None:  # in the background each step is exchanged
             return
         with there(self._group):
@@ -96,11 +99,11 @@ class Steps:
                 self._refusal = error
                 self._start_over()
 
-    # ---- one in the background, for parameters that move by parts (smb/overlap/parts.py)
+    # ---- one step in the background, for parameters that move in parts (smb/overlap/parts.py)
 
     def start(self, samples: int | None, over: Callable[[], object]) -> None:
-        """Begin a step as `step` does, in a thread of its own, which calls `over` last. `finish` ends it: before that
-        no other call but those that look (status, progress, members) is made. Call `recover` before.
+        """Begin a step like `step`, but in a thread of its own, which calls `over` last. `finish` ends the step; until
+        then only status, progress and members may be used. Call `recover` before.
         """
         _check_samples(self._group.name, samples)
         assert self._job is None
@@ -117,39 +120,39 @@ class Steps:
 
     @property
     def under_way(self) -> bool:
-        """Whether there is a step in the background that `finish` has not ended."""
+        """True if there is a background step that `finish` has not ended."""
         return self._job is not None
 
     @property
     def lost(self) -> bool:
-        """Whether a step in the background has ended because this worker's membership was lost. No call."""
+        """True if a background step has ended because this worker's membership was lost. Makes no call."""
         return self._job is not None and isinstance(self._job.error, MembershipLostError)
 
     @property
     def failed(self) -> bool:
-        """Whether a step in the background has failed, as far as is known now; `finish` says how. No call."""
+        """True if a background step has failed so far; `finish` raises the error. Makes no call."""
         return self._job is not None and self._job.error is not None
 
     @property
     def refused(self) -> bool:
-        """Whether a contribution was refused, and the shared model could not be taken over then; `recover` does. No
-        call.
+        """True if a contribution was refused and the shared model could not be taken over; `recover` does that. Makes
+        no call.
         """
         return self._refusal is not None
 
     @property
     def unfinished(self) -> bool:
-        """Whether a step has failed, as `finish` said, and `recover` was not called. No call."""
+        """True if `finish` has raised a step's failure and `recover` was not called. Makes no call."""
         return self._failed or self.away or self._refusal is not None
 
     def wait(self) -> None:
-        """Wait for a step in the background, and leave it to `finish` to say how it ended."""
+        """Wait for a background step, and let `finish` say how it ended."""
         if self._job is not None and self._job.thread is not None:
             self._job.thread.join()
 
     def finish(self) -> bool:
-        """Wait for a step in the background. Raises what `step` raises, in the same cases, and joins again as that
-        does: then True, and the parameters are the shared model's.
+        """Wait for a background step. Raises what `step` raises, and joins again in the same cases: then it returns
+        True, and the parameters are the shared model's.
         """
         job, self._job = self._job, None
         if job is None:
@@ -157,7 +160,7 @@ class Steps:
         assert job.thread is not None
         try:
             job.thread.join()
-        except BaseException:  # Ctrl-C: it is still under way
+        except BaseException:  # Ctrl-C: the step is still running
             self._job = job
             raise
         rejoins = self._group.member.get(t.REJOINS)
@@ -169,9 +172,9 @@ class Steps:
         return self._group.member.get(t.REJOINS) != rejoins
 
     def recover(self) -> bool:
-        """Finish what a step left that failed, so that the next one may begin. Blocks. May raise what `step` raises.
+        """Finish what a failed step left, so that the next step may begin. Blocks. May raise what `step` raises.
 
-        True if this worker had to join again: the parameters are the shared model's.
+        Returns True if this worker had to join again: then the parameters are the shared model's.
         """
         with there(self._group):
             if self.away:
@@ -190,7 +193,7 @@ class Steps:
         return False
 
     def give_up(self) -> None:
-        """End a step in the background before it is done. Parts that were sent count."""
+        """End a background step before it is done. Parts that were sent count."""
         job, self._job = self._job, None
         if job is None or job.thread is None:
             return
@@ -202,11 +205,11 @@ class Steps:
     # ---- away, and back
 
     def go(self) -> None:
-        """Take no part any more, until `return_`."""
+        """Take no part in the training until `return_`."""
         self.finish()
-        with contextlib.suppress(MembershipLostError):  # then we are aside already
+        with contextlib.suppress(MembershipLostError):  # the membership was lost, so this worker is away already
             self.exchange.close()
-        self.away = True  # if leaving fails, too: the exchange is over
+        self.away = True  # also if leaving fails: the exchange has ended
         self._group.leave()
 
     def return_(self) -> None:
@@ -214,7 +217,7 @@ class Steps:
         self._back(self._group.return_)
 
     def come_back(self) -> None:
-        """Take part again, where an earlier call could not: as it does, and may raise, in `step`."""
+        """Take part again if an earlier call failed to. Acts and may raise as `step` does."""
         if self.away:
             with there(self._group):
                 self._rejoin()
@@ -229,7 +232,7 @@ class Steps:
 
     def _back(self, join: Callable[[], None]) -> None:
         self.away = True
-        with self._group.setting_up():  # first: nobody waits for us before we have a slot
+        with self._group.setting_up():  # first, so that no member waits for this worker before it has a slot
             if not self._sits():
                 self._seated = False
                 join()
@@ -241,7 +244,7 @@ class Steps:
         self._refusal = None
 
     def _sits(self) -> bool:
-        """Whether an earlier call has taken a slot that is ours still, and could not go on from there."""
+        """Return True if an earlier call has taken a slot that is still ours, but failed afterwards."""
         with contextlib.suppress(MembershipLostError):
             if self._seated:
                 self._group.member.check()
@@ -251,7 +254,6 @@ class Steps:
     # ---- how a step goes
 
     def _noted(self, samples: int | None) -> _Job:
-        """Take note of a step that begins."""
         self.unsent = 0
         member = self._group.member
         member.add(t.STEPS, 1)
@@ -269,7 +271,6 @@ class Steps:
         job.seconds = time.perf_counter() - job.started
 
     def _ended(self, job: _Job) -> None:
-        """Do what follows from how a step ended."""
         error = job.error
         if isinstance(error, MembershipLostError):
             if self.exchange.EACH_STEP and self._group.member.get(t.CONTRIBUTIONS) == job.contributions:
@@ -279,7 +280,7 @@ class Steps:
             self._refusal = error
             self._start_over()
         elif isinstance(error, Error):
-            self._group.member.add(t.STEPS, -1)  # it is called again
+            self._group.member.add(t.STEPS, -1)  # the step is called again
             raise error
         elif error is not None:
             raise error
@@ -288,8 +289,9 @@ class Steps:
             self._exchanged(moved, job.seconds)
 
     def _start_over(self) -> None:
-        """If a contribution was refused, take the shared model over, and raise that. If this fails it is repeated first
-        of all: the exchange may have read a newer model by then, which the parameters are not.
+        """If a contribution was refused, take over the shared model and raise the refusal. If taking over fails, the
+        next call repeats it before anything else: the exchange may have read a newer model by then, which the
+        parameters do not have.
         """
         if self._refusal is not None:
             self.exchange.restart()
@@ -303,12 +305,14 @@ def _check_samples(name: str, samples: int | None) -> None:
     except TypeError:
         known = False
     if not known:
-        raise InvalidArgumentError(f"step of training {name!r}: samples={samples!r} is no number from 0 on")
+        raise InvalidArgumentError(
+            f"step of training {name!r}: samples must be a whole number from 0 on, not {samples!r}"
+        )
 
 
 @contextlib.contextmanager
 def there(group: Group) -> Iterator[None]:
-    """Say of what is not found in the block that the training was deleted, where that is why."""
+    """If the block raises NotFoundError because the training was deleted, the error says that."""
     try:
         yield
     except NotFoundError as error:

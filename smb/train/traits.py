@@ -1,11 +1,13 @@
-"""What others ask of a scheme: the planner, overlap=, the tools. A scheme's own file says it."""
+"""A scheme's traits: what the planner, overlap= and the tools need to know of it. Each scheme's
+own file states them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-EXACT = "exact"  # a wire, as wire= of a buffer
+EXACT = "exact"  # a wire, for wire= of a buffer
 
 # How an exchange moves values. ELASTIC: read, then add a difference. ROUNDS: write into an inbox, wait until the round
 # is closed, read. FUSED: one call adds a change and brings the new values back.
@@ -16,7 +18,7 @@ WAYS = (ELASTIC, ROUNDS, FUSED)
 class Closing(NamedTuple):
     """What the servers read to close a round, in buffers of the model's size.
 
-    state: for the group. each: for each contribution. terms: of the largest sum, beside the contributions.
+    state: for the group. each: for each contribution. terms: buffers in the largest sum, besides the contributions.
     """
 
     state: int
@@ -28,13 +30,13 @@ class Closing(NamedTuple):
 class Traits:
     """A scheme's traits.
 
-    way: one of WAYS. each_step: every local step is an exchange. calls: those of one exchange that wait for each other,
-    with one worker who closes its own rounds (0: `smb plan` leaves the scheme out). Of a round some calls go at one
-    time over a network, and some in the background (tests/train/test_round_trips.py counts those that wait): all are
-    counted here, to be safe. closing: None without rounds. outer: the servers keep an optimizer's state. in_turn:
-    workers exchange one after the other. hides: the addition hides behind the next steps. no_overlap: why
-    smb.torch.join(overlap=) is not for it; "" where it is. plans_overlap: `smb plan` predicts that, too. fragments,
-    delay, step_wire: see DiLoCo.
+    way: one of WAYS. each_step: every local step is an exchange. calls: the number of calls in one exchange that wait
+    for each other, for one worker that closes its own rounds (0: `smb plan` leaves the scheme out). Over a network some
+    of a round's calls run at the same time or in the background (tests/train/test_round_trips.py counts the calls that
+    wait); to be safe, `calls` counts all of them. closing: None without rounds. outer: the servers keep an optimizer's
+    state. in_turn: workers exchange one after the other. hides: the addition runs behind the next steps. no_overlap:
+    the reason why smb.torch.join(overlap=) can't be used, or "" if it can. plans_overlap: `smb plan` predicts overlap,
+    too. fragments, delay, step_wire: see DiLoCo.
     """
 
     way: str
@@ -52,5 +54,5 @@ class Traits:
 
     @property
     def sort_key(self) -> tuple[bool, int, int]:
-        """By what lists of schemes are sorted: those that exchange at each step first."""
+        """The key by which lists of schemes are sorted: schemes that exchange at each step come first."""
         return not self.each_step, WAYS.index(self.way), self.calls

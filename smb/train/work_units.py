@@ -1,12 +1,12 @@
 """Work units: rows of a data set for workers that come and go, each unit done once in every epoch.
 
 The buffer NAME has one word for each unit: epoch << 32 | incarnation. (e, 0): the epochs before e are done, e is to be
-done; (e, i): incarnation i is at it. Each change is one compare_swap, so a unit is in one worker's hands at a time. A
-worker that dies in between leaves only its word, by which the unit is found. NAME/members is a table of who is there,
-with a lock each (members.py).
+done; (e, i): incarnation i works on epoch e. Each change is one compare_swap, so a unit is in one worker's hands at a
+time. A worker that dies in between leaves only its word, by which the unit is found. NAME/members is a table of
+members, each with a lock (members.py).
 
 Tickets from a counter lead every worker to another unit; they are hints, nothing depends on them. At the end of each
-epoch a worker looks for what was left behind: units whose worker is dead, and those of lost tickets.
+epoch a worker looks for units that were left behind: units of dead workers, and units of lost tickets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _METADATA = "smb.train.work_units"
 _UNITS_MAX = 1 << 24  # 128 MiB of words
-_LOOK_MAX = 1 << 20  # words that a look from outside reads: 8 MiB
+_LOOK_MAX = 1 << 20  # words that `epochs_of` reads at most: 8 MiB
 _HALF = 32
 _LOW = (1 << _HALF) - 1
 
@@ -65,8 +65,8 @@ class WorkUnits:
     last units of others.
 
     In a scheme with rounds pass `worker`: it steps aside while it waits, so that the others need not wait for it. All
-    who use the name pass the same total, unit, seed and lease, else InvalidArgumentError. A later run may ask for more
-    epochs.
+    processes that use the name must pass the same total, unit, seed and lease; otherwise InvalidArgumentError is
+    raised. A later run may ask for more epochs.
 
     Four small calls for each unit. Delete the buffers NAME, NAME/members and NAME/tick when all is done (delete_units);
     under the name of a group, as "run/units", smb.train.delete does it.
@@ -86,17 +86,22 @@ class WorkUnits:
     ) -> None:
         asked = f"work units {name!r}"
         if total < 1 or unit < 1 or not 0 <= seed < 2**63 or (epochs is not None and epochs < 0):
-            raise InvalidArgumentError(f"{asked}: total={total!r}, unit={unit!r}, seed={seed!r}, epochs={epochs!r}")
+            raise InvalidArgumentError(
+                f"{asked}: total and unit must be from 1 on, seed from 0 to below 2**63, epochs None or from 0 on, not "
+                f"total={total!r}, unit={unit!r}, seed={seed!r}, epochs={epochs!r}"
+            )
         self._units = -(-total // unit)
         if self._units > _UNITS_MAX:
-            raise InvalidArgumentError(f"{asked}: {self._units} units; at most {_UNITS_MAX}: make them larger")
+            raise InvalidArgumentError(
+                f"{asked}: there may be at most {_UNITS_MAX} units, not {self._units}; make each unit larger"
+            )
         settings = {"total": total, "unit": unit, "seed": seed, "lease": lease}
         replicas = worker.weights.info.replicas if worker is not None else 1
         self._client, self._name = client, name
         self._total, self._unit, self._seed, self._lease = total, unit, seed, lease
         self._end = _LOW if epochs is None else epochs
-        # Else a process that deletes them at this moment, or the worker's training, could take a part of what is made
-        # here, or leave it to the next training of that name.
+        # Under both locks: otherwise a process that deletes these units or the worker's training at this moment could
+        # delete a part of the buffers made here, or leave it to the next training of that name.
         under = contextlib.nullcontext() if worker is None else worker.group.setting_up()
         with under, keeping(setup_lock(client, name, replicas)):
             try:
@@ -110,12 +115,17 @@ class WorkUnits:
                     metadata={_METADATA: settings},
                 )
             except AlreadyExistsError as error:
-                raise InvalidArgumentError(f"{asked}: {error}: another number of units, or something else") from error
+                raise InvalidArgumentError(
+                    f"{asked}: {error}: it has another number of units, or is another kind of buffer"
+                ) from error
             found = self._words.metadata.get(_METADATA)
             if isinstance(found, dict):
-                found = {key: value for key, value in found.items() if key != "epochs"}  # which version 0.1 stored
+                found = {key: value for key, value in found.items() if key != "epochs"}  # version 0.1 stored it
             if found != settings:
-                raise InvalidArgumentError(f"{asked}: it is there with {found}, not {settings}")
+                raise InvalidArgumentError(
+                    f"{asked}: they exist with the settings {found}, not {settings}; pass the same, or take "
+                    f"another name"
+                )
             shape = (1 + t.SLOTS, t.FIELDS)
             self._table = t.Table(
                 client.create(f"{name}/members", shape, "int64", servers=1, replicas=replicas, exist_ok=True)
@@ -125,8 +135,8 @@ class WorkUnits:
         self._member: Member | None = self._admit()
         self._held: tuple[int, int] | None = None  # unit, word
         self._worker = worker
-        self._ticket: tuple[int, int] | None = None  # drawn, not used yet
-        self._swept = 0  # epochs whose left-overs were looked for
+        self._ticket: tuple[int, int] | None = None  # drawn and not used yet
+        self._swept = 0  # number of epochs whose left-over units this worker has looked for
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def __iter__(self) -> Iterator[Unit]:
@@ -135,15 +145,15 @@ class WorkUnits:
             yield unit
 
     def take(self, at_end: Callable[[], object] | None = None) -> Unit | None:
-        """Return the next unit; the one before is done. Returns None when all is done, after waiting for others' last
-        units.
+        """Return the next unit, and mark the previous one as done. Returns None when all units are done, after waiting
+        for the last units of other workers.
 
-        After the last units `worker` contributes what it has not sent, and `at_end` is called, before the units count
-        as done. So a process that sees that all is done sees a model that contains all of it.
+        After the last unit of this worker, `worker` contributes its unsent steps and `at_end` is called before the unit
+        counts as done. So a process that sees that all units are done also sees a model that contains all of them.
         """
         member = self._here()
-        # The one before stays in hand until the next one is, or the rest is contributed: else others may see that all
-        # is done while we have only drawn a ticket.
+        # The previous unit stays in hand until the next one is, or the rest is contributed. Otherwise others might see
+        # that all units are done while this worker has only drawn a ticket.
         former = self._held
         while True:
             epoch, hint = self._ticket = self._ticket or self._draw()
@@ -160,8 +170,8 @@ class WorkUnits:
                     return self._handed_out(former, left)
                 self._swept = epoch
             self._ticket = None
-            if former is not None and hint == former[0]:  # the same one again
-                if former[1] >> _HALF >= epoch:  # it is that one
+            if former is not None and hint == former[0]:  # the same unit again
+                if former[1] >> _HALF >= epoch:  # the ticket is the one of the unit in hand
                     continue
                 found = self._go_on(member, former)
                 if found is not None:
@@ -172,7 +182,7 @@ class WorkUnits:
                 return self._handed_out(former, found)
 
     def close(self) -> None:
-        """Return the unit in progress, and leave. A second call does nothing.
+        """Hand back the unit in progress, and leave. A second call does nothing.
 
         If a server is away it raises UnavailableError or TimeoutError; the unit is then handed out again like that of a
         worker that died.
@@ -180,7 +190,7 @@ class WorkUnits:
         member, self._member = self._member, None
         if member is None:
             return
-        with contextlib.ExitStack() as last:  # a member that stays would keep its unit from the others
+        with contextlib.ExitStack() as last:  # otherwise the member would stay and keep its unit from the others
             last.callback(wake, self._tick, self._lease)
             last.callback(member.leave)
             self._hand_back()
@@ -197,7 +207,7 @@ class WorkUnits:
             if error is None:
                 raise
             _log.warning(
-                "work units %r: could not hand back what was in hand, on the way out of an error: %s",
+                "work units %r: could not hand back the unit in hand while another error was raised: %s",
                 self._name,
                 failure,
             )
@@ -209,11 +219,11 @@ class WorkUnits:
 
     def _here(self) -> Member:
         if self._member is None:
-            raise InvalidArgumentError(f"work units {self._name!r}: closed; make another")
+            raise InvalidArgumentError(f"work units {self._name!r} are closed; make a new WorkUnits object")
         try:
             self._member.check()
         except MembershipLostError:
-            _log.warning("work units %r: the lease was lost; what was in hand may be done twice", self._name)
+            _log.warning("work units %r: the lease was lost; the unit in hand may be done twice", self._name)
             self._finish()
             self._member.leave()
             self._member = self._admit()
@@ -225,31 +235,38 @@ class WorkUnits:
         index, word = self._held
         done = ((word >> _HALF) + 1) << _HALF
         if self._words.compare_swap(1 + index, word, done) not in (word, done):
-            _log.warning("work units %r: unit %d was handed out again before it was done", self._name, index)
+            _log.warning("work units %r: unit %d was handed out again, so it may be done twice", self._name, index)
         self._held = None
 
     def _go_on(self, member: Member, former: tuple[int, int]) -> Unit | None:
-        """Have the one in hand done, and in hand for its next epoch, in one step. None: it was handed out again.
+        """In one step mark the unit in hand as done and take it for its next epoch. Returns None if the unit was handed
+        out again.
 
-        Were it free in between, another could take it, and see that all is done before our rest is contributed.
+        If the unit were free in between, another worker could take it and see that all units are done before this
+        worker's rest is contributed.
         """
         index, word = former
         new = ((word >> _HALF) + 1) << _HALF | member.incarnation
-        if self._words.compare_swap(1 + index, word, new) in (word, new):  # or by a call whose answer was lost
+        # Or an earlier call whose answer was lost did this.
+        if self._words.compare_swap(1 + index, word, new) in (word, new):
             return self._taken(index, new)
-        _log.warning("work units %r: unit %d was handed out again before it was done", self._name, index)
+        _log.warning("work units %r: unit %d was handed out again, so it may be done twice", self._name, index)
         self._held = None
         return None
 
     def _hand_back(self) -> None:
-        """Let others have what is in hand. If that fails, we find it ourselves as one of ours that was left behind."""
+        """Free the unit in hand. If that fails, this worker finds the unit itself later, as one
+        of its own left behind.
+        """
         held, self._held = self._held, None
         if held is not None:
             index, word = held
             self._words.compare_swap(1 + index, word, word & ~_LOW)
 
     def _handed_out(self, former: tuple[int, int] | None, unit: Unit) -> Unit:
-        """The former one is done. If that fails, it is still in hand; the new one is then found as left behind."""
+        """Mark the former unit as done. If that fails, the former unit is still in hand, and the new one is found later
+        as left behind.
+        """
         new, self._held = self._held, former
         self._finish()
         self._held = new
@@ -264,7 +281,7 @@ class WorkUnits:
         return epoch, int(self._order[1][ticket])
 
     def _claim(self, member: Member, index: int, epoch: int, found: int | None = None) -> Unit | None:
-        """Take a unit that nobody has, for the epoch or an earlier one that it lags behind."""
+        """Take a unit that no worker has, for this epoch or an earlier one that is not done."""
         word = epoch << _HALF if found is None else found
         while True:
             new = word & ~_LOW | member.incarnation
@@ -281,7 +298,7 @@ class WorkUnits:
         return Unit(word >> _HALF, start, min(self._unit, self._total - start))
 
     def _sweep(self, member: Member, epoch: int, held: tuple[int, int] | None = None) -> Unit | None:
-        """Take a unit that was left behind in the epochs before this one, but for the one that is `held`."""
+        """Take a unit that was left behind in the epochs before this one, except the unit `held`."""
         words = self._words.read(1)
         if held is not None:
             words[held[0]] = epoch << _HALF
@@ -289,7 +306,7 @@ class WorkUnits:
         if not behind.size:
             return None
         owners = np.unique(words[behind] & _LOW)
-        # We have no other in hand, so one of ours is of a claim that failed, for all we knew.
+        # This worker has no other unit in hand, so a word with its incarnation is from a claim that seemed to fail.
         gone = {member.incarnation} | self._gone({int(owner) for owner in owners} - {0, member.incarnation})
         for index in behind:
             word = int(words[index])
@@ -301,20 +318,20 @@ class WorkUnits:
         return None
 
     def _gone(self, owners: set[int]) -> set[int]:
-        """Return those of these incarnations that are dead."""
+        """Return the incarnations of `owners` that are dead."""
         rows = self._table.read()
         slots = {int(rows[1 + slot, t.INCARNATION]): slot for slot in members.live(rows)}
         suspects = [slots[owner] for owner in owners if owner in slots]
-        # A training's own worker is told of as such, once.
+        # The death of a training's worker is logged by the training, so it is logged here at DEBUG only.
         level = logging.WARNING if self._worker is None else logging.DEBUG
         dead = members.reap(self._client, self._name, self._table, self._lease, suspects, level)
         return {owner for owner in owners if owner not in slots or slots[owner] in dead}
 
     def _end_with_rest(self, member: Member) -> Unit | None:
-        """Our rest is contributed: from here on others may see that all is done.
+        """End after this worker's rest was contributed: from here on others may see that all units are done.
 
-        Where rests count, this worker stands aside first. So nobody is present who has no unit in hand, and the rest
-        that comes last finds nobody else to wait for: its round is closed before its unit is done.
+        If rests count, this worker steps aside first. Then every present worker has a unit in hand, and the last rest
+        has no other worker to wait for: its round is closed before its unit is done.
         """
         worker, finished = self._worker, False
         if worker is None or not worker.exchange.rests_count:
@@ -332,7 +349,7 @@ class WorkUnits:
             raise
 
     def _last(self, member: Member) -> Unit | None:
-        """All is handed out: wait until it is done, or its worker dies."""
+        """After all units are handed out, wait until they are done or a worker with one dies."""
         wake(self._tick, self._lease)
         left = self._sweep(member, self._end)
         if left is not None or self._all_done():
@@ -340,7 +357,8 @@ class WorkUnits:
         try:
             with self._worker.aside() if self._worker is not None else contextlib.nullcontext():
                 return self._wait_for_last(member)
-        except BaseException:  # nobody was given what was found, so the next call must not take it for done
+        # The caller did not get the unit that was found, so the next call must not mark it as done.
+        except BaseException:
             self._hand_back()
             raise
 
@@ -359,13 +377,13 @@ class WorkUnits:
 
 
 def epochs_of(client: Client, name: str) -> tuple[int | None, bool]:
-    """Return how many epochs of all work units of that name are done, None if there are none; and whether all are done:
-    nobody has a unit in hand, and who asked for a further one found none. One read, of 8 bytes a unit; of more than
-    2^20 units nothing is said. Changes nothing.
+    """Return how many epochs of the work units of that name are done (None if there are none), and whether all are
+    done: no worker has a unit in hand, and a worker that asked for a further one got none. One read of 8 bytes per
+    unit; for more than 2^20 units it returns (None, False). Changes nothing.
     """
     try:
         buffer = client.open(name)
-        if buffer.dtype != np.int64 or not 2 <= buffer.size <= _LOOK_MAX:  # anybody may make a buffer of that name
+        if buffer.dtype != np.int64 or not 2 <= buffer.size <= _LOOK_MAX:  # any process may make a buffer of that name
             return None, False
         words = buffer.read()
     except Error as error:  # its server may be away

@@ -1,4 +1,4 @@
-"""One process's part in a training: `join` gives a Worker, whose `step` is called after every local step."""
+"""One process's part in a training: `join` returns a Worker, whose `step` is called after every local step."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def join(
     `values` are this worker's parameters: a contiguous float32 numpy array (n,) that stays in its place in memory. The
     first worker makes the group, with its values, scheme, guards (default: Guards()), lease (seconds, default 10: how
     long a dead or stopped member keeps the others waiting) and `placement`: servers=, stripe=, wire=, replicas= of
-    Client.create. Later ones get the present shared model into `values`; None adopts what the group has. fresh=True
-    begins anew: it deletes a training of this name in which nobody is alive, with its model.
+    Client.create. For later workers the present shared model is written into `values`; None adopts the group's setting.
+    fresh=True begins anew: it deletes a training of this name in which nobody is alive, with its model.
 
-    Blocks for a few calls, and holds up nobody who trains. Logs the join (smb.train, INFO), to standard error unless
-    the program has set up logging.
+    Blocks for a few calls, and does not hold up workers that train. Logs the join (smb.train, INFO), to standard error
+    unless the program has set up logging.
 
-    Raises AlreadyExistsError with fresh=True if others are alive in it, InvalidArgumentError if the settings differ
-    from the group's (it says which), NotFoundError if there is no group and no scheme was given, OutOfMemoryError if
-    there are 48 members already, or no room for the scheme's copies of the model (docs/training.md). After an error
-    nothing of this join stays.
+    Raises AlreadyExistsError with fresh=True if other workers of the training are alive, InvalidArgumentError if the
+    settings differ from the group's (the error says which), NotFoundError if there is no group and no scheme was given,
+    OutOfMemoryError if there are 48 members already, or no room for the scheme's copies of the model
+    (docs/training.md). After an error nothing of this join remains.
     """
     check_placement(f"join of training {name!r}", placement)
     parameters = ArrayParameters(values, f"join of training {name!r}")
@@ -65,7 +65,10 @@ def join(
     worker = take_part(client, name, parameters, scheme, guards, lease, **placement)
     try:
         if fresh and not worker.made:
-            raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another has made it at this moment")
+            raise AlreadyExistsError(
+                f"join of training {name!r} with fresh=True: another process has just made it; leave fresh= out to "
+                f"train with it, or take another name"
+            )
         worker.membership.begin()
         worker.membership.announce()
     except BaseException:
@@ -83,8 +86,8 @@ def take_part(
     lease: float | None,
     **placement: Any,
 ) -> Worker:
-    """Return a member of the training of that name, which is made first if there is none. Then `begin` its membership,
-    or `withdraw` it. Raises as join; the parameters stay as they are.
+    """Return a new member of the training of that name, which is made first if it does not exist. Afterwards call
+    `begin` or `withdraw` of its membership. Raises as join; the parameters stay as they are.
     """
     made: list[Worker] = []
 
@@ -104,9 +107,9 @@ class Worker:
     """This process's membership in a training. Made by smb.train.join. Use it in one thread."""
 
     def __init__(self, group: Group, parameters: Parameters) -> None:
-        """Under the group's setup lock: see take_part."""
-        self.group = group  # its buffers and table, for other modules of smb
-        self._looking = t.Table(group.table.buffer)  # with rows of its own: others look while a step is under way
+        """The caller holds the group's setup lock: see take_part."""
+        self.group = group  # other modules of smb use its buffers and table
+        self._looking = t.Table(group.table.buffer)  # with rows of its own, because it is read while a step is running
         self._listeners = ExchangeListeners(group, lambda: self.progress)
         self._steps = Steps(group, parameters, self._listeners.tell)
         self.membership = Membership(group, parameters, self._steps)
@@ -155,8 +158,8 @@ class Worker:
         return dataclasses.replace(found, steps=max(found.steps, self.group.member.get(t.STEPS)))
 
     def on_exchange(self, listener: Callable[[ExchangeEvent], object]) -> None:
-        """Call `listener` after each exchange of this worker, in the thread that steps. Each exchange then costs a
-        small read more.
+        """Call `listener` after each exchange of this worker, in the thread that steps. Each exchange then takes one
+        more small read.
         """
         self._listeners.add(listener)
 
@@ -167,13 +170,13 @@ class Worker:
 
     @property
     def deleted(self) -> bool:
-        """True if the training was deleted. One small read."""
+        """True if the training was deleted or is being deleted. One small read."""
         return self.group.deleted()
 
     @property
     def members(self) -> int:
-        """The number of members now, including this worker and dead ones that nobody has noticed yet. One
-        small read.
+        """The number of members now, including this worker, and dead members until their death is noticed. One small
+        read.
         """
         return max(1, len(self.group.live(self._looking.read())))
 
@@ -218,8 +221,8 @@ class Worker:
         self.steps.contribute_rest()
 
     def shared(self, out: Values | None = None) -> Values:
-        """Return the present shared model, float32 (n,), in `out` if given. It is of one round in schemes
-        with rounds.
+        """Return the present shared model, float32 (n,), in `out` if given. In schemes with rounds it is the model of
+        one round.
         """
         self.membership.check_open()
         result: Values = np.empty(self.group.weights.size, np.float32) if out is None else out
@@ -242,10 +245,10 @@ class Worker:
     def close(self, *, load: bool = False) -> None:
         """Leave the group. What was sent counts, and the others go on without this worker. A second call does nothing.
 
-        Local steps since the last exchange are contributed (contribute_rest); a failure of that is logged. Waits for no
-        other worker. With load=True the values become the present shared model; if that fails it raises, and they stay.
-        If a daemon is away, a warning is logged; if it is a memory server, the others wait for this worker until its
-        lease ends.
+        Local steps since the last exchange are contributed (contribute_rest); if that fails, a warning is logged. Waits
+        for no other worker. With load=True the values become the present shared model; if that fails, close() raises
+        and the values stay as they are. If a daemon is away, a warning is logged; if it is a memory server, the others
+        wait for this worker until its lease ends.
         """
         self.membership.close(load=load)
 

@@ -14,7 +14,7 @@ class WorkerStatus:
     """One member of a training.
 
     - `joined`: seconds since 1970 by the member's own clock.
-    - `norm`: of its last contribution. `bytes`: what it sent and received as contributions and models.
+    - `norm`: of its last contribution. `bytes`: sent and received as contributions and models.
     - `alive`: its lease has not ended; the lease of a dead member ends up to its length later.
     - `finished`: it left by itself. A member that is neither alive nor finished was lost.
     """
@@ -39,7 +39,7 @@ class WorkerStatus:
 
 
 def worker_status(rows: t.Rows, slot: int) -> WorkerStatus:
-    """Return what the table says of a slot."""
+    """Return the status of a slot's member."""
     row = rows[1 + slot]
     return WorkerStatus(
         slot=slot,

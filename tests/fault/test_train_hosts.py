@@ -136,7 +136,7 @@ def test_locks_of_a_training_are_made_anew_with_two_copies(tmp_path: Path) -> No
                 smb.train.join(other, "run", values[1]).close()
                 found = client._coordinator.open_buffer("run/setup", 0.0, TIMEOUT_S, kind=pb.LOCK)
                 assert found.layout.segments[0].backup
-                with pytest.raises(smb.NotFoundError, match="there is none"):
+                with pytest.raises(smb.NotFoundError, match="there is no such training"):
                     smb.train.join(other, "walk", values[1])
                 with pytest.raises(smb.NotFoundError):  # and has not made its lock
                     client._coordinator.open_buffer("walk/setup", 0.0, TIMEOUT_S, kind=pb.LOCK)

@@ -74,7 +74,7 @@ def test_the_blocks_own_error_stays(
     with _units(connect()) as second:
         with pytest.raises(ValueError, match="the block's own"):
             take_one(ValueError("the block's own"))
-        assert "out of an error: the server is away" in caplog.text
+        assert "while another error was raised: the server is away" in caplog.text
         with pytest.raises(smb.UnavailableError, match="is away"):
             take_one(None)
         assert list(members.live(second._table.read())) == [0]

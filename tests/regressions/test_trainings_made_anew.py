@@ -140,7 +140,7 @@ def test_a_deletion_that_can_not_have_the_lock(connect: Connect, monkeypatch: py
     with other.lock("run/setup"):
         holder = wait_for(told, "the holder of the lock at the coordinator")
         assert holder == other.name
-        with pytest.raises(smb.TimeoutError, match=f"nothing was deleted: {re.escape(holder)} makes, joins or"):
+        with pytest.raises(smb.TimeoutError, match=f"nothing was deleted: {re.escape(holder)} is making, joining or"):
             delete(client, "run")
         assert names(client) == before
     delete(client, "run")
@@ -163,7 +163,7 @@ def test_a_deletion_while_the_server_of_the_lock_is_away(
     monkeypatch.setattr(Home, "ask", away)
     smb.train.delete(client, "run")
     assert client.list() == []
-    assert "going on without its lock, whose server is away" in caplog.text
+    assert "deleting without its lock, because the lock's server is away" in caplog.text
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_a_load_that_was_stopped(
     monkeypatch.setattr(saved, "_fill", stopped)
     with pytest.raises(smb.NotFoundError, match="made anew"):
         smb.train.load(client, "run", tmp_path / "run")
-    assert "what it has made of training 'run' is left alone" in caplog.text
+    assert "could not delete what it made of training 'run'" in caplog.text
     goes_on(made[0])
 
 
@@ -324,7 +324,7 @@ def test_a_deletion_that_was_stopped(connect: Connect, monkeypatch: pytest.Monke
             made[0] = join(other, 7.0)
 
     monkeypatch.setattr(smb.Client, "delete", stopped)
-    with pytest.raises(smb.LockLostError, match="delete of training 'run' was broken off; call it again"):
+    with pytest.raises(smb.LockLostError, match="delete of training 'run' stopped half-way; call it again"):
         smb.train.delete(client, "run")
     assert made[0].made
     goes_on(made[0])

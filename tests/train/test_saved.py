@@ -78,7 +78,7 @@ def test_torn_and_foreign_files_are_not_loaded(client: smb.Client, tmp_path: Pat
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "other").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "head").write_bytes(whole[:100])
-    torn, foreign = "it is torn", "this is not a saved training"
+    torn, foreign = "the file is incomplete", "this is not a saved training"
     reasons = {"changed": torn, "short": torn, "head": torn, "text": foreign, "empty": foreign, "other": foreign}
     for name, reason in reasons.items():
         with pytest.raises(smb.InvalidArgumentError, match=f"{name}: .*{reason}"):
@@ -245,7 +245,7 @@ def test_save_and_load_by_commands(
     assert runner.invoke(app, ["train", "load", "fewer", str(file), "--wire", "int8"]).exit_code == 0
     assert smb.train.status(client, "fewer").wire == "int8"
     assert "int8" in runner.invoke(app, ["train", "stat", "fewer"]).output
-    with pytest.raises(smb.InvalidArgumentError, match="there is no fresh="):
+    with pytest.raises(smb.InvalidArgumentError, match="unknown option fresh="):
         smb.train.load(client, "other", file, fresh=True)
 
 

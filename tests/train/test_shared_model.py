@@ -368,7 +368,7 @@ def test_other_models_and_settings_are_refused(connect: Connect) -> None:
         with pytest.raises(smb.InvalidArgumentError, match="coordinator= or client="):
             smb.torch.join(other, sgd(other), "run", client=client, coordinator=client.address)
         assert sum(worker.alive for worker in smb.train.status(client, "run").workers) == 1
-    with pytest.raises(smb.NotFoundError, match="there is none; who joins first says which scheme"):
+    with pytest.raises(smb.NotFoundError, match="there is no such training; the first worker must pass a scheme"):
         smb.torch.join(model, sgd(model), "nobody", client=client)
     client.create("run2", 4)
     with pytest.raises(smb.NotFoundError):

@@ -1,4 +1,4 @@
-"""Independent calls at one time: over a network a round trip is most of a small call."""
+"""Runs independent calls at the same time, because over a network a small call consists mostly of its round trip."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from smb.buffer import Buffer
 
 Result = TypeVar("Result")
 
-# Threads are made when they are needed first. Those of the first make no calls of these, those of the second may.
+# Threads are started on first use. Calls in the first pool start no calls in it; calls in the second pool may start
+# calls in the first.
 _pool, _chains = ThreadPoolExecutor(8, "smb-calls"), ThreadPoolExecutor(8, "smb-train")
 
 
 def is_remote(buffer: Buffer) -> bool:
-    """Whether calls of it cross a network: in shared memory a thread costs more than it saves."""
+    """Return True if the buffer's calls cross a network. In shared memory a thread costs more than it saves."""
     return any(transport != "shm" for transport in buffer.transports)
 
 
 def begin(call: Callable[[], Result], pool: ThreadPoolExecutor = _chains) -> Future[Result]:
-    """Begin a call, or several in it, in a thread of its own; where none can be had do it here."""
+    """Begin `call` in a thread of its own. If no thread can be had, run it here."""
     done: Future[Result] = Future()
     claim = threading.Lock()
 
@@ -35,16 +36,17 @@ def begin(call: Callable[[], Result], pool: ThreadPoolExecutor = _chains) -> Fut
 
     try:
         pool.submit(run)
-    except RuntimeError:  # the pool takes no more, or has taken it and has no thread for it: then it may still run it
+    # The pool is full or shut down, or has accepted the call without a thread for it: then it may still run it.
+    except RuntimeError:
         run()
     return done
 
 
 def at_once(calls: Sequence[Callable[[], Any]], *, remote: bool) -> list[Any]:
-    """Do all calls, at one time if `remote`, else in order; return their results. Ends when all have ended. The first
-    one is done in the caller's thread.
+    """Make all calls, at the same time if `remote`, otherwise in order. Return their results when all have ended. The
+    first call is made in the caller's thread.
 
-    Raises what the first one raised, in the order of the sequence; the others were done all the same if `remote`.
+    Raises the error of the first call in the sequence that failed. If `remote`, the other calls were made all the same.
     """
     if not remote or len(calls) == 1:
         return [call() for call in calls]

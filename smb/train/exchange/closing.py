@@ -1,7 +1,7 @@
-"""Closing a round: what the member does that finds it complete. rounds.py has the phases, and why nothing counts twice.
+"""Closing a round, by a member that finds it complete. rounds.py describes the phases, and why nothing counts twice.
 
-Any member may close any round, and repeat what a dead closer has begun. All that a closer needs is its own, but for the
-group's table and buffers: it knows nothing of what its member contributes.
+Any member may close any round, and repeat what a dead closer has begun. A closer shares only the group's table and
+buffers with other code. It knows nothing of its own member's contribution.
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ from smb.train.members import taken
 from smb.train.traits import EXACT
 
 _log = logging.getLogger("smb")
-COUNTED = t.EXTRA  # of a member: the last round in which its slot's contribution counted, plus 1; 0 for none
-INBOX = "inbox"  # below it, under the group's name, each member's inbox by its incarnation
-Term = tuple[Buffer, float, str]  # of a sum: a buffer, its scale, and how its elements are rounded
+COUNTED = t.EXTRA  # in a member's row: the last round in which its slot's contribution counted, plus 1; 0 for none
+INBOX = "inbox"  # NAME/inbox/INCARNATION is a member's inbox
+Term = tuple[Buffer, float, str]  # a term of a sum: a buffer, its scale, and the wire to which its elements are rounded
 
 
 @dataclass(frozen=True)
 class Outer:
     """The servers' step by Nesterov's rule, with the negative mean of the deltas as the gradient g: v' = mu v + g, and
-    the weights change by - lr (g + mu v') = - lr mu^2 v - lr (1 + mu) g. So it takes sums alone, which buffers of two
-    copies do, too, and both at one time."""
+    the weights change by - lr (g + mu v') = - lr mu^2 v - lr (1 + mu) g. So the step takes only sums. Buffers with two
+    copies can compute them too, and v' and the step can be computed at the same time.
+    """
 
     lr: float
     mu: float
 
 
 class Closer:
-    """Closes rounds for one member. Made under the group's setup lock: it makes the buffers that closing needs."""
+    """Closes rounds for one member. Made under the group's setup lock, because it makes the
+    buffers that closing needs.
+    """
 
     def __init__(self, group: Group, outer: Outer | None, step_wire: str) -> None:
         self._group = group
@@ -62,24 +65,26 @@ class Closer:
         self._next = group.buffer("next")
         self._momenta = [group.buffer(momentum_name(slot)) for slot in (0, 1)] if outer else []
         self.steps_made = [group.buffer(step_name(slot)) for slot in (0, 1)] if step_wire != EXACT else []
-        # Last: it is nobody else's, so where there is no room for a further worker nothing of it stays.
+        # The inbox is made last: it belongs to this member alone, so if there is no room for a further worker, no
+        # buffer remains.
         self.inbox = group.buffer(inbox_name(member.incarnation))
         self._inboxes = {member.incarnation: self.inbox}
-        self._left: list[int] = []  # those of them whose owners have left
-        self._over: list[int] = []  # of these, those that nobody needs any more
-        self._ending: Future[None] | None = None  # of a round that we have closed: giving locks back, waking the others
+        self._left: list[int] = []  # incarnations in `_inboxes` whose members have left
+        self._over: list[int] = []  # incarnations whose inboxes are not needed any more
+        # Releases locks and wakes the others after a round that this member closed.
+        self._ending: Future[None] | None = None
 
     def died(self, incarnation: int) -> None:
-        """Take note of a member that died without an inbox in a round: that goes later."""
+        """Take note of a member that died with its inbox in no round; the inbox is deleted later."""
         self._over.append(incarnation)
 
     def leave(self) -> list[str]:
-        """Return the names of the buffers that should go once this member has left."""
+        """Return the names of the buffers to delete once this member has left."""
         return [f"{self._group.name}/{inbox_name(incarnation)}" for incarnation in self._over]
 
     def close(self, target: int, rows: t.Rows) -> bool:
-        """Close round `target`, which is as these rows say: they say that it is closed if it is. False: somebody else
-        is at it, or we lost the locks over it. Independent calls go at one time.
+        """Close round `target`, if `rows` show it as open. On success `rows` show it as closed. Returns False if
+        another member is closing it, or this member lost its locks. Independent calls run at the same time.
         """
         group = self._group
         self.end()
@@ -91,7 +96,8 @@ class Closer:
             held.callback(at_once, releases, remote=group.remote)
             try:
                 self._open_inboxes(target, rows)
-                # First the one that all who would close must have: who lacks it must not claim.
+                # The weights' lock is taken first. Every closer needs it, and a member without it must not claim the
+                # round.
                 if not taken(fences[group.weights.name]) or not self._close_under(target, fences, rows):
                     return False
             except LockLostError:
@@ -99,16 +105,16 @@ class Closer:
             except (NotFoundError, UnavailableError, DeadlineError):
                 if group.round == target:
                     raise
-                # Others closed it while we were stopped: of those who have left since the inboxes are gone. Or while we
-                # waited for the coordinator.
+                # Others closed the round while this member was stopped, and the inboxes of members that have left are
+                # gone; or they closed it while this member waited for the coordinator.
                 return False
             held.pop_all()
 
         def wake() -> None:
-            # Not before the locks are free: who is woken may have to close the next round.
+            # After the locks are free, because a woken member may have to close the next round.
             at_once(releases, remote=group.remote)
             group.wake()
-            self._take_away()  # last: the coordinator may be away, and nobody shall wait for that
+            self._take_away()  # last, because the coordinator may be away and nobody should wait for that
 
         if group.remote:
             self._ending = begin(wake)
@@ -117,13 +123,15 @@ class Closer:
         return True
 
     def end(self) -> None:
-        """Wait for what goes on in the background. If it failed, the others look by themselves, after a while."""
+        """Wait for the background work of the last round. If it failed, the others look by themselves after a while."""
         ending, self._ending = self._ending, None
         if ending is not None and (error := ending.exception()) is not None:
-            _log.warning("training %r: after a round: %s", self._group.name, error)
+            _log.warning("training %r: after a round, other workers may be woken late: %s", self._group.name, error)
 
     def _close_under(self, number: int, fences: dict[str, Lock], rows: t.Rows) -> bool:
-        """Close it under the first of the locks, and the others. False: one of those is another's."""
+        """Close the round, holding the weights' lock. Takes the other locks; returns False if another process has one
+        of them.
+        """
         group, table = self._group, self._group.table
         word = int(rows[0, t.ROUND])
         claim = word + ATTEMPT
@@ -158,8 +166,8 @@ class Closer:
         return True
 
     def _take_away(self) -> None:
-        """Delete the inboxes that counted in a round that we have closed, of those who have left: nobody else would.
-        Those that can't be deleted now are deleted after a later round.
+        """Delete inboxes of members that have left, once they counted in a round that this member closed: no other
+        member deletes them. An inbox that can't be deleted now is deleted after a later round.
         """
         while self._over:
             incarnation = self._over[0]
@@ -172,8 +180,8 @@ class Closer:
             self._over.pop(0)
 
     def _open_inboxes(self, number: int, rows: t.Rows) -> None:
-        """Open what the round may need, before the locks are taken: while the coordinator is away another one,
-        who has them, can close it.
+        """Open the inboxes that the round may need before the locks are taken: if the coordinator is away, a member
+        that has them open can close the round.
         """
         if not int(rows[0, t.ROUND]) & BUILT:
             for slot in contributions(rows, number):
@@ -185,8 +193,9 @@ class Closer:
         return self._inboxes.get(incarnation) or self._group.client.open(name)
 
     def decide(self, number: int, rows: t.Rows) -> None:
-        """Decide whose contributions count in a round, once for all who would close it; `rows` say it, and are newer
-        where somebody else was faster."""
+        """Decide once for all closers whose contributions count in a round. The decision is in `rows` afterwards;
+        `rows` are read again if another member was faster.
+        """
         table, column = self._group.table, _decided(number)
         word = int(rows[0, column])
         while word >> t.SLOTS != _tag(number):
@@ -194,32 +203,36 @@ class Closer:
             if table.swap(0, column, word, chosen) == word:
                 rows[0, column] = chosen
                 return
-            rows[:] = table.read()  # a former closer was faster, and may have seen more than we
+            rows[:] = table.read()  # another closer was faster, and may have seen more contributions
             if round_of(rows) != number:
-                return  # we were stopped: the column may be a later round's by now
+                return  # this process was stopped, and the column may belong to a later round by now
             word = int(rows[0, column])
 
     def _chosen(self, number: int, rows: t.Rows) -> list[tuple[Buffer, float]]:
-        """Return inboxes and weights, by slot, of the contributions that count in a round: every closer finds the same
-        set."""
+        """Return inboxes and weights, by slot, of the contributions that count in a round. Every closer gets the same
+        set.
+        """
         group, word = self._group, int(rows[0, _decided(number)])
         failpoint("train-decided")
         counting = [slot for slot in range(t.SLOTS) if word >> slot & 1]
         weights = contributions(rows, number)
-        if not weights.keys() >= set(counting):  # who decided had seen more
+        if not weights.keys() >= set(counting):  # the member that decided had seen more contributions
             rows[1:] = group.table.read()[1:]
             weights = contributions(rows, number)
         weights = {slot: weight for slot, weight in weights.items() if slot in counting}
         inboxes = {}
         for slot in weights:
             incarnation = t.incarnation_of(rows[1 + slot, t.MARK])
-            inboxes[incarnation] = self._inbox_of(incarnation)  # a former closer may have counted more than we saw
+            # A former closer may have counted more contributions than this one saw.
+            inboxes[incarnation] = self._inbox_of(incarnation)
         self._inboxes = inboxes
         self._left = [incarnation for incarnation in inboxes if incarnation not in rows[1:, t.INCARNATION]]
         return list(zip(inboxes.values(), weights.values(), strict=True))
 
     def _record(self, number: int, rows: t.Rows) -> None:
-        """Tell those who count in a round that they do. Once decided that stays true, so any closer may do it again."""
+        """Tell the members whose contributions count that they do. A decision never changes, so any closer may repeat
+        this.
+        """
         word = int(rows[0, _decided(number)])
         counting = [slot for slot in range(t.SLOTS) if word >> slot & 1]
         if counting:
@@ -228,11 +241,11 @@ class Closer:
                 rows[1 + slot, COUNTED] = max(number + 1, int(rows[1 + slot, COUNTED]))
 
     def _build(self, number: int, chosen: list[tuple[Buffer, float]], fences: dict[str, Lock]) -> None:
-        """Make the next weights, and the next momentum, of sources that stay as they are."""
+        """Compute the next weights and the next momentum. Their sources stay as they are."""
         offset, count = self._group.span(number)
 
         def combine(target: Buffer, *terms: Term) -> None:
-            """Make it the sum of the terms, in as many calls as that takes."""
+            """Set `target` to the sum of the terms, in as many calls as that takes."""
             left = list(terms)
             while left:
                 now, left = left[:SOURCES_MAX], left[SOURCES_MAX:]
@@ -266,36 +279,39 @@ class Closer:
         combine(following, (weights, 1.0, EXACT), (step, 1.0, self._step_wire))
 
     def _turns(self, number: int, slots: list[Buffer]) -> tuple[Buffer, Buffer]:
-        """Return of two slots that take turns the one as it is in that round, and where the next is made."""
+        """Return the slot that is valid in this round and the slot that the round writes, of two
+        that are used in turn.
+        """
         turn = state_slot(number, len(self._group.spans))
         return slots[turn], slots[1 - turn]
 
 
 def state_slot(number: int, fragments: int) -> int:
-    """Return which of the two slots of the outer state is good for round `number`, in that round's fragment: they take
-    turns each time that the fragment is exchanged.
+    """Return which of the two slots of the outer state is valid in round `number`, for that round's fragment. The slots
+    alternate each time that the fragment is exchanged.
     """
     return number // fragments % 2
 
 
 def momentum_name(slot: int) -> str:
-    """Return how the buffer of that slot is named behind the group's name."""
+    """Return the name of the momentum's buffer of that slot, behind the group's name."""
     return f"outer/{slot}/0"
 
 
 def step_name(slot: int) -> str:
-    """Return how the buffer of that slot of the servers' step is named behind the group's name."""
+    """Return the name of the servers' step's buffer of that slot, behind the group's name."""
     return f"outer/{slot}/step"
 
 
 def inbox_name(incarnation: int) -> str:
-    """Return how a member's inbox is named behind the group's name."""
+    """Return the name of a member's inbox, behind the group's name."""
     return f"{INBOX}/{incarnation}"
 
 
 def _gone(rows: t.Rows, former: int) -> set[int]:
-    """Return whose inboxes nobody needs: of the former holder of a slot, and of members that died, and whose slots are
-    free, unless they have contributed to the open round. A member that left by itself has deleted its own.
+    """Return the incarnations whose inboxes are not needed: that of a slot's former holder, and those of dead members
+    whose slots are free, unless they have contributed to the open round. A member that left by itself has deleted its
+    inbox.
     """
     counting = contributions(rows, round_of(rows))
     died = np.flatnonzero((rows[1:, t.INCARNATION] == 0) & (rows[1:, t.PID] > 0)).tolist()
@@ -312,12 +328,14 @@ def _decided(number: int) -> int:
 
 
 def _tag(number: int) -> int:
-    """Fifteen bits by which a column says which round it is of; 0 was never written."""
+    """Return the fifteen bits by which a column shows its round. Never 0, the value of an
+    unwritten column, at first.
+    """
     return (number + 1) & 0x7FFF
 
 
 def contributions(rows: t.Rows, number: int) -> dict[int, float]:
-    """Return slot: weight of the members that have marked for a round, present or not."""
+    """Return slot: weight of the members that have marked for a round, whether they are still present or not."""
     found = {}
     for slot in np.flatnonzero(rows[1:, t.MARK] & t.CLOCK_MASK == number + 1).tolist():
         mark, word = int(rows[1 + slot, t.MARK]), int(rows[1 + slot, t.WEIGHT])
@@ -331,6 +349,6 @@ def _release(fence: Lock) -> None:
     try:
         fence.release()
     except InvalidArgumentError:
-        return  # it was not taken
-    except Error as error:  # its lease ends it; the next lock is to be given back all the same, and the others woken
+        return  # the lock was not taken
+    except Error as error:  # the lock ends with its lease; the next lock must still be released, and the others woken
         _log.debug("after a round: %s", error)

@@ -1,4 +1,4 @@
-"""When a round may be closed: once nobody is waited for, or once its quorum has waited for the others long enough."""
+"""When a round may be closed: when it waits for no member, or when its quorum has waited long enough for the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from smb.train.group import BUILT, Group
 
 
 class RoundCompletion:
-    """Whom one member's rounds wait for, and for how long. `grace` measures the rounds that this member sees."""
+    """The members that one member's rounds wait for, and how long. `grace` measures the rounds
+    that this member sees.
+    """
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class RoundCompletion:
         self._clock = clock
 
     def complete(self, rows: t.Rows, number: int) -> bool:
-        """Whether round `number`, which is open, may be closed."""
+        """Return True if round `number`, which is open, may be closed."""
         if int(rows[0, t.ROUND]) & BUILT or not self.late(rows, number):
             return True
         if self._quorum is None or len(contributions(rows, number)) < self._quorum:

@@ -19,10 +19,10 @@ _log = logging.getLogger("smb")
 class Contribution:
     """The contribution in one member's inbox.
 
-    sent: whether it is in the inbox and its outcome is open. origin: the round whose weights its delta starts from.
-    target: the round that it is marked for. tokens: its weight before staleness reduces it; 0 if it was refused or is
-    empty, so that nobody waits for it and it counts for nothing. refusal: the guard's error that is not raised yet.
-    late_counts: whether a contribution that was too late for its round may be marked again for a later one.
+    sent: whether it is in the inbox and not yet settled. origin: the round whose weights its delta starts from. target:
+    the round that it is marked for. tokens: its weight before staleness reduces it; 0 if it was refused or is empty, so
+    that nobody waits for it and it counts for nothing. refusal: the guard's error that is not raised yet. late_counts:
+    whether a contribution that was too late for its round may be marked again for a later one.
     """
 
     def __init__(self, group: Group, *, late_counts: bool) -> None:
@@ -38,7 +38,7 @@ class Contribution:
 
     def mark(self) -> t.Rows | None:
         """Tell all members that the inbox is ready for the target round: first the weight, then the mark. Returns the
-        table as it is then; None if it has both already.
+        table as it is afterwards; None if the table already has both.
         """
         member = self._group.member
         weight = self.tokens / math.sqrt(1 + self.target - self.origin)
@@ -54,7 +54,9 @@ class Contribution:
         return None
 
     def counted(self, rows: t.Rows) -> bool | None:
-        """Whether it counted in its target round; None while that round is open. Updates the member's statistics."""
+        """Return whether the contribution counted in its target round; None while that round is open. Updates the
+        member's statistics.
+        """
         if round_of(rows) == self.target:
             return None
         if self.tokens == 0.0:
@@ -69,8 +71,8 @@ class Contribution:
         return True
 
     def counted_at_last(self, rows: t.Rows) -> bool | None:
-        """As `counted`, for a contribution that is not marked again. Also False if it was never marked, or if another
-        member has the slot by now, so that nobody can say.
+        """As `counted`, for a contribution that will not be marked again. Also returns False if it was never marked, or
+        if another member has the slot by now, so that the outcome is unknown.
         """
         member = self._group.member
         if self.tokens == 0.0:
@@ -82,7 +84,9 @@ class Contribution:
         return self.counted(rows)
 
     def retarget(self, rows: t.Rows) -> bool:
-        """After it came too late: aim at the open round, and return True. False if it is dropped or refused instead."""
+        """For a contribution that came too late: aim at the open round and return True. Returns False if it is dropped
+        or refused instead.
+        """
         member, staleness = self._group.member, round_of(rows) - self.origin
         limit = self._group.guards.staleness_max
         if not self.late_counts:
@@ -91,8 +95,8 @@ class Contribution:
         if limit is not None and staleness > limit:
             member.add(t.REFUSED, 1)
             self.refusal = RefusedContributionError(
-                f"contribution refused: its staleness {staleness} exceeds staleness_max={limit}: it came too late "
-                f"for {staleness} rounds"
+                f"contribution refused: its staleness {staleness} exceeds staleness_max={limit}: it came {staleness} "
+                f"rounds too late; the worker's values are the shared model's again"
             )
             return False
         self.target = round_of(rows)
@@ -105,16 +109,18 @@ class Contribution:
             raise refusal
 
     def abandon(self) -> None:
-        """Count it as dropped if it did not count before this member lost its lease."""
+        """Count the contribution as dropped if it did not count before this member lost its lease."""
         sent, self.sent = self.sent, False
         try:
             if sent and self.counted_at_last(self._group.table.read()) is False:
-                drop(self._group, "a contribution that was in no round when it lost its lease, as far as can be known")
+                drop(self._group, "a contribution that was in no round, as far as is known, when it lost its lease")
         except Error as error:
-            drop(self._group, f"a contribution of which nobody can say now whether it is in a round: {error}")
+            drop(self._group, f"a contribution; it is unknown whether it is in a round: {error}")
 
 
 def drop(group: Group, what: str) -> None:
-    """Count a contribution of this member that is in no round, or may be in none. The next report has the count."""
-    _log.warning("training %r: worker %d has dropped %s", group.name, group.member.slot, what)
+    """Count and log a contribution of this member that is in no round, or may be in none. The next report has the
+    count.
+    """
+    _log.warning("training %r: worker %d dropped %s", group.name, group.member.slot, what)
     group.member.add(t.DROPPED, 1)

@@ -1,10 +1,10 @@
-"""The elastic force, which EASGD, EAMSGD, SEASGD and HSGD share: a worker and the shared model draw at each other.
+"""The elastic force of EASGD, EAMSGD, SEASGD and HSGD: a worker and the shared model move towards each other.
 
     d = alpha * (W_local - W_global);  W_local -= d;  W_global += d        (Zhang, Choromanska, LeCun 2015)
 
-They differ in when W_local takes its half, and in what is hidden behind computing. W_global takes exactly what W_local
-gives: the sum over the workers and the shared model changes by local steps alone. If the group was made with wire= in
-fewer bits, both take d as it arrives, rounded; W_global is read exact.
+The schemes differ in when W_local changes, and in what runs behind the computation. W_global gains exactly what W_local
+loses, so only local steps change the sum over the workers and the shared model. If the group was made with a wire= of
+fewer bits, both sides use d as it is rounded on the wire. W_global is always read exactly.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from smb.train.traits import ELASTIC
 if TYPE_CHECKING:
     from smb.train.group import Group
 
-BETA = 0.9  # alpha = beta / p for p workers: the start that its authors propose
-_ARRIVED = t.GROUP_EXTRA  # in the group's row: contributions so far
+BETA = 0.9  # alpha = beta / p for p workers: the initial value that the authors propose
+_ARRIVED = t.GROUP_EXTRA  # in the group's row: number of contributions so far
 
 
 def check_settings(scheme: str, alpha: float | None, every: int) -> None:
     """Raise InvalidArgumentError unless 0 < alpha <= 1 (None: BETA / p) and every >= 1."""
     if alpha is not None and not (is_number(alpha) and 0 < alpha <= 1):
-        raise InvalidArgumentError(f"scheme {scheme!r}: alpha={alpha!r} is no moving rate; it is in 0 < alpha <= 1")
+        raise InvalidArgumentError(f"scheme {scheme!r}: alpha must be a number above 0 and at most 1, not {alpha!r}")
     if not is_whole(every, 1):
-        raise InvalidArgumentError(f"scheme {scheme!r}: every={every!r} is no number of steps; it is at least 1")
+        raise InvalidArgumentError(f"scheme {scheme!r}: every must be a whole number of steps from 1 on, not {every!r}")
 
 
 def moving_rate(alpha: float | None, workers: int) -> float:
-    """Return alpha, or where it is None the rate for so many workers: 0.9 / p."""
+    """Return alpha, or if it is None the rate for this number of workers: 0.9 / p."""
     return BETA / max(1, workers) if alpha is None else alpha
 
 
 class Elastic:
-    """One worker's differences with the shared model, one at a time: take() it, send() it, finish() it; pay() is the
+    """One worker's differences with the shared model, one at a time: take(), send(), finish(); pay() applies the
     worker's own half.
 
-    Its staleness counts the contributions, of any member, that reached the shared model after the read for the
-    difference and before the difference arrived. Chunks are read and added one by one, so it says how far apart the two
-    were, not what each chunk had seen.
+    The staleness of a difference counts the contributions, of any member, that reached the shared model after the read
+    for the difference and before the difference arrived. Chunks are read and added one by one, so the staleness says
+    how far apart the read and the addition were, not what each chunk contained.
     """
 
     def __init__(self, group: Group, alpha: float | None, parameters: Parameters) -> None:
         self._group = group
         self._alpha = alpha
         self._mover = mover_of(group, parameters, ELASTIC, self._arrive)
-        self._seen = 0  # contributions that had arrived before the read
+        self._seen = 0  # number of contributions that had arrived before the read
         self._staleness = 0
         self._samples = 0
         self._look_at = 0.0
-        self._rows_before: dict[int, bytes] = {}  # the members' rows when we looked last
+        self._rows_before: dict[int, bytes] = {}  # the members' rows at the last look for dead members
 
     @property
     def under_way(self) -> bool:
-        """Whether one was sent that finish() has not seen the end of."""
+        """True if a difference was sent and finish() has not seen its end."""
         return self._mover.under_way
 
     def take(self) -> None:
-        """Read the shared model, and make d = alpha * (values - shared). Blocks for the read.
+        """Read the shared model, and compute d = alpha * (values - shared). Blocks for the read.
 
-        Raises RefusedContributionError, MembershipLostError; nothing was sent then, and nothing is changed.
+        Raises RefusedContributionError and MembershipLostError; then nothing was sent or changed.
         """
         group = self._group
         alpha = self._alpha
@@ -81,17 +81,19 @@ class Elastic:
         group.check(found, since)
 
     def pay(self) -> None:
-        """Take the difference from the worker's values."""
+        """Subtract the difference from the worker's values."""
         self._mover.pay()
 
     def restart(self) -> None:
-        """Make the parameters the shared model; nothing is under way. If it raises, they are unchanged."""
+        """Set the parameters to the shared model, when no difference is in flight. If it raises, the parameters are
+        unchanged.
+        """
         self._mover.fetch(self._group.weights)
         self._mover.adopt()
 
     def _workers(self) -> int:
-        """Return how many there are. Nobody waits for anybody, so nobody finds the dead: once a lease we check the
-        members that have reported nothing since the last time.
+        """Return the number of workers. In these schemes no worker waits for another and notices that it died. So once
+        per lease this checks the members that have reported nothing since the last check.
         """
         group, rows = self._group, self._group.table.read()
         live = group.live(rows)
@@ -103,12 +105,12 @@ class Elastic:
         return len(live) - len(dead)
 
     def send(self, samples: int) -> None:
-        """Begin to add the difference to the shared model; it rests on so many samples. Does not block."""
+        """Begin to add the difference, which rests on `samples` samples, to the shared model. Does not block."""
         self._samples = samples
         self._mover.start()
 
     def finish(self) -> None:
-        """Wait until what was sent has arrived, each element once: see Mover.wait. Blocks."""
+        """Wait until the difference has arrived, each element once: see Mover.wait. Blocks."""
         if not self._mover.under_way:
             return
         self._mover.wait()
@@ -118,13 +120,13 @@ class Elastic:
         self._group.count(self._samples, self._group.sent_bytes + self._group.weights.nbytes)
 
     def abandon(self) -> None:
-        """Wait until nothing is under way, and forget what could not be sent."""
+        """Wait until no call is in flight, and drop what could not be sent."""
         self._mover.abandon()
 
     def release(self) -> None:
-        """Let go of the difference; nothing is taken any more. With nothing under way."""
+        """Release the difference's memory, when no difference is in flight. take() must not be called afterwards."""
         self._mover.release()
 
     def _arrive(self) -> None:
-        """In the background, when all of a difference was acknowledged."""
+        """Called in the background when the whole difference was acknowledged."""
         self._staleness = self._group.table.add(0, _ARRIVED, 1) - self._seen

@@ -1,9 +1,10 @@
 """Grace: how long a round that has its quorum waits for the others. Pure: times are passed in.
 
-With grace="auto" it follows what this worker has seen. Two times of each round are measured: from its opening to the
-quorum, and from the quorum until all were there. The grace is a quantile of the latter. It is at most the median of the
-former: waiting for the slow never takes longer than the others' own work. And it is at most the lease. A round that was
-closed without somebody counts as if that one had needed twice the grace: so a grace that is too short grows again.
+With grace="auto" the grace follows this worker's measurements. It measures two times in each round: from the opening to
+the quorum, and from the quorum until all contributions had arrived. The grace is a quantile of the second time. It is
+at most the median of the first time, so waiting for slow workers never takes longer than the others' own work, and at
+most the lease. A round that was closed without a member counts as if that member had needed twice the grace, so a grace
+that is too short grows again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import statistics
 from collections import deque
 
 AUTO = "auto"
-_ROUNDS = 32  # the last so many are looked at
-_ROUNDS_LEAST = 4  # fewer say nothing: then it is the bound
+_ROUNDS = 32  # number of latest rounds that are used
+_ROUNDS_LEAST = 4  # with fewer rounds the grace is the bound
 _QUANTILE = 0.9
 
 
@@ -27,7 +28,7 @@ class Grace:
         self._fixed = None if isinstance(setting, str) else setting
         self._lease = lease
         self._opened: float | None = None
-        self._quorum: tuple[int, float] = (-1, 0.0)  # round, when
+        self._quorum: tuple[int, float] = (-1, 0.0)  # a round, and when it had its quorum
         self._used = 0.0  # the grace of that round
         self._quorums: deque[float] = deque(maxlen=_ROUNDS)
         self._others: deque[float] = deque(maxlen=_ROUNDS)
@@ -42,11 +43,11 @@ class Grace:
         return min(bound, ordered[math.ceil(_QUANTILE * len(ordered)) - 1])
 
     def opened(self, now: float) -> None:
-        """A round has been opened, as far as this worker knows."""
+        """Note that a round has been opened, as far as this worker knows."""
         self._opened = now
 
     def quorum(self, number: int, now: float) -> None:
-        """Round `number` has its quorum; said again it changes nothing."""
+        """Note that round `number` has its quorum. A repeated call changes nothing."""
         if self._quorum[0] == number:
             return
         self._used = self.seconds()
@@ -56,13 +57,14 @@ class Grace:
             self._opened = None
 
     def left(self, number: int, now: float) -> float:
-        """Return the seconds until round `number` may be closed by its quorum; infinity as long as none was seen."""
+        """Return the seconds until round `number` may be closed by its quorum; infinity while no quorum was seen."""
         seen, since = self._quorum
         return math.inf if seen != number else since + self._used - now
 
     def ended(self, number: int, now: float, *, whole: bool) -> None:
-        """Round `number` was closed, with all of its members or without some. Its quorum counts as seen now if not
-        before."""
+        """Note that round `number` was closed, with all of its members (`whole`) or without some. If its quorum was not
+        noted before, it counts as reached now.
+        """
         if self._fixed is not None:
             return
         self.quorum(number, now)

@@ -1,12 +1,12 @@
-"""What moves a worker's changes to the group's buffers, and the group's values to the worker's parameters.
+"""Moves a worker's changes to the group's buffers, and the group's values to the worker's parameters.
 
-There are three carriers: an array or a model in one process (here), ranks of a mesh (smb/torch/mesh.py), and parts that
-travel while the worker computes (parts.py). All keep the same books (smb/train/ledger.py), and a scheme moves values in
-one of three ways, each with a few methods:
+There are three movers: for an array or a model in one process (here), for the ranks of a mesh (smb/torch/mesh.py), and
+for parts that travel while the worker computes (parts.py). All use the same ledger (smb/train/ledger.py). A scheme
+moves values in one of three ways, each with its own methods:
 
-    ROUNDS    fetch, adopt; write: the contribution lies in an inbox until the next `adopt`, by when it counts
-    FUSED     restart, exchange, read; finish: what a failed call has left is sent, each element once
-    ELASTIC   fetch, form, pay; start, wait: the difference is added in a thread of the client's
+    ROUNDS    fetch, adopt; write: the contribution lies in an inbox, and counts by the time of the next `adopt`
+    FUSED     restart, exchange, read; finish: sends what a failed call has left, each element once
+    ELASTIC   fetch, form, pay; start, wait: a thread of the client's adds the difference
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ from smb.train.traits import ELASTIC, EXACT, FUSED, ROUNDS
 if TYPE_CHECKING:
     from smb.train.group import Group
 
-_BLOCK = 1 << 16  # elements: two arrays of them stay in a core's cache between two operations
+_BLOCK = 1 << 16  # elements; two arrays of this size stay in a core's cache between two operations
 _log = logging.getLogger("smb")
 
 
 class Mover(ABC):
-    """Moves one worker's values. For one thread at a time. What a carrier has not is not there for its schemes."""
+    """Moves one worker's values. For one thread at a time. A mover for some schemes lacks the methods of the others."""
 
     def __init__(self, weights: Buffer, sent_bytes: int) -> None:
-        """`sent_bytes`: what a contribution takes on its way, in the weights' wire."""
+        """`sent_bytes` is the size of a contribution as it is sent, in the weights' wire."""
         self._weights = weights
         self._sent_bytes = sent_bytes
         self._moved_bytes = 0
 
-    # ---- what each carrier does
+    # ---- methods of each mover
 
     @abstractmethod
     def fetch(self, weights: Buffer) -> None:
-        """Read the group's values, exact, for `adopt`. The parameters stay as they are."""
+        """Read the group's values exactly, for `adopt`. The parameters stay as they are."""
 
     @abstractmethod
     def adopt(self) -> None:
-        """Make the parameters what was fetched, or came back. What was written counts."""
+        """Set the parameters to the values that were fetched or came back. What was written counts."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop what is due, with what rounding has left."""
+        """Drop changes that are due, and what rounding left."""
 
     def write(self, inbox: Buffer) -> Norm:  # noqa: ARG002 - a carrier's to use
-        """Write what was done into an inbox; return what guards look at. Blocks until all is there. Until `adopt` it
-        may be called again after any failure: it writes all of it.
+        """Write the changes into an inbox, and return the figures that guards check. Blocks until all is written. Until
+        `adopt` it may be repeated after any failure: it writes everything again.
         """
         raise self._absent()
 
     def take(self) -> Norm:
-        """Make the present contribution; return what guards look at. Call `finish` before."""
+        """Compute the present contribution, and return the figures that guards check. Call `finish` before."""
         raise self._absent()
 
     def add(self, fetch: bool) -> None:  # noqa: ARG002 - a carrier's to use
-        """Add what `take` has made to the shared weights; with `fetch` their new values are there for `adopt`."""
+        """Add the contribution of `take` to the shared weights. With `fetch` their new values are ready for `adopt`."""
         raise self._absent()
 
     def add_missing(self) -> bool:
-        """Add what an addition that failed has left; False if none did."""
+        """Add what a failed addition has left. Returns False if no addition failed."""
         raise self._absent()
 
     def form(self, alpha: float) -> Norm:  # noqa: ARG002 - a carrier's to use
-        """Make the difference alpha * (parameters - what was fetched); return what guards look at."""
+        """Compute the difference alpha * (parameters - what was fetched), and return the figures that guards check."""
         raise self._absent()
 
     def pay(self) -> None:
-        """Take the difference from the parameters."""
+        """Subtract the difference from the parameters."""
         raise self._absent()
 
     def start(self) -> None:
@@ -91,58 +91,61 @@ class Mover(ABC):
         raise self._absent()
 
     def wait(self) -> None:
-        """Wait until what was started has arrived, each element once. Blocks. Does nothing where nothing was.
+        """Wait until what was started has arrived, each element once. Blocks. Does nothing if nothing was started.
 
-        A call that failed is settled, and what it missed is sent again, once. If that fails too, the error is raised
-        (TimeoutError, UnavailableError, NotFoundError, ...), and the rest stays: called again it goes on from there.
+        A failed call is settled, and the part that did not arrive is sent again, once. If that fails too, the error is
+        raised (TimeoutError, UnavailableError, NotFoundError, ...), and the next call goes on with the rest.
         """
         raise self._absent()
 
     def abandon(self) -> None:
-        """Wait until nothing is under way, and forget what could not be sent: it counts at most once."""
+        """Wait until no call is in flight, and drop what could not be sent: each element counts at most once."""
         raise self._absent()
 
     def release(self) -> None:
-        """Let go of the difference's memory, with nothing under way; nothing is formed any more."""
+        """Release the difference's memory, when no call is in flight. form() must not be called afterwards."""
         raise self._absent()
 
     @property
     def under_way(self) -> bool:
-        """Whether a difference was started that `wait` has not seen the end of."""
+        """True if a difference was started and `wait` has not seen its end."""
         raise self._absent()
 
     @property
     def fetched(self) -> Values:
-        """What was fetched, or came back, (n,)."""
+        """The values that were fetched or came back, (n,)."""
         raise self._absent()
 
     @property
     def by_parts(self) -> bool:
-        """Whether what is fetched now is taken over by parts, as each comes."""
+        """True if fetched values are taken over part by part, as each arrives."""
         return False
 
     @property
     def touched(self) -> bool:
-        """Whether a part of a contribution that was refused, or was given up, is in the shared weights."""
+        """True if a part of a contribution that was refused or given up is in the shared weights."""
         return False
 
-    # ---- what these come to
+    # ---- methods made of these
 
     def restart(self) -> None:
-        """Make the parameters the shared weights. Changes not sent are dropped. If it raises, the parameters stay."""
+        """Set the parameters to the shared weights. Unsent changes are dropped. If it raises, the parameters are
+        unchanged.
+        """
         self.forget()
         self.fetch(self._weights)
         self.adopt()
 
     def exchange(self, check: Check, *, fetch: bool) -> None:
-        """Make the present contribution, `check` it, and add it. With `fetch` the parameters become the sums. Blocks.
-        Call `finish` before. Raises UnavailableError, TimeoutError: `finish` it later; and what `check` raises.
+        """Compute the present contribution, `check` it, and add it. With `fetch` the parameters become the sums.
+        Blocks. Call `finish` before. Raises what `check` raises, and UnavailableError and TimeoutError, after which
+        `finish` goes on.
         """
         check(self.take(), whole=True)
         self.send(fetch=fetch)
 
     def send(self, *, fetch: bool) -> None:
-        """Add what `take` has made, and take over the sums if they are fetched."""
+        """Add the contribution of `take`, and take over the sums if they are fetched."""
         self.add(fetch)
         self._moved_bytes += self._sent_bytes
         if fetch:
@@ -150,30 +153,33 @@ class Mover(ABC):
             self._moved_bytes += self._weights.nbytes
 
     def read(self) -> None:
-        """Make the parameters the shared weights. Changes since the last exchange are dropped."""
+        """Set the parameters to the shared weights. Changes since the last exchange are dropped."""
         self.fetch(self._weights)
         self.adopt()
         self._moved_bytes += self._weights.nbytes
 
     def finish(self) -> bool:
-        """Send what failed before; False if nothing did. Blocks. Raises as `exchange`: call it again."""
+        """Send what an earlier call failed to send. Returns False if no call failed. Blocks. Raises as `exchange`;
+        repeat it then.
+        """
         failed = self.add_missing()
         if failed:
             self._moved_bytes += self._sent_bytes
         return failed
 
     def moved_bytes(self) -> int:
-        """Return what exchanges have sent and received since the last call."""
+        """Return the number of bytes that exchanges have sent and received since the last call."""
         moved, self._moved_bytes = self._moved_bytes, 0
         return moved
 
     def _absent(self) -> Error:
-        return Error(f"{type(self).__name__} does not move values in this way")
+        return Error("a scheme moved values in a way that this kind of parameters does not have; report this as a bug")
 
 
 class ArrayMover(Mover):
-    """Moves the values of one process, by blocks. Host memory of the model's size: a base in ROUNDS, and what is due
-    if contributions travel in fewer bits; both in FUSED, and one more while it exchanges; the difference in ELASTIC.
+    """Moves the values of one process, block by block. It keeps arrays of the model's size in host memory. In ROUNDS: a
+    base, and the changes that are due if contributions are sent in fewer bits. In FUSED: both, and one more during an
+    exchange. In ELASTIC: the difference.
     """
 
     def __init__(
@@ -184,12 +190,12 @@ class ArrayMover(Mover):
         sent_bytes: int = 0,
         arrived: Callable[[], object] | None = None,
     ) -> None:
-        """`arrived` is called in the background once all of a difference was acknowledged; what it raises is logged."""
+        """`arrived` is called in the background once a whole difference was acknowledged. Its errors are logged."""
         super().__init__(weights, sent_bytes)
         self._parameters = parameters
         self._way = way
         self._arrived = arrived
-        self._call: Future[None] | None = None  # of a difference that is being added
+        self._call: Future[None] | None = None  # adds a difference in the background
         size = parameters.size
         if way == ROUNDS:
             due = None if weights.wire == EXACT else np.zeros(size, np.float32)
@@ -203,7 +209,9 @@ class ArrayMover(Mover):
 
     @property
     def fetched(self) -> Values:
-        """In ROUNDS the base, in FUSED what lands, in ELASTIC where the difference is formed."""
+        """In ROUNDS the base, in FUSED the values that landed, in ELASTIC the array in which the
+        difference is formed.
+        """
         if self._way == ELASTIC:
             return self.difference
         found = self.ledger.base if self._way == ROUNDS else self.ledger.landing
@@ -217,7 +225,9 @@ class ArrayMover(Mover):
         return self.ledger.due
 
     def fetch(self, weights: Buffer) -> None:
-        """In ROUNDS right into the base: a member that fetches then owes nothing, and fetches again if this fails."""
+        """In ROUNDS this reads into the base: a member that fetches then has nothing due, and repeats the fetch if it
+        fails.
+        """
         if self._way == FUSED:
             self.ledger.landing = np.empty_like(self.ledger.base)
         self._parameters.read(weights, self.fetched)
@@ -234,9 +244,9 @@ class ArrayMover(Mover):
     # ---- ROUNDS
 
     def write(self, inbox: Buffer) -> Norm:
-        """By blocks: one travels while the next is made."""
+        """Write block by block: one block is sent while the next is computed."""
         ledger, parameters, found = self.ledger, self._parameters, Norm()
-        written: deque[tuple[Buffer, Run]] = deque()  # what is this process's to write
+        written: deque[tuple[Buffer, Run]] = deque()  # the runs that this process writes
         under_way: deque[list[Future[Any]]] = deque()
         try:
             for begin, done in parameters.deltas(ledger.base):
@@ -253,31 +263,34 @@ class ArrayMover(Mover):
             while under_way:
                 _end(under_way)
         finally:
-            _wait_all(under_way)  # the memory is in use until then
+            _wait_all(under_way)  # until then the calls use the memory
         if ledger.due is not None:
-            ledger.written = written  # and due still: only the caller knows when it is sure to count
+            # The amounts stay due as well: only the caller knows when the contribution is sure to count.
+            ledger.written = written
         return found
 
     # ---- ROUNDS in two halves, for an exchange in the background that must not touch the parameters
 
     def fetch_step(self, step: Buffer, room: Values, wire: str) -> None:
-        """Read what the group's values have changed by since the base, rounded as they were, into `room`, (n,)."""
+        """Read by how much the group's values have changed since the base, rounded as the servers rounded it, into
+        `room`, (n,).
+        """
         step.read(self._parameters.origin, self.ledger.base.size, out=room, wire=wire)
 
     def draw(self, out: Values) -> Norm:
-        """Make what was done since the parameters were filled, and what rounding has left, in `out`, (n,)."""
+        """Compute the changes since the parameters were filled, plus what rounding left, in `out`, (n,)."""
         found = Norm()
         for begin, done in self._parameters.deltas(self.ledger.base):
             found.add(self.ledger.draw(begin, done, out[begin : begin + done.size]))
         return found
 
     def put(self, inbox: Buffer, drawn: Values) -> None:
-        """Write what `draw` has made into an inbox. Blocks. If it raises, call it again. Touches no parameters."""
+        """Write the result of `draw` into an inbox. Blocks. If it raises, repeat it. Does not touch the parameters."""
         inbox.write(drawn, self._parameters.origin)
         self.ledger.keep(drawn, inbox, self._parameters.origin)
 
     def merge(self, mix: float, room: Values) -> None:
-        """Make the parameters mix * theirs + (1 - mix) * what was fetched. `room`, (n,), is overwritten."""
+        """Set the parameters to mix * parameters + (1 - mix) * what was fetched. `room`, (n,), is overwritten."""
         if mix == 0.0:
             self.adopt()
             return
@@ -289,18 +302,18 @@ class ArrayMover(Mover):
     # ---- FUSED
 
     def take(self) -> Norm:
-        """By blocks. What an exchange that was broken off before its first call has left is in it."""
+        """Compute block by block. Includes what is left of an exchange that ended before its first call."""
         for begin, done in self._parameters.deltas(self.ledger.base):
             self.ledger.note(begin, done)
         return self._norm()
 
     def add(self, fetch: bool) -> None:
-        """One call for each run that this process sends."""
+        """Make one call for each run that this process sends."""
         self.ledger.begin(self._parameters.runs, self._weights)
         self.ledger.landing = None
         self.ledger.add(lambda run: self._add(run, fetch=fetch))
         self.ledger.count()
-        if fetch and self.ledger.landing is None:  # nothing here is this process's to send
+        if fetch and self.ledger.landing is None:  # this process sends no run
             self.ledger.landing = np.empty_like(self.ledger.base)
 
     def add_missing(self) -> bool:
@@ -333,7 +346,7 @@ class ArrayMover(Mover):
     # ---- ELASTIC
 
     def form(self, alpha: float) -> Norm:
-        """By blocks. If it travels in fewer bits, both sides take it as it arrives."""
+        """Compute block by block. If the difference is sent in fewer bits, both sides use it as it arrives."""
         for begin, values in self._parameters.blocks():
             take_difference(values, self.difference[begin : begin + values.size], alpha)
         if self._weights.wire != EXACT:
@@ -351,17 +364,19 @@ class ArrayMover(Mover):
         return self._call is not None or self.ledger.under_way
 
     def start(self) -> None:
-        """Leave the difference alone until `wait` has returned. Raises InvalidArgumentError where it has not."""
+        """Send the difference, which must stay as it is until `wait` has returned. Raises InvalidArgumentError before
+        that.
+        """
         if self.under_way:
             raise InvalidArgumentError(
-                f"a contribution to buffer {self._weights.name!r}: the one before is not finished; wait for it first"
+                f"a contribution to buffer {self._weights.name!r}: the previous one is not finished; wait for it first"
             )
         self.ledger.begin(self._parameters.runs)
         self._start()
 
     def wait(self) -> None:
-        """A call's future is kept until its outcome is known: neither an error nor Ctrl-C while waiting makes a run
-        count twice or not at all.
+        """The call's future is kept until its outcome is known, so neither an error nor Ctrl-C while waiting makes a
+        run count twice or not at all.
         """
         ledger, repeated = self.ledger, False
         while self.under_way:
@@ -378,7 +393,7 @@ class ArrayMover(Mover):
                 ledger.ask(functools.partial(missed, self._weights))
                 if repeated:
                     raise error
-                _log.warning("%s; what it missed is sent again", error)
+                _log.warning("%s; what did not arrive is sent again", error)
 
     def abandon(self) -> None:
         """Blocks until the call in flight has ended."""
@@ -394,17 +409,17 @@ class ArrayMover(Mover):
         self._call = self._weights.submit(self._add_all)
 
     def _add_all(self) -> None:
-        """In a thread of the client's."""
+        """Runs in a thread of the client's."""
         self.ledger.add(self._add)
         if self._arrived is not None:
             try:
                 self._arrived()
             except Error as error:
-                _log.warning("after a contribution to buffer %r: %s", self._weights.name, error)
+                _log.warning("a contribution to buffer %r arrived, but was not counted: %s", self._weights.name, error)
 
 
 def mover_of(group: Group, parameters: Parameters, way: str, arrived: Callable[[], object] | None = None) -> Mover:
-    """Return what moves a worker's values: its parameters' own carrier, if they bring one."""
+    """Return the object that moves a worker's values: the parameters' own, if they have one."""
     found = parameters.mover(group, way, arrived)
     return found or ArrayMover(group.weights, parameters, way, group.sent_bytes, arrived)
 
@@ -419,23 +434,25 @@ def take_difference(values: Values, shared: Values, alpha: float) -> None:
 
 
 def missed(buffer: Buffer, run: Run, error: BaseException) -> list[Run]:
-    """Return what of a change by this run was not applied, and never will be. Blocks. Raises TimeoutError.
+    """Return the parts of a run that were not applied and never will be. Blocks. Raises TimeoutError.
 
-    `error`, or Ctrl-C, ended it. If that can't be known any more, nothing is sent: an element counts at most once.
+    `error`, or Ctrl-C, ended the call that sent the run. If the outcome can't be found out any more, returns [], so
+    that an element counts at most once.
     """
     try:
         missing = buffer.settle(error)
         return [Run(run.here + part.start - run.there, part.start, len(part)) for part in missing]
     except InvalidArgumentError:
-        # An error: it was refused, or never sent: nothing is unknown. Ctrl-C: most likely it came as the call returned.
+        # After an error the call was refused or never sent, so its outcome is known. After Ctrl-C it most likely had
+        # returned.
         return [run] if isinstance(error, Error) else []
     except UnavailableError as unknown:
-        _log.warning("a contribution may have been lost in part: %s", unknown)
+        _log.warning("the outcome of a contribution is unknown; a part of it may be lost: %s", unknown)
         return []
 
 
 def _failure(call: Future[None]) -> Error | None:
-    """Return how a call failed, None if it did not. Blocks."""
+    """Return the error of a call, None if it succeeded. Blocks."""
     try:
         error = call.exception()
     except CancelledError:

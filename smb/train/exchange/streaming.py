@@ -1,17 +1,17 @@
-"""Streaming: rounds of fragments, each sent and taken over in the background while the worker goes on.
+"""Streaming: rounds of fragments, which are sent and taken over in the background while the worker goes on.
 
-The rounds are rounds.py's, one after the other, by the group's one counter: round r is of fragment r modulo their
-number. So there is one open round, one inbox and one mark for each member, and one protocol for those who die. A round
-ends before the next one's contribution is due, as `delay` is shorter than that.
+The rounds are those of rounds.py, one after the other, counted by the group's one counter: round r exchanges fragment r
+modulo their number. So there is one open round, one inbox and one mark for each member, and one protocol for dead
+members. A round ends before the next contribution is due, because `delay` is shorter than that.
 
-Two threads. The caller's makes the delta of a fragment in memory of its own, and takes over what came of it; it alone
-touches the parameters. Between the two a thread of this exchange writes the delta, marks it and waits for the round.
-It closes that where it is the last one, and reads the fragment. It alone has the round's state (of RoundExchange)
-meanwhile, and the bases of the fragments. Its error is raised at the step that takes over; called again, it goes on
-from there.
+There are two threads. The caller's thread computes the delta of a fragment in an array of its own, and takes over the
+result; it alone touches the parameters. In between, a thread of this exchange writes the delta, marks it and waits for
+the round; it closes the round if its member is the last one, and reads the fragment. In that time this thread alone
+uses the round's state (of RoundExchange) and the bases of the fragments. Its error is raised at the step that takes
+over; the next call goes on from there.
 
-A contribution that comes after its round was closed, by a quorum, is dropped. All fragments that were closed without
-this worker are taken over with the one that it is waiting for: a member that falls behind skips fragments.
+A contribution that arrives after a quorum has closed its round is dropped. All fragments that were closed without this
+worker are taken over together with the fragment for which it waits, so a member that falls behind skips fragments.
 """
 
 from __future__ import annotations
@@ -40,29 +40,30 @@ _log = logging.getLogger("smb")
 
 
 class FragmentExchange(RoundExchange):
-    """One worker's side. `_bases[f]` is the round that fragment f's base is good for: the next one of it that was not
-    closed when the base was read."""
+    """One worker's side. `_bases[f]` is the round for which fragment f's base is valid: the first round of the fragment
+    that was not closed when the base was read.
+    """
 
     def __init__(self, group: Group, parameters: Parameters, scheme: RoundScheme, delay: int, mix: float) -> None:
-        """`delay` and `mix`: see DiLoCo."""
+        """DiLoCo explains `delay` and `mix`."""
         super().__init__(group, parameters, scheme)
         self._contribution.late_counts = False
         self._delay, self._mix = delay, mix
         self._bases = [0] * len(self._movers)
-        self._sent_at = [0] * len(self._movers)  # the step after which each was sent last
-        self._since = [0] * len(self._movers)  # samples so far when the base was taken over
+        self._sent_at = [0] * len(self._movers)  # by fragment: the step after which it was last sent
+        self._since = [0] * len(self._movers)  # by fragment: the number of samples when its base was taken over
         self._all_samples = 0
-        self._round = 0  # the open one, when the weights were read last
+        self._round = 0  # the open round when the weights were last read
         self._exchanges = 0
         self._delta = np.empty(max(mover.fetched.size for mover in self._movers), np.float32)
-        # Of the exchange that is under way:
+        # State of the exchange in progress:
         self._job: _Background | None = None
         self._report: _Background | None = None
         self._index = 0
-        self._take_at = 0  # the step after which it is taken over
+        self._take_at = 0  # the step after which its result is taken over
         self._put = False
-        self._read: list[int] = []  # fragments that are to be taken over; empty as long as that is not known
-        self._received = 0.0  # bytes that these took
+        self._read: list[int] = []  # fragments to take over; empty until they are known
+        self._received = 0.0  # bytes received for these fragments
 
     def _remember(self, parameters: Parameters, group: Group) -> None:
         self._movers = [ArrayMover(group.weights, parameters.part(*span), ROUNDS) for span in group.spans]
@@ -70,8 +71,8 @@ class FragmentExchange(RoundExchange):
     # ---- the caller's thread
 
     def step(self, samples: int) -> None:
-        """Begin to send a fragment, or take one over, where it is time. Waits for the others only where what is to be
-        taken over is not there yet; and, with a quorum, for one small read before it sends.
+        """Begin to send a fragment, or take one over, when it is due. Waits for other members only if the result to
+        take over has not arrived, and, with a quorum, for one small read before sending.
         """
         if not self._repeated:
             self._steps += 1
@@ -87,7 +88,7 @@ class FragmentExchange(RoundExchange):
         self._repeated = False
 
     def restart(self) -> None:
-        """Take the present weights over, all of them."""
+        """Take over all of the present weights."""
         self._halt()
         self._job = None
         for mover in self._movers:
@@ -101,8 +102,8 @@ class FragmentExchange(RoundExchange):
         self._repeated = False
 
     def flush(self) -> None:
-        """Wait until the delta that is under way is in the inbox and marked. Waits for no other member; where the round
-        is closed already, its outcome is taken over.
+        """Wait until the delta that is being sent is in the inbox and marked. Waits for no other member. If the round
+        is closed already, its result is taken over.
         """
         self._mark_at_least()
         if self._read:
@@ -111,18 +112,22 @@ class FragmentExchange(RoundExchange):
             self._job = _Background(self._exchange_fragment)
 
     def contribute_rest(self) -> int:
-        """Contribute nothing, as DiLoCo. Return how many steps are not sent of what was sent longest ago."""
+        """Contribute nothing, as in DiLoCo. Return the number of unsent steps of the fragment that was sent longest
+        ago.
+        """
         return self._steps - min(self._sent_at)
 
     def close(self) -> None:
-        """Wait until the delta that is under way is marked, and take the inbox away unless it may still count."""
+        """Wait until the delta that is being sent is marked, and delete the inbox unless its contribution may still
+        count.
+        """
         try:
             self._mark_at_least()
         finally:
             super().close()
 
     def abandon(self) -> None:
-        """Wait until the thread is done: it must not speak for the member's successor."""
+        """Wait until the thread has ended: it must not act for the member's successor."""
         self._halt()
         job, self._job = self._job, None
         if job is not None and not self._put and self._contribution.tokens:
@@ -130,19 +135,20 @@ class FragmentExchange(RoundExchange):
         self._contribution.abandon()
 
     def _begin(self) -> None:
-        """Make the delta of the fragment whose turn it is, and have it sent. A delta that is refused has no weight: the
-        others need not wait for it, and its outcome is taken over at once.
+        """Compute the delta of the fragment whose turn it is, and begin to send it. A refused delta has no weight, so
+        the others need not wait for it, and its result is taken over at once.
         """
         group, scheme, count = self._group, self._scheme, len(self._movers)
         contribution = self._contribution
         group.member.check()
-        # The open round. It is the one that we know of if it waits for us: not for who has just joined in it.
+        # The open round is the last known one if that waits for this member, which it does not if the member has just
+        # joined.
         waits = scheme.quorum is None and group.member.clock <= self._round
         target = self._round if waits else group.round
         self._index = target % count
         staleness = (target - self._bases[self._index]) // count
         mover = self._movers[self._index]
-        contribution.target, contribution.origin = target, target - staleness  # in exchanges of this fragment
+        contribution.target, contribution.origin = target, target - staleness  # counted in exchanges of this fragment
         samples = self._all_samples - self._since[self._index]
         contribution.tokens = float(samples) if scheme.token_weights else 1.0
         norm = mover.draw(self._delta[: mover.fetched.size])
@@ -158,9 +164,9 @@ class FragmentExchange(RoundExchange):
         self._job = _Background(self._exchange_fragment)
 
     def _take(self) -> None:
-        """Take over what came of the exchange: wait for it if need be."""
+        """Take over the result of the exchange. Waits for it if needed."""
         assert self._job is not None
-        if self._job.error is not None:  # raised already; go on from there
+        if self._job.error is not None:  # the error was raised already; go on from there
             self._job = _Background(self._exchange_fragment)
         self._job.join()
         if self._job.error is not None:
@@ -179,7 +185,9 @@ class FragmentExchange(RoundExchange):
         self._contribution.raise_refusal()
 
     def _mark_at_least(self) -> None:
-        """End the thread as soon as its delta is marked. If that failed, it is tried again, once; then it raises."""
+        """End the thread as soon as its delta is marked. If marking failed, it is tried again once; then the error is
+        raised.
+        """
         self._halt()
         if self._job is not None and self._job.error is not None:
             self._job = _Background(self._exchange_fragment)
@@ -188,18 +196,18 @@ class FragmentExchange(RoundExchange):
             raise self._job.error
 
     def _based(self, indices: Iterable[int], number: int) -> None:
-        """Note that these fragments' bases are what they were while round `number` was open."""
+        """Note that these fragments' bases were read while round `number` was open."""
         self._round = number
         for index in indices:
             self._bases[index] = number + (index - number) % len(self._bases)
             self._since[index] = self._all_samples
 
     def _halt(self) -> None:
-        """Have the thread wait for nobody any more, and wait for it."""
+        """Stop the thread's waiting for other members, and wait until it has ended."""
         if self._job is not None and self._job.running:
             self._stopping = True
             try:
-                # Not by the group's wake(): the thread would take it for one that it has seen.
+                # This does not call the group's wake(), because the thread would count that wake as already seen.
                 with contextlib.suppress(Error):
                     wake(self._group.tick, self._group.lease)
                 self._job.join()
@@ -212,7 +220,7 @@ class FragmentExchange(RoundExchange):
     # ---- the exchange's own thread
 
     def _exchange_fragment(self) -> None:
-        """Contribute, and read the outcome. Called again, it goes on where it was."""
+        """Contribute, and read the result. When repeated, it goes on where it stopped."""
         if not self._put:
             if self._contribution.tokens:
                 mover = self._movers[self._index]
@@ -240,18 +248,18 @@ class FragmentExchange(RoundExchange):
             self._movers[index].fetch(weights)
 
     def _is_step_all(self, behind: list[int]) -> bool:
-        """Whether the servers' latest step is all that this worker lacks."""
+        """Return True if this worker lacks only the servers' latest step."""
         index = self._index
         one_behind = behind == [index] and self._bases[index] == self._closed_before(self._word)
         return bool(self._closer.steps_made) and one_behind
 
     def _read_by_step(self) -> bool:
-        """Bring the base on by the servers' step instead of reading it anew. False: a later round of this fragment was
-        closed meanwhile, and the base is as it was.
+        """Update the base by the servers' step instead of reading it anew. Returns False, with an unchanged base, if a
+        later round of this fragment was closed meanwhile.
         """
         index, mover = self._index, self._movers[self._index]
         made = 1 - state_slot(self._bases[index], len(self._movers))
-        room = self._delta[: mover.fetched.size]  # what it held was written
+        room = self._delta[: mover.fetched.size]  # the delta in it was written already
 
         def read(_: Buffer) -> None:
             mover.fetch_step(self._closer.steps_made[made], room, self._scheme.step_wires())
@@ -266,13 +274,13 @@ class FragmentExchange(RoundExchange):
         return True
 
     def _closed_before(self, word: int) -> int:
-        """Return the last round of the fragment under way that was closed before the open one of `word`."""
+        """Return the last round of the current fragment that was closed before the open round of `word`."""
         last = (word >> t.ROUND_SHIFT) - 1
         return last - (last - self._index) % len(self._movers)
 
 
 class _Background:
-    """A call in a thread of its own, for which no exit of the interpreter waits."""
+    """A call in a daemon thread, for which the interpreter's exit does not wait."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""HSGD: the workers of a host take the mean of every step; one of them, its root, runs SEASGD for all."""
+"""HSGD: the workers of a host take the mean of every step; one of them, the host's root, runs SEASGD for all."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from smb.client import Client
     from smb.train.group import Group
 
-_MET = t.GROUP_EXTRA  # in the row of the host's group: the last round after which the host met the shared model
-_PROBED_MAX = 16  # servers that are asked whether they are on this host; one of its name is asked first
+# In the row of the host's group: the last round after which the host was exchanged with the shared model.
+_MET = t.GROUP_EXTRA
+# Servers that are probed at most to find those on this host; a server with the host's name is probed first.
+_PROBED_MAX = 16
 
 _log = logging.getLogger("smb")
 
@@ -39,31 +41,31 @@ _log = logging.getLogger("smb")
 class HSGD(Scheme):
     """Two levels: inside a host every local step is a round of BSP, and between hosts there is SEASGD.
 
-    The host's model H moves by the mean of what the steps did. After every `every`-th (tau) round the host's root runs
-    SEASGD on H, with W the shared model of all hosts:
+    The host's model H moves by the mean of the workers' changes. After every `every`-th (tau) round the host's root
+    runs SEASGD on H, with W the shared model of all hosts:
 
         H += mean of (w_i - H);   d = alpha * (H - W);   H -= d;   W += d;   w_i = H
 
-    (Ahn and others: ShmCaffe, 2018.) All workers of the host go on from H - d. The root sends W's half in the
-    background while they compute; with T_host the round inside the host:
+    (Ahn and others: ShmCaffe, 2018.) All workers of the host go on from the new H. The root sends W's half in the
+    background while they compute; where T_host is the time of the round inside the host:
 
         iteration = max(T_compute, T_write + T_accumulate) + T_host + T_read + T_local
 
     H lives in a nested group, NAME/host/HOST, on the memory servers of that host, so that its rounds go through shared
-    memory. If no server runs there, the coordinator chooses the place. Between hosts only the roots' 2n floats move.
+    memory. If no server runs there, the coordinator chooses the servers. Between hosts only the roots' 2n floats move.
     The host is the machine's name, or $SMB_TRAIN_HOST, for several hosts on one machine or containers that share one.
 
-    The ranks of a mesh (smb.torch.join with mesh=; FSDP2 or DDP, by NCCL or gloo), which step together anyway, are a
-    host by themselves: one member without a nested group, whose exchange is SEASGD's.
+    The ranks of a mesh (smb.torch.join with mesh=; FSDP2 or DDP, by NCCL or gloo), which step together anyway, count as
+    one host: one member without a nested group, which exchanges as in SEASGD.
 
-    The root is the member that has been in the round's group for longest. If it dies or leaves, the next member is root
-    from the exchange on for which the others wait: after a death about a lease later. A dead root's contribution counts
-    at most once for each element, and is not sent again. A root that was only stopped changes nothing afterwards,
-    because its writes are fenced. If step() raises at a live root, since the servers of the shared model are away, its
-    host waits until the root calls step() again or leaves. Workers that join a host wait for nobody. A host whose
-    workers have all gone starts from the shared model when one comes back. If the guards refuse a difference (Guards,
-    at the root), it is not sent, and the host starts again from the shared model. What one worker's step did is checked
-    before it counts in the host's mean.
+    The root is the member that has been in the round's group for longest. If the root dies or leaves, the next member
+    is root from the exchange for which the others are waiting; after a death that is about a lease later. A dead root's
+    contribution counts at most once for each element, and is not sent again. A root that was only stopped changes
+    nothing afterwards, because its writes are fenced. If step() raises at a live root, since the servers of the shared
+    model are away, its host waits until the root calls step() again or leaves. Workers that join a host do not wait. A
+    host whose workers have all left starts from the shared model when one comes back. If the guards refuse a
+    difference, at the root, it is not sent, and the host starts again from the shared model. Each worker's change is
+    checked before it counts in the host's mean.
 
     Taxonomy: data parallel; central, in two levels; synchronous inside a host, asynchronous between hosts; workers with
     their host's model each step, roots with the shared one every tau steps.
@@ -78,23 +80,27 @@ class HSGD(Scheme):
 
     def __post_init__(self) -> None:
         if self.alpha is None:
-            raise InvalidArgumentError(f"scheme {self.NAME!r}: alpha=None; the number of hosts is not known, so say it")
+            raise InvalidArgumentError(
+                f"scheme {self.NAME!r}: alpha must be a number, not None, because the number of hosts is not known"
+            )
         check_settings(self.NAME, self.alpha, self.every)
 
     def footprint(self) -> Footprint:
-        """The shared model, and what BSP keeps in each host."""
+        """Counts the shared model, and what BSP keeps for each host."""
         inside = BSP().footprint()
         return Footprint(1, worker=inside.worker, host=inside.group)
 
     def run(self, group: Group, parameters: Parameters) -> Exchange:
-        """Return this worker's exchange. Joins the host's group, made first where there is none."""
+        """Return this worker's exchange. Joins the host's group, which is made first if it does not exist."""
         if parameters.in_ranks:
             return ElasticExchange(group, parameters, self.alpha, self.every, hidden=True)
         return HostExchange(group, parameters, self.alpha, self.every)
 
 
 class HostExchange(Exchange):
-    """One worker's side. Every step blocks for the round inside the host, every so many for the root's exchange."""
+    """One worker's side. Every step blocks for the round inside the host, and every `every` steps for the root's
+    exchange.
+    """
 
     def __init__(self, group: Group, parameters: Parameters, alpha: float, every: int) -> None:
         self._group = group
@@ -102,9 +108,11 @@ class HostExchange(Exchange):
         self._every = every
         self._elastic: Elastic | None = None  # once this worker is root
         self._samples = 0
-        self._due: int | None = None  # the host's round, while what follows it is not done
-        self._taken: bool | None = None  # the base is what the host's model is to be; True: and the difference is due
-        self._base_is_shared = False  # the host's model is that base: the difference is to be sent
+        self._due: int | None = None  # the host's round whose exchange with the shared model is not done
+        # None: not computed; otherwise the base is the host's new model, and with True its difference must be sent.
+        self._taken: bool | None = None
+        # Whether the base has been written as the host's model, so that the difference must be sent.
+        self._base_is_shared = False
         self._refused: RefusedContributionError | None = None
         name = f"{group.name}/host/{host_name()}"
         placement = _placement(group.client, name)
@@ -125,16 +133,16 @@ class HostExchange(Exchange):
 
     @property
     def root(self) -> bool:
-        """Whether this worker has been its host's root."""
+        """True if this worker has been its host's root."""
         return self._elastic is not None
 
     def step(self, samples: int) -> None:
-        """The host's round; every so many rounds the exchange with the shared model, by the root for all."""
+        """Take part in the host's round. Every `every` rounds the root exchanges with the shared model for all."""
         if self._due is None:
             try:
                 self._inner.step(samples)
             except RefusedContributionError as error:
-                self._refused = error  # after the exchange: the others wait for it
+                self._refused = error  # raised after the exchange, because the others wait for that
             self._samples += samples
             self._due = self._host.round
         if self._due % self._every == 0:
@@ -148,13 +156,13 @@ class HostExchange(Exchange):
         self._inner.restart()
 
     def flush(self) -> None:
-        """Wait for what the root sent."""
+        """Wait until the root's difference has arrived."""
         if self._elastic is not None:
             self._send_taken(self._elastic)
             self._elastic.finish()
 
     def close(self) -> None:
-        """Leave the host's group too."""
+        """Leave the host's group, too."""
         try:
             self.flush()
             self._inner.close()
@@ -162,7 +170,7 @@ class HostExchange(Exchange):
             self._host.leave()
 
     def abandon(self) -> None:
-        """Leave the host's group, as far as we still are in it."""
+        """Leave the host's group, if this worker is still in it."""
         if self._elastic is not None:
             self._elastic.abandon()
         with contextlib.suppress(Error):
@@ -172,13 +180,15 @@ class HostExchange(Exchange):
     # ---- the exchange
 
     def _meet(self, due: int) -> None:
-        """Wait until the host has met the shared model after this round, or see to it; take over the host's model.
+        """Wait until the host has been exchanged with the shared model after this round, or exchange it as root. Then
+        take over the host's model.
 
-        Nobody contributes to the round before that, so it stays open, and the host's model is written by no one else.
+        No member contributes to the round before that, so the round stays open and no other process writes the host's
+        model.
         """
         host = self._host
         if self._elastic is not None:
-            self._send_taken(self._elastic)  # the last call failed after the host's model was written
+            self._send_taken(self._elastic)  # the last call failed after it wrote the host's model
         while True:
             rows = host.table.read()
             if rows[host.member.row, t.INCARNATION] != host.member.incarnation:
@@ -197,19 +207,20 @@ class HostExchange(Exchange):
         self._samples = 0
 
     def _exchange(self, due: int) -> None:
-        """As root: draw the host's model and the shared one to each other."""
+        """As root: move the host's model and the shared model towards each other."""
         if self._elastic is None:
             own = ArrayParameters(self._inner.mover.fetched, "hsgd")
             self._elastic = Elastic(self._group, self._alpha, own)
             _log.info("training %r: worker %d is root of its host", self._host.name, self._host.member.slot)
         elastic, model = self._elastic, self._inner.mover.fetched
         elastic.finish()
-        if self._taken is None:  # else the last call failed in the middle, and this is its repetition
+        if self._taken is None:  # otherwise the last call failed half-way, and this call repeats it
             try:
                 elastic.take()
             except RefusedContributionError as error:
                 self._refused = error
-                model[...] = self._group.weights.read(wire="exact")  # at once: a read that fails leaves the base whole
+                # In one assignment: if the read fails, the base is unchanged.
+                model[...] = self._group.weights.read(wire="exact")
                 self._taken = False
             else:
                 elastic.pay()
@@ -221,7 +232,7 @@ class HostExchange(Exchange):
         self._inner.restart()
 
     def _send_taken(self, elastic: Elastic) -> None:
-        """Send the difference by which the host's model was drawn, once that is written. Else it does nothing."""
+        """Send the difference once the host's new model is written. Does nothing before."""
         if not self._base_is_shared:
             return
         if self._taken:
@@ -231,9 +242,10 @@ class HostExchange(Exchange):
         self._samples = 0
 
     def _tell_host(self, due: int) -> None:
-        """Make the base the host's model, and wake the others. Raises MembershipLostError if it is another's.
+        """Write the base as the host's model, and wake the others. Raises MembershipLostError if this worker may not
+        write it.
 
-        An error after that is logged: the lock ends with its ttl, and the others look again by themselves.
+        Errors after the write are logged: the lock ends with its ttl, and the others look again by themselves.
         """
         host = self._host
         try:
@@ -249,15 +261,15 @@ class HostExchange(Exchange):
             host.wake()
         except Error as error:
             if self._base_is_shared:
-                _log.warning("training %r: after its host had the model: %s", host.name, error)
+                _log.warning("training %r: after the host's model was written: %s", host.name, error)
             elif isinstance(error, LockLostError):
                 raise host.member.lost() from error
             else:
                 raise
 
     def _revive(self) -> None:
-        """A host in which nobody is left starts from the shared model, not from its own. That one may be as old as the
-        host, whether it ever closed a round or not. The oldest of the workers that come back sees to it.
+        """Let a host without live workers start from the shared model. Its own model may be as old as the host, whether
+        or not it ever closed a round. The oldest of the workers that come back does this.
         """
         host = self._host
         if host.made:
@@ -266,7 +278,8 @@ class HostExchange(Exchange):
         rows = host.table.read()
         oldest = min(int(rows[1 + slot, t.INCARNATION]) for slot in {*host.live(rows), host.member.slot})
         if oldest == host.member.incarnation:
-            host.read_by(lambda _: None)  # a round that a dead closer left half-closed would replace what we write
+            # Otherwise a round that a dead closer left half-closed would replace the weights written here.
+            host.read_by(lambda _: None)
             shared = self._group.weights.read(wire="exact")
             with host.weights.lock(ttl=host.lease, timeout=2 * host.lease) as fence:
                 host.weights.write(shared, fence=fence, wire="exact")
@@ -278,19 +291,24 @@ def host_name() -> str:
 
 
 def _waited_for(rows: t.Rows, due: int) -> bool:
-    """Whether the round is open, and the host has not met the shared model since the one before it was closed."""
+    """Return True if this round is open and the host has not been exchanged with the shared model
+    since the last round.
+    """
     return int(rows[0, t.ROUND]) >> t.ROUND_SHIFT == due and int(rows[0, _MET]) < due
 
 
 def _root(rows: t.Rows, live: list[int], due: int) -> int:
-    """Return the slot of the oldest member that waits before this round; who joined during it does not wait."""
+    """Return the slot of the oldest member that waits before this round. A member that joined during the round does not
+    wait.
+    """
     waiting = [slot for slot in live if t.clock_of(rows[1 + slot, t.MARK]) == due]
     return min(waiting, key=lambda slot: int(rows[1 + slot, t.INCARNATION]))
 
 
 def _placement(client: Client, name: str) -> dict[str, list[str]]:
-    """Return the placement of the host's group: the servers of this host. Empty if it is there already, or no server
-    is."""
+    """Return the placement of the host's group: the servers of this host. Empty if the group exists, or no server is on
+    this host.
+    """
     try:
         client.open(name)
         return {}
@@ -311,6 +329,6 @@ def _servers_here(client: Client, name: str) -> list[str]:
         except Error as error:
             _log.debug("memory server %s: %s", server, error)
         finally:
-            with contextlib.suppress(Error):  # the join is not about the probe
+            with contextlib.suppress(Error):  # failures of the probe must not end the join
                 client.delete(probe, missing_ok=True)
     return here

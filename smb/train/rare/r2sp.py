@@ -1,33 +1,34 @@
 """R2SP, round-robin synchronisation: workers update in strict rotation, evenly spread over time.
 
-    wait for one's turn;  W_global += W_local - base;  W_local = base = W_global        after every local step
+    wait for the turn;  W_global += W_local - base;  W_local = base = W_global        after every local step
 
-Source: Chen et al. 2019, "Round-robin synchronization: mitigating communication bottlenecks in parameter servers". With
-turns, workers do not all load the servers' link at once. Let N workers send S bytes each over a link of bandwidth W,
-and compute for C. Then an iteration takes max(C + 2 S/W, N S/W), where bulk synchronous training takes C + 2 N S/W.
+Source: Chen et al. 2019, "Round-robin synchronization: mitigating communication bottlenecks in parameter servers".
+Workers that take turns do not all load the servers' link at once. Let N workers send S bytes each over a link of
+bandwidth W, and compute for C. Then an iteration takes max(C + 2 S/W, N S/W), while bulk synchronous training takes C +
+2 N S/W.
 
 Taxonomy: data parallel; central; asynchronous with a fixed staleness; each worker with the servers, one at a time.
 
-Turns. One word in the group's table says whose turn it is, how many updates there were, and whether its owner is at
-it; compare_swap alone changes it. The owner adds its delta and gets the sums in the same round trip, then passes the
-turn to the next live slot. Workers wait at the server, each for the version of the group's tick at which its turn
-comes: a pass wakes one.
+Turns. One word in the group's table has the turn's owner, the number of updates so far, and whether the owner is
+updating; it is changed by compare_swap alone. The owner adds its delta and gets the sums in the same round trip, then
+passes the turn to the next live slot. Workers wait at the server, each for the version of the group's tick at which its
+turn comes, so passing the turn wakes one worker.
 
-Gaps. Worker 0 (the lowest live slot) measures T, the mean of `warmup` iterations without their waiting, and measures
-anew after as many. A turn is passed on T / (1.2 N) after its update began, or when that is done if it takes longer; N
-is the number of live workers at that moment. So the next one need not look at the time: the worker at its turn keeps
-it, with its own clock, and no clocks are compared.
+Gaps. Worker 0 (the lowest live slot) measures T, the mean time of `warmup` iterations without waiting, and repeats the
+measurement after as many iterations. A turn is passed on T / (1.2 N) after its update began, or at the update's end if
+that is later; N is the number of live workers at that moment. The worker that has the turn keeps the gap by its own
+clock, so the next one need not look at the time, and no clocks are compared.
 
-Batches. With batch_size=b, worker.batch_size is b N v_i / sum(v), in proportion to the measured samples per second v_i
-(smoothed): all compute for as long. Multiply the gradient, or the loss, by worker.gradient_scale, batch_size / b: a
-step then weighs what its samples do.
+Batches. With batch_size=b, worker.batch_size is b N v_i / sum(v), in proportion to the measured and smoothed samples
+per second v_i, so that all workers compute for the same time. Multiply the gradient, or the loss, by
+worker.gradient_scale, which is batch_size / b: a step then weighs as much as its samples.
 
-Staleness: exactly N - 1, the others' updates between a worker's read and its own update; each update is whole in the
-model before the next one begins. Rotation enforces it, and the tests see it in what every read contains
-(tests/train/test_r2sp.py). While members join, leave or die it is at most that of the larger N. A worker that is not
-ready keeps the others waiting. With skip_after=seconds its turn is passed on once it is so late, at most `skips` times
-in a row. The bound is then (skips + 1) (N - 1). A worker that dies in its turn is found by its lock when its lease is
-over, and passed over; a part of its last update, whole chunks of it, may be in the model.
+Staleness: exactly N - 1, the others' updates between a worker's read and its own update. Each update is complete in the
+model before the next one begins. Rotation enforces this, and tests/train/test_r2sp.py checks it on the contents of
+every read. While members join, leave or die, the staleness is at most that of the larger N. A worker that is not ready
+keeps the others waiting. With skip_after=seconds its turn is passed on once it is late by that time, at most `skips`
+times in a row. The bound is then (skips + 1) (N - 1). If a worker dies in its turn, the others notice it by its lock
+when its lease ends, and skip it; a part of its last update, whole chunks of it, may be in the model.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from smb.train.traits import FUSED, Traits
 if TYPE_CHECKING:
     from smb.train.group import Group
 
-# The group's row, and a member's: floats as their bits, in seconds and samples per second.
+# Columns of the group's row and of a member's: floats as their bits, in seconds and in samples per second.
 _TURN = t.GROUP_EXTRA
 _ITERATION = t.GROUP_EXTRA + 1
 _SPEED = t.EXTRA
@@ -76,9 +77,9 @@ _log = logging.getLogger("smb")
 class R2SP(Scheme):
     """Round-robin synchronisation: workers add their changes in turn, evenly spread over time.
 
-    - `batch_size`: samples of an iteration, on average over the workers; each takes as many as fit its speed. None: you
-      choose.
-    - `warmup`: iterations of a measurement.
+    - `batch_size`: samples per iteration, on average over the workers; each worker's number follows its speed. None:
+      your program chooses.
+    - `warmup`: number of iterations in a measurement.
     - `skip_after`: the turn of a worker that is this many seconds late is passed on (None: never), at most `skips`
       times in a row.
     """
@@ -93,19 +94,21 @@ class R2SP(Scheme):
     def __post_init__(self) -> None:
         for name, value in (("batch_size", self.batch_size), ("warmup", self.warmup), ("skips", self.skips)):
             if not (is_whole(value, 1) or (name == "batch_size" and value is None)):
-                raise InvalidArgumentError(f"scheme 'r2sp': {name}={value!r} is no whole number from 1 on")
+                raise InvalidArgumentError(f"scheme 'r2sp': {name} must be a whole number from 1 on, not {value!r}")
         if self.skip_after is not None and not (is_number(self.skip_after) and self.skip_after > 0):
-            raise InvalidArgumentError(f"scheme 'r2sp': skip_after={self.skip_after!r} is no time in seconds")
+            raise InvalidArgumentError(
+                f"scheme 'r2sp': skip_after must be a number of seconds above 0, or None, not {self.skip_after!r}"
+            )
 
     @property
     def traits(self) -> Traits:
-        """With batch_size= it measures computing by itself, which overlap= would spoil."""
+        """With batch_size= the scheme measures the computation, which overlap= would distort."""
         if self.batch_size is None:
             return self.TRAITS
-        return replace(self.TRAITS, no_overlap="with batch_size= it measures computing by itself: leave one out")
+        return replace(self.TRAITS, no_overlap="with batch_size= it measures the computation itself: leave one out")
 
     def check(self, name: str, parameters: Parameters) -> None:
-        """Refuse the ranks of a mesh if speeds are to be measured."""
+        """Refuse the ranks of a mesh if speeds are measured."""
         if self.batch_size is not None and parameters.in_ranks:
             raise InvalidArgumentError(
                 f"scheme 'r2sp' with mesh=: batch_size= measures single processes; leave it out, or join {name!r} "
@@ -118,7 +121,7 @@ class R2SP(Scheme):
 
 
 class RoundRobin(Exchange):
-    """One worker's side. A step blocks until the worker's turn has come, and for one accumulate then."""
+    """One worker's side. A step blocks until the worker's turn has come, and then for one accumulate."""
 
     EACH_STEP = True
 
@@ -129,27 +132,29 @@ class RoundRobin(Exchange):
         self._mover = mover_of(group, parameters, FUSED)
         self._pace = Pace(scheme.warmup)
         self._batch_size = scheme.batch_size
-        self._turn: Turn | None = None  # ours, taken, and not handed on
-        self._began = 0.0  # when we took it
+        self._turn: Turn | None = None  # this worker's turn, taken and not passed on
+        self._began = 0.0  # when this worker took its turn
         self._unsent_samples = 0
-        self._leads = False  # whether we are worker 0, which measures for all
+        self._leads = False  # whether this worker is worker 0, which measures for all
         self._passer = Passer(group)
         self._swap(Turn(), Turn(slot=self._me.slot, incarnation=self._me.incarnation))  # the first member begins
-        self._updates = 0  # as of the read that our next update builds on
+        self._updates = 0  # number of updates at the read on which the next update builds
         self._ended = time.monotonic()
 
     @property
     def batch_size(self) -> int | None:
-        """How many samples the next local step is to be made of; None if the scheme has no batch_size."""
+        """How many samples the next local step should have; None if the scheme has no batch_size."""
         return self._batch_size
 
     @property
     def gradient_scale(self) -> float:
-        """The factor for the gradient of the next local step: batch_size by the scheme's; 1 if it has none."""
+        """The factor for the gradient of the next local step, batch_size over the scheme's batch_size; 1 if the scheme
+        has none.
+        """
         return self._batch_size / self._scheme.batch_size if self._batch_size and self._scheme.batch_size else 1.0
 
     def step(self, samples: int) -> None:
-        """Wait for the turn, add the delta, take over the sum, pass the turn on."""
+        """Wait for the turn, add the delta, take over the sums, and pass the turn on."""
         computed = time.monotonic()
         self._finish()
         self._passer.finish()
@@ -176,12 +181,12 @@ class RoundRobin(Exchange):
         self._ended = time.monotonic()
 
     def flush(self) -> None:
-        """Send what a failed call left unsent, and pass on the turn."""
+        """Send what a failed call left unsent, and pass the turn on."""
         self._finish()
         self._passer.finish()
 
     def close(self) -> None:
-        """Flush, and pass on the turn if it is ours: the others go on."""
+        """Flush, and pass the turn on if this worker has it, so that the others go on."""
         try:
             self.flush()
             turn, live = self._look()
@@ -192,18 +197,19 @@ class RoundRobin(Exchange):
             self._passer.close()
 
     def abandon(self) -> None:
-        """Pass nothing on: the others have passed us over."""
+        """End without passing the turn on: the others have skipped this worker."""
         self._passer.close()
 
     # ---- turns
 
     def _take_turn(self) -> Turn:
-        """Wait until it is our turn, and take it."""
+        """Wait until it is this worker's turn, and take the turn."""
         group, scheme = self._group, self._scheme
         seen, since = Turn(), time.monotonic()
         while True:
             group.go_on()
-            version = group.tick.version  # before the table: a pass that it does not show yet is waited for in vain
+            # Read before the table: otherwise the wait would miss a pass between the two reads.
+            version = group.tick.version
             turn, live = self._look()
             if turn.is_of(self._me):
                 if turn.taken or self._swap(turn, turn.take()):
@@ -231,12 +237,13 @@ class RoundRobin(Exchange):
                 group.tick.wait(version + turn.away(self._me.slot, live), timeout=max(patience, 0.001))
             except DeadlineError:
                 if time.monotonic() - since >= group.lease / 4 and group.reap([turn.slot]):
-                    # If one died, others may have; their waiters count on a wake for each.
+                    # If one worker died, others may have died too. Workers that wait for their turn count on one wake
+                    # for each.
                     for _ in group.reap(member.slot for member in live):
                         group.wake()
 
     def _look(self) -> tuple[Turn, list[Candidate]]:
-        """Return the turn and who lives; takes note of the batch size that follows from the speeds."""
+        """Return the turn and the live members. Also updates the batch size that follows from the speeds."""
         rows = self._group.table.read()
         live = live_members(rows)
         self._leads = not live or live[0].slot >= self._me.slot
@@ -248,14 +255,16 @@ class RoundRobin(Exchange):
         return Turn.of(int(rows[0, _TURN])), live
 
     def _swap(self, old: Turn, new: Turn) -> bool:
-        """Change the turn; False if it was another one."""
+        """Change the turn. Returns False if it was another one."""
         found = self._group.table.swap(0, _TURN, old.word(), new.word())
         return found in (old.word(), new.word())
 
     def _pass_over(self, turn: Turn, live: list[Candidate]) -> bool:
-        """Give a turn whose owner is gone, or late, to the next one; False if another call did, or it was taken.
+        """Give the turn of a dead or late owner to the next worker. Returns False if another call did, or if the turn
+        was taken.
 
-        A dead owner's update may have come in part: it counts as an update."""
+        A dead owner's update may have arrived in part, so it counts as an update.
+        """
         following = turn.passed(live, updated=turn.taken)
         done = self._group.table.swap(0, _TURN, turn.word(), following.word()) == turn.word()
         if done:
@@ -263,7 +272,7 @@ class RoundRobin(Exchange):
         return done
 
     def _finish(self) -> None:
-        """End what a failed call left of our turn."""
+        """Finish what a failed call left of this worker's turn."""
         if self._turn is not None:
             if self._mover.finish():
                 self._done(self._turn)
@@ -271,7 +280,6 @@ class RoundRobin(Exchange):
                 self._pass_on(self._turn, updated=self._mover.touched)
 
     def _done(self, turn: Turn) -> None:
-        """Our update is in the model."""
         self._updates = turn.updates + 1
         self._pass_on(turn, updated=True)
         self._group.count(self._unsent_samples, self._mover.moved_bytes())
@@ -284,9 +292,10 @@ class RoundRobin(Exchange):
 
 
 class Passer:
-    """Passes a turn on when its gap is over: at once in the caller's thread if it is, else in one of its own.
+    """Passes a turn on when its gap is over: at once in the caller's thread if it is over already, otherwise in a
+    thread of its own.
 
-    That thread, smb-turn, touches the turn's word and the tick alone, by calls that any thread may make.
+    That thread, smb-turn, uses only the turn's word and the tick, by calls that any thread may make.
     """
 
     def __init__(self, group: Group) -> None:
@@ -296,12 +305,12 @@ class Passer:
         self._lease = group.lease
         self._changed = threading.Condition()
         self._due: tuple[Turn, bool, float] | None = None
-        self._failure: Error | None = None  # of the latest try, until it was raised
+        self._failure: Error | None = None  # error of the latest attempt, until it was raised
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def pass_on(self, turn: Turn, updated: bool, began: float) -> None:
-        """Give the turn, taken at `began` of time.monotonic(), to the next worker, not before its gap is over."""
+        """Give the turn, taken at `began` of time.monotonic(), to the next worker once its gap is over."""
         due = 0.0
         try:
             rows = self._table.read()
@@ -310,17 +319,20 @@ class Passer:
                 self._pass(turn, updated)
                 return
         except Error as error:
-            _log.warning("training %r: the turn could not be passed on: %s; tried again", self._name, error)
+            _log.warning("training %r: could not pass the turn on, and tries again: %s", self._name, error)
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="smb-turn", daemon=True)
                 thread.start()
-                self._thread = thread  # not before, nor is it due: if no thread can be had the turn is ours still
+                # Set, like _due, only once it runs: if no thread can be had, the turn is still this worker's.
+                self._thread = thread
             self._due = turn, updated, due
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until nothing is to be passed on. Raises what kept the turn here; it is tried again all the while."""
+        """Wait until no turn is left to pass on. Raises the error that keeps the turn here; passing it on is tried
+        again all the while.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._due is None or self._closed or self._failure)
             failure, self._failure = self._failure, None
@@ -351,7 +363,7 @@ class Passer:
             except NotFoundError as error:
                 _log.debug("training %r is gone: %s", self._name, error)
             except Error as error:
-                _log.warning("training %r: the turn could not be passed on: %s; tried again", self._name, error)
+                _log.warning("training %r: could not pass the turn on, and tries again: %s", self._name, error)
                 with self._changed:
                     self._due, self._failure = (turn, updated, time.monotonic() + backoff.next_s()), error
                     self._changed.notify_all()
@@ -368,16 +380,15 @@ class Passer:
             )
             found = self._table.swap(0, _TURN, turn.word(), following.word())
             if found not in (turn.word(), following.word()):
-                return  # we were taken for dead
+                return  # the others took this worker for dead
             wake(self._tick, self._lease)
             live = live_members(self._table.read())
             if not live or any(following.is_of(member) for member in live):
                 return
-            turn, updated = following, False  # who got it left at this moment
+            turn, updated = following, False  # the worker that got the turn left at this moment
 
 
 def live_members(rows: t.Rows) -> list[Candidate]:
-    """Return who is there, by slot."""
     slots = np.flatnonzero(rows[1:, t.INCARNATION]).tolist()
     return [Candidate(slot, int(rows[1 + slot, t.INCARNATION])) for slot in slots]
 

@@ -246,7 +246,7 @@ def test_what_is_no_measurement_is_refused() -> None:
         {"start_s": math.nan},
         {"pull_per_s": math.nan},
     ):
-        with pytest.raises(InvalidArgumentError, match="rates are more than 0"):
+        with pytest.raises(InvalidArgumentError, match="rates must be above 0"):
             Channel(**{"push_per_s": 1.0, "pull_per_s": 1.0, "start_s": 1.0} | bad)
     channel = Channel(1.0, 1.0, 0.0)
     for layers, exchange in (([], FUSED), ([Layer(1, 1.0, 1.0)], "other"), ([Layer(-1, 1.0, 1.0)], FUSED)):

@@ -52,11 +52,11 @@ def test_guards_take_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
-        ("bsp", {"every": 5}, r"scheme 'bsp' has no every; it takes quorum, grace, token_weights$"),
-        ("diloco", {"evry": 5, "beta": 1}, r"scheme 'diloco' has no beta, evry; it takes .*every, outer_lr"),
-        ("asp", {"every": 5}, r"scheme 'asp' has no every; it has no settings$"),
+        ("bsp", {"every": 5}, r"scheme 'bsp' has no setting every; it takes quorum, grace, token_weights$"),
+        ("diloco", {"evry": 5, "beta": 1}, r"scheme 'diloco' has no setting beta, evry; it takes .*every, outer_lr"),
+        ("asp", {"every": 5}, r"scheme 'asp' has no setting every; it has no settings$"),
         ("localsgd", {"quorum": 2}, r"scheme 'localsgd' needs every="),
-        ("nonsense", {}, r"there is no scheme 'nonsense'; there are asp, .*ssp"),
+        ("nonsense", {}, r"there is no scheme 'nonsense'; the schemes are asp, .*ssp"),
     ],
 )
 def test_foreign_settings(name: str, settings: dict[str, Any], says: str) -> None:
