@@ -1,4 +1,4 @@
-"""PyTorch on buffers: train a model together with other processes, publish a state_dict, and follow it.
+"""PyTorch on buffers: train a model together with other processes, publish a state_dict, and follow one.
 
 Needs torch; `import smb` does not.
 """

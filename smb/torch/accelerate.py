@@ -27,17 +27,19 @@ def join(
     scheme: str | smb.train.Scheme | None = None,
     **options: Any,
 ) -> Shared:
-    """As smb.torch.join, of what accelerator.prepare returned: what wraps the model is taken off, and steps count that
-    the optimizer really does: one for each gradient_accumulation_steps, none that the gradient scaler skips.
+    """As smb.torch.join, for a model and an optimizer that accelerator.prepare returned. Wrappers are taken off the
+    model. Only steps that the optimizer really takes count: one for each gradient_accumulation_steps, and none that the
+    gradient scaler skips.
 
-    If the accelerator has several processes (DDP, FSDP2), they are one member, as with mesh=: each calls this, steps,
-    and closes as the others do. Raises InvalidArgumentError for DeepSpeed and Megatron, which keep the parameters.
+    If the accelerator has several processes (DDP, FSDP2), they are one member, as with mesh=: all of them make this
+    call, step, and close together. Raises InvalidArgumentError for DeepSpeed and Megatron, which keep the parameters
+    themselves.
     """
     kind = accelerator.distributed_type
     if kind in (accelerate.DistributedType.DEEPSPEED, accelerate.DistributedType.MEGATRON_LM):
         raise InvalidArgumentError(
-            f"smb.torch.accelerate: {kind.value} keeps the parameters itself, where nobody else can share them; use "
-            f"DDP or FSDP2, or start each process on its own"
+            f"smb.torch.accelerate: {kind.value} keeps the parameters itself, so they can't be shared; use DDP or "
+            f"FSDP2, or start each process on its own"
         )
     if accelerator.num_processes > 1:
         options.setdefault("mesh", world())

@@ -1,4 +1,6 @@
-"""A model's way into a training: it must be like the group's, or makes the group; a join that fails leaves nothing."""
+"""A model's way into a training: it must be like the group's model, or it makes the group. A failed join leaves
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from smb.torch.model_tensors import Statistics, mark_of
 from smb.train.group import clear, copies_of, keeping, view
 from smb.train.worker import take_part
 
-TIED = "smb.torch.tied"  # in a buffer's metadata: further name -> the name in the table
-FROZEN = "smb.torch.frozen"  # in a buffer's metadata: the mark of the maker's frozen parameters
+TIED = "smb.torch.tied"  # in a buffer's metadata: maps a tied tensor's further names to its name in the table
+FROZEN = "smb.torch.frozen"  # in a buffer's metadata: the digests of the maker's frozen parameters
 _JOIN_TTL_S = 30.0
 
 _log = logging.getLogger("smb")
@@ -38,17 +40,17 @@ class ModelAdmission:
         frozen: dict[tuple[str, ...], torch.Tensor],
         check: Callable[[smb.train.Scheme | None], None],
     ) -> None:
-        """`frozen` are the parameters that do not train. `check` raises InvalidArgumentError for a scheme
-        that is not possible with this join.
+        """`frozen` are the parameters that do not train. `check` raises InvalidArgumentError for a scheme that can't be
+        used with this join.
         """
         self._client = client
         self._name = name
         self._trained = trained
         self._mixed = mixed
         self._frozen = frozen
-        self._mark: dict[str, str] | None = None  # of the frozen parameters; None without any
+        self._mark: dict[str, str] | None = None  # digests of the frozen parameters; None if there are none
         self._check = check
-        self._worker: smb.train.Worker | None = None  # a member while the join may fail
+        self._worker: smb.train.Worker | None = None  # the new member, while the join may still fail
 
     def run(
         self,
@@ -57,11 +59,11 @@ class ModelAdmission:
         options: dict[str, Any],
         attach: Callable[[smb.train.Worker], None],
     ) -> smb.train.Worker:
-        """Become a member and return its worker. Nothing of the model is changed before all that can fail is done.
+        """Become a member and return its worker. The model is not changed before everything that can fail is done.
         `attach` is called with the worker once the model has the shared values.
         """
         copies = copies_of(self._client, self._name, options.get("replicas")) or 1
-        # Held from before joining until the statistics are there, so that both buffers have one maker.
+        # The lock is held from before joining until the statistics exist, so that one process makes both buffers.
         with keeping(self._client.lock(f"{self._name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies)):
             worker = self._run_locked(scheme, settings, dict(options), attach)
         self._mixed.joined()
@@ -90,9 +92,12 @@ class ModelAdmission:
         guards, lease = options.pop("guards"), options.pop("lease")
         worker = self._worker = take_part(client, name, trained, chosen, guards, lease, metadata=metadata, **options)
         try:
-            self._compare(worker.weights)  # another process may have made the group meanwhile
+            self._compare(worker.weights)  # another process may have made the group in the meantime
             if fresh and not worker.made:
-                raise AlreadyExistsError(f"join of training {name!r} with fresh=True: another made it at this moment")
+                raise AlreadyExistsError(
+                    f"join of training {name!r} with fresh=True: another process has just made it; leave fresh= out to "
+                    f"train with it, or take another name"
+                )
             statistics = mixed.own
             mixed.join(client, worker, _metadata(statistics), lambda state: _compare(state, statistics.table))
             worker.membership.begin()
@@ -109,10 +114,10 @@ class ModelAdmission:
         return worker
 
     def withdraw(self) -> bool:
-        """Leave after a join that failed, if there was a member. Returns whether the group is gone.
+        """Leave after a failed join, if this process has become a member. Returns True if the group is gone.
 
-        A caller without the lock of the join leaves the statistics' buffer, which may be another training's by now. The
-        next maker of a group deletes it.
+        A caller without the lock of the join does not delete the statistics' buffer, which may belong to another
+        training by now. The next maker of a group deletes it.
         """
         worker, self._worker = self._worker, None
         return worker is not None and worker.membership.withdraw()
@@ -129,10 +134,11 @@ def _metadata(vector: ModelParameters | Statistics) -> dict[str, Any]:
 
 
 def table_of(buffer: smb.Buffer) -> TensorTable:
-    """Return the names of a group's tensors. Raises InvalidArgumentError if smb.torch.join did not make the group."""
+    """Return the table of a group's tensors. Raises InvalidArgumentError if smb.torch.join did not make the group."""
     if not buffer.table:
         raise InvalidArgumentError(
-            f"group of buffer {buffer.name!r}: it has no names for its tensors, so it was not made by smb.torch.join"
+            f"training {buffer.name!r} has no names for its tensors, so it was not made by smb.torch.join; read it "
+            f"with smb.train.shared"
         )
     return buffer.table
 
@@ -140,7 +146,7 @@ def table_of(buffer: smb.Buffer) -> TensorTable:
 def _scheme(
     asked: str | smb.train.Scheme | None, settings: dict[str, Any], groups: smb.train.Scheme | None
 ) -> smb.train.Scheme | None:
-    """Return the scheme that is asked for; settings that were not given are the group's."""
+    """Return the scheme that the joiner asks for; settings that it leaves out are the group's."""
     if not isinstance(asked, str):
         return asked
     if groups is not None and asked == groups.NAME:
@@ -164,12 +170,12 @@ def _compare(buffer: smb.Buffer, ours: TensorTable) -> None:
 
 
 def _warn_of_idle(name: str, entries: Sequence[TensorEntry]) -> None:
-    """Warn if the optimizer has parameters that don't train."""
+    """Warn if the optimizer has parameters that do not train."""
     idle = sum(entry.count for entry in entries if not entry.tensor.requires_grad)
     if idle:
         _log.warning(
-            "training %r shares %d values, and %d of them require no gradients: they are shared since the optimizer "
-            "has them. Give it the others alone, and these cost nothing",
+            "training %r shares %d values, and %d of them require no gradients: they are shared because the optimizer "
+            "has them. Give the optimizer only parameters that train, and the others cost nothing",
             name,
             sum(entry.count for entry in entries),
             idle,
@@ -177,14 +183,17 @@ def _warn_of_idle(name: str, entries: Sequence[TensorEntry]) -> None:
 
 
 def _compare_frozen(buffer: smb.Buffer, mark: dict[str, str] | None) -> None:
-    """Raise where the frozen values are others than those of who made the group; of other types they may be."""
+    """Raise InvalidArgumentError if the frozen parameters have other values than those of the group's maker. Their
+    dtypes may differ; then values are not compared.
+    """
     theirs = buffer.metadata.get(FROZEN)
     if mark and theirs and mark["types"] == theirs["types"] and mark["values"] != theirs["values"]:
         raise InvalidArgumentError(
-            f"join of training {buffer.name!r}: the model's frozen parameters have other values than those of "
-            f"who made the group: what is trained fits only one of the two. Load the same ones before joining"
+            f"join of training {buffer.name!r}: the model's frozen parameters have other values than in the process "
+            f"that made the group, and what is trained fits only one of the two. Load the same frozen values before "
+            f"joining"
         )
 
 
 def _shape(table: TensorTable, name: str) -> str:
-    return f"float32{list(table[name].shape)}" if name in table else "not there (or, of a trained one, frozen)"
+    return f"float32{list(table[name].shape)}" if name in table else "missing (or a frozen parameter)"

@@ -1,4 +1,4 @@
-"""A data set divided over all who train a model: one process's batches, from work units."""
+"""A data set divided over all processes that train a model: one process's batches, made from work units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("smb")
 
 
 class BatchUnits:
-    """The work units of one process, from which its batches are cut. A further call of `open` replaces them."""
+    """The work units of one process, from which its batches are made. A further call of `open` replaces them."""
 
     def __init__(self, client: smb.Client) -> None:
         self._client = client
@@ -28,7 +28,9 @@ class BatchUnits:
     ) -> smb.train.WorkUnits:
         """Return the work units of the worker's training. Raises InvalidArgumentError as Shared.batches."""
         if worker.batch_size is not None:
-            raise InvalidArgumentError("batches: the scheme decides how large a batch is; use smb.train.WorkUnits")
+            raise InvalidArgumentError(
+                "batches(): this training's scheme chooses the size of each batch; use smb.train.WorkUnits instead"
+            )
         if self._units is not None:
             self._units.close()
         self._name = worker.name
@@ -38,7 +40,7 @@ class BatchUnits:
         return self._units
 
     def close(self) -> None:
-        """Hand back the units in hand. If that fails, it is logged."""
+        """Hand back the units in hand. A failure is logged."""
         if self._units is None:
             return
         try:
@@ -46,15 +48,15 @@ class BatchUnits:
         except NotFoundError as error:
             _log.debug("%s", error)
         except Error as error:
-            _log.warning("training %r: could not hand back what was in hand: %s", self._name, error)
+            _log.warning("training %r: could not hand back the unit in hand: %s", self._name, error)
 
 
 def shuffled_batches(
     take: Callable[[], smb.train.Unit | None], name: str, rows: int, seed: int, epochs: int | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each batch's number of rows and its row numbers, until `take` gives no further unit.
+    """Yield each batch's number of rows and its row numbers, until `take` returns None.
 
-    Rows are shuffled by the seed and the epoch, the same at all processes.
+    Rows are shuffled by the seed and the epoch, alike in all processes.
     """
     order, shuffled, taken = torch.empty(0, dtype=torch.int64, device="cpu"), -1, 0
     while (unit := take()) is not None:
@@ -65,8 +67,8 @@ def shuffled_batches(
         yield unit.count, order[unit.start : unit.start + unit.count]
     if not taken:
         _log.warning(
-            "training %r: all batches of all%s epochs are done; epochs= counts from its first run on: ask for "
-            "more, or begin anew: join(..., fresh=True), or under another name",
+            "training %r: all batches of all%s epochs are done; epochs= counts from the training's first run. Ask for "
+            "more epochs, or begin anew with join(..., fresh=True) or under another name",
             name,
             "" if epochs is None else f" {epochs}",
         )

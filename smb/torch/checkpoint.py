@@ -3,20 +3,20 @@
     dcp.save(state, storage_writer=smb.torch.checkpoint.Writer(client, "run/ckpt"))
     dcp.load(state, storage_reader=smb.torch.checkpoint.Reader(client, "run/ckpt"))
 
-A checkpoint NAME is two buffers of bytes. NAME.<save>.data has the tensors' pieces as ranks have them, one rank's
-behind the other's, each piece at a multiple of 64 bytes. NAME is the index: JSON (which tensors there are, and where
-their pieces lie), then what is no tensor, each in torch's form that `weights_only` loads. The index is made under
-NAME.<save>.index, and gets its name in one step when all ranks have written all: before, NAME is the former checkpoint.
+A checkpoint NAME is two buffers of bytes. NAME.<save>.data has the pieces of the tensors as ranks have them, rank after
+rank, each piece at a multiple of 64 bytes. NAME is the index: JSON (the tensors, and where their pieces lie), then the
+values that are not tensors, each in torch's form that `weights_only` loads. The index is made as NAME.<save>.index, and
+renamed in one step when all ranks have written everything. Until then NAME is the former checkpoint.
 
-Two saves of one NAME that overlap: the later one, when it begins, takes away what the earlier one has written. To
-begin, to commit and to delete take turns by the lock NAME.saves, and a commit looks for its data in its turn. So the
-earlier save fails, and the index never names data that is gone.
+If two saves of one NAME overlap, the later one deletes, when it begins, what the earlier one has written. Beginning,
+committing and deleting take turns by the lock NAME.saves, and a commit checks in its turn that its data exist. So the
+earlier save fails, and the index never names data that are gone.
 
-Nothing here unpickles what came from a server: the index is JSON; what is no tensor passes torch's restricted loader,
-and DCP's planner, which loads by pickle, is given bytes that were made anew in this process.
+Nothing here unpickles bytes from a server. The index is JSON. Values that are not tensors pass torch's restricted
+loader, and DCP's planner, which unpickles, gets bytes that this process has made anew.
 """
 
-# torch says what arguments there are.
+# torch prescribes the arguments of the methods below.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ if TYPE_CHECKING:
     from smb.client import Client
     from smb.lock import Lock
 
-METADATA = "smb.checkpoint"  # of an index: {"data": the other buffer's name, "json": bytes of JSON}
+METADATA = "smb.checkpoint"  # in an index's metadata: {"data": the other buffer's name, "json": bytes of JSON}
 _FORMAT = 1
-_PACK_BYTES = 8 << 20  # small tensors travel together, up to so many bytes a call
-_CALLS_MAX = 4  # under way at once, of a rank
+_PACK_BYTES = 8 << 20  # small tensors are sent together, up to this size per call
+_CALLS_MAX = 4  # calls of one rank in flight at once
 _SAVE = r"\.[0-9a-f]{16}\.(data|index)"
 _OPENINGS_MAX = 10
-_TURN_S = 10.0  # of one that is killed in the middle
+_TURN_S = 10.0  # for how long a process that is killed during its turn blocks the next one
 
 _log = logging.getLogger("smb")
 
 
 class _OfName:
-    """The part that torch asks of writers and readers alike: which checkpoint it is about."""
+    """The part of torch's interface that writers and readers share: the name of the checkpoint."""
 
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
@@ -87,7 +87,7 @@ class _OfName:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a name."""
+        """Return True if this can be a name."""
         return isinstance(checkpoint_id, str)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -99,22 +99,22 @@ class _OfName:
 class Writer(_OfName, StorageWriter):
     """Saves into the cluster of `client` under `name`; `dcp.save(..., checkpoint_id=)` gives another name.
 
-    Each rank has one, with a client of its own. `servers` and `stripe` are Client.create's, for the tensors. Saving
-    over a checkpoint takes memory for both. One save of a name at a time: a later one takes away what an earlier
-    one, killed or still under way, has written so far. The earlier one then fails when it is to commit, and what was
-    there before it, or the later one's checkpoint, stays. With `dcp.async_save` the call returns when the state is
-    copied into this process's memory, and the rest happens in a thread (not in a process: a client stays where it is).
-    Raises CheckpointException, torch's, with what each rank met: OutOfMemoryError, UnavailableError, and
-    InvalidArgumentError for an object that torch.load(weights_only=True) would refuse.
+    Each rank has its own Writer, with a client of its own. `servers` and `stripe` are those of Client.create, for the
+    tensors. Saving over a checkpoint takes memory for both. Save to one name one at a time: a later save deletes what
+    an earlier one, killed or still running, has written so far. The earlier save then fails at its commit, and the
+    checkpoint before it, or the later save's, stays. With `dcp.async_save` the call returns when the state is copied
+    into this process's memory, and the rest happens in a thread (a process does not work, because a client can't move
+    to another process). Raises torch's CheckpointException with the errors of all ranks: OutOfMemoryError,
+    UnavailableError, and InvalidArgumentError for an object that torch.load(weights_only=True) would refuse.
     """
 
     def __init__(self, client: Client, name: str, *, servers: Any = None, stripe: Any = None) -> None:
         super().__init__(client, name)
         self._options = {"servers": servers, "stripe": stripe}
-        self._data: Buffer  # of the save under way, where this is the coordinator
+        self._data: Buffer  # the tensors of the save in progress, if this rank is the coordinator
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See torch. Raises InvalidArgumentError if ranks are to save without each other."""
+        """See torch. Raises InvalidArgumentError if ranks are to save independently."""
         if not kwargs.get("use_collectives", True):
             raise InvalidArgumentError(
                 f"save {self._name!r}: without collectives each rank would make an index of its own; leave "
@@ -126,7 +126,7 @@ class Writer(_OfName, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See torch: the memory of all ranks' tensors is made, and each rank gets its places in it."""
+        """See torch: the memory for the tensors of all ranks is made, and each rank gets its places in it."""
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise InvalidArgumentError(f"save {self._name!r}: plans can't be cached; leave enable_plan_caching=False")
         end = 0
@@ -146,7 +146,7 @@ class Writer(_OfName, StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """See torch: this rank's tensors are written. Blocks. Values other than tensors go to the coordinator."""
+        """See torch: this rank's tensors are written. Blocks. Values that are not tensors go to the coordinator."""
         located: _SavedItems = plan.storage_data
         results: list[WriteResult] = []
         packer = _Packer(self._client.open(located.data))
@@ -161,7 +161,8 @@ class Writer(_OfName, StorageWriter):
             octets = _octets_of(plain(content))
             if octets.size != _nbytes_of(item):
                 raise InvalidArgumentError(
-                    f"save {self._name!r}: {item.index.fqn!r} has {octets.size} bytes, planned were {_nbytes_of(item)}"
+                    f"save {self._name!r}: {item.index.fqn!r} has {octets.size} bytes, but the plan has "
+                    f"{_nbytes_of(item)}"
                 )
             packer.add(offset, octets)
             results.append(WriteResult(item.index, octets.size, offset))
@@ -169,9 +170,8 @@ class Writer(_OfName, StorageWriter):
         return _done(results)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """See torch: the checkpoint appears, and the former one goes away. Raises NotFoundError, and the former one
-        stays, if the tensors that were written are gone: another save of the name began meanwhile, or a memory server
-        has lost them.
+        """See torch: the new checkpoint replaces the former one. Raises NotFoundError, and the former one stays, if the
+        tensors that were written are gone: another save of the name began meanwhile, or a memory server has lost them.
         """
         blobs, located, data = bytearray(), {}, self._data.name
         for result in (result for rank in results for result in rank):
@@ -183,8 +183,8 @@ class Writer(_OfName, StorageWriter):
         text = json.dumps(_index_of(self._name, metadata, located), separators=(",", ":")).encode()
         if len(text) > CHECKPOINT_INDEX_BYTES_MAX or count_parts(text) > CHECKPOINT_INDEX_PARTS_MAX:
             raise InvalidArgumentError(
-                f"save {self._name!r}: an index of {format_bytes(len(text))} could not be loaded again: there are too "
-                f"many pieces of tensors; save in several checkpoints"
+                f"save {self._name!r}: an index of {format_bytes(len(text))} could not be loaded again, because there "
+                f"are too many pieces of tensors; save in several checkpoints"
             )
         made = f"{self._name}.{secrets.token_hex(8)}.index"
         index = self._client.create(
@@ -198,24 +198,24 @@ class Writer(_OfName, StorageWriter):
                 self._client.rename(index, self._name, replace=True)
                 try:
                     _sweep(self._client, self._name)
-                except Error as error:  # the checkpoint is there; the next save sweeps
-                    _log.warning("save %r: what former saves left was not deleted: %s", self._name, error)
+                except Error as error:  # the checkpoint exists; the next save deletes the rest
+                    _log.warning("save %r: could not delete what former saves left: %s", self._name, error)
         except BaseException:
             with suppress(Error):
-                if index.name == made:  # it is not the checkpoint's
+                if index.name == made:  # the index has not become the checkpoint
                     self._client.delete(index, missing_ok=True)
             raise
 
     def _check_data(self) -> None:
-        """Raise NotFoundError unless what was written is there."""
+        """Raise NotFoundError unless the data that were written exist."""
         try:
             found = self._client.open(self._data.name)
         except NotFoundError:
             found = None
         if found is None or found.info.id != self._data.info.id:
             raise NotFoundError(
-                f"save {self._name!r}: another save of this name began meanwhile, and took away what this one had "
-                f"written; the checkpoint is that one's, or the former one. Save to one name one after the other"
+                f"save {self._name!r}: another save of this name began meanwhile, and deleted what this one had "
+                f"written; the checkpoint is that save's, or the former one. Save to one name one at a time"
             )
         if lost := [segment.server for segment in found.layout.segments if segment.lost]:
             raise NotFoundError(
@@ -225,11 +225,11 @@ class Writer(_OfName, StorageWriter):
 
 
 class Reader(_OfName, StorageReader):
-    """Loads what a Writer saved, into any ranks and any sharding. Each rank has one, with a client of its own.
+    """Loads what a Writer saved, into any ranks and any sharding. Each rank has its own Reader, with a client of its
+    own.
 
-    All ranks load the same checkpoint, whole: where another one takes its place meanwhile, the load fails with
-    CheckpointException and NotFoundError in it, and is to be called again. `dcp.load(..., checkpoint_id=)` gives
-    another name.
+    All ranks load the same checkpoint, as a whole. If another save replaces it meanwhile, the load fails with
+    CheckpointException and NotFoundError in it; call it again then. `dcp.load(..., checkpoint_id=)` gives another name.
     """
 
     def __init__(self, client: Client, name: str) -> None:
@@ -243,32 +243,35 @@ class Reader(_OfName, StorageReader):
         self._index = self._failure = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return what the checkpoint has. Raises NotFoundError, and InvalidArgumentError if it is none."""
+        """Return the checkpoint's metadata. Raises NotFoundError, and InvalidArgumentError if the buffer is not a
+        checkpoint.
+        """
         if self._failure is not None and "rank" in kwargs:
-            # Later releases of torch drop that failure, and ask for what this rank alone saved. It is raised below.
+            # Later releases of torch drop that failure, and ask for the metadata that only this rank saved. The failure
+            # is raised below.
             return dcp.Metadata({})
         self._failure = None
         try:
             self._index = _read_index(self._client, self._name)
         except Error as error:
-            # As new: its traceback has this frame, and so this reader.
+            # A new error object, because the traceback of the old one refers to this frame and so to this reader.
             self._failure = type(error)(str(error), outcome=error.outcome)
             raise
         return self._index.metadata
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See torch. Raises what read_metadata raised, where torch went on."""
+        """See torch. Raises the error of read_metadata if torch went on after it."""
         if self._failure is not None:
             raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """See torch: this rank tells which checkpoint it found."""
+        """See torch: this rank says which checkpoint it found."""
         return replace(plan, storage_data=self._found.data)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See torch: all ranks are to load the same."""
+        """See torch: all ranks must load the same checkpoint."""
         if len({plan.storage_data for plan in plans}) > 1:
-            raise NotFoundError(f"load {self._name!r}: another one took its place meanwhile; load again")
+            raise NotFoundError(f"load {self._name!r}: another checkpoint replaced it meanwhile; load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -289,9 +292,9 @@ class Reader(_OfName, StorageReader):
             while under_way:
                 _end_read(under_way)
         except NotFoundError as error:
-            raise NotFoundError(f"{asked}: another one took its place meanwhile; load again ({error})") from error
+            raise NotFoundError(f"{asked}: another checkpoint replaced it meanwhile; load again ({error})") from error
         finally:
-            # A read that ended later would write over what the caller does with these tensors after the error.
+            # A read that ended later would overwrite what the caller does with these tensors after the error.
             wait([future for future, _ in under_way])
         return _done(None)
 
@@ -317,7 +320,7 @@ def delete(client: Client, name: str, *, missing_ok: bool = False) -> None:
 
 @dataclass(frozen=True)
 class _SavedItems:
-    """Of a rank's plan: the buffer of the tensors, and where each item begins in it."""
+    """For a rank's plan: the buffer of the tensors, and where each item begins in it."""
 
     data: str
     offsets: tuple[int, ...]
@@ -325,7 +328,9 @@ class _SavedItems:
 
 @dataclass(frozen=True)
 class _Index:
-    """A checkpoint's contents. `located`: (offset, bytes), of tensors in the buffer `data`, of others in `blobs`."""
+    """A checkpoint's contents. `located`: (offset, bytes); for tensors in the buffer `data`, for other values in
+    `blobs`.
+    """
 
     metadata: dcp.Metadata
     located: dict[dcp.MetadataIndex, tuple[int, int]]
@@ -334,7 +339,7 @@ class _Index:
 
 
 def _nbytes_of(item: WriteItem) -> int:
-    """Bytes of a piece of a tensor; 0 for what is none."""
+    """Return the bytes of a tensor's piece; 0 for a value that is not a tensor."""
     if item.type == WriteItemType.BYTE_IO:
         return 0
     assert item.tensor_data is not None
@@ -346,22 +351,24 @@ def _padded(nbytes: int) -> int:
 
 
 def _turn(client: Client, name: str) -> Lock:
-    """Return the lock of who changes which buffers are the name's."""
+    """Return the lock for changing which buffers belong to the name."""
     return client.lock(f"{name}.saves", ttl=_TURN_S)
 
 
 def _check_free(client: Client, name: str, doing: str) -> None:
-    """Raise InvalidArgumentError if somebody's buffer has the name of the checkpoint."""
+    """Raise InvalidArgumentError if another kind of buffer has the name of the checkpoint."""
     try:
         there = client.open(name)
     except NotFoundError:
         return
     if METADATA not in there.metadata:
-        raise InvalidArgumentError(f"{doing} {name!r}: a buffer of that name is there, and it is not a checkpoint")
+        raise InvalidArgumentError(
+            f"{doing} {name!r}: a buffer of that name exists and is not a checkpoint; take another name"
+        )
 
 
 def _sweep(client: Client, name: str) -> None:
-    """Delete all of the name's saves but the one that its index is about."""
+    """Delete all saves of the name, except the one that its index names."""
     try:
         current = client.open(name).metadata.get(METADATA, {}).get("data")
     except NotFoundError:
@@ -375,7 +382,7 @@ def _sweep(client: Client, name: str) -> None:
 
 
 def _index_of(name: str, metadata: dcp.Metadata, located: dict[dcp.MetadataIndex, tuple[int, int]]) -> dict[str, Any]:
-    """Return the metadata as JSON. Raises InvalidArgumentError for a planner's data that is none."""
+    """Return the metadata as JSON. Raises InvalidArgumentError for planner data that JSON can't hold."""
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -392,7 +399,9 @@ def _index_of(name: str, metadata: dcp.Metadata, located: dict[dcp.MetadataIndex
     if not isinstance(paths, dict) or not all(
         isinstance(part, (str, int)) for path in paths.values() for part in cast(Iterable[Any], path)
     ):
-        raise InvalidArgumentError(f"save {name!r}: the planner's data maps no names to paths, as DCP's own does")
+        raise InvalidArgumentError(
+            f"save {name!r}: the planner's data must map names to paths, as DCP's own planner's do"
+        )
     return {
         "format": _FORMAT,
         "tensors": tensors,
@@ -406,23 +415,25 @@ def _read_index(client: Client, name: str) -> _Index:
         index = client.open(name)
         mark = index.metadata.get(METADATA)
         if not isinstance(mark, dict) or not isinstance(mark.get("json"), int) or not isinstance(mark.get("data"), str):
-            raise InvalidArgumentError(f"load {name!r}: this buffer is no checkpoint of smb.torch.checkpoint")
+            raise InvalidArgumentError(f"load {name!r}: this buffer is not a checkpoint of smb.torch.checkpoint")
         try:
             _check_index(index.nbytes, mark["json"])
             content = index.read().tobytes()
             text = parse_json(content[: mark["json"]], CHECKPOINT_INDEX_PARTS_MAX)
             return _parsed(text, mark["data"], content[mark["json"] :])
         except NotFoundError:
-            continue  # another checkpoint took its place
+            continue  # another checkpoint replaced it
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
             if isinstance(error, Error) and not isinstance(error, InvalidArgumentError):
-                raise  # of the read
+                raise  # an error of the read
             raise Error(f"load {name!r}: its index can't be read: {shortened(error)}") from error
     raise NotFoundError(f"load {name!r}: it was replaced {_OPENINGS_MAX} times while it was read; load again")
 
 
 def _check_index(nbytes: int, text_bytes: int) -> None:
-    """Raise ValueError for JSON of so many bytes in an index of `nbytes` bytes that nobody writes, or could parse."""
+    """Raise ValueError unless JSON of this size may be part of an index of `nbytes` bytes, and is small enough to be
+    parsed.
+    """
     if not 0 < text_bytes <= min(nbytes, CHECKPOINT_INDEX_BYTES_MAX):
         raise ValueError(
             f"its JSON has {text_bytes} of {nbytes} bytes, and at most {format_bytes(CHECKPOINT_INDEX_BYTES_MAX)} are "
@@ -432,13 +443,13 @@ def _check_index(nbytes: int, text_bytes: int) -> None:
 
 def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
     if text["format"] != _FORMAT:
-        raise ValueError(f"it is of format {text['format']}; this is {_FORMAT}")
+        raise ValueError(f"its format is {text['format']}, and this release reads {_FORMAT}")
     entries: dict[str, Any] = {}
     located: dict[dcp.MetadataIndex, tuple[int, int]] = {}
     for fqn, tensor in text["tensors"].items():
         dtype = vars(torch).get(tensor["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{quoted(fqn)} has no dtype, but {quoted(tensor['dtype'])}")
+            raise ValueError(f"{quoted(fqn)} has the dtype {quoted(tensor['dtype'])}, which torch does not have")
         shape = _size(fqn, tensor["shape"])
         chunks = []
         for begins, extents, offset in tensor["pieces"]:
@@ -459,32 +470,34 @@ def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
 
 
 def _size(fqn: str, extents: object) -> torch.Size:
-    """Return what a list in JSON says. Raises ValueError; torch.Size takes any integer, and fails when it is used."""
+    """Return the size in a list of JSON. Raises ValueError, because torch.Size takes any integer
+    and fails only in use.
+    """
     if not isinstance(extents, list) or not all(type(each) is int and 0 <= each <= BYTES_MAX for each in extents):
         raise ValueError(f"{quoted(fqn)} has the extents {quoted(extents)}")
     return torch.Size(extents)
 
 
 def _check_unpacked(blob: bytes) -> None:
-    """Raise ValueError unless it is as torch.save writes it: an archive whose members are stored as they are. Of packed
-    ones a few bytes could become gigabytes.
+    """Raise ValueError unless the bytes are as torch.save writes them: an archive whose members are not compressed. A
+    few bytes of compressed members could become gigabytes.
     """
     with zipfile.ZipFile(io.BytesIO(blob)) as archive:
         members = archive.infolist()
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise ValueError("its archive has packed members")
+        raise ValueError("its archive has compressed members")
     if sum(member.file_size for member in members) > len(blob):
         raise ValueError("the members of its archive overlap each other")
 
 
 def _safe_bytes(asked: str, blob: bytes) -> bytes:
-    """Return an object's bytes, made anew from what torch's restricted loader read."""
+    """Return an object's bytes, made anew from what torch's restricted loader has read."""
     try:
         _check_unpacked(blob)
         value = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
     except Exception as error:
         raise InvalidArgumentError(
-            f"{asked} is no object that torch.load(weights_only=True) takes: leave it out, make it of tensors, "
+            f"{asked} is not an object that torch.load(weights_only=True) takes: leave it out, make it of tensors, "
             f"numbers, strings, lists and dicts, or allow its class by torch.serialization.add_safe_globals "
             f"({shortened(error)})"
         ) from error
@@ -497,7 +510,7 @@ def _safe_bytes(asked: str, blob: bytes) -> bytes:
 
 
 class _Packer:
-    """Writes pieces whose places ascend: neighbours that are small together, a few calls at a time."""
+    """Writes pieces in ascending places: small neighbours together, a few calls at a time."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -517,7 +530,7 @@ class _Packer:
         self._pack += octets.data
 
     def finish(self) -> None:
-        """Return when all is at the servers."""
+        """Return when everything has been written."""
         if self._pack:
             self._send()
         while self._calls:
@@ -540,14 +553,16 @@ def _start_read(
     planner: LoadPlanner,
     under_way: deque[tuple[Future[Any], Callable[[], None]]],
 ) -> None:
-    """Begin to read what an item is about: of its piece all rows (along the first dimension) that are wanted."""
+    """Begin to read an item: all rows (along the first dimension) of its piece that are wanted."""
     target = planner.resolve_tensor(item).detach()
     entry = index.metadata.state_dict_metadata[item.storage_index.fqn]
     assert isinstance(entry, dcp.TensorStorageMetadata)
     sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
     lengths, begins = tuple(item.lengths), tuple(item.storage_offsets)
     if target.shape != item.lengths:
-        raise InvalidArgumentError(f"{item.storage_index.fqn!r}: {list(target.shape)} is not {list(item.lengths)}")
+        raise InvalidArgumentError(
+            f"{item.storage_index.fqn!r}: the tensor must have shape {list(item.lengths)}, not {list(target.shape)}"
+        )
     if target.numel() == 0:
         planner.commit_tensor(item, target)
         return
@@ -577,7 +592,7 @@ def _start_read(
 
 def _end_read(under_way: deque[tuple[Future[Any], Callable[[], None]]]) -> None:
     call, end = under_way[0]
-    call.result()  # it stays among them while it is waited for
+    call.result()  # the call stays in the queue while it is waited for
     under_way.popleft()
     end()
 

@@ -1,14 +1,14 @@
-"""Generations as deltas: what changed since the last one, bit for bit, beside whole states now and then.
+"""Generations as deltas: the changes since the last generation, bit for bit, with whole states in between.
 
-Two buffers. NAME holds whole states, by its versions. NAME.log has an entry for each generation, and the deltas
-(smb/relay/publication_log.py). The publication of an entry is what makes its generation exist.
+There are two buffers. NAME holds whole states, by its versions. NAME.log has an entry for each generation, and the
+deltas (smb/relay/publication_log.py). A generation exists once its entry is published.
 
-A reader takes the entries after the generation that it has, and the deltas that these name. Where those are gone, or
-larger than a state, it begins with the last whole state. The sum of the state decides in the end: a state that is not
-what was published is never shown, but read anew.
+A reader takes the entries after the generation that it has, and the deltas that they name. If these deltas are gone, or
+larger than a state, the reader begins with the last whole state. At the end it compares the state's sum: a state with
+another sum than the published one is never shown, but read anew.
 
-A generation whose delta would be large, the first of a trainer's process, and one after a failure, are published whole,
-before their entry.
+A generation is published whole, before its entry, if its delta would be large, if it is the first one of a trainer's
+process, or after a failure.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 DELTAS_MAX = 1024
 _log = logging.getLogger("smb")
-_SLICE = 1 << 20  # elements that one thread compares at a time
-_TURN_S = 10.0  # of a publisher that is killed; a slow one renews it
-_TRIES = 100  # of a reader against publications
-_TRIES_NEAR = 3  # the same at a mirror, before it takes another
+_SLICE = 1 << 20  # elements that a thread compares at a time
+_TURN_S = 10.0  # the turn of a publisher that is killed lasts this long; a slow publisher renews its turn
+_TRIES = 100  # attempts of a reader while publications overtake it
+_TRIES_NEAR = 3  # attempts at a mirror before the reader takes another one
 
 
 def create(client: Client, made: list[Buffer], name: str, *form: Any, **options: Any) -> Buffer:
-    """Client.create of what may be there; what it had to make is added to `made`."""
+    """As Client.create, if the buffer may exist already. A buffer that this call had to make is added to `made`."""
     try:
         buffer = client.create(name, *form, **options)
     except AlreadyExistsError:
@@ -58,10 +58,11 @@ def create(client: Client, made: list[Buffer], name: str, *form: Any, **options:
 
 
 def _log_of(buffer: Buffer, deltas: int, state: Buffer) -> PublicationLog:
-    """Return the log in a buffer. Raises InvalidArgumentError if no Publisher of that state made it."""
+    """Return the log in a buffer. Raises InvalidArgumentError if no Publisher of that state made the buffer."""
     if buffer.size != PublicationLog.form(deltas, state.nbytes)[0]:
         raise InvalidArgumentError(
-            f"{buffer.name!r} is not what a Publisher of {state.name!r} with deltas={deltas} makes"
+            f"{buffer.name!r} was not made by a Publisher of {state.name!r} with deltas={deltas}; delete it, or "
+            f"publish under another name"
         )
     return PublicationLog(buffer)
 
@@ -78,14 +79,14 @@ class DeltaWriter:
         placement: Mapping[str, Any],
         made: list[Buffer],
     ) -> None:
-        """`wholes`: the state's buffer. A log is made where there is none, and added to `made`."""
+        """`wholes` is the state's buffer. A log is made if it does not exist, and added to `made`."""
         size, metadata = PublicationLog.form(deltas, wholes.nbytes)
         buffer = create(client, made, wholes.name + LOG, size, "uint8", metadata=metadata, **placement)
         self._log = _log_of(buffer, deltas, wholes)
         self._wholes = wholes
         self._state = state
         self._deltas = deltas
-        self._last: LogEntry | None = None  # what `state` was published as; None: publish it whole
+        self._last: LogEntry | None = None  # the entry under which `state` was published; None: publish it whole
         self._begin = 0  # where the deltas since the last whole state begin in the ring
         self._delta: bytes | None = None
         self._total = 0
@@ -93,14 +94,14 @@ class DeltaWriter:
 
     @property
     def generation(self) -> int:
-        """The one published last."""
+        """The generation that was published last."""
         return self._log.buffer.version
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state. Afterwards `state` is that."""
-        given = list(self._state.memories(tensors))  # the owners, too: their memory is read below
+        """Copy a state into `state`."""
+        given = list(self._state.memories(tensors))  # with the owners, which keep the memory that is read below
         self._delta, last = None, self._last
-        self._last = None  # until it is published
+        self._last = None  # until the state is published
         width, base = self._state.width, self._state.bytes.ctypes.data
         slices = [
             (at + offset, address + offset, min(_SLICE * width, nbytes - offset))
@@ -128,12 +129,12 @@ class DeltaWriter:
             self._total = (last.total + sum(added for _, added in known)) % 2**64
 
     def publish(self, asked: str, timeout: float) -> int:
-        """Publish what was taken last; return its generation."""
+        """Publish the state that was taken last. Return its generation."""
         last, delta = self._last, self._delta
         self._last = self._delta = None
         self.sent_bytes = 0
-        # In the publisher's turn, which refuses what a trainer of before still writes: its entry and its delta would
-        # lie where ours do.
+        # In the publisher's turn, which refuses late writes of a former trainer: its entry and its delta would lie
+        # where ours do.
         turn = versions_of(self._log.buffer).begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
         with turn.kept():
             try:
@@ -153,10 +154,13 @@ class DeltaWriter:
         self.sent_bytes += content.nbytes
 
     def _whole(self, asked: str, generation: int, timeout: float) -> LogEntry:
-        """Publish all of the state, for readers to begin with."""
+        """Publish the whole state, with which readers may begin."""
         before = self._log.entries(self._log.buffer, generation - 1, generation - 2) if generation > 1 else ()
         if generation > 1 and not before:
-            raise Error(f"{asked}: the log's last entry makes no sense: no Publisher wrote it")
+            raise Error(
+                f"{asked}: the log's last entry was not written by a Publisher; delete the state with its log, and "
+                f"publish anew"
+            )
         end = before[-1].end if before else 0
         total = state_sum(self._state.bytes)
         version = self._publish_whole(timeout)
@@ -164,7 +168,7 @@ class DeltaWriter:
         return LogEntry(generation, end, 0, total, generation, version, total)
 
     def _with_delta(self, turn: Publication, last: LogEntry, delta: bytes) -> LogEntry | None:
-        """Write the delta; None if readers could not come from the last whole state to it."""
+        """Write the delta. Returns None if readers could not get to it from the last whole state."""
         log = self._log
         position = log.next_position(last.end, len(delta))
         made = replace(last, generation=turn.version, position=position, nbytes=len(delta), total=self._total)
@@ -177,13 +181,13 @@ class DeltaWriter:
     def _finish(self, asked: str, made: LogEntry, timeout: float) -> int:
         far = made.end - self._begin > self._log.room // 2
         if made.generation - made.whole_generation >= self._deltas or far:
-            # Named by the next generation: until then readers begin with the one before.
+            # The next generation names this whole state; until then readers begin with the one before.
             try:
                 version = self._publish_whole(timeout)
                 made = replace(made, whole_generation=made.generation, whole_version=version, whole_total=made.total)
                 self._begin = made.end
-            except Error as error:  # the generation is there; the next one tries again
-                _log.warning("%s: generation %d is not there whole yet: %s", asked, made.generation, error)
+            except Error as error:  # the generation exists; the next one tries again
+                _log.warning("%s: generation %d is not there as a whole state yet: %s", asked, made.generation, error)
         self._last = made
         return made.generation
 
@@ -193,41 +197,43 @@ class DeltaWriter:
 
 
 class DeltaReader:
-    """A follower's side: brings a state from the generation that it is to the latest. One thread at a time."""
+    """A follower's side: brings a state from its generation to the latest one. One thread at a time."""
 
     def __init__(
         self, client: Client, wholes: Buffer, nearest: Nearest, state: StateBytes, deltas: int, timeout: float
     ) -> None:
-        """`nearest`: of the state's buffer and its mirrors. The log is read from the nearest, too."""
+        """`nearest` chooses among the state's buffer and its mirrors. The log is read from the nearest one, too."""
         self._log = _log_of(client.open(wholes.name + LOG, timeout=timeout), deltas, wholes)
         self._wholes = nearest
         self._name = wholes.name
         self._logs = nearest.beside(self._log.buffer)
         self._state = state
-        self.generation = 0  # that `state` is
-        self._returned = 0  # by the last read: mirrors that have not come so far are not read
+        self.generation = 0  # the generation of `state`
+        self._returned = 0  # by the last read; mirrors that are behind this generation are not read
         self._total = 0
         self.received_bytes = 0
 
     @property
     def latest(self) -> int:
-        """The one published last."""
+        """The generation that was published last."""
         return self._log.buffer.version
 
     @property
     def mirror_name(self) -> str:
-        """The state's mirror on the server from which generations come now; "" if from the source. For any thread."""
+        """The state's mirror on the server from which generations come now; "" if they come from the source. For any
+        thread.
+        """
         name = self._logs.mirror_name
         return self._name + name.removeprefix(self._log.buffer.name) if name else ""
 
     def wait(self, generation: int, timeout: float | None) -> int:
-        """As Buffer.wait: until the nearest mirror has it, too."""
+        """As Buffer.wait, but until the nearest mirror has the generation, too."""
         return self._logs.wait(generation, timeout)
 
     def read(self, asked: str, wanted: int | None = None) -> int:
-        """Make the state the latest generation of the nearest, or the one that is wanted, and return that; 0 before the
-        first. Raises UnavailableError if publications overtake every attempt, NotFoundError if the one that is wanted
-        is not there.
+        """Bring the state to the latest generation of the nearest source, or to `wanted`, and return its number; 0
+        before the first generation. Raises UnavailableError if publications overtake every attempt, NotFoundError if
+        `wanted` is not there.
         """
         self.received_bytes = 0
         self._returned = self._logs.read(partial(self._read_from, asked), self._returned, wanted)
@@ -238,7 +244,10 @@ class DeltaReader:
         for _ in range(_TRIES if source is self._log.buffer else _TRIES_NEAR):
             latest = source.version
             if latest < (wanted or 0):
-                raise NotFoundError(f"{asked}: generation {wanted} is not published yet: the latest is {latest}")
+                raise NotFoundError(
+                    f"{asked}: generation {wanted} is not published yet; the latest is {latest}; wait(generation=) "
+                    f"waits for it"
+                )
             to = latest if wanted is None else wanted
             if to in (0, self.generation):
                 return to
@@ -249,17 +258,24 @@ class DeltaReader:
                 if since:
                     entries = self._log.entries(source, latest)
                 if not entries:
-                    continue  # later ones have gone over them
+                    continue  # later entries have overwritten them
                 deltas = self._begin(entries, to)
                 if deltas is None and to < latest:
-                    raise NotFoundError(f"{asked}: generation {wanted} is over: no whole state before it is there")
+                    raise NotFoundError(
+                        f"{asked}: generation {wanted} can't be read any more, because the whole state before it was "
+                        f"overwritten"
+                    )
             if deltas is not None and self._apply(source, latest, entries, deltas, to):
                 return self.generation
-        raise UnavailableError(f"{asked}: again and again a publication overtook it, or what was read was not what was "
-                               f"published; the state is as it was, or empty: read again")  # fmt: skip
+        raise UnavailableError(
+            f"{asked}: each attempt was overtaken by a publication, or read other bytes than were published; the state "
+            f"is unchanged or empty; read again"
+        )
 
     def _begin(self, entries: tuple[LogEntry, ...], to: int) -> tuple[LogEntry, ...] | None:
-        """Read the last whole state before a generation; return the deltas from there on. None: one of them is gone."""
+        """Read the last whole state before a generation. Return the deltas from there on, or None if one of them is
+        gone.
+        """
         wanted = next((entry for entry in entries if entry.generation == to), None)
         deltas = chain(entries, wanted.whole_generation, to) if wanted is not None else None
         if wanted is None or deltas is None:
@@ -267,7 +283,7 @@ class DeltaReader:
         self.generation = 0
         try:
             self._wholes.read(self._state.read, 0, wanted.whole_version)
-        except NotFoundError:  # overwritten: a later entry names another
+        except NotFoundError:  # overwritten; a later entry names another one
             return None
         self.received_bytes += self._state.nbytes
         self._total = state_sum(self._state.bytes)
@@ -279,16 +295,16 @@ class DeltaReader:
     def _apply(
         self, source: Buffer, latest: int, entries: tuple[LogEntry, ...], deltas: tuple[LogEntry, ...], to: int
     ) -> bool:
-        """Bring the state to that generation. False: it is none, or as it was."""
+        """Bring the state to that generation. Returns False if the state is unchanged, or was spoiled."""
         read = [np.empty(entry.nbytes, np.uint8) for entry in deltas]
         for entry, delta in zip(deltas, read, strict=True):
             if delta.size:
                 source.read(self._log.position(entry), delta.size, out=delta)
                 self.received_bytes += delta.size
         if deltas and not self._log.holds(source, deltas[0], latest):
-            return False  # they may be overwritten; the state is as it was
+            return False  # the deltas may have been overwritten; the state is unchanged
         wanted = next(entry.total for entry in entries if entry.generation == to)
-        self.generation = 0  # until all is applied and the sum is right
+        self.generation = 0  # until all deltas are applied and the sum is right
         total: int | None = self._total
         for delta in read:
             if delta.size and total is not None:

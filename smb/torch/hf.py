@@ -25,10 +25,11 @@ _log = logging.getLogger("smb.train")
 class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Joins when training begins, and leaves with the shared model when it ends.
 
-    name, scheme and options are smb.torch.join's. The learning-rate schedule goes on where the group is, and training
-    ends when the group has done max_steps; with schedule=False all steps are this run's. `on_exchange` is called after
-    each exchange (Shared.on_exchange). `shared` is what join returned. If train() ends by an exception, the Trainer
-    calls no callback: call close(). The Trainer's processes (DDP, FSDP2) are one member, as with mesh=.
+    name, scheme and options are smb.torch.join's. The learning-rate schedule continues at the group's step, and
+    training ends when the group has done max_steps steps; with schedule=False only this run's steps count.
+    `on_exchange` is called after each exchange (Shared.on_exchange). `shared` is the result of smb.torch.join. If
+    train() ends by an exception, the Trainer calls no callback: call close() then. The Trainer's processes (DDP, FSDP2)
+    are one member, as with mesh=.
     """
 
     shared: Shared | None = None
@@ -47,7 +48,7 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._schedule = schedule
         self._on_exchange = on_exchange
         self._options = options
-        self._ahead = 0  # steps that the group had done when we joined, and this run had not
+        self._ahead = 0  # steps that the group had done when this run joined, and this run had not
 
     def on_train_begin(
         self,
@@ -59,7 +60,7 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         lr_scheduler: Any = None,
         **__: Any,
     ) -> None:
-        """Join."""
+        """Join the training."""
         assert model is not None
         self.close()
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -72,29 +73,30 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._ahead = 0
         if self._schedule and lr_scheduler is not None:
             done = self.shared.catch_up(lr_scheduler)
-            self._ahead = done - state.global_step  # which is not 0 where the Trainer resumes from a checkpoint
+            self._ahead = done - state.global_step  # global_step is not 0 if the Trainer resumes from a checkpoint
             if done >= state.max_steps:
                 _log.warning(
-                    "training %r has done %d steps, and this run's schedule ends at %d (max_steps): it ends after one "
-                    "step. Ask for more, take another name, or let the schedule begin anew: schedule=False",
+                    "training %r has done %d steps, and this run's schedule ends at %d (max_steps), so this run ends "
+                    "after one step. Ask for more steps, take another name, or let the schedule begin anew: "
+                    "schedule=False",
                     self._name,
                     done,
                     state.max_steps,
                 )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 - Trainer's names
-        """End where the schedule does."""
+        """End the training at the end of the schedule."""
         if self.shared is not None and self._ahead + state.global_step >= state.max_steps:
             control.should_training_stop = True
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Leave; the model is the shared one."""
+        """Leave the training with the shared model."""
         if self.shared is not None:
             shared, self.shared = self.shared, None
             shared.close()
 
     def close(self) -> None:
-        """Leave where train() did not come to its end; the model stays as it is."""
+        """Leave if train() did not end normally. The model stays as it is."""
         if self.shared is not None:
             shared, self.shared = self.shared, None
             shared.abandon()

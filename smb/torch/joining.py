@@ -51,26 +51,27 @@ def join(
     optimizer.step() the scheme may exchange: it blocks as the scheme says, and changes the parameters in place. A step
     without an exchange takes no time that grows with the model.
 
-    - `optimizer`: of several, pass the one that steps last, with all parameters that require gradients. A wrapped one
-      (Accelerate's, Lightning's) is found by its `.optimizer`.
+    - `optimizer` must have all parameters that require gradients. If there are several optimizers, pass the one that
+      steps last. A wrapper (Accelerate's, Lightning's) is followed by its `.optimizer`.
     - `scheme` is a scheme of smb.train, or the name of one with its settings as further arguments. Settings that are
       left out are the group's, or the defaults if there is no group. None adopts all of the group's.
     - `coordinator` is an address (default: $SMB_COORDINATOR, else 127.0.0.1:7070). Or pass a `client`, which stays
       open.
     - `samples` is the number of samples that a step trains. Statistics count them, and with token_weights=True they are
-      the weight of a contribution. None: none are counted. Shared.batches() sets it; set `samples` of the result if you
-      make batches yourself.
+      the weight of a contribution. None: samples are not counted. Shared.batches() sets it; set `samples` of the result
+      if you make batches yourself.
     - `fresh=True` begins anew: it deletes a training of this name in which nobody is alive.
     - `guards`, `lease`, `servers`, `stripe`, `wire` and `replicas` are those of smb.train.join.
     - `mesh`, a torch.distributed DeviceMesh, makes its ranks one member. Each rank calls join() with a client of its
       own, and moves its own shards: DTensors of fully_shard or parallelize_module, and tensors that all ranks have
-      alike, as with DDP. Rank 0 of the mesh speaks for all. All ranks step, and call methods of the result, together.
-      If one of them dies, the member dies.
+      alike, as with DDP. Rank 0 of the mesh runs the scheme for all. All ranks step, and call methods of the result,
+      together. If one of them dies, the member dies.
     - `overlap` hides the exchanges of ASP, SSP, R2SP and BSP behind the forward and backward passes (docs/training.md).
       With "forward" the script stays as it is: optimizer.step() returns at once, and each module waits for its own
       parameters when it is called. "both" also steps the optimizer in the backward pass, parameter by parameter. It
-      raises Error where that would be wrong: clipping, accumulation, closures, GradScaler. Errors of an exchange come
-      out of the next call of a module, or of the optimizer's next step. Not with mesh=, nor with a compiled model.
+      raises Error where that would give wrong results: clipping, accumulation, closures, GradScaler. Errors of an
+      exchange are raised by the next call of a module, or by the optimizer's next step. Not with mesh=, nor with a
+      compiled model.
 
     The model may be on any device, compiled, or in DistributedDataParallel. Its trained parameters are float32,
     bfloat16 or float16.
@@ -78,7 +79,7 @@ def join(
     Raises InvalidArgumentError if the model cannot be shared or already is, or if settings or tensors differ from the
     group's. Raises NotFoundError if there is no group and no scheme is given, AlreadyExistsError with fresh=True if
     others are alive, and smb's other errors if the cluster fails. The model then has its former values, and nothing of
-    this join stays. Afterwards optimizer.step() raises smb.train.RefusedContributionError if a guard refuses a
+    this join remains. Afterwards optimizer.step() raises smb.train.RefusedContributionError if a guard refuses a
     contribution (for example NaN): the model is the shared one again, and the optimizer's state unchanged. It raises
     NotFoundError if the training was deleted; close() succeeds then.
     """
@@ -86,12 +87,13 @@ def join(
         raise InvalidArgumentError("smb.torch.join: pass coordinator= or client=, not both")
     if settings and not isinstance(scheme, str):
         raise InvalidArgumentError(
-            f"smb.torch.join: {', '.join(settings)}: settings belong to a scheme that is given by its name"
+            f"smb.torch.join: {', '.join(settings)}: settings of a scheme need its name, as in "
+            f'scheme="localsgd", every=20; give a scheme object its settings itself'
         )
     inner = _unwrapped(optimizer)
     if not isinstance(model, torch.nn.Module) or inner is None:
         raise InvalidArgumentError(
-            f"smb.torch.join: first the model, then the optimizer, not {type(model).__name__} and "
+            f"smb.torch.join: pass the model first, then the optimizer, not {type(model).__name__} and "
             f"{type(optimizer).__name__}"
         )
     check_overlap(overlap, mesh=mesh is not None)
@@ -105,7 +107,7 @@ def join(
             options["overlap"] = overlap
             shared = Shared(model, inner, name, scheme, settings, client, samples, options)
         else:
-            from smb.torch.mesh import MeshShared  # with torch.distributed.tensor, which takes a second
+            from smb.torch.mesh import MeshShared  # importing torch.distributed.tensor takes a second
 
             shared = MeshShared(model, inner, name, scheme, settings, client, samples, options, mesh)
         shared.owned = on_failure.pop_all()
@@ -113,7 +115,7 @@ def join(
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the optimizer whose step() is called in the end: wrappers have it as `.optimizer`."""
+    """Return the optimizer whose step() is called in the end. Wrappers have it as `.optimizer`."""
     seen: list[Any] = []
     while not any(optimizer is each for each in seen) and hasattr(optimizer, "optimizer"):
         seen.append(optimizer)

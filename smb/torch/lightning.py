@@ -22,9 +22,9 @@ from smb.torch.shared_model import Shared
 class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
     """Joins when fitting begins, and leaves with the shared model when it ends; on an exception it only leaves.
 
-    name, scheme and options are smb.torch.join's. Of several optimizers the last one's steps count. Learning-rate
-    schedules by steps go on where the group is, unless schedule=False. `on_exchange` is called after each exchange. The
-    Trainer's processes (strategy "ddp", ModelParallelStrategy) are one member, as with mesh=.
+    name, scheme and options are smb.torch.join's. If there are several optimizers, the last one's steps count.
+    Learning-rate schedules by steps continue at the group's step, unless schedule=False. `on_exchange` is called after
+    each exchange. The Trainer's processes (strategy "ddp", ModelParallelStrategy) are one member, as with mesh=.
     """
 
     shared: Shared | None = None
@@ -45,11 +45,11 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
         self._options = options
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join."""
+        """Join the training."""
         if "deepspeed" in type(trainer.strategy).__name__.lower():
             raise InvalidArgumentError(
-                "smb.torch.lightning: DeepSpeed keeps the parameters itself, where nobody else can share them; use "
-                "another strategy"
+                "smb.torch.lightning: DeepSpeed keeps the parameters itself, so they can't be shared; use another "
+                "strategy"
             )
         options = dict(self._options)
         if trainer.world_size > 1:
@@ -62,13 +62,13 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
                 self.shared.catch_up(config.scheduler)
 
     def on_train_end(self, *_: Any) -> None:
-        """Leave; the model is the shared one."""
+        """Leave the training with the shared model."""
         if self.shared is not None:
             shared, self.shared = self.shared, None
             shared.close()
 
     def on_exception(self, *_: Any) -> None:
-        """Leave; the model stays as it is."""
+        """Leave the training. The model stays as it is."""
         if self.shared is not None:
             shared, self.shared = self.shared, None
             shared.abandon()

@@ -1,8 +1,9 @@
-"""The ranks of a device mesh as one member: each moves its own shards, the first one speaks for all.
+"""The ranks of a device mesh as one member: each rank moves its own shards, and the first one, the speaker, acts for
+all.
 
-The speaker runs the scheme. What the scheme does with parameters is a call of all ranks (rank_calls.py), and each makes
-it for its own shards (mesh_rank.py). Every rank but the speaker holds a lock with the member's lease: who waits for the
-member finds a dead rank by it, and then the member is gone.
+The speaker runs the scheme. Each operation of the scheme on the parameters is a call of all ranks (rank_calls.py),
+which each rank makes for its own shards (mesh_rank.py). Every rank except the speaker holds a lock with the member's
+lease. A worker that waits for the member notices a dead rank by this lock, and then the whole member counts as dead.
 """
 
 from __future__ import annotations
@@ -60,35 +61,35 @@ class MeshParameters(Parameters):
         self._calls = calls
 
     def mover(self, group: Group, way: str, arrived: Callable[[], object] | None) -> Mover:
-        """Return what moves all ranks' values. A difference has arrived when the speaker's has."""
+        """Return the mover of all ranks' values. A difference has arrived when the speaker's part of it has."""
         self._here.arrived = arrived
         self._calls.all(MeshRank.make_mover, way, group.weights.name)
         return _RanksMover(self._calls, group.weights, group.sent_bytes, spread=self._own.replicated)
 
     def look(self, weights: Buffer) -> None:
-        """Have every rank read its part of the shared model into MeshRank.seen."""
+        """Let every rank read its part of the shared model into MeshRank.seen."""
         self._calls.all(MeshRank.look, weights.name)
         if self._own.replicated:
             self._calls.all(MeshRank.spread_seen)
 
     def statistics(self) -> Values:
-        """Return the running statistics, their mean over all ranks."""
+        """Return the mean of the running statistics over all ranks."""
         mean: Values = np.mean(self._calls.all(MeshRank.collect_statistics), axis=0, dtype=np.float32)
         return mean
 
     def store(self, weights: Buffer) -> None:
-        """Have each rank write its own parameters."""
+        """Let each rank write its own parameters."""
         self._calls.all(MeshRank.store, weights.name)
 
     def seated(self, group: Group) -> None:
-        """Have each other rank take its lock. From then on the member counts as dead when one of its ranks is."""
+        """Let each other rank take its lock. From then on the member counts as dead when one of its ranks is dead."""
         member = group.member
         name = member_name(group.name, member.slot, member.incarnation)
         self._calls.all(MeshRank.seat, name, group.lease, group.weights.info.replicas)
         group.table.write(member.row, t.RANKS, np.array([self._ranks.count]))
 
     def keep_exact(self) -> None:
-        """See Parameters.keep_exact: at every rank."""
+        """See Parameters.keep_exact; for every rank."""
         self._calls.all(MeshRank.keep_exact)
 
     def blocks(self) -> Iterator[tuple[int, Values]]:
@@ -109,12 +110,14 @@ class MeshParameters(Parameters):
 
 
 class _RanksMover(Mover):
-    """Moves values that lie in all ranks: each does it for its own. If one rank's call fails, it fails at all, and no
-    rank takes over what came back.
+    """Moves values that lie in all ranks: each rank moves its own. If the call fails at one rank, it fails at all, and
+    no rank takes over the values that came back.
     """
 
     def __init__(self, calls: RankCalls, weights: Buffer, sent_bytes: int, *, spread: bool) -> None:
-        """`spread`: whether ranks have values alike, so that a rank which fetched them gives them to the others."""
+        """`spread`: whether several ranks have the same values, so that the rank that fetched them gives them to the
+        others.
+        """
         super().__init__(weights, sent_bytes)
         self._calls = calls
         self._spread = spread
@@ -183,7 +186,7 @@ def _sum(norms: Sequence[Norm]) -> Norm:
 
 
 class MeshShared(Shared):
-    """One rank's side of a member that is a mesh. Every rank makes it, steps, and closes it, as the others do."""
+    """One rank's side of a member that is a mesh. All ranks make, step and close it together."""
 
     def __init__(
         self,
@@ -199,16 +202,19 @@ class MeshShared(Shared):
     ) -> None:
         if not isinstance(mesh, DeviceMesh):
             raise InvalidArgumentError(
-                f"smb.torch.join of {name!r}: mesh={mesh!r} is no DeviceMesh; make one: "
+                f"smb.torch.join of {name!r}: mesh must be a DeviceMesh, not {mesh!r}; make one: "
                 f'torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,))'
             )
         self._ranks = Ranks(mesh)
-        self._parted = False  # by all ranks together
+        self._parted = False  # whether all ranks have left together
         self._samples_left: list[int | None] = []  # samples of each step that the worker has not counted yet
         with self._ranks.agreed():
             parts = parts_of(model, optimizer, sharded=True)
             if sharded := [names[0] for names, tensor in parts.statistics.items() if isinstance(tensor, DTensor)]:
-                raise InvalidArgumentError(f"smb.torch.join with mesh=: buffer {sharded[0]!r} is sharded")
+                raise InvalidArgumentError(
+                    f"smb.torch.join with mesh=: buffer {sharded[0]!r} is sharded; only parameters can be, so make it "
+                    f"a plain tensor"
+                )
             self._shards = ShardParameters(parts.trained)
             self._here = MeshRank(client, self._ranks, self._shards, Statistics(parts.statistics))
             self._calls = RankCalls(self._ranks, self._here)
@@ -217,9 +223,9 @@ class MeshShared(Shared):
         self._shards.meet(self._ranks)
         if self._ranks.speaks and self._ranks.count > 1 and not _steps_alike(model, mesh):
             _log.warning(
-                "training %r: mesh= has %d ranks, and the model is neither sharded nor in DistributedDataParallel. If "
-                "nothing else averages its gradients the ranks train apart, and only rank 0's steps count: wrap it, or "
-                "have each process join by itself, without mesh=",
+                "training %r: mesh= has %d ranks, but the model is neither sharded nor in DistributedDataParallel. If "
+                "nothing else averages its gradients, the ranks train apart, and only rank 0's steps count: wrap the "
+                "model, or let each process join by itself, without mesh=",
                 name,
                 self._ranks.count,
             )
@@ -244,7 +250,7 @@ class MeshShared(Shared):
         self._take_statistics(True)
 
     def _take_statistics(self, loaded: bool) -> None:
-        """Take the running statistics that the speaker has got, if it has."""
+        """Take over the running statistics that the speaker has loaded, if there are any."""
         values = self._ranks.tell(self._statistics.values if loaded and self._mixed.buffer is not None else None)
         if values is not None:
             self._statistics.values[:] = values
@@ -262,7 +268,7 @@ class MeshShared(Shared):
         samples_left, self._samples_left = self._samples_left, []
         with self._calls.together():
             if self._ranks.speaks:
-                for samples in samples_left:  # all but the last one are only counted
+                for samples in samples_left:  # all steps except the last one are only counted
                     self.worker.step(samples)
                 self._mixed.stepped()
 
@@ -276,15 +282,17 @@ class MeshShared(Shared):
 
     @property
     def progress(self) -> Progress:
-        """How far the group is, as of its members' last exchanges. One small read, and more at other ranks than 0."""
+        """How far the group is, as of its members' last exchanges. One small read; ranks other
+        than 0 make a few more.
+        """
         return progress_of(groups.view(self._client, self._name).table.read())
 
     def _steps_so_far(self) -> int:
-        """The same at every rank."""
+        """Return the same number at every rank."""
         return int(self._ranks.tell(self.worker.progress.steps if self._ranks.speaks else None))
 
     def on_exchange(self, listener: Callable[[smb.train.ExchangeEvent], object]) -> None:
-        """Call `listener` after each exchange, at rank 0 of the mesh; at others never."""
+        """Call `listener` after each exchange, at rank 0 of the mesh only."""
         if self._ranks.speaks:
             super().on_exchange(listener)
 
@@ -299,9 +307,10 @@ class MeshShared(Shared):
     ) -> Iterator[torch.Tensor]:
         """As Shared.batches, with all ranks: a batch of `size` rows is the member's, and is divided over its ranks.
 
-        `dims` names the dimensions of the mesh over which it is divided (None: all of them): those of data parallelism;
-        ranks that differ in others only, of tensor parallelism, get the same rows. If a batch can't be divided evenly,
-        some of its rows come twice, so that each rank has as many.
+        `dims` names the dimensions of the mesh over which the batch is divided (None: all of them). Name the dimensions
+        of data parallelism: ranks that differ only in other dimensions, such as tensor parallelism, get the same rows.
+        If a batch can't be divided evenly, some of its rows are used twice, so that each rank has the same number of
+        rows.
         """
         self._check_open()
         share, shares = self._share(dims)
@@ -312,7 +321,7 @@ class MeshShared(Shared):
         return (_part_of(batch, share, shares) for batch in self._batches(units, rows, seed, epochs))
 
     def _share(self, dims: str | Sequence[str] | None) -> tuple[int, int]:
-        """Return which share of a batch is this rank's, and of how many."""
+        """Return this rank's share of a batch, and the number of shares."""
         mesh = self._ranks.mesh
         names = mesh.mesh_dim_names or ()
         if dims is None:
@@ -322,7 +331,9 @@ class MeshShared(Shared):
         assert coordinate is not None
         for name in (dims,) if isinstance(dims, str) else dims:
             if name not in names:
-                raise InvalidArgumentError(f"batches: the mesh has no dimension {name!r}; it has {', '.join(names)}")
+                raise InvalidArgumentError(
+                    f"batches: the mesh has no dimension {name!r}; its dimensions are {', '.join(names)}"
+                )
             size = mesh.mesh.shape[names.index(name)]
             share, shares = share * size + coordinate[names.index(name)], shares * size
         return share, shares
@@ -337,7 +348,7 @@ class MeshShared(Shared):
 
     @lasting
     def state_dict(self) -> dict[str, Any]:
-        """As Shared.state_dict, with all ranks: what is sharded in the model is sharded in it, for
+        """As Shared.state_dict, with all ranks. Tensors that are sharded in the model are sharded in the result, for
         torch.distributed.checkpoint.
         """
         self._check_open()
@@ -386,7 +397,7 @@ class MeshShared(Shared):
 
 
 def _steps_alike(model: torch.nn.Module, mesh: DeviceMesh) -> bool:
-    """Whether it can be seen that the ranks' steps are one step."""
+    """Return True if the ranks' steps are known to be one step."""
     return (
         keeps_alike(mesh)
         or any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -395,10 +406,12 @@ def _steps_alike(model: torch.nn.Module, mesh: DeviceMesh) -> bool:
 
 
 def _part_of(batch: torch.Tensor, share: int, shares: int) -> torch.Tensor:
-    """Return one of so many equal shares; the last ones begin again at the first rows."""
+    """Return one of `shares` equal shares; the last ones begin again at the first rows."""
     each = -(-len(batch) // shares)
     return batch[torch.arange(share * each, (share + 1) * each, device=batch.device) % len(batch)]
 
 
 def _apart() -> Error:
-    return Error("smb.torch.join with mesh=: a scheme asked for the values of all ranks in one place")
+    return Error(
+        "smb.torch.join with mesh=: a scheme asked for the values of all ranks in one place; report this as a bug"
+    )

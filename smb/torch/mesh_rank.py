@@ -1,4 +1,6 @@
-"""One rank's part of a mesh: its shards, its mover, and its lock. The speaker's calls are answered by these methods."""
+"""One rank's part of a mesh: its shards, its mover, and its lock. Calls of the speaker run these
+methods at each rank.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MeshRank:
-    """What one rank has of a mesh's parameters. Buffers are named in calls, as each rank has a client of its own."""
+    """One rank's part of a mesh's parameters. Calls pass buffers by name, because each rank has a client of its own."""
 
     def __init__(self, client: Client, ranks: Ranks, own: ShardParameters, statistics: Statistics) -> None:
         self.seen: Values | None = None  # this rank's part of the shared model, read by `look`
@@ -46,23 +48,24 @@ class MeshRank:
         self._own.keep_exact()
 
     def seat(self, member: str, lease: float, replicas: int) -> None:
-        """Take this rank's lock, by which others see that it lives. The speaker has the member's own lock."""
+        """Take this rank's lock, by which others see that it is alive. The speaker has the member's own lock."""
         if self._ranks.speaks:
             return
         self.release()
-        # A rank that was killed may hold it for a lease, where a group of this name was deleted and is made again.
+        # If a group of this name was deleted and made again, a rank that was killed may still hold this lock until its
+        # lease ends.
         rank = self._ranks.rank
         self._lock = rank_lock(self._client, member, rank, lease, replicas, 3 * lease).acquire()
 
     def release(self) -> None:
-        """Give this rank's lock back, without the other ranks."""
+        """Release this rank's lock, without the other ranks."""
         lock, self._lock = self._lock, None
         if lock is not None:
             with contextlib.suppress(Error):
                 lock.release()
 
     def make_mover(self, way: str, weights: str) -> None:
-        """Make what moves this rank's values."""
+        """Make the mover of this rank's values."""
         self._mover = None  # frees its memory first
         self._opened.clear()
         self._mover = ArrayMover(self._client.open(weights), self._own, way, arrived=self.arrived)
@@ -82,18 +85,18 @@ class MeshRank:
             raise
 
     def _buffer(self, name: str) -> Buffer:
-        """Return the buffer, which is opened once: a step must not need the coordinator."""
+        """Return the buffer. It is opened only once, because a step must not need the coordinator."""
         if name not in self._opened:
             self._opened[name] = self._client.open(name)
         return self._opened[name]
 
     def spread_fetched(self) -> None:
-        """Exchange with the other ranks what the mover has fetched, where several ranks have the same values."""
+        """If several ranks have the same values, exchange the fetched values with the other ranks."""
         assert self._mover is not None
         self._own.spread(self._ranks, self._mover.fetched)
 
     def spread_seen(self) -> None:
-        """Exchange with the other ranks what `look` has read, where several ranks have the same values."""
+        """If several ranks have the same values, exchange the values that `look` has read with the other ranks."""
         assert self.seen is not None
         self._own.spread(self._ranks, self.seen)
 

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     import smb
     import smb.train
 
-STATE = "state"  # behind the group's name
+STATE = "state"  # NAME/state
 
 
 class MixedStatistics:
     """This process's statistics, and the average in NAME/state: `state += (own - state) / members`, at the servers."""
 
     def __init__(self, own: Statistics, collect: Callable[[], None]) -> None:
-        """`collect` brings the model's statistics into `own`."""
+        """`collect` copies the model's statistics into `own`."""
         self.own = own
-        self.buffer: smb.Buffer | None = None  # the average, once there is one
+        self.buffer: smb.Buffer | None = None  # the average, once it exists
         self._collect = collect
         self._worker: smb.train.Worker
         self._mixing: Future[Any] | None = None
         self._unmixed = False  # whether there was a step since the statistics were mixed last
-        self._contributions = 0  # of the worker by then
+        self._contributions = 0  # the worker's contributions when the statistics were mixed last
 
     def join(
         self,
@@ -39,8 +39,8 @@ class MixedStatistics:
         metadata: dict[str, Any],
         compare: Callable[[smb.Buffer], None],
     ) -> None:
-        """Take them from the group, or be the first to store them. Under the lock of the join. `compare` raises where
-        the group has others.
+        """Take the statistics from the group, or be the first to store them. The caller holds the lock of the join.
+        `compare` raises an error if the group has other statistics.
         """
         self._worker = worker
         if not self.own.entries:
@@ -57,24 +57,25 @@ class MixedStatistics:
         compare(state)
         if state.version:
             state.read(out=self.own.values)
-        else:  # who made it may have died before it was written
+        else:  # the process that made the buffer may have died before writing it
             state.publish(self.own.values)
 
     def joined(self) -> None:
-        """Take note of what the worker has sent so far."""
+        """Take note of the number of contributions so far."""
         self._contributions = self._worker.contributions
 
     def stepped(self) -> None:
-        """After a step: mix them if it has exchanged."""
+        """After a step: mix the statistics if the worker has exchanged."""
         self._unmixed = True
         if self.buffer is not None and self._worker.contributions != self._contributions:
             self._mix(self.buffer)
 
     def mix_rest(self) -> None:
-        """Mix what is of steps since the last time, and wait for it: at the end of the batches, and of taking part.
+        """Mix the statistics of steps since the last time, and wait until that is done: at the end of the batches, and
+        before leaving.
 
-        Not by the count of contributions: what becomes of the last one may be known later, by when others have loaded
-        the average.
+        This does not depend on the number of contributions. The outcome of the last contribution may become known only
+        after others have loaded the average.
         """
         self.wait()
         if self.buffer is not None and self._unmixed:
@@ -82,14 +83,16 @@ class MixedStatistics:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being mixed."""
+        """Wait until no statistics are being mixed."""
         if self._mixing is not None:
             mixing, self._mixing = self._mixing, None
             with there(self._worker.group):
                 mixing.result()
 
     def _mix(self, state: smb.Buffer) -> None:
-        """After an exchange, begin to add our running statistics to the average; the last time may be under way yet."""
+        """After an exchange, begin to add the running statistics to the average, unless the last
+        time is still running.
+        """
         if self._mixing is not None and not self._mixing.done():
             return
         self.wait()
@@ -97,7 +100,7 @@ class MixedStatistics:
         self._collect()
         if not np.isfinite(self.own.values).all():
             raise Error(
-                "a floating-point buffer of the model (running statistics?) is not finite: it is not shared, and the "
+                "a floating-point buffer of the model (running statistics?) is not finite: it is not shared, but the "
                 "model computes with it; look at the batches and the step size"
             )
         self._mixing = state.accumulate_async(self.own.values, op="elastic", scale=1.0 / self._worker.members)

@@ -1,13 +1,13 @@
-"""A model's trained parameters where they are: on any device, float32, bfloat16 or float16.
+"""A model's trained parameters in their own memory: on any device, float32, bfloat16 or float16.
 
 Schemes see the parameters as one float32 vector, laid out by smb/tensors.py: each tensor at a multiple of 64 bytes,
-zeros between them. So the group's buffer has each tensor by its name. Parameters move only when a scheme exchanges, and
-then by blocks (staging.py). Host memory that grows with the model is the scheme's alone.
+with zeros between them. So the group's buffer has each tensor by its name. Parameters are copied only when a scheme
+exchanges, and then block by block (staging.py). Only the scheme uses host memory that grows with the model.
 
 Low precision. The group's values are float32. A scheme keeps the values that it has put into the parameters. A delta is
 the parameter less the *rounded* base, so that a rounding error does not count as a change by the optimizer. Elastic
-schemes take from the parameters less than their type can show. For these schemes `keep_exact` keeps the rounding error
-beside each parameter, in its type and on its device.
+schemes subtract amounts that may be smaller than the parameters' type can show. For these schemes `keep_exact` keeps
+the rounding error beside each parameter, in its type and on its device.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _BLOCK = 1 << 19
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's place in a vector: `names` are all it has in the state_dict (tied ones have several; the first one is
-    in the table), `offset` and `count` are in elements.
+    """A tensor's place in a vector. `names` are all its names in the state_dict (tied tensors have several; the first
+    name is in the table). `offset` and `count` are in elements.
     """
 
     names: tuple[str, ...]
@@ -47,13 +47,13 @@ class TensorEntry:
         return self.tensor.numel()
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return its part of a vector, in its shape; a view."""
+        """Return this tensor's part of a vector, in the tensor's shape; a view."""
         return vector[self.offset : self.offset + self.count].view(self.tensor.shape)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements [low, high) of a tensor's, which lie in a block from `at` on."""
+    """Elements [low, high) of a tensor. They lie in a block from `at` on."""
 
     entry: int
     low: int
@@ -67,7 +67,9 @@ class _Part:
 
 @dataclass(frozen=True)
 class VectorSlice:
-    """Elements [begin, begin + count) of the vector, and the tensors in it; `gaps` are nobody's, and zero."""
+    """Elements [begin, begin + count) of the vector, and the tensors in this range. `gaps` belong to no tensor and are
+    zero.
+    """
 
     begin: int
     count: int
@@ -76,7 +78,7 @@ class VectorSlice:
 
     @property
     def here(self) -> slice:
-        """Where it is in the vector."""
+        """The slice's place in the vector."""
         return slice(self.begin, self.begin + self.count)
 
 
@@ -86,14 +88,14 @@ _Change: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"
 
 
 class ModelParameters(Parameters):
-    """The trained parameters as a scheme's. `verify` is called before an exchange; what it raises is raised there."""
+    """The trained parameters, for a scheme. `verify` is called before an exchange, which raises its errors."""
 
     table: TensorTable
 
     def __init__(
         self, tensors: Mapping[tuple[str, ...], torch.Tensor], verify: Callable[[], None] | None = None
     ) -> None:
-        """Raises InvalidArgumentError for what can't be shared."""
+        """Raises InvalidArgumentError for parameters that can't be shared."""
         for names, tensor in tensors.items():
             check(names[0], tensor)
         self.verify = verify
@@ -107,15 +109,15 @@ class ModelParameters(Parameters):
         self._scratch: list[torch.Tensor] = []
         self._residuals: dict[int, torch.Tensor] = {}  # entry -> what rounding left out, in the parameter's type
         self._exact = False
-        self._locked: set[int] = set()  # addresses of arrays that devices copy from by themselves
-        self._on_device: bool | None = None  # whether deltas are made there; None: not measured yet
+        self._locked: set[int] = set()  # addresses of arrays from which devices copy directly
+        self._on_device: bool | None = None  # whether deltas are computed on the device; None: not measured yet
 
     def blocks_of(self, begin: int, end: int) -> tuple[VectorSlice, ...]:
-        """Return the blocks by which a range of the vector is moved."""
+        """Return the blocks in which a range of the vector is copied."""
         return tuple(_blocks_of(self.entries, begin, end))
 
     def blocks(self) -> Iterator[tuple[int, Values]]:
-        """Yield copies, with what keep_exact kept."""
+        """Yield copies of the values, including what keep_exact kept."""
         if self.verify is not None:
             self.verify()
         for block, found, room in self._walk(self._blocks):
@@ -126,20 +128,20 @@ class ModelParameters(Parameters):
             yield block.begin, room[: block.count].numpy()
 
     def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
-        """Yield what the optimizer did: parameter - base, both as the parameter's type shows them."""
+        """Yield the optimizer's changes: parameter - base, both rounded to the parameter's type."""
         if self.verify is not None:
             self.verify()
         yield from self.deltas_of(self._blocks, base)
 
     def deltas_of(self, blocks: Sequence[VectorSlice], base: Values) -> Iterator[tuple[int, Values]]:
-        """Yield the same of some blocks."""
+        """Yield the changes in some blocks."""
         if self._on_device is None and self._devices:
             self._on_device = self._device_is_faster(base)
         yield from self._deltas(base, on_device=bool(self._on_device), blocks=blocks)
 
     def _device_is_faster(self, base: Values) -> bool:
-        """Make one block on the host and one on the device, and time them; before that once each for the memory that it
-        takes. The result is the same to the bit.
+        """Compute one block on the host and one on the device, and compare the times. Both are computed once before,
+        because the first time takes memory. The results are the same bit for bit.
         """
         seconds = []
         for on_device in (False, True) * 2:
@@ -147,7 +149,7 @@ class ModelParameters(Parameters):
                 self._staging.wait(turn)
             deltas = self._deltas(base, on_device=on_device)
             if len(self._blocks) > 1:
-                next(deltas)  # it begins two, each later one begins one
+                next(deltas)  # the first call fetches two blocks, each later call one
             started = time.perf_counter()
             next(deltas, None)
             seconds.append(time.perf_counter() - started)
@@ -172,7 +174,7 @@ class ModelParameters(Parameters):
             yield block.begin, room[: block.count].numpy()
 
     def fill(self, values: Values) -> None:
-        """Copy, rounded to nearest, ties to even."""
+        """Copy the values, rounded to nearest, ties to even."""
         self.fill_blocks(self._blocks, values)
 
     def fill_blocks(self, blocks: Sequence[VectorSlice], values: Values) -> None:
@@ -184,11 +186,13 @@ class ModelParameters(Parameters):
         self._put(self._blocks, torch.from_numpy(difference), _subtract)
 
     def keep_exact(self) -> None:
-        """Keep what rounding leaves out; it costs nothing for float32."""
+        """Keep what rounding leaves out. It costs nothing for float32."""
         self._exact = True
 
     def part(self, offset: int, count: int) -> ModelParameters:
-        """Return the tensors that lie there, with the memory for blocks that these have; none may be cut."""
+        """Return the tensors in that range. They share memory for blocks with these parameters. The range must not cut
+        a tensor.
+        """
         inside = {entry.names: entry.tensor for entry in self.entries if offset <= entry.offset < offset + count}
         part = ModelParameters(inside, self.verify)
         part.origin = offset
@@ -197,7 +201,7 @@ class ModelParameters(Parameters):
         return part
 
     def hold(self, values: Values) -> None:
-        """Have the device copy from it by itself, where it can: see page_lock.py."""
+        """Let the device copy from this array directly, if it can: see page_lock.py."""
         if not self._devices:
             return
         unlock = page_lock(values)
@@ -221,11 +225,11 @@ class ModelParameters(Parameters):
     def _walk(
         self, blocks: Sequence[VectorSlice], *, residuals: bool = True, base: torch.Tensor | None = None
     ) -> Iterator[tuple[VectorSlice, list[_Found], torch.Tensor]]:
-        """Yield each block, what is in it, in host memory, and room for the float32 values that it becomes. The block
-        after it is on its way meanwhile. With `base` what is on a device comes as its delta, float32.
+        """Yield each block, its tensors' values in host memory, and room for the float32 values that are made of them.
+        Meanwhile the next block is fetched. With `base`, values on a device are fetched as their delta, in float32.
         """
         if not blocks:
-            return  # a rank that has no part of anything
+            return  # a rank without any part
         self._scratch_memory()
         flat = _Flat(self.entries)
         self._staging.begin(self._devices)
@@ -233,7 +237,7 @@ class ModelParameters(Parameters):
 
         def fetch(turn: int) -> None:
             found = []
-            self._staging.wait(turn)  # what was done before this walk may still copy from the room, on another device
+            self._staging.wait(turn)  # work before this walk may still copy from the room, on another device
             for part in blocks[turn].parts:
                 residual = self._residuals.get(part.entry) if residuals else None
                 before = None if base is None else base[blocks[turn].here][part.here]
@@ -263,10 +267,11 @@ class ModelParameters(Parameters):
                 rounded = self._staging.room(turn, part.at, count, values.dtype)
                 rounded.copy_(before)
                 there = rounded.to(device, non_blocking=True)
-                room = self._staging.room(turn, part.at, count, torch.float32)  # the same place: after that, in order
+                # The same place, used in order after `rounded`.
+                room = self._staging.room(turn, part.at, count, torch.float32)
                 room.copy_(values.float() - there.float(), non_blocking=True)
                 return part, room, None
-            # The two of 16 bits lie side by side in the place of one of 32.
+            # A value of 16 bits and its residual lie side by side in the place of one of 32 bits.
             room = self._staging.room(turn, part.at, count if rest is None else 2 * count, values.dtype)
             room[:count].copy_(values, non_blocking=True)
             if rest is not None:
@@ -279,13 +284,13 @@ class ModelParameters(Parameters):
         straight = vector.data_ptr() in self._locked
         last = {part.entry: part for block in blocks for part in block.parts}
         for number in last:
-            self._residual(number)  # made before `begin`, which orders what follows behind it
+            self._residual(number)  # made before `begin`, so that later work waits for it
         staging.begin(self._devices)
         try:
             self._put_blocks(blocks, vector, change, last, straight)
         finally:
             staging.end(self._devices)
-            if straight:  # the caller may change it as soon as this returns
+            if straight:  # the caller may change the vector as soon as this returns
                 for turn in range(2):
                     staging.wait(turn)
 
@@ -310,7 +315,8 @@ class ModelParameters(Parameters):
                     flat.changed(part, ends=ends)
                     continue
                 narrow = change is _set and rest is None
-                if straight and not (narrow and tensor.dtype != torch.float32):  # rounded first it is half as much
+                # Rounding first halves the copied bytes.
+                if straight and not (narrow and tensor.dtype != torch.float32):
                     room = given
                 else:
                     room = staging.room(turn, part.at, len(given), tensor.dtype if narrow else torch.float32)
@@ -330,8 +336,8 @@ class ModelParameters(Parameters):
 
 
 def _narrow_delta(values: torch.Tensor, base: torch.Tensor, out: torch.Tensor) -> None:
-    """Set `out` to values - base, both as the type of `values` shows them. By blocks: the memory in between is new each
-    time, and of a whole block it would cost more than the arithmetic.
+    """Set `out` to values - base, both rounded to the type of `values`. Computes in blocks, because the temporary
+    memory of a whole vector would cost more than the arithmetic.
     """
     for at in range(0, len(values), _BLOCK):
         here = slice(at, at + _BLOCK)
@@ -344,7 +350,7 @@ def _let_go(locked: set[int], address: int, unlock: Callable[[], object]) -> Non
 
 
 class _Flat:
-    """Tensors in one dimension. One that is not contiguous is copied for as long as its parts come."""
+    """Tensors as one-dimensional views. A tensor that is not contiguous is copied while its parts are used."""
 
     def __init__(self, entries: Sequence[TensorEntry]) -> None:
         self._entries = entries
@@ -360,7 +366,7 @@ class _Flat:
         return self._copy[part.low : part.high]
 
     def changed(self, part: _Part, *, ends: bool) -> None:
-        """Say that what `part` returned was changed; `ends`: no further part of this tensor is."""
+        """Note that the result of `part` was changed; `ends`: no further part of this tensor will be."""
         entry = self._entries[part.entry]
         if self._copied == part.entry and self._copy is not None and ends:
             entry.tensor.detach().copy_(self._copy.view(entry.tensor.shape))
@@ -390,8 +396,8 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
     for names, tensor in tensors.items():
         if is_expanded(tensor):
             raise InvalidArgumentError(
-                f"{names[0]!r} is expanded: several of its elements are one in memory, and cannot be set apart; "
-                f"make it with .contiguous() before smb.torch.join"
+                f"{names[0]!r} is expanded: several of its elements share one place in memory, so they can't be set "
+                f"separately; call .contiguous() on it before smb.torch.join"
             )
     table = TensorTable.of({names[0]: (tuple(tensor.shape), "float32") for names, tensor in tensors.items()})
     infos = zip(tensors.items(), table.values(), strict=True)
@@ -408,7 +414,7 @@ def _blocks_of(entries: Sequence[TensorEntry], start: int, stop: int) -> Iterato
             if entry.offset >= end:
                 break
             low, high = max(begin - entry.offset, 0), min(end - entry.offset, entry.count)
-            if high <= low:  # it ended in the block before
+            if high <= low:  # the tensor ended in an earlier block
                 first = index + 1
                 continue
             part = _Part(index, low, high, entry.offset + low - begin)
@@ -427,7 +433,8 @@ def check(name: str, parameter: torch.Tensor) -> None:
         raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run the model once before smb.torch.join")
     if parameter.is_inference():
         raise InvalidArgumentError(
-            f"parameter {name!r} was made in torch.inference_mode(), so it can't be trained: make the model outside"
+            f"parameter {name!r} was made in torch.inference_mode(), so it can't be trained: make the model outside of "
+            f"it"
         )
     if parameter.device.type == "meta":
         raise InvalidArgumentError(
@@ -439,7 +446,9 @@ def check(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name!r} is a DTensor: join a sharded model (fully_shard, parallelize_module) with mesh="
         )
     if parameter.layout != torch.strided:
-        raise InvalidArgumentError(f"parameter {name!r} is {parameter.layout}: only dense ones can be shared")
+        raise InvalidArgumentError(
+            f"parameter {name!r} has the layout {parameter.layout}: only dense parameters can be shared"
+        )
     if parameter.dtype not in DTYPES:
         raise InvalidArgumentError(
             f"parameter {name!r} is {parameter.dtype}: float32, bfloat16 and float16 can be shared; model.float() "
@@ -447,24 +456,24 @@ def check(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.numel() == 0:
         raise InvalidArgumentError(
-            f"parameter {name!r} has no elements, shape {tuple(parameter.shape)}: freeze it, or take it out"
+            f"parameter {name!r} has no elements, shape {tuple(parameter.shape)}: freeze it, or remove it"
         )
 
 
 def check_apart(parameters: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-    """Raise InvalidArgumentError if two share memory: tied by one Parameter they are one entry, but tied by memory
-    alone what is done to one would count twice.
+    """Raise InvalidArgumentError if two parameters share memory. Parameters that are tied as one Parameter are one
+    entry, but if they are tied only by memory, a change of one would count twice.
     """
     taken: dict[int, list[tuple[int, int, str]]] = {}
     for names, parameter in parameters.items():
         begin = int(parameter.storage_offset())
-        # From the first to the last element in memory, whatever the strides.
+        # The range from the first to the last element in memory, whatever the strides are.
         extent = 1 + sum((size - 1) * int(step) for size, step in zip(parameter.shape, parameter.stride(), strict=True))
         spans = taken.setdefault(parameter.untyped_storage()._cdata, [])
         for other_begin, other_end, other in spans:
             if begin < other_end and other_begin < begin + extent:
                 raise InvalidArgumentError(
-                    f"parameters {other!r} and {names[0]!r} share memory without being one Parameter: what is done to "
-                    f"one would count twice. Tie them by the object: module.weight = other.weight"
+                    f"parameters {other!r} and {names[0]!r} share memory without being one Parameter, so a change of "
+                    f"one would count twice. Tie them as one object: module.weight = other.weight"
                 )
         spans.append((begin, begin + extent, names[0]))

@@ -1,7 +1,7 @@
-"""A model's tensors, by the names that all processes of a training have for them, whatever wraps the model in each.
+"""A model's tensors, by names that are the same in all processes of a training, whatever wraps the model in each.
 
-torch.compile puts `_orig_mod.` into names, DistributedDataParallel and DataParallel `module.`: these are taken off. A
-tensor with several names (tied parameters) is one.
+torch.compile puts `_orig_mod.` into names, DistributedDataParallel and DataParallel put `module.`; both are removed. A
+tensor with several names (tied parameters) counts once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from smb.train.parameters import Values
 STATISTICS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COMPILED = "_orig_mod"
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-_SAMPLES = 16  # of a frozen parameter, for its mark
+_SAMPLES = 16  # number of samples of a frozen parameter that its digest contains
 
 Named: TypeAlias = dict[tuple[str, ...], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A model's tensors, by all names of each. `trained`: what the optimizer has or what requires gradients; `frozen`:
-    the other parameters; `statistics`: floating-point buffers. Integers and float64 buffers are each process's own, and
-    so are buffers with infinities: they are masks, and have no mean.
+    """A model's tensors, each with all its names. `trained`: parameters that the optimizer has or that require
+    gradients; `frozen`: the other parameters; `statistics`: floating-point buffers. Integer and float64 buffers belong
+    to each process, and so do buffers with infinities, which are masks and have no mean.
     """
 
     trained: Named
@@ -40,7 +40,7 @@ class Parts:
 
 
 def plain_name(model: torch.nn.Module, name: str) -> str:
-    """Return a name of the model's state_dict without what wraps the model, or a module in it."""
+    """Return a name of the model's state_dict without the parts that wrappers of the model or of its modules add."""
     kept: list[str] = []
     module: torch.nn.Module | None = model
     for step in name.split("."):
@@ -57,23 +57,23 @@ def plain_state(model: torch.nn.Module, **options: Any) -> dict[str, Any]:
 
 
 def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False) -> Parts:
-    """Divide what model.state_dict() holds. Raises InvalidArgumentError if the model can't be shared; with `sharded`
-    what is trained may be, and is not looked at.
+    """Divide the tensors of model.state_dict(). Raises InvalidArgumentError if the model can't be shared. With
+    `sharded`, trained tensors may be sharded, and are not checked here.
     """
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise InvalidArgumentError(
-            "the model is wrapped by FullyShardedDataParallel (FSDP1), which keeps parameters as parts of flat ones: "
-            "shard it by fully_shard (FSDP2), and join with mesh="
+            "the model is wrapped by FullyShardedDataParallel (FSDP1), which keeps parameters as parts of flat "
+            "tensors: shard it by fully_shard (FSDP2), and join with mesh="
         )
     named: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in plain_state(model, keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and not is_extra_state(name):  # which is made anew each time
+        if isinstance(tensor, torch.Tensor) and not is_extra_state(name):  # extra state is made anew each time
             named.setdefault(id(tensor), ([], tensor))[0].append(name)
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if strangers := len(optimized - {id(parameter) for parameter in model.parameters()}):
         raise InvalidArgumentError(
-            f"the optimizer trains {strangers} tensors that are no parameters of the model: they would be shared with "
-            f"nobody. Join with a module that holds them all (torch.nn.ModuleList)"
+            f"the optimizer trains {strangers} tensors that are not parameters of the model, so they would not be "
+            f"shared. Join with a module that contains all of them (torch.nn.ModuleList)"
         )
     parts = Parts({}, {}, {})
     for identity, (names, tensor) in named.items():
@@ -87,11 +87,11 @@ def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharde
     for name, parameter in model.named_parameters():
         if (parameter.requires_grad or id(parameter) in optimized) and id(parameter) not in kept:
             raise InvalidArgumentError(
-                f"parameter {name!r} is trained, but not in the model's state_dict() (does a hook take it out, or copy "
-                f"it?): it would be shared with nobody. Freeze it, or join with the module inside that has it"
+                f"parameter {name!r} is trained, but is not in the model's state_dict() (does a hook remove or copy "
+                f"it?), so it would not be shared. Freeze it, or join with the inner module that has it"
             )
     if not parts.trained:
-        raise InvalidArgumentError("the model has no parameter that requires gradients: there is nothing to share")
+        raise InvalidArgumentError("the model has no parameter that requires gradients, so there is nothing to share")
     if not sharded:
         for every, tensor in parts.trained.items():
             check(every[0], tensor)
@@ -100,7 +100,9 @@ def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharde
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether it has infinities, as a causal mask has. NaN is what statistics become by mistake."""
+    """Return True if the tensor has infinities, as a causal mask has. NaN does not count, since statistics become NaN
+    by mistake.
+    """
     here = local_of(tensor.detach())
     return bool(here.isinf().any()) and not bool(here.isnan().any())
 
@@ -127,8 +129,9 @@ class Statistics:
 
 
 class ModelCheck:
-    """Check what must hold of a joined model whenever it exchanges. It takes as long as there are tensors, not
-    elements."""
+    """Checks the conditions that a joined model must meet at each exchange. The time grows with the number of tensors,
+    not of elements.
+    """
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, entries: tuple[TensorEntry, ...], frozen: Named
@@ -139,20 +142,20 @@ class ModelCheck:
         self._frozen = frozen
 
     def __call__(self) -> None:
-        """Raise Error if something is trained that is not shared, or shared and no longer in the model."""
+        """Raise Error if a parameter is trained but not shared, or shared but no longer in the model."""
         self.model()
         ours = {id(entry.tensor) for entry in self._entries}
         given = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
         if strangers := len(given - ours):
             raise Error(
-                f"the optimizer was given {strangers} further parameters after smb.torch.join (by add_param_group): "
-                f"they would be trained and shared with nobody. Give it all of them before joining"
+                f"the optimizer was given {strangers} further parameters after smb.torch.join (by add_param_group), "
+                f"and they would not be shared. Give all parameters to the optimizer before joining"
             )
         for names, tensor in self._frozen.items():
             if tensor.requires_grad:
                 raise Error(
-                    f"parameter {names[0]!r} was frozen at smb.torch.join and requires gradients now: it would be "
-                    f"trained and shared with nobody. Give it to the optimizer before joining, then it is shared"
+                    f"parameter {names[0]!r} was frozen at smb.torch.join and requires gradients now, but is not "
+                    f"shared. Give it to the optimizer before joining; then it is shared"
                 )
 
     def model(self) -> None:
@@ -161,18 +164,20 @@ class ModelCheck:
         if gone := [entry.names[0] for entry in self._entries if id(entry.tensor) not in now]:
             raise Error(
                 f"{', '.join(gone[:3])} of the model were replaced after smb.torch.join (by another module, or "
-                f"load_state_dict(assign=True)): join afterwards"
+                f"load_state_dict(assign=True)); replace parameters before joining"
             )
 
 
 def mark_of(frozen: Named) -> dict[str, str]:
-    """Return a mark of what is frozen: of the types, and of some values. A few elements of each are read."""
+    """Return digests of the frozen parameters: of their types, and of some of their values. Reads a few elements of
+    each.
+    """
     types, values = hashlib.sha256(), hashlib.sha256()
     for names, tensor in sorted(frozen.items()):
         types.update(f"{names[0]} {tuple(tensor.shape)} {tensor.dtype};".encode())
         if tensor.numel() == 0 or tensor.device.type == "meta" or is_sharded(tensor):
             continue
-        # Spread over the first dimension, and over the elements of each row.
+        # The samples are spread over the first dimension, and over the elements of each row.
         rows = tensor.detach()
         rows = rows[:: max(1, len(rows) // _SAMPLES)][:_SAMPLES] if rows.dim() else rows
         some = rows.reshape(-1)[:: max(1, rows.numel() // _SAMPLES)][:_SAMPLES]

@@ -1,5 +1,5 @@
-"""Memory that a GPU copies from and to by itself: page locks of CUDA's (cudaHostRegister) on memory that torch has not
-made, a segment's mapping above all.
+"""Memory that a GPU copies from and to directly: CUDA page locks (cudaHostRegister) on memory that torch has not made,
+most of all on the mapping of a segment.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ _log = logging.getLogger("smb")
 
 
 def page_lock(memory: np.ndarray[Any, np.dtype[Any]]) -> Callable[[], object] | None:
-    """Lock an array's pages for CUDA; return what unlocks them, before the memory goes. None if there is no CUDA, or
-    it does not: then copies pass through memory of its own, which is slower, and no less right.
+    """Lock an array's pages for CUDA. Returns a function that unlocks them, to be called before the memory goes.
+    Returns None if there is no CUDA, or if CUDA refuses; then copies pass through CUDA's own memory, which is slower
+    and gives the same result.
 
-    A lock is good for all GPUs. It is asked for by one that the process uses: by another one CUDA would make a context
-    there, of some hundred MB.
+    A lock holds for all GPUs. It is requested on a GPU that the process already uses; on another one CUDA would make a
+    context of several hundred MB.
     """
     if not memory.nbytes or not torch.cuda.is_available():
         return None
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address, nbytes = int(memory.ctypes.data), memory.nbytes  # not the memory: what unlocks it would keep it
+    # `unlock` must not refer to the memory, which it would keep alive.
+    address, nbytes = int(memory.ctypes.data), memory.nbytes
     device = next(iter(_used()), torch.cuda.current_device())
     with torch.cuda.device(device):
         if failure := int(runtime.cudaHostRegister(address, nbytes, 0)):
             _log.info("CUDA does not lock %d bytes in memory (error %d): copies take longer", nbytes, failure)
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # CUDA reports the error at the next launch: this one
+                torch.zeros(1, device="cuda")  # CUDA reports the error at the next launch, which is this one
             return None
 
     def unlock() -> None:
         with torch.cuda.device(device):
             if failure := int(runtime.cudaHostUnregister(address)):
-                _log.warning("CUDA keeps %d bytes in memory locked (error %d)", nbytes, failure)
+                _log.warning("CUDA could not unlock %d bytes of memory, which stay locked (error %d)", nbytes, failure)
 
     return unlock
 
 
 def _used() -> list[int]:
-    """The GPUs on which this process has tensors."""
+    """Return the GPUs on which this process has tensors."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return [number for number in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(number)]
 
 
 def _wait_for_copies() -> None:
-    """Wait until no copy is under way on any GPU that this process uses."""
     for number in _used():
         torch.cuda.synchronize(number)
 
@@ -77,5 +78,5 @@ def mapped(buffer: Buffer) -> Iterator[torch.Tensor]:
     with contextlib.ExitStack() as last:
         if unlock is not None:
             last.callback(unlock)
-        last.callback(_wait_for_copies)  # also where another block has locked it
+        last.callback(_wait_for_copies)  # also if another block has locked the memory
         yield torch.from_numpy(memory)

@@ -1,9 +1,9 @@
 """One trainer, many readers: a whole state_dict is published as one generation, and no reader ever sees a mix of two.
 
-The state_dict lies in a buffer with versions as named tensors, bytes exact (smb/tensors.py); generation n is version n
-of that buffer, or with deltas= what smb/torch/deltas.py says. Both sides keep one copy of it in their own memory. The
-trainer flattens into its copy before anything is sent. A reader reads the whole state before it touches any tensor of a
-model. So neither a failure nor a later generation in the middle leaves a mixed state.
+The state_dict lies in a buffer with versions as named tensors, byte for byte (smb/tensors.py). Generation n is version
+n of that buffer; with deltas= smb/torch/deltas.py applies. The trainer and each reader keep one copy of the state in
+their own memory. The trainer copies the state before anything is sent. A reader reads the whole state before it touches
+any tensor of a model. So neither a failure nor a later generation in between leaves a mixed state.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ State: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
 # A model with DTensors, its state_dict, or slices by name.
 Placements: TypeAlias = "State | Mapping[str, tuple[slice, ...]]"
 
-# A publication waits for readers as long as a pin lasts that is not renewed, and has something left for the way.
+# Readers' pins that are not renewed end within PIN_S_MAX; the rest is time for the publication itself.
 _PATIENCE_S = PIN_S_MAX + 5.0
 _log = logging.getLogger("smb")
 
 
 class _Writer(Protocol):
-    """The way in which a state becomes a generation."""
+    """Makes a state a generation, whole or by deltas."""
 
     @property
     def generation(self) -> int:
-        """The one published last."""
+        """The generation that was published last."""
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the last publication sent."""
+        """Number of bytes that the last publication sent."""
 
     def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy what publish() is to publish; checked, and stored tensors only."""
+        """Copy a state for publish(). It was checked, and has stored tensors only."""
 
     def publish(self, asked: str, timeout: float, /) -> int:
-        """Publish what was taken last; return its generation."""
+        """Publish the state that was taken last. Return its generation."""
 
 
 class _WholeWriter:
@@ -90,10 +90,11 @@ class Publisher:
     generation = publisher.publish()
     ```
 
-    - `state` is a module, or a mapping of names to dense tensors, on any device. It gives names, shapes and dtypes. The
-      buffer is created, or opened if it exists with the same: a restarted trainer goes on with the next generation.
+    - `state` is a module, or a mapping of names to dense tensors, on any device. It defines names, shapes and dtypes.
+      The buffer is created, or opened if it exists with the same tensors: a restarted trainer goes on with the next
+      generation.
     - `names` publishes only some tensors: a list of names, or a function that says whether a name is wanted (LoRA's,
-      for example). Use it to leave out a module's get_extra_state() that is no tensor.
+      for example). Use it to leave out a module's get_extra_state() that is not a tensor.
     - `dtype` (for example torch.bfloat16) publishes floating-point tensors rounded to it.
     - `deltas=16` publishes what changed since the last generation, bit for bit, and the whole state every 16th time, or
       sooner if much changed. Use it for states of which a step changes few bits, as with bfloat16. It takes one more
@@ -130,34 +131,36 @@ class Publisher:
     ) -> None:
         if not isinstance(name, str) or not isinstance(state, (torch.nn.Module, Mapping)):
             given = f"{type(name).__name__} and {type(state).__name__}"
-            raise InvalidArgumentError(f"Publisher(client, name, state): a name and a model or state_dict, not {given}")
+            raise InvalidArgumentError(
+                f"Publisher(client, name, state): pass a name and a model or state_dict, not {given}"
+            )
         asked = f"publish {name!r}"
         self._ranks = ranks = ranks_of(asked, state, mesh)
         self._source = state
         self._names = names if names is None or callable(names) else frozenset(names)
         self._dtype = dtype
         self._turn = threading.Lock()
-        self._last = 0  # what we published last, or found
-        self._sure = False  # that it is our last one: after a failure nobody knows
-        self._alone = True  # as far as we know
+        self._last = 0  # the generation that was published or found last
+        self._sure = False  # whether `_last` is this Publisher's own; unknown after a failure
+        self._alone = True  # whether no other trainer was noticed
         with _agreed(ranks):
             if dtype is not None and not dtype.is_floating_point:
                 raise InvalidArgumentError(
-                    f"{asked}: dtype={dtype} is no floating-point dtype; integers stay as they are"
+                    f"{asked}: dtype must be a floating-point dtype, not {dtype}; integer tensors keep theirs"
                 )
             if not isinstance(deltas, int) or not 0 <= deltas <= DELTAS_MAX or deltas == 1:
-                raise InvalidArgumentError(f"{asked}: deltas={deltas!r} is not 0 or between 2 and {DELTAS_MAX}")
+                raise InvalidArgumentError(f"{asked}: deltas must be 0 or from 2 to {DELTAS_MAX}, not {deltas!r}")
             if not isinstance(versions, int) or versions < 2:
-                raise InvalidArgumentError(f"{asked}: versions={versions!r}: a published state takes 2 to 16 copies")
+                raise InvalidArgumentError(f"{asked}: versions must be from 2 to 16, not {versions!r}")
             if ranks is not None and deltas:
                 raise InvalidArgumentError(
-                    f"{asked}: deltas={deltas} of a state that lies in {ranks.count} ranks are not there yet; leave "
+                    f"{asked}: deltas={deltas} does not work yet for a state that lies in {ranks.count} ranks; leave "
                     f"deltas= out"
                 )
             tensors = self._selected(asked, state)
         self._tied = _tied(tensors)
         if ranks is not None:
-            self._tied = ranks.tell(self._tied)  # a rank whose shards are empty cannot know
+            self._tied = ranks.tell(self._tied)  # a rank whose shards are empty cannot know which tensors are tied
         stored = {each: tensor for each, tensor in tensors.items() if each not in self._tied}
         forms = {each: (tuple(tensor.shape), self._kind(tensor)) for each, tensor in stored.items()}
         if ranks is not None:
@@ -176,8 +179,8 @@ class Publisher:
                     found = _about(asked, self.buffer)
                     if found != about:
                         raise InvalidArgumentError(
-                            f"{asked}: it exists, published with {_described(found)}, not {_described(about)}; do as "
-                            f"before, or delete it"
+                            f"{asked}: it exists, published with {_described(found)}, not {_described(about)}; do "
+                            f"as before, or delete it"
                         )
             if ranks is not None:
                 with ranks.agreed():
@@ -222,11 +225,11 @@ class Publisher:
         """Publish the state (default: the one that the Publisher was made with) as it is now, and return its
         generation.
 
-        Readers see it at once and as a whole; those who wait are woken. Blocks while readers have pinned every copy but
-        the latest: for at most a second less than `timeout` (seconds), at least 30, and then goes on. So by default
-        readers can delay a trainer, but not stop it. With a shorter `timeout` TimeoutError is raised then: nothing was
-        published, and the call may be repeated or left out. Raises InvalidArgumentError if names, shapes or dtypes
-        differ from the first time.
+        Readers see it at once and as a whole, and waiting readers are woken. Blocks while readers have pinned every
+        copy but the latest: for at most a second less than `timeout` (seconds), at least 30, and then goes on. So by
+        default readers can delay a trainer, but not stop it. With a shorter `timeout` TimeoutError is raised then:
+        nothing was published, and the call may be repeated or left out. Raises InvalidArgumentError if names, shapes or
+        dtypes differ from the first time.
         """
         with self._turn:
             self._take(state)
@@ -254,8 +257,9 @@ class Publisher:
         if sure and between and self._alone and (self._ranks is None or self._ranks.speaks):
             self._alone = False
             _log.warning(
-                "publish %r: generation %d is ours; %d between it and our last one are not. Another trainer publishes "
-                "under this name, and readers get both trainers' states in turn. End one, or give it another name",
+                "publish %r: generation %d is ours, but %d between it and our last one are not. Another trainer "
+                "publishes under this name, and readers get both trainers' states in turn. Stop one, or give it "
+                "another name",
                 self.buffer.name,
                 generation,
                 between,
@@ -268,7 +272,7 @@ class Publisher:
         except Exception as error:
             if not isinstance(self._writer, ShardWriter):
                 raise
-            self._writer.fail(error)  # by `publish`, at all ranks
+            self._writer.fail(error)  # `publish` raises it at all ranks
 
     def _check_and_take(self, state: State | None) -> None:
         asked = f"publish {self.buffer.name!r}"
@@ -276,10 +280,11 @@ class Publisher:
         for name, first in self._tied.items():
             if name in given and first in given and not _same_values(given[name], given[first]):
                 raise InvalidArgumentError(
-                    f"{asked}: {name} and {first} were one tensor at the first time; now they differ"
+                    f"{asked}: {name} and {first} were one tensor at the first time, and now they differ; tie them "
+                    f"again, or publish under another name"
                 )
             if given.pop(name, None) is None:
-                raise InvalidArgumentError(f"{asked}: {name} is missing, which is one tensor with {first}")
+                raise InvalidArgumentError(f"{asked}: {name} is missing; it is published as one tensor with {first}")
         ours = {name: (info.shape, getattr(torch, info.dtype.name)) for name, info in self.buffer.table.items()}
         _check_same(asked, {name: (tuple(tensor.shape), self._kind(tensor)) for name, tensor in given.items()}, ours)
         for name, tensor in given.items():
@@ -290,16 +295,16 @@ class Publisher:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def _selected(self, asked: str, state: State) -> dict[str, torch.Tensor]:
-        """Return the tensors of which names= speaks. The others may be anything."""
+        """Return the tensors that names= selects. The other entries may be anything."""
         given: Mapping[str, Any] = plain_state(state) if isinstance(state, torch.nn.Module) else state
-        if self._ranks is None:  # of a mesh of one rank: all of it is here
+        if self._ranks is None:  # with a single rank all shards are here
             given = {name: local_of(each) if is_sharded(each) else each for name, each in given.items()}
         if callable(self._names):
             return _tensors(asked, {name: each for name, each in given.items() if self._names(name)})
         if self._names is None:
             return _tensors(asked, given)
         if missing := sorted(self._names - given.keys()):
-            raise InvalidArgumentError(f"{asked}: names= has {missing[0]!r}, which the state has not")
+            raise InvalidArgumentError(f"{asked}: names= has {missing[0]!r}, but the state has no such tensor")
         return _tensors(asked, {name: each for name, each in given.items() if name in self._names})
 
 
@@ -324,11 +329,14 @@ class Follower:
         asked = f"follow {buffer.name!r}"
         if METADATA in buffer.metadata:
             raise InvalidArgumentError(
-                f"{asked}: it is a group of smb.train, which publishes nothing: read what it has by "
+                f"{asked}: this is a group of smb.train, which publishes nothing: read its model with "
                 f"smb.torch.shared_state_dict(client, {buffer.name!r})"
             )
         if buffer.versions < 2 or not buffer.table:
-            raise InvalidArgumentError(f"{asked}: it is no published state: it has one copy, or no named tensors")
+            raise InvalidArgumentError(
+                f"{asked}: this buffer is not a published state: it has only one version, or no named tensors; open it "
+                f"with client.open"
+            )
         self.buffer = buffer
         self.generation = 0
         self._nearest = Nearest(client, buffer, near)
@@ -339,7 +347,7 @@ class Follower:
         if placements is not None:
             if deltas:
                 raise InvalidArgumentError(
-                    f"{asked}: it is published with deltas={deltas}, which are of whole tensors; leave placements= "
+                    f"{asked}: it is published with deltas={deltas}, which have whole tensors only; leave placements= "
                     f"out, or publish without deltas="
                 )
             self._memory = PartBytes(buffer.table, self._slices_of(asked, placements))
@@ -361,24 +369,28 @@ class Follower:
         return self._nearest.mirror_name if self._reader is None else self._reader.mirror_name
 
     def _slices_of(self, asked: str, placements: Placements) -> dict[str, TensorSlice]:
-        """Return which part of each stored tensor is read. Raises InvalidArgumentError."""
+        """Return the part of each stored tensor that is read. Raises InvalidArgumentError."""
         given = plain_state(placements) if isinstance(placements, torch.nn.Module) else placements
         parts: dict[str, TensorSlice] = {}
         for name, each in given.items():
             first = self._about["tied"].get(name, name)
             if first not in self.buffer.table:
                 if self._about["part"] and isinstance(placements, torch.nn.Module):
-                    continue  # that part of it is published
+                    continue  # this part of the model is not published
                 raise InvalidArgumentError(f"{asked}: placements= has {name!r}, which is not published there")
             shape = self.buffer.table[first].shape
             if not isinstance(each, torch.Tensor):
                 part = checked_slice(asked, name, each, shape)
             elif tuple(each.shape) != shape:
-                raise InvalidArgumentError(f"{asked}: {name} is {tuple(each.shape)} in placements=, {shape} there")
+                raise InvalidArgumentError(
+                    f"{asked}: {name} has shape {tuple(each.shape)} in placements=, but {shape} in the published state"
+                )
             else:
-                part = slice_of(name, each) or whole(local_of(each).shape)  # of no elements
+                part = slice_of(name, each) or whole(local_of(each).shape)  # no elements here
             if parts.setdefault(first, part) != part:
-                raise InvalidArgumentError(f"{asked}: {name} and {first} are one tensor, and placements= differ")
+                raise InvalidArgumentError(
+                    f"{asked}: {name} and {first} are one tensor in the published state, but differ in placements="
+                )
         return parts
 
     @property
@@ -405,11 +417,12 @@ class Follower:
     def load(self, model: torch.nn.Module, *, generation: int | None = None) -> int:
         """Read the latest generation, or `generation`, into a model on any device. Return its number.
 
-        Names and shapes of the model must be those of the published state, or with placements= of the parts; prefixes
-        of torch.compile and DistributedDataParallel do not count. If only some tensors were published (names=), the
-        model's others stay. Else raises InvalidArgumentError, and the model is unchanged. Entries of the model's state
-        that are no tensors (get_extra_state()) stay. Values of another dtype are converted, as load_state_dict does.
-        Raises NotFoundError before the first generation, and if `generation` was overwritten or is not published yet.
+        Names and shapes of the model must be those of the published state, or with placements= those of the parts;
+        prefixes of torch.compile and DistributedDataParallel are ignored. Otherwise raises InvalidArgumentError, and
+        the model is unchanged. If only some tensors were published (names=), the model's other tensors stay. Entries of
+        the model's state that are not tensors (get_extra_state()) stay, too. Values of another dtype are converted, as
+        load_state_dict does. Raises NotFoundError before the first generation, and if `generation` was overwritten or
+        is not published yet.
 
         Each rank of a sharded model reads for itself. Pass `generation` so that all have the same one.
         """
@@ -418,7 +431,8 @@ class Follower:
         tensors = self._named()
         if isinstance(self._memory, StateBytes) and any(is_sharded(tensor) for tensor in here.values()):
             raise InvalidArgumentError(
-                f"{asked}: the model is sharded: follow with placements=model, which reads what this rank has of it"
+                f"{asked}: the model is sharded: call follow() with placements=model, which reads this rank's parts of "
+                f"it"
             )
         if self._about["part"]:
             here = {name: tensor for name, tensor in here.items() if name in tensors}
@@ -429,8 +443,8 @@ class Follower:
             )
         if expanded := [name for name, tensor in here.items() if is_expanded(local_of(tensor))]:
             raise InvalidArgumentError(
-                f"{asked}: {expanded[0]!r} of the model is expanded: elements of it are one in memory; make it "
-                f"with .contiguous()"
+                f"{asked}: {expanded[0]!r} of the model is expanded: several of its elements share one place in "
+                f"memory; call .contiguous() on it"
             )
         _check_same(
             asked,
@@ -441,10 +455,11 @@ class Follower:
         self._read(asked, generation)
         names = ((name, plain_name(model, name)) for name in model.state_dict())
         given = {name: _placed_as(here[plain], tensors[plain]) for name, plain in names if plain in here}
-        # Our memory changes with the next read. load_state_dict() copies from it, set_extra_state() may keep it.
+        # The Follower's memory changes with the next read. load_state_dict() copies from it, but set_extra_state() may
+        # keep it.
         given = {name: each.clone() if is_extra_state(name) else each for name, each in given.items()}
         with changing(here.values()):
-            # Not strict: names were checked. Entries may be missing that are no tensors, or of which none is published.
+            # Not strict, because names were checked, and entries may be missing that are not tensors or not published.
             model.load_state_dict(given, strict=False)
         return self.generation
 
@@ -516,7 +531,7 @@ class Follower:
 
     def _read(self, asked: str, wanted: int | None = None) -> None:
         if wanted is not None and (not isinstance(wanted, int) or wanted < 1):
-            raise InvalidArgumentError(f"{asked}: generation={wanted!r} is no number from 1 on")
+            raise InvalidArgumentError(f"{asked}: generation must be a whole number from 1 on, not {wanted!r}")
         if self._reader is not None:
             generation = self._reader.read(asked, wanted)
         else:
@@ -527,14 +542,14 @@ class Follower:
 
 
 class Generation(Mapping[str, torch.Tensor]):
-    """A pinned generation: a mapping of names to tensors. Each is read into new memory when it is asked for.
+    """A pinned generation: a mapping of names to tensors. Each tensor is read into new memory when it is asked for.
 
-    With placements= of follow() they are the parts.
+    With placements= of follow() these are the parts of tensors.
     """
 
     def __init__(self, number: int, names: Mapping[str, str], read: Callable[[str], torch.Tensor]) -> None:
         self._number = number
-        self._names = names  # each, and the name under which it is stored
+        self._names = names  # name -> the name under which the tensor is stored
         self._read = read
 
     @property
@@ -576,14 +591,14 @@ def follow(
     ```
 
     - `near`: if the state has mirrors (`Publisher(relays=)`, `smb relay`), generations come from the nearest one: on
-      this host, else in this host's zone (that of a memory server here), else the fastest. `near` names another zone,
-      or a server. A mirror that dies, or receives nothing for 6 s, is replaced by the next one.
+      this host, otherwise in this host's zone (that of a memory server here), otherwise the fastest. `near` names
+      another zone, or a server. A mirror that dies, or receives nothing for 6 s, is replaced by the next one.
     - `placements` reads and receives parts only. A model with DTensors, or its state_dict, gives the shards of this
       rank, however the trainer is sharded. A mapping of names to slices, one for each dimension, gives these parts of
       these tensors. Not for states published with deltas=.
 
     Does not wait for a generation: use Follower.wait. Raises NotFoundError, and InvalidArgumentError if the buffer is
-    no published state, or lacks what placements= names.
+    not a published state, or lacks tensors that placements= names.
     """
     return Follower(client, client.open(name, timeout=timeout), timeout, near, placements)
 
@@ -594,7 +609,7 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _placed_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as the whole tensor that it is a part of in the model."""
+    """Return this rank's part as the kind of tensor that the model has there."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import DTensor
@@ -606,22 +621,22 @@ def _placed_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _about(asked: str, buffer: Buffer) -> dict[str, Any]:
-    """Return how a state is published: of one from before there was a choice, as then. Raises InvalidArgumentError for
-    deltas in another form than ours.
+    """Return how a state is published. For a state without this record, as before there was a choice. Raises
+    InvalidArgumentError for deltas in another form than this release's.
     """
     stored = buffer.metadata.get(ABOUT, {})
     about = {"deltas": 0, "tied": {}, "part": False, **(stored if isinstance(stored, dict) else {})}
     if about["deltas"] and about.get("log") != LOG_FORMAT:
         raise InvalidArgumentError(
             f"{asked}: another release published it with deltas=, in a form that this one does not read: delete it "
-            f"with what lies beside it (smb ls --all), and publish anew"
+            f"with the buffers beside it (smb ls --all), and publish anew"
         )
     return about
 
 
 def _give_up(client: Client, made: Sequence[Buffer]) -> None:
-    """Delete what a Publisher that failed has made, unless another one has published there since. Nobody can say that
-    while its server is away: then it stays.
+    """Delete the buffers that a failed Publisher has made, unless another one has published there since. While a
+    buffer's server is away that is unknown, and the buffer stays.
     """
     for buffer in made:
         with suppress(NotFoundError):
@@ -633,12 +648,12 @@ def _give_up(client: Client, made: Sequence[Buffer]) -> None:
 
 
 def _agreed(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """Do the block; with ranks, what it raises at one of them ends it at all."""
+    """Run the block. With ranks, an error at one rank ends it at all."""
     return nullcontext() if ranks is None else ranks.agreed()
 
 
 def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return which names are further ones of a tensor: name to the first."""
+    """Return the further names of tensors that have several: name to the first name."""
     first: dict[tuple[Any, ...], str] = {}
     return {
         name: kept
@@ -655,14 +670,14 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same, as far as they are here."""
+    """Return True if two tensors have the same values, as far as they lie in this process."""
     here, there = local_of(one), local_of(other)
     if _memory_of(one) == _memory_of(other):
         return True
     if here.dtype != there.dtype or here.shape != there.shape:
         return False
     there = there.to(here.device)
-    # A NaN is the same as a NaN: they are published as they are.
+    # NaN counts as equal to NaN, since both are published as they are.
     return bool(((here == there) | ((here != here) & (there != there))).all())
 
 
@@ -678,10 +693,11 @@ def _tensors(asked: str, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(
-                f"{asked}: {name!r} is a {type(tensor).__name__}, no tensor; leave it out (names=lambda name: not "
+                f"{asked}: {name!r} is a {type(tensor).__name__}, not a tensor; leave it out (names=lambda name: not "
                 f"name.endswith({name.rpartition('.')[2]!r})), or put it into metadata="
             )
-        check_dense(asked, name, tensor, with_values=False)  # a model on the meta device has names and shapes
+        # A model on the meta device has names and shapes, which are enough.
+        check_dense(asked, name, tensor, with_values=False)
         tensors[name] = tensor.detach()
     return tensors
 
@@ -695,9 +711,9 @@ def _check_same(asked: str, given: Mapping[str, Any], wanted: Mapping[str, Any])
     )  # fmt: skip
     if differ:
         raise InvalidArgumentError(
-            f"{asked}: not the tensors that are published there ({len(differ)} differ): {'; '.join(differ[:3])}"
+            f"{asked}: these are not the published tensors ({len(differ)} differ): {'; '.join(differ[:3])}"
         )
 
 
 def _nothing_yet(asked: str) -> NotFoundError:
-    return NotFoundError(f"{asked}: no generation was published yet; wait() for the first")
+    return NotFoundError(f"{asked}: no generation was published yet; wait() waits for the first")

@@ -1,4 +1,6 @@
-"""Calls that all ranks of a mesh make together: the speaker says which, and each rank makes it on its own object."""
+"""Calls that all ranks of a mesh make together: the speaker sends the call, and each rank makes
+it on its own object.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from smb.torch.ranks import Ranks
 
 @dataclass(frozen=True)
 class _Done:
-    """The speaker's last message: the others go on, or raise the failure."""
+    """The speaker's last message. The other ranks go on, or raise the failure."""
 
     failure: BaseException | None
 
 
 class RankCalls:
-    """Calls on one object at each rank. In `together` the speaker runs its block, and the other ranks answer it."""
+    """Calls on one object at each rank. In `together` the speaker runs its block, and the other
+    ranks make its calls.
+    """
 
     def __init__(self, ranks: Ranks, own: object) -> None:
         """`own` is this rank's object, of the same class at all ranks."""
@@ -29,8 +33,8 @@ class RankCalls:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """At the speaker: run the block, and then let the others go on. At the others: answer the speaker's calls until
-        then, and raise what its block raised.
+        """At the speaker: run the block, and then let the other ranks go on. At the others: make the speaker's calls
+        until then, and raise its block's error.
         """
         if not self._ranks.speaks:
             self._serve()
@@ -48,11 +52,11 @@ class RankCalls:
         self._end()
 
     def all(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Have every rank make a call on its object: a method of the object's class, as a plain function. Return the
-        results by rank. Raises the error of a rank that failed, the speaker's first.
+        """Let every rank make a call on its object: a method of the object's class, as a plain function. Return the
+        results by rank. Raises the error of a rank that failed; the speaker's first.
         """
-        if not self._together:  # on the way out of an error, or at the interpreter's exit
-            raise UnavailableError("the other ranks of the mesh do not take part in this")
+        if not self._together:  # while another error is raised, or at the interpreter's exit
+            raise UnavailableError("the other ranks of the mesh do not take part in this call")
         self._ranks.tell((call, arguments))
         return self._answer(call, arguments)
 

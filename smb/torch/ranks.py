@@ -1,4 +1,6 @@
-"""The processes of a device mesh, and how they talk: over a gloo process group of their own, whatever the mesh has."""
+"""The processes of a device mesh, and their communication over a gloo process group of their own, whatever the mesh
+has.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from smb.errors import UNKNOWN, CallOutcome, Error, InvalidArgumentError, UnavailableError
 from smb.train.parameters import Values
 
-_FOREVER = datetime.timedelta(days=30)  # a round may take long; a dead rank's connections end at once
+_FOREVER = datetime.timedelta(days=30)  # a round may take long, and a dead rank's connections end at once
 
 
 _of_frameworks: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def world() -> DeviceMesh | None:
-    """Return the processes of this program's torch.distributed as a mesh; None if there is but one."""
+    """Return the processes of this program's torch.distributed as a mesh; None if there is only one."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     accelerator = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
@@ -35,17 +37,20 @@ def world() -> DeviceMesh | None:
 
 
 def keeps_alike(mesh: DeviceMesh) -> bool:
-    """Whether a framework that has several processes sees to it that these step alike: it wraps the model itself."""
+    """Return True if a framework with several processes made this mesh: it wraps the model itself, so all ranks step
+    alike.
+    """
     return mesh in _of_frameworks
 
 
 _Key: TypeAlias = "tuple[str, tuple[int, ...]]"
-_process_groups: dict[_Key, tuple[Any, Any]] = {}  # (all of torch.distributed, the gloo process group)
+_process_groups: dict[_Key, tuple[Any, Any]] = {}  # (torch.distributed's world, the gloo process group)
 
 
 def _group_of(key: _Key) -> Any:
-    """Return the gloo process group of these ranks for that purpose. One is made once: PyTorch never closes
-    its connections."""
+    """Return the gloo process group of these ranks for this purpose. It is made once, because PyTorch never closes its
+    connections.
+    """
     world, process_group = _process_groups.get(key, (None, None))
     if world is not dist.group.WORLD:
         process_group = dist.new_group(list(key[1]), timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
@@ -54,14 +59,14 @@ def _group_of(key: _Key) -> Any:
 
 
 class Ranks:
-    """The processes of a mesh, and how they talk. Those who talk for different purposes (a training, or publications in
-    the background) do not hear each other.
+    """The processes of a mesh, and their communication. Messages for different purposes (a training, or publications in
+    the background) are separate.
     """
 
     def __init__(self, mesh: DeviceMesh, purpose: str = "") -> None:
         everyone = mesh.mesh.flatten().tolist()
         if dist.get_rank() not in everyone:
-            raise InvalidArgumentError("this process is no part of the mesh")
+            raise InvalidArgumentError("this process is not part of the mesh; call this only in the mesh's processes")
         self.mesh = mesh
         self.count = len(everyone)
         self.rank: int = everyone.index(dist.get_rank())
@@ -72,25 +77,27 @@ class Ranks:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process speaks for all."""
+        """True if this process acts for all."""
         return self.rank == 0
 
     def tell(self, what: Any = None) -> Any:
-        """Return, to all, what the speaker says. Raises UnavailableError if a rank is gone."""
+        """Return the speaker's `what` at all ranks. Raises UnavailableError if a rank is gone."""
         message = [what]
         with self._alive():
             dist.broadcast_object_list(message, src=self._first, group=self._process_group, device=torch.device("cpu"))
         return message[0]
 
     def gather(self, what: Any) -> list[Any]:
-        """Return, to all, what each says, by rank. Raises as tell."""
+        """Return every rank's `what`, by rank, at all ranks. Raises as tell."""
         said: list[Any] = [None] * self.count
         with self._alive():
             dist.all_gather_object(said, what, group=self._process_group)
         return said
 
     def agree(self, failure: BaseException | None) -> None:
-        """With all ranks: return if none of them failed; else raise, at each, what one failed with, its own first."""
+        """With all ranks: return if none of them failed. Otherwise raise at each rank its own failure, or else another
+        rank's.
+        """
         failures = self.gather(None if failure is None else _as_sent(failure, self.rank))
         if failure is not None:
             raise failure
@@ -101,7 +108,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """Do the block at all ranks; whatever it raises at one of them ends it at all."""
+        """Run the block at all ranks. An error at one of them ends it at all."""
         failure: BaseException | None = None
         try:
             yield
@@ -110,7 +117,9 @@ class Ranks:
         self.agree(failure)
 
     def swap(self, values: Values, gives: Mapping[int, Sequence[slice]], takes: Mapping[int, Sequence[slice]]) -> None:
-        """Give ranks parts of a vector, and take other parts from ranks; two ranks name the same, in one order."""
+        """Give parts of a vector to ranks, and take other parts from ranks. Both ranks name the same parts, in the same
+        order.
+        """
         vector = torch.from_numpy(values)
         with self._alive():
             under_way = [
@@ -123,7 +132,9 @@ class Ranks:
                 each.wait()  # type: ignore[union-attr]
 
     def forget(self) -> None:
-        """The ranks are not at the same place any more: who joins later talks over another process group."""
+        """Forget the process group, because the ranks are no longer at the same place: a later
+        join makes another one.
+        """
         _process_groups.pop(self._key, None)
 
     @contextlib.contextmanager
@@ -136,7 +147,7 @@ class Ranks:
 
 
 def _as_sent(failure: BaseException, rank: int) -> tuple[type[Error], str, CallOutcome]:
-    """Return a failure as other ranks are told of it."""
+    """Return a failure in the form that is sent to other ranks."""
     if isinstance(failure, Error):
         return type(failure), f"rank {rank} of the mesh: {failure}", failure.outcome
     return Error, f"rank {rank} of the mesh: {failure!r}", UNKNOWN

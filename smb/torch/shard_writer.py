@@ -1,10 +1,11 @@
-"""One generation from all ranks of a mesh: each writes its own shards, the first one begins and commits.
+"""One generation from all ranks of a mesh: each rank writes its own shards; the first rank, the speaker, begins and
+commits.
 
-The speaker has the publisher's turn, and tells the others its fencing token. It commits once every rank has said that
-all of its shards are written. So a generation of which a part is missing is never committed: if a rank dies, nobody
-hears of its shards; if the speaker dies, its turn ends by itself, and what the others still write is refused as soon as
-the next publisher has begun. A rank that is stopped holds its mesh, as in any collective, but no other trainer: the
-speaker gives up its turn when another rank takes much longer than it did itself.
+The speaker has the publisher's turn, and sends the others its fencing token. It commits once every rank has reported
+that all of its shards are written, so a generation with a missing part is never committed. If a rank dies, nobody sees
+its shards. If the speaker dies, its turn ends by itself, and the others' later writes are refused as soon as the next
+publisher has begun. A stopped rank holds up its mesh, as in any collective, but no other trainer: the speaker gives up
+its turn when another rank takes much longer than the speaker did.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ if TYPE_CHECKING:
 
     from smb.buffer import Buffer
 
-# A commit: its generation, or its failure.
+# The outcome of a commit: its generation, or its failure.
 _Said: TypeAlias = "tuple[int, tuple[type[Error], str, CallOutcome] | None]"
 
 _log = logging.getLogger("smb")
-_TURN_S = 10.0  # how long the next publisher waits after the speaker was killed; it is renewed
-# How long other ranks may write after the speaker has written: so many times as long as it took, and so much more.
+_TURN_S = 10.0  # how long the next publisher waits after the speaker was killed; a live speaker renews it
+# After the speaker has written its shards, other ranks may write for _LATE_TIMES times as long, plus _LATE_S seconds.
 _LATE_TIMES = 10.0
 _LATE_S = 60.0
-# Of a rank whose shards lie in many places: calls under way at once, and calls that one thread makes in a row.
+# For a rank whose shards lie in many places: calls in flight at once, and calls that one thread makes in a row.
 _WRITES = 4
 _IN_A_ROW = 16
 
 
 def ranks_of(asked: str, state: torch.nn.Module | Mapping[str, Any], mesh: DeviceMesh | None) -> Ranks | None:
-    """Return the ranks that publish a state together: of `mesh`, else, where it has DTensors, all of torch.distributed;
-    None if this process publishes alone. Raises InvalidArgumentError.
+    """Return the ranks that publish a state together: those of `mesh`; without a mesh, if the state has DTensors, all
+    ranks of torch.distributed. None if this process publishes alone. Raises InvalidArgumentError.
     """
     if mesh is None:
         tensors: Iterable[Any] = state.parameters() if isinstance(state, torch.nn.Module) else state.values()
@@ -59,16 +60,16 @@ def ranks_of(asked: str, state: torch.nn.Module | Mapping[str, Any], mesh: Devic
 
 
 class ShardWriter:
-    """One rank's side. Every rank makes it, takes, and publishes, as the others do."""
+    """One rank's side. All ranks make it, take a state, and publish together."""
 
     def __init__(self, buffer: Buffer, ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
-        """With all ranks. `tensors`: those that are stored, as this rank has them."""
+        """With all ranks. `tensors` are the stored tensors as this rank has them."""
         self._buffer = buffer
         self._ranks = ranks
-        self._kept: Exception | None = None  # what taking the state failed with: the others are told
+        self._kept: Exception | None = None  # the error of taking the state, which `publish` raises at all ranks
         with ranks.agreed():
             parts = {name: slice_of(name, tensor) for name, tensor in tensors.items()}
-            # One that is no DTensor may differ between ranks (running statistics): the speaker's counts.
+            # A tensor that is not a DTensor may differ between ranks (running statistics): the speaker's is published.
             apart = {name for name, tensor in tensors.items() if not is_sharded(tensor)}
         everywhere = ranks.gather(parts)
         mine: dict[str, TensorSlice] = {}
@@ -76,23 +77,23 @@ class ShardWriter:
             if part is None:
                 continue
             holders = [rank for rank, each in enumerate(everywhere) if each[name] == part]
-            # Of those who have the same, one writes it: by turns.
+            # One of the ranks with the same shard writes it, in turn from tensor to tensor.
             if ranks.rank == (0 if name in apart else holders[number % len(holders)]):
                 mine[name] = part
         self._memory = PartBytes(buffer.table, mine)
 
     @property
     def generation(self) -> int:
-        """The one published last."""
+        """The generation that was published last."""
         return int(self._buffer.version)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends of each generation."""
+        """Number of bytes that this rank sends in each generation."""
         return self._memory.nbytes
 
     def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy what this rank writes."""
+        """Copy the shards that this rank writes."""
         self._memory.hold(given.values())
         with torch.no_grad():
             for name, tensor in self._memory.tensors.items():
@@ -100,17 +101,18 @@ class ShardWriter:
                 if here.shape != tensor.shape:
                     raise InvalidArgumentError(
                         f"publish {self._buffer.name!r}: this rank has {tuple(here.shape)} of {name}, and had "
-                        f"{tuple(tensor.shape)} at the first time: give the state sharded as it was"
+                        f"{tuple(tensor.shape)} at the first time; shard the state as it was then"
                     )
                 tensor.copy_(here)
 
     def fail(self, error: Exception) -> None:
-        """Have the next publication fail at all ranks with what this one's state was refused for."""
+        """Let the next publication fail at all ranks with the error for which this rank's state was refused."""
         self._kept = error
 
     def publish(self, asked: str, timeout: float) -> int:
-        """Publish what all ranks took last; return its generation. With all ranks. Raises, at all of them, what one
-        failed with."""
+        """Publish the state that all ranks took last. Return its generation. With all ranks. Raises one rank's failure
+        at all ranks.
+        """
         ranks, kept = self._ranks, self._kept
         self._kept = None
         ranks.agree(kept)
@@ -155,7 +157,7 @@ class ShardWriter:
 
     @staticmethod
     def _heard(said: _Said) -> int:
-        """Return, or raise, what became of the commit."""
+        """Return the commit's generation, or raise its failure."""
         generation, failure = said
         if failure is not None:
             kind, text, outcome = failure
@@ -175,20 +177,22 @@ class ShardWriter:
                 write(first)
             return
         with ThreadPoolExecutor(min(_WRITES, len(starts)), "smb-shards") as threads:
-            for _ in threads.map(write, starts):  # the first failure cancels what has not begun
+            for _ in threads.map(write, starts):  # the first failure cancels calls that have not begun
                 pass
 
 
 class _Late:
-    """Whether a rank has been writing for so long that others shall not wait for it. Called from another thread."""
+    """Says whether a rank has been writing for so long that others should not wait for it. Called
+    from another thread.
+    """
 
     def __init__(self, asked: str) -> None:
         self._asked = asked
-        self._ends = time.monotonic() + _LATE_S  # for all to hear of the turn
+        self._ends = time.monotonic() + _LATE_S  # time for all ranks to hear of the turn
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """This rank writes its shards inside."""
+        """This rank writes its shards in the block."""
         began, self._ends = time.monotonic(), float("inf")
         try:
             yield
@@ -197,22 +201,24 @@ class _Late:
             self._ends = now + _LATE_TIMES * (now - began) + _LATE_S
 
     def over(self) -> None:
-        """So have all."""
+        """Note that all ranks have written their shards."""
         self._ends = float("inf")
 
     def __call__(self) -> bool:
         if time.monotonic() < self._ends:
             return False
         _log.warning(
-            "%s: a rank of the mesh has not written its shards long after this one: this turn is given up, and what "
-            "it was to publish will be refused",
+            "%s: a rank of the mesh has not written its shards long after this one did; the turn is given up, and this "
+            "publication will be refused",
             self._asked,
         )
         return True
 
 
 def check_same(asked: str, ranks: Ranks, forms: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError, at all ranks, unless all of them have tensors of the same names, shapes and types."""
+    """Raise InvalidArgumentError at all ranks unless all have tensors of the same names, shapes and dtypes, in the same
+    order.
+    """
     said = ranks.gather({name: str(form) for name, form in forms.items()})
     for rank, theirs in enumerate(said):
         if theirs != said[0] or list(theirs) != list(said[0]):
@@ -221,5 +227,5 @@ def check_same(asked: str, ranks: Ranks, forms: Mapping[str, Any]) -> None:
             ) or ["the order of their names"]
             raise InvalidArgumentError(
                 f"{asked}: ranks 0 and {rank} of the mesh have other tensors ({len(differ)} differ): "
-                f"{'; '.join(differ[:3])}; give mesh= the ranks of one model"
+                f"{'; '.join(differ[:3])}; mesh= must have the ranks of one model"
             )

@@ -1,6 +1,6 @@
 """One rank's part of a model on a mesh, and its offsets in the group's buffers.
 
-A tensor's place in the group is its whole one's, so members with different meshes, and with none, train one model.
+The group stores whole tensors, so members with different meshes, or without one, train one model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from smb.buffer import Buffer
     from smb.torch.ranks import Ranks
 
-_READS_MAX = 16  # under way at once, of a rank whose shards lie in many places
+_READS_MAX = 16  # in flight at once, for a rank whose shards lie in many places
 
 
 class ShardParameters(ModelParameters):
     """This rank's part of the trained parameters, and its offsets in the group's buffers.
 
-    If several ranks have the same part, one of them reads and writes it, and gives it to the others. So all replicas
-    of a part are equal, whatever others write meanwhile.
+    If several ranks have the same part, one of them reads and writes it, and gives it to the others. So all replicas of
+    a part are equal, whatever other members write meanwhile.
     """
 
     def __init__(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ class ShardParameters(ModelParameters):
         self._takes: dict[int, list[slice]] = {}
 
     def meet(self, ranks: Ranks) -> None:
-        """Find out which ranks have the same as this one. With all of them."""
+        """Find out which ranks have the same parts as this one. With all ranks."""
         of_ranks = ranks.gather(self.slices_here)
         owned: list[Run] = []
         for number, (entry, runs) in enumerate(zip(self.entries, self._runs, strict=True)):
@@ -70,7 +70,7 @@ class ShardParameters(ModelParameters):
             if mine is None:
                 continue
             holders = [rank for rank, each in enumerate(of_ranks) if each[number] == mine]
-            owner = holders[number % len(holders)]  # by turns: each sends its part
+            owner = holders[number % len(holders)]  # owners alternate, so that each rank sends its part
             taken = slice(entry.offset, entry.offset + entry.count)
             if owner != ranks.rank:
                 self._takes.setdefault(owner, []).append(taken)
@@ -92,18 +92,18 @@ class ShardParameters(ModelParameters):
         return [run for runs in self._runs for run in runs]
 
     def spread(self, ranks: Ranks, values: Values) -> None:
-        """Give what this rank has read to those that have it too. With all ranks."""
+        """Give what this rank has read to the ranks that have the same parts. With all ranks."""
         ranks.swap(values, self._gives, self._takes)
 
     def refresh(self) -> None:
-        """Take the shards where they are now: FSDP2 may have moved them."""
+        """Look up the shards again, since FSDP2 may have moved them."""
         self.entries = tuple(
             TensorEntry(entry.names, local_of(tensor), entry.offset)
             for entry, tensor in zip(self.entries, self._tensors.values(), strict=True)
         )
 
     def of_tensors(self, values: Values) -> dict[str, torch.Tensor]:
-        """Return a vector as tensors like the model's, sharded as they are, under all their names."""
+        """Return a vector as tensors like the model's, sharded like them, under all their names."""
         found: dict[str, torch.Tensor] = {}
         for entry, given in zip(self.entries, self.given, strict=True):
             tensor = entry.of(torch.from_numpy(values)).to(given.tensor.dtype).to(entry.tensor.device)
@@ -125,25 +125,27 @@ class ShardParameters(ModelParameters):
             while under_way:
                 under_way.popleft().result()
         finally:
-            wait(under_way)  # the memory is in use until then
+            wait(under_way)  # until then the calls use the memory
 
     def parts(self, block: Values, begin: int) -> Iterator[tuple[Values, Run]]:
-        """Yield those that are this rank's to write."""
+        """Yield the parts that this rank writes."""
         for run in self._owned:
             low, high = max(run.here, begin), min(run.here + run.count, begin + block.size)
             if low < high:
                 yield block[low - begin : high - begin], Run(low, run.there + low - run.here, high - low)
 
     def store(self, weights: Buffer) -> None:
-        """Write them, exact."""
+        """Write this rank's values exactly."""
         for begin, block in self.blocks():
             if not np.isfinite(block).all():
-                raise InvalidArgumentError(f"join of training {weights.name!r}: the first values are not finite")
+                raise InvalidArgumentError(
+                    f"join of training {weights.name!r}: the initial values must be finite; some are NaN or infinite"
+                )
             for part, run in self.parts(block, begin):
                 weights.write(part, run.there, wire="exact")
 
 
 def _runs(entry: TensorEntry, part: TensorSlice | None, shape: tuple[int, ...], start: int) -> Iterator[Run]:
-    """Where a shard lies in the group's vector, in which its whole tensor begins at `start`."""
+    """Yield where a shard lies in the group's vector, in which its whole tensor begins at `start`."""
     for run in runs_of(part, shape) if part is not None else ():
         yield Run(entry.offset + run.here, start + run.there, run.count)

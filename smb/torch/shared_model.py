@@ -9,16 +9,16 @@
 How each kind of tensor is shared:
 
 - Parameters that the optimizer has or that require gradients: by the scheme, as one float32 vector. They stay where
-  they are, on any device, float32, bfloat16 or float16; what is exchanged is copied, by pieces, when the scheme
-  exchanges (smb/torch/model_parameters.py). Momenta are never sent.
-- Frozen parameters: each process brings its own. A joiner is refused if its frozen values differ from those of the
-  group's maker: a digest of a few of them is compared.
-- Floating-point buffers, batch normalisation's running statistics above all: each process keeps and uses its own while
-  it trains, as they describe the batches that it sees. After each exchange, and at the end of `batches`, it mixes them
-  into NAME/state, with weight 1/members: `state += (own - state) / members`, at the servers, in the background.
-  state_dict() and close() give that average; a late joiner starts from it.
-- Integer and float64 buffers (num_batches_tracked), buffers with infinities (masks), and what a module's
-  get_extra_state() gives: local.
+  they are, on any device, float32, bfloat16 or float16; they are copied, block by block, when the scheme exchanges
+  (smb/torch/model_parameters.py). Momenta are never sent.
+- Frozen parameters: each process has its own. A joiner is refused if its frozen values differ from those of the group's
+  maker; digests of a few values are compared.
+- Floating-point buffers, most often batch normalisation's running statistics: each process keeps and uses its own while
+  it trains, because they describe its own batches. After each exchange, and at the end of `batches`, it mixes them into
+  NAME/state, with weight 1/members: `state += (own - state) / members`, at the servers, in the background. state_dict()
+  and close() return that average, and a late joiner starts from it.
+- Integer and float64 buffers (num_batches_tracked), buffers with infinities (masks), and the result of a module's
+  get_extra_state(): local.
 
 Every tensor of the two buffers can be opened by its name: client.open("run").tensor("layer3.weight").
 """
@@ -59,7 +59,7 @@ class Shared:
     """A model that is trained together: the result of smb.torch.join. A context manager. Use it in one thread at a
     time.
 
-    Leaving the `with` block by an exception leaves the group without waiting for anything.
+    If an exception ends the `with` block, the process leaves the group without waiting for anything.
     """
 
     samples: int | None
@@ -90,7 +90,7 @@ class Shared:
         self._open = False
         self._client = client
         self._units = BatchUnits(client)
-        self.owned = contextlib.ExitStack()  # the client, where it is ours
+        self.owned = contextlib.ExitStack()  # the client, if this object made it
         self._overlap: Overlap | None = None
         check = functools.partial(check_overlap, self._asked_overlap)
         admission = ModelAdmission(client, name, self._trained, self._mixed, parts.frozen, check)
@@ -102,7 +102,7 @@ class Shared:
                 on_failure.callback(self._overlap.remove)
             self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
             on_failure.callback(self._hook.remove)
-            on_failure.callback(admission.withdraw)  # after Ctrl-C at the end, or a failure of another rank of a mesh
+            on_failure.callback(admission.withdraw)  # after Ctrl-C at the end, or a failure at another rank of a mesh
             self._join(admission, scheme, settings, options)
             on_failure.pop_all()
         self._open = True
@@ -125,8 +125,6 @@ class Shared:
         settings: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
-        """Become a member."""
-
         def attach(worker: smb.train.Worker) -> None:
             if self._overlap is not None:
                 self._overlap.attach(worker, lambda: self.samples)
@@ -156,7 +154,7 @@ class Shared:
         For schedules that count optimizer steps.
         """
         steps = self._steps_so_far()
-        scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's has it inside
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's scheduler has the scheduler inside
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*lr_scheduler\.step\(\)", category=UserWarning)
             for _ in range(steps - scheduler.last_epoch):
@@ -171,16 +169,16 @@ class Shared:
 
         Rows 0 to `rows` - 1 are shuffled anew for each epoch (by `seed`, the same for all) and cut into batches of
         `size`. Each batch goes to one process, and counts when the next one is asked for. Batches that a process had
-        when it left or died go to another one. The iteration ends when all processes together have done all `epochs`
-        (None: never). `epochs` counts over the life of the training: a second run of a script that asked for 10 finds
-        none left; it asks for 20, or begins anew (fresh=True).
+        when it left or died go to another process. The iteration ends when all processes together have done all
+        `epochs` (None: never). `epochs` counts over the life of the training: if a script asked for 10, its second run
+        finds no batches left, and has to ask for 20 or begin anew (fresh=True).
 
         Index tensors with a batch, or pass the iterator to a torch.utils.data.DataLoader as batch_sampler; with
-        num_workers, batches that were fetched ahead count, too. Sets `samples` to each batch's rows.
+        num_workers, batches that were fetched ahead count, too. Sets `samples` to the number of rows in each batch.
 
-        The shuffle takes 8 bytes for each row. Blocks, at the end of an epoch's batches, for the last ones of others.
-        Raises InvalidArgumentError if others use another number of rows, size or seed, or if the scheme itself chooses
-        batch sizes (use smb.train.WorkUnits).
+        The shuffle takes 8 bytes for each row. Blocks at the end of the last epoch until other processes have done
+        their last batches. Raises InvalidArgumentError if others use another number of rows, size or seed, or if the
+        scheme itself chooses batch sizes (use smb.train.WorkUnits).
         """
         self._check_open()
         return self._batches(self._units.open(self.worker, rows, size, epochs, seed), rows, seed, epochs)
@@ -200,7 +198,7 @@ class Shared:
     def wait(self) -> None:
         """Wait until the parameters have the values of the last exchange. Call it to look at them between two steps.
 
-        Needed only with overlap=. Raises what the exchange raises.
+        Needed only with overlap=. Raises the errors of the exchange.
         """
         self._check_open()
         if self._overlap is not None:
@@ -208,8 +206,8 @@ class Shared:
 
     @property
     def plan(self) -> ExchangePlan | None:
-        """How exchanges are hidden behind the passes; None without overlap=, and until the first steps were
-        measured.
+        """How exchanges are hidden behind the passes. None without overlap=, and until the first
+        steps were measured.
         """
         return None if self._overlap is None else self._overlap.plan
 
@@ -233,9 +231,9 @@ class Shared:
         """Finish exchanges in progress, load the shared values into the model (unless load=False), and leave the group.
 
         Local steps since this worker's last exchange are contributed, too, if the scheme can do that without waiting
-        for others (local SGD). They are lost with DiLoCo, which logs how many, and for the ranks of a mesh. The hook is
-        removed from the optimizer. If the training was deleted, the model stays as it is. If the coordinator is away, a
-        warning is logged. A second call does nothing.
+        for others (local SGD). With DiLoCo they are lost and their number is logged; for the ranks of a mesh they are
+        lost as well. The hook is removed from the optimizer. If the training was deleted, the model stays as it is. If
+        the coordinator is away, a warning is logged. A second call does nothing.
         """
         if not self._open:
             return
@@ -246,8 +244,9 @@ class Shared:
             self._leave()
 
     def _finish(self, *, load: bool) -> bool:
-        """Finish what is under way, and load the parameters, and the running statistics into their vector. False: not
-        that, or there is nothing to load any more."""
+        """Finish exchanges, and load the parameters, and the running statistics into their vector. Returns False if
+        load is False, or if the training was deleted.
+        """
         try:
             if self._overlap is not None:
                 self._overlap.finish()
@@ -261,7 +260,7 @@ class Shared:
         except NotFoundError as error:
             if not self.worker.deleted:
                 raise
-            _log.warning("%s; the model is this process's own", error)
+            _log.warning("%s; the model keeps this process's own values", error)
             return False
         return load
 
@@ -274,7 +273,7 @@ class Shared:
         try:
             self._leave()
         except Error as error:
-            _log.warning("could not leave the group on the way out of an error: %s", error)
+            _log.warning("training %r: could not leave it while another error was raised: %s", self._name, error)
 
     def __repr__(self) -> str:
         return (
@@ -297,7 +296,7 @@ class Shared:
     # ---- after each step of the optimizer
 
     def _stepped(self) -> None:
-        if not self._open:  # a join that is not done, or was not to be
+        if not self._open:  # the join is not done, or has failed
             return
         if self._overlap is None:
             self.worker.step(self.samples)
@@ -324,7 +323,7 @@ class Shared:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise InvalidArgumentError(f"the model has left training {self._name!r}; smb.torch.join it again")
+            raise InvalidArgumentError(f"the model has left training {self._name!r}; call smb.torch.join again")
 
 
 @lasting
@@ -335,9 +334,10 @@ def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
     model.load_state_dict(smb.torch.shared_state_dict(client, "digits"), strict=False)
     ```
 
-    Frozen parameters, and integer and float64 buffers, belong to each process and are not in it: hence strict=False if
-    the model has some. (PyTorch accepts a state without batch normalisation's num_batches_tracked.) Blocks for two
-    reads. Raises NotFoundError, and InvalidArgumentError for a group that was not made by smb.torch.join.
+    Frozen parameters, and integer and float64 buffers, belong to each process and are not in the result; pass
+    strict=False if the model has some. (PyTorch accepts a state without batch normalisation's num_batches_tracked.)
+    Blocks for two reads. Raises NotFoundError, and InvalidArgumentError for a group that was not made by
+    smb.torch.join.
     """
     pairs = [(client.open(name), smb.train.shared(client, name))]
     with contextlib.suppress(NotFoundError):
@@ -353,7 +353,7 @@ def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
 
 
 def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, mesh: bool = False) -> None:
-    """Raise InvalidArgumentError for an overlap that there is not, or not with this scheme or a mesh."""
+    """Raise InvalidArgumentError for an unknown overlap, or one that can't be used with this scheme or a mesh."""
     if overlap != "none":
         from smb.overlap import hooks
 
@@ -361,22 +361,25 @@ def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, me
 
 
 def _check_free(model: torch.nn.Module) -> None:
-    """A second join of the same model would move its parameters away under the first one."""
+    """Raise InvalidArgumentError if the model is joined already: a second join would move its parameters away from the
+    first.
+    """
     parameters = {id(parameter) for parameter in model.parameters()}
     for shared in _joined:
         if shared._open and any(id(entry.tensor) in parameters for entry in shared._trained.entries):
             raise InvalidArgumentError(
-                f"smb.torch.join: this model is already joined to {shared._name!r}; close() what that join "
-                f"returned first"
+                f"smb.torch.join: this model is already joined to {shared._name!r}; close() the result of that join "
+                f"first"
             )
 
 
 def state_with(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the model's state_dict() in memory of its own, with these values where there are some."""
+    """Return the model's state_dict() in new memory, with these values in place of its own where given."""
     own: dict[str, Any] = model.state_dict()
     for key, value in own.items():
         if isinstance(value, torch.Tensor):
-            # Tensors that are not shared (integers) are copied too: nothing returned is the model's memory.
+            # Tensors that are not shared (integers) are copied too, so that no returned tensor shares memory with the
+            # model.
             shared = values.get(plain_name(model, key))
             own[key] = value.detach().clone() if shared is None else shared.to(value.device)
     return own

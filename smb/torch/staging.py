@@ -1,6 +1,6 @@
-"""Blocks of tensors on their way between a device and host memory: two rooms of a fixed size that take turns.
+"""Blocks of tensors between a device and host memory: two rooms of a fixed size that are used in turn.
 
-If the device has streams, copies go by a stream of their own, from and to pinned memory: one block is copied while
+If the device has streams, copies use a stream of their own, from and to pinned memory: one block is copied while
 another one is computed with. An event says when a room's copies are done; the device's own work waits for the stream
 before it uses what was copied to it.
 """
@@ -15,20 +15,22 @@ import torch
 from smb.torch.tensor_values import lasting
 from smb.train.parameters import BLOCK_ELEMENTS
 
-_ITEM_BYTES = 4  # room for an element, whatever its type
+_ITEM_BYTES = 4  # space for an element, whatever its type
 
 
 class Staging:
-    """The two rooms, and a stream for each device. `elements`: how many a room holds at most. One thread at a time."""
+    """The two rooms, and a stream for each device. `elements` is the largest number that a room must hold. One thread
+    at a time.
+    """
 
     def __init__(self, elements: int) -> None:
         self._elements = min(elements, BLOCK_ELEMENTS)
-        self._rooms: list[torch.Tensor] = []  # bytes; made when they are needed first
+        self._rooms: list[torch.Tensor] = []  # bytes; made on first use
         self._streams: dict[torch.device, torch.Stream | None] = {}
         self._done: list[dict[torch.device, torch.Event]] = [{}, {}]
 
     def room(self, turn: int, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory for `count` elements of a type, from the at-th place on."""
+        """Return the memory for `count` elements of a type, from element `at` on."""
         if not self._rooms:
             self._rooms = [_pinned(_ITEM_BYTES * self._elements) for _ in range(2)]
         begin = _ITEM_BYTES * at
@@ -42,8 +44,8 @@ class Staging:
 
     @contextlib.contextmanager
     def on(self, device: torch.device, turn: int) -> Iterator[None]:
-        """Do what is done in the block on the device's own stream: copies from and to a room of that turn, and what
-        goes with them. Memory that is made there is the stream's.
+        """Run the block on the device's own stream: copies from and to a room of that turn, and operations on them.
+        Memory that the block allocates on the device belongs to the stream.
         """
         stream = self._stream(device)
         if stream is None:
@@ -52,7 +54,7 @@ class Staging:
         try:
             with stream:
                 yield
-        finally:  # what was begun before an error may still be under way
+        finally:  # after an error, earlier copies may still be running
             self._done[turn % 2].setdefault(device, torch.Event(device)).record(stream)
 
     def wait(self, turn: int) -> None:
@@ -72,7 +74,7 @@ class Staging:
             try:
                 self._streams[device] = torch.Stream(device)
             except (RuntimeError, NotImplementedError):
-                self._streams[device] = None  # it has none: copies wait
+                self._streams[device] = None  # the device has no streams: copies wait
         return self._streams[device]
 
 
@@ -81,5 +83,5 @@ def _pinned(nbytes: int) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except (RuntimeError, NotImplementedError):
-        # The device can't copy from it by itself: slower, no less right.
+        # The device can't copy from this memory directly: slower, with the same result.
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -21,18 +21,18 @@ from smb.torch.tensor_values import lasting, plain
 if TYPE_CHECKING:
     from smb.buffer import Buffer
 
-ReadBytes: TypeAlias = "Callable[[int, np.ndarray[Any, Any]], None]"  # (first byte in the buffer, where to)
+ReadBytes: TypeAlias = "Callable[[int, np.ndarray[Any, Any]], None]"  # (first byte in the buffer, destination)
 
 
 class _Memory:
-    """Bytes that a state, or a part of one, stays in."""
+    """Bytes that hold a state, or a part of one."""
 
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
-    _times = 0  # that it went to a device, or came from one
+    _times = 0  # number of copies to or from a device
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have CUDA copy from and to it by itself (page_lock.py) where it is for tensors on a device the second time:
-        to lock it takes longer than one copy.
+        """Let CUDA copy from and to this memory directly (page_lock.py) if tensors on a device use it for the second
+        time. Locking takes longer than a single copy.
         """
         if self._times > 1 or all(tensor.device.type == "cpu" for tensor in tensors):
             return
@@ -43,14 +43,14 @@ class _Memory:
 
 
 class StateBytes(_Memory):
-    """A whole state: bytes, filled up to whole words, and as what its buffer takes."""
+    """A whole state: as bytes, padded to whole words, and as elements of its buffer."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.nbytes = buffer.nbytes
-        self.bytes = np.zeros(-(-max(buffer.nbytes, 1) // 8) * 8, np.uint8)  # what lies between tensors, too, is zero
+        self.bytes = np.zeros(-(-max(buffer.nbytes, 1) // 8) * 8, np.uint8)  # bytes between tensors are zero, too
         self.elements = self.bytes[: buffer.nbytes].view(buffer.dtype)
-        # Bits are compared in units that no tensor's elements are smaller than, or that are half of them: of a model in
-        # two dtypes the smaller one.
+        # Bits are compared in units of the smallest element, so that no tensor's elements are smaller than a unit. In a
+        # model with two dtypes the smaller one decides.
         sizes = [info.dtype.itemsize for info in buffer.table.values() if info.nbytes]
         self.width = min((size for size in sizes if size in (2, 4, 8)), default=1) if min(sizes, default=1) > 1 else 1
         self._infos = buffer.table
@@ -60,14 +60,14 @@ class StateBytes(_Memory):
         }
 
     def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors of the same names, shapes and dtypes in."""
+        """Copy tensors of the same names, shapes and dtypes into this memory."""
         self.hold(given.values())
         with torch.no_grad():
             for name, tensor in given.items():
                 self.tensors[name].copy_(tensor)
 
     def memories(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, int, object]]:
-        """Yield (first byte, address, bytes, owner) of such tensors; not of the host's memory they are copied there."""
+        """Yield (first byte, address, bytes, owner) of such tensors. Tensors on a device are copied to host memory."""
         for name, tensor in given.items():
             info = self._infos[name]
             host = plain(tensor.to("cpu", self.tensors[name].dtype))
@@ -75,9 +75,12 @@ class StateBytes(_Memory):
                 yield info.offset, host.data_ptr(), info.nbytes, host
 
     def read(self, buffer: Buffer, version: int | None = None) -> int:
-        """Read a version, by default the latest, of the buffer or a mirror of it; return which one it is."""
-        if buffer.nbytes != self.nbytes:  # it would be written beyond our memory
-            raise NotFoundError(f"{buffer.name!r} has {buffer.nbytes} bytes, not {self.nbytes}: it is another state")
+        """Read a version (default: the latest) of the buffer or of a mirror of it. Return the version's number."""
+        if buffer.nbytes != self.nbytes:  # otherwise the read would write beyond this memory
+            raise NotFoundError(
+                f"{buffer.name!r} has {buffer.nbytes} bytes, not {self.nbytes}: another state has taken its name; "
+                f"follow it again"
+            )
         return versions_of(buffer).read(0, buffer.size, memory_of(self.elements), 0, version)
 
     def read_one(self, name: str, read: ReadBytes) -> torch.Tensor:
@@ -95,8 +98,8 @@ class PartBytes(_Memory):
     def __init__(self, table: Mapping[str, TensorInfo], slices: Mapping[str, TensorSlice]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._table = table
-        self._slices: dict[str, slice] = {}  # in `bytes`
-        # (first byte in the buffer, bytes, first byte of the part)
+        self._slices: dict[str, slice] = {}  # by tensor: its place in `bytes`
+        # By tensor: (first byte in the buffer, bytes, first byte in the part).
         self._runs: dict[str, list[tuple[int, int, int]]] = {}
         end = 0
         for name, part in slices.items():
@@ -115,14 +118,14 @@ class PartBytes(_Memory):
 
     @property
     def ranges(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield (first byte in the buffer, bytes, memory here)."""
+        """Yield (first byte in the buffer, bytes, local memory)."""
         base = address_of(memory_of(self.bytes)) if self.bytes.size else 0
         for name, runs in self._runs.items():
             for there, nbytes, here in runs:
                 yield there, nbytes, memory_at(base + self._slices[name].start + here)
 
     def read(self, buffer: Buffer, version: int | None = None) -> int:
-        """As StateBytes.read: all parts are of one version."""
+        """As StateBytes.read. All parts are of one version."""
         itemsize = buffer.dtype.itemsize
         ranges = [(there // itemsize, nbytes // itemsize, memory) for there, nbytes, memory in self.ranges]
         return versions_of(buffer).read_ranges(ranges, 0, version)

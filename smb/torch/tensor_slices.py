@@ -1,7 +1,8 @@
-"""The part of a whole tensor that a process has, and where it lies in the whole one: of a DTensor, or given as slices.
+"""The part of a whole tensor that a process has, given by a DTensor or by slices, and where it lies in the whole
+tensor.
 
-A slice is, for each dimension, the ranges (first, count) of indices that it takes, in order. One range is the rule; a
-dimension that FSDP2 shards after tensor parallelism did may have more.
+A slice has, for each dimension, the ranges (first, count) of the indices that it takes, in order. Usually there is one
+range; a dimension that FSDP2 shards after tensor parallelism may have more.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ TensorSlice: TypeAlias = "tuple[tuple[tuple[int, int], ...], ...]"
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. To import that class takes half a second, which a program without any need not spend."""
+    """Return True if the tensor is a DTensor. Does not import that class, which takes half a second, if the program has
+    not.
+    """
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process has of a tensor."""
+    """Return this process's part of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -43,8 +46,9 @@ def shape_of(part: TensorSlice) -> tuple[int, ...]:
 
 
 def slice_of(name: str, tensor: torch.Tensor) -> TensorSlice | None:
-    """Return the part of a whole tensor that this process has; None if it has no element. Raises
-    InvalidArgumentError."""
+    """Return the part of a whole tensor that this process has; None if it has no elements. Raises
+    InvalidArgumentError.
+    """
     if not local_of(tensor).numel():
         return None
     if not is_sharded(tensor):
@@ -55,8 +59,10 @@ def slice_of(name: str, tensor: torch.Tensor) -> TensorSlice | None:
 
     placements = tensor.placements
     if not all(type(placement) in (Shard, Replicate, _StridedShard) for placement in placements):
-        raise InvalidArgumentError(f"parameter {name!r} is placed as {placements}: shards and replicas can be shared")
-    with torch.device("cpu"):  # torch reckons with tensors, which a program's default device is not for
+        raise InvalidArgumentError(
+            f"parameter {name!r} is placed as {placements}: only shards and replicas can be shared"
+        )
+    with torch.device("cpu"):  # torch computes with tensors here, which must not use the program's default device
         if any(type(placement) is _StridedShard for placement in placements):
             return tuple(_ranges(tensor, dim) for dim in range(tensor.dim()))
         shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
@@ -64,12 +70,14 @@ def slice_of(name: str, tensor: torch.Tensor) -> TensorSlice | None:
 
 
 def _ranges(tensor: DTensor, dim: int) -> tuple[tuple[int, int], ...]:
-    """Return the indices of one dimension that this process has: those of a vector that is sharded as it is."""
+    """Return the indices of one dimension that this process has, found by sharding a vector of
+    indices in the same way.
+    """
     from torch.distributed.tensor import distribute_tensor
 
     placements = [_along(placement, dim) for placement in tensor.placements]
     indices = torch.arange(tensor.shape[dim])
-    # Nothing is sent: each process takes its part of what it has.
+    # Nothing is sent: each process takes its part of its own vector.
     mine = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None).to_local().tolist()
     ranges: list[tuple[int, int]] = []
     for index in mine:
@@ -92,7 +100,7 @@ def _along(placement: Any, dim: int) -> Any:
 
 
 def checked_slice(asked: str, name: str, slices: Any, shape: Sequence[int]) -> TensorSlice:
-    """Return the part that slices, one for each dimension, take of a tensor. Raises InvalidArgumentError."""
+    """Return the part of a tensor that slices, one for each dimension, take. Raises InvalidArgumentError."""
     given = slices if isinstance(slices, tuple) else (slices,)
     if len(given) != len(shape) or not all(isinstance(each, slice) for each in given):
         raise InvalidArgumentError(
@@ -111,10 +119,10 @@ def checked_slice(asked: str, name: str, slices: Any, shape: Sequence[int]) -> T
 
 
 def runs_of(part: TensorSlice, shape: Sequence[int]) -> Iterator[Run]:
-    """Yield where a slice's elements lie in the whole tensor: `here` in the slice, `there` in the whole one."""
+    """Yield where a slice's elements lie in the whole tensor: `here` in the slice, `there` in the whole tensor."""
     if not all(count for ranges in part for _, count in ranges):
         return
-    # The last dimensions that are whole follow each other in memory, with one more that is cut.
+    # The last dimensions that are whole are contiguous in memory, together with one more that is cut.
     cut = len(shape)
     while cut > 0 and part[cut - 1] == ((0, shape[cut - 1]),):
         cut -= 1

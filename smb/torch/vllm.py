@@ -1,13 +1,12 @@
 """Published weights in vLLM's engines: the weight transfer backend "smb". Needs vLLM, 0.25 or newer.
 
->>> llm = vllm.LLM(model, weight_transfer_config=vllm.config.WeightTransferConfig(backend="smb"))
->>> llm.init_weight_transfer_engine({"init_info": {"name": "policy", "coordinator": "storage-1:7070"}})
->>> llm.start_weight_update()
->>> llm.update_weights({"update_info": {"generation": generation}})  # what Publisher.publish() returned
->>> llm.finish_weight_update()
+>>> llm = vllm.LLM(model, weight_transfer_config=vllm.config.WeightTransferConfig(backend="smb")) >>>
+llm.init_weight_transfer_engine({"init_info": {"name": "policy", "coordinator": "storage-1:7070"}}) >>>
+llm.start_weight_update() >>> llm.update_weights({"update_info": {"generation": generation}}) # what Publisher.publish()
+returned >>> llm.finish_weight_update()
 
-vLLM finds `plug_in` by its entry point in each process that it starts; where that is switched off (VLLM_PLUGINS), call
-`register`. The engine is in smb/torch/vllm_engine.py, which is loaded where it is made.
+vLLM finds `plug_in` by its entry point in each process that it starts; if plugins are switched off (VLLM_PLUGINS), call
+`register`. The engine is in smb/torch/vllm_engine.py, which vLLM loads when it makes the engine.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ _log = logging.getLogger("smb")
 
 
 def register() -> None:
-    """Make the backend known to this process's vLLM. Again: nothing is done. Raises InvalidArgumentError if this vLLM's
-    engines have another form than those of 0.25 and later, ImportError without one."""
+    """Register the backend with this process's vLLM. A second call does nothing. Raises InvalidArgumentError if this
+    vLLM's engines have another interface than in 0.25 and later, ImportError if vLLM is not installed.
+    """
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -35,8 +35,8 @@ def register() -> None:
     if tuple(parameters) != _PARAMETERS or missing:
         raise InvalidArgumentError(
             f"weight transfer backend {BACKEND!r}: this vLLM's engines take ({', '.join(parameters)})"
-            f"{' and have no ' + missing[0] if missing else ''}; it is for those that take ({', '.join(_PARAMETERS)}): "
-            f"vLLM 0.25 or newer"
+            f"{' and have no ' + missing[0] if missing else ''}, but the backend needs engines that take "
+            f"({', '.join(_PARAMETERS)}): use vLLM 0.25 or newer"
         )
     try:
         WeightTransferEngineFactory.register_engine(BACKEND, "smb.torch.vllm_engine", "SmbWeightTransferEngine")
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def plug_in() -> None:
-    """As register; for vLLM, which starts in any case: a form that is not known is logged."""
+    """Register the backend when vLLM starts. vLLM starts in any case: an unknown interface is only logged."""
     try:
         register()
     except (ImportError, InvalidArgumentError) as error:

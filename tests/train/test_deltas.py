@@ -247,7 +247,7 @@ def test_damage_is_never_shown(client: smb.Client, connect: Connect) -> None:
     publisher.publish(state_of(2))
     log = PublicationLog(client.open("w.log"))
     log.buffer.write(np.full(log.size, 255, np.uint8), log.start)
-    with pytest.raises(smb.UnavailableError, match="was not what was published"):
+    with pytest.raises(smb.UnavailableError, match="read other bytes than were published"):
         reader.state_dict()
     for number in range(3, 12):
         publisher.publish(state_of(number))

@@ -337,7 +337,7 @@ def test_compiled_and_plain_members_work_together(connect: Connect) -> None:
 def test_what_is_no_optimizer_leaves_nothing(connect: Connect) -> None:
     """A wrapper without hooks ended in AttributeError, and a member that nobody had: refused before joining."""
     model, client = nn.Linear(2, 2), connect()
-    with pytest.raises(smb.InvalidArgumentError, match="first the model, then the optimizer, not Linear and object"):
+    with pytest.raises(smb.InvalidArgumentError, match="the model first, then the optimizer, not Linear and object"):
         smb.torch.join(model, object(), "run", scheme="asp", client=client)  # type: ignore[arg-type]
     assert not client.list()
 

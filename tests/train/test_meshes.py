@@ -221,7 +221,7 @@ def test_ranks_that_nothing_keeps_alike(meshes: list[Mesh], connect: Any) -> Non
     assert meshes[1].ask("join", 0, "alone", scheme="bsp") == ["joined", "joined"]
     meshes[1].ask("close")
     first, second = meshes[1].ask("warnings")
-    assert [said for said in first if "mesh= has 2 ranks, and the model is neither sharded nor in" in said]
+    assert [said for said in first if "mesh= has 2 ranks, but the model is neither sharded nor in" in said]
     assert not [said for said in second if "neither sharded" in said]
 
 

@@ -106,7 +106,7 @@ def test_what_is_not_the_published_state_is_refused(client: smb.Client) -> None:
         ({"b": torch.zeros(7, 11)}, r"b is .*float32"),
         ({"a": torch.zeros(300_001)}, "300001"),
         ({"a": torch.zeros(3).to_sparse()}, "sparse"),
-        ({"a": 3.0}, "'a' is a float, no tensor"),
+        ({"a": 3.0}, "'a' is a float, not a tensor"),
     ):
         with pytest.raises(smb.InvalidArgumentError, match=told):
             publisher.publish({**state, **change})  # type: ignore[dict-item]
@@ -133,7 +133,7 @@ def test_what_is_not_the_published_state_is_refused(client: smb.Client) -> None:
     client.create("single", tensors={"a": (3, "float32")})
     client.create("nameless", 3, versions=2)
     for name in ("plain", "single", "nameless"):
-        with pytest.raises(smb.InvalidArgumentError, match="no published state"):
+        with pytest.raises(smb.InvalidArgumentError, match="not a published state"):
             smb.torch.follow(client, name)
     with (
         smb.train.join(client, "group", np.zeros(3, np.float32), smb.train.ASP()),
@@ -207,7 +207,7 @@ def test_two_trainers_under_one_name(
         first.publish(filled(generation))
         second.publish(filled(generation + 1))
     told = [message for message in caplog.messages if "Another trainer publishes under this name" in message]
-    assert ["generation 3 is ours; 1 between it" in told[0], "generation 4 is ours" in told[1]] == [True, True]
+    assert ["generation 3 is ours, but 1 between it" in told[0], "generation 4 is ours" in told[1]] == [True, True]
     assert len(told) == 2
 
 

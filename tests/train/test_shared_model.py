@@ -363,7 +363,7 @@ def test_other_models_and_settings_are_refused(connect: Connect) -> None:
             smb.torch.join(other, sgd(other), "run", scheme="test-adding", every=3, client=client)
         with pytest.raises(smb.InvalidArgumentError, match="there is no scheme 'nonsense'"):
             smb.torch.join(other, sgd(other), "run", scheme="nonsense", client=client)
-        with pytest.raises(smb.InvalidArgumentError, match="every: settings belong to a scheme that is given by its"):
+        with pytest.raises(smb.InvalidArgumentError, match="every: settings of a scheme need its name"):
             smb.torch.join(other, sgd(other), "run", every=3, client=client)
         with pytest.raises(smb.InvalidArgumentError, match="coordinator= or client="):
             smb.torch.join(other, sgd(other), "run", client=client, coordinator=client.address)
@@ -394,7 +394,7 @@ def test_a_model_of_other_sizes_is_refused_by_names_and_shapes(connect: Connect)
         ):
             smb.torch.join(smaller, sgd(smaller), "run", client=client)
         with pytest.raises(
-            smb.InvalidArgumentError, match=r"0\.weight is not there .*frozen.* here, and float32\[8, 6\]"
+            smb.InvalidArgumentError, match=r"0\.weight is missing .*frozen.* here, and float32\[8, 6\]"
         ):
             smb.torch.join(frozen, torch.optim.SGD([frozen[3].weight], lr=0.1), "run", client=client)
         assert sum(worker.alive for worker in smb.train.status(client, "run").workers) == 1
@@ -430,7 +430,7 @@ def test_a_second_join_of_a_model_is_refused(connect: Connect) -> None:
 def test_model_and_optimizer_swapped(connect: Connect) -> None:
     """The order is told."""
     model = network()
-    with pytest.raises(smb.InvalidArgumentError, match="first the model, then the optimizer, not SGD and Sequential"):
+    with pytest.raises(smb.InvalidArgumentError, match="the model first, then the optimizer, not SGD and Sequential"):
         smb.torch.join(sgd(model), model, "run", scheme=Adding(), client=connect())  # type: ignore[arg-type]
 
 
@@ -438,7 +438,7 @@ def test_model_and_optimizer_swapped(connect: Connect) -> None:
 def test_what_is_no_mesh(connect: Connect, mesh: Any) -> None:
     """It ended in AttributeError."""
     model = network()
-    with pytest.raises(smb.InvalidArgumentError, match=r"join of 'run': mesh=.* is no DeviceMesh; make one: torch"):
+    with pytest.raises(smb.InvalidArgumentError, match=r"of 'run': mesh must be a DeviceMesh, not .*; make one: torch"):
         smb.torch.join(model, sgd(model), "run", scheme=Adding(), mesh=mesh, client=connect())
 
 
@@ -513,5 +513,5 @@ def test_its_own_client_closes_with_it(cluster: smb.LocalCluster, connect: Conne
         wait_for(lambda: not left(), "thread of the client ended")
         assert not any(worker.alive for worker in smb.train.status(watcher, "run").workers)
         assert not optimizer._optimizer_step_post_hooks
-    with pytest.raises(smb.InvalidArgumentError, match=r"has left training 'run'; smb\.torch\.join it"):
+    with pytest.raises(smb.InvalidArgumentError, match=r"has left training 'run'; call smb\.torch\.join"):
         shared.state_dict()

@@ -73,7 +73,7 @@ def test_what_cannot_be_is_told(cluster: smb.LocalCluster, connect: Connect, wor
     for wrong in ({}, {"name": "policy", "port": 7}):
         with pytest.raises(ValueError, match="SmbInitInfo"):
             worker.init(wrong)
-    with pytest.raises(smb.InvalidArgumentError, match="init_weight_transfer_engine comes first"):
+    with pytest.raises(smb.InvalidArgumentError, match="call init_weight_transfer_engine first"):
         worker.update({"generation": 1})
     assert workers[0].calls == []
     with pytest.raises(smb.NotFoundError, match="nobody"):

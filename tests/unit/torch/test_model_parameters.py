@@ -179,7 +179,7 @@ def test_sparse_parameters_are_refused() -> None:
     """Only dense parameters have a place in a vector."""
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.eye(2).to_sparse())
-    with pytest.raises(InvalidArgumentError, match=r"'weight' is torch\.sparse_coo: only dense"):
+    with pytest.raises(InvalidArgumentError, match=r"'weight' has the layout torch\.sparse_coo: only dense"):
         parts_of(model, torch.optim.SGD([model.bias], lr=0.1))
 
 
@@ -202,7 +202,7 @@ def test_a_parameter_that_the_state_dict_leaves_out_is_refused() -> None:
 
     model = network()
     model._register_state_dict_hook(leave_out)
-    with pytest.raises(InvalidArgumentError, match=r"'3\.weight' is trained, but not in the model's state_dict"):
+    with pytest.raises(InvalidArgumentError, match=r"'3\.weight' is trained, but is not in the model's state_dict"):
         of(model)
     model[3].weight.requires_grad_(False)
     trained = parts_of(model, sgd(model)).trained
@@ -214,5 +214,5 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """What the optimizer trains outside of the model would be shared with nobody."""
     model = network()
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.raises(InvalidArgumentError, match="the optimizer trains 1 tensors that are no parameters"):
+    with pytest.raises(InvalidArgumentError, match="the optimizer trains 1 tensors that are not parameters"):
         parts_of(model, optimizer)
